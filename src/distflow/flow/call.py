@@ -1,0 +1,68 @@
+"""Find a user's function or class: `package.module:name` or `path/to/file.py:name`."""
+
+import importlib
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from distflow.errors import FlowError, suggest
+
+_files: dict[Path, ModuleType] = {}
+
+
+def load(ref: str, where: str, base: Path | None = None) -> Any:
+    """The object `ref` names; `where` is said in errors, relative files are looked up from `base`."""
+    target, colon, name = ref.rpartition(":")
+    if not colon or not target or not name:
+        raise FlowError(f"{where}: '{ref}' is not 'package.module:name' or 'path/to/file.py:name'")
+    module = (
+        _from_file(Path(base or ".") / target, ref, where) if target.endswith(".py") else _import(target, ref, where)
+    )
+    found: Any = module
+    for part in name.split("."):
+        if not hasattr(found, part):
+            names = [n for n in vars(found) if not n.startswith("_")] if hasattr(found, "__dict__") else []
+            raise FlowError(f"{where}: '{ref}' has no '{part}'{suggest(part, names)}")
+        found = getattr(found, part)
+    return found
+
+
+def reference(fn: Any) -> str:
+    """How a loaded function is written in a plan."""
+    return f"{fn.__module__}:{fn.__qualname__}"
+
+
+def _import(name: str, ref: str, where: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except Exception as e:
+        raise FlowError(
+            f"{where}: '{ref}' does not import: {type(e).__name__}: {e}; check the name and that it is installed"
+        ) from e
+
+
+def _from_file(path: Path, ref: str, where: str) -> ModuleType:
+    path = path.resolve()
+    if path in _files:
+        return _files[path]
+    if not path.is_file():
+        raise FlowError(f"{where}: '{ref}' does not import: there is no file {path}")
+    name = path.stem
+    while name in sys.modules:  # never shadow an installed module of the same name
+        name += "_"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    if str(path.parent) not in sys.path:  # so that the file can import its neighbours, as a script can
+        sys.path.append(str(path.parent))
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except Exception as e:
+        del sys.modules[name]
+        raise FlowError(f"{where}: '{ref}' does not import: {type(e).__name__}: {e}") from e
+    _files[path] = module
+    return module

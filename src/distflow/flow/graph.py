@@ -1,0 +1,149 @@
+"""The graph of an algorithm: nodes that read and write named fields. Edges follow from the fields."""
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import pairwise
+from typing import Any, Literal, get_args
+
+from distflow.errors import FlowError, suggest
+
+NodeType = Literal["compute", "inference", "train"]
+NODE_TYPES: tuple[NodeType, ...] = get_args(NodeType)
+SOURCE = "data"  # id and role of the loader, which writes the columns of the data files
+
+_NAME = re.compile(r"[A-Za-z_][\w.]*\Z")
+
+
+@dataclass(frozen=True)
+class Node:
+    """One stage. `call` is where the function lives; `fn` is that function, once it is loaded."""
+
+    id: str
+    role: str = "compute"
+    type: NodeType = "compute"
+    reads: tuple[str, ...] = ()
+    writes: tuple[str, ...] = ()
+    call: str = ""
+    after: tuple[str, ...] = ()
+    params: Mapping[str, Any] = field(default_factory=dict)
+    whole_groups: bool = False  # samples of one prompt must be together
+    balance: str | None = None  # deal samples so that the lengths of this field even out
+    fn: Callable[..., Any] | None = field(default=None, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        for name in (self.id, *self.writes):
+            if not _NAME.match(name):
+                raise FlowError(
+                    f"node '{self.id}': '{name}' is not a name; use letters, digits, '_' and '.', a letter first"
+                )
+        if self.id == SOURCE:
+            raise FlowError(f"node '{SOURCE}': this id is taken by the loader; choose another")
+        if self.type not in NODE_TYPES:
+            raise FlowError(f"node '{self.id}': unknown type '{self.type}'{suggest(self.type, NODE_TYPES)}")
+        if self.balance is not None and self.balance not in self.reads:
+            raise FlowError(
+                f"node '{self.id}': balance names field '{self.balance}', which the node does not read"
+                f"{suggest(self.balance, self.reads)}"
+            )
+
+
+@dataclass(frozen=True)
+class Flow:
+    """A validated graph. `source` are the data columns, written by the loader."""
+
+    name: str
+    source: tuple[str, ...]
+    nodes: tuple[Node, ...]
+
+    def __post_init__(self) -> None:
+        self._check_ids()
+        self._check_fields()
+        _ = self.depth  # a cycle is found while computing depths
+
+    def node(self, node_id: str) -> Node:
+        return self._by_id[node_id]
+
+    @cached_property
+    def _by_id(self) -> dict[str, Node]:
+        return {n.id: n for n in self.nodes}
+
+    @cached_property
+    def writer(self) -> dict[str, str]:
+        """Field → id of the node that writes it."""
+        writer = dict.fromkeys(self.source, SOURCE)
+        writer.update((f, n.id) for n in self.nodes for f in n.writes)
+        return writer
+
+    @cached_property
+    def readers(self) -> dict[str, tuple[str, ...]]:
+        """Field → ids of all nodes that read it, in declaration order."""
+        readers: dict[str, tuple[str, ...]] = dict.fromkeys(self.writer, ())
+        for n in self.nodes:
+            for f in n.reads:
+                readers[f] += (n.id,)
+        return readers
+
+    def parents(self, node: Node) -> tuple[str, ...]:
+        """Ids of the nodes that must run before this one, the loader aside."""
+        ids = [self.writer[f] for f in node.reads] + list(node.after)
+        return tuple(dict.fromkeys(i for i in ids if i != SOURCE))
+
+    @cached_property
+    def depth(self) -> dict[str, int]:
+        """Longest distance from a root, per node."""
+        parents = {n.id: self.parents(n) for n in self.nodes}
+        depth: dict[str, int] = {}
+        waiting = list(parents)
+        while waiting:
+            ready = [i for i in waiting if all(p in depth for p in parents[i])]
+            if not ready:
+                raise FlowError(f"flow '{self.name}': {self._describe_cycle(waiting, parents)}")
+            for i in ready:
+                depth[i] = max((depth[p] + 1 for p in parents[i]), default=0)
+            waiting = [i for i in waiting if i not in depth]
+        return depth
+
+    @cached_property
+    def order(self) -> tuple[Node, ...]:
+        """The one global order: by depth, ties in declaration order."""
+        return tuple(sorted(self.nodes, key=lambda n: self.depth[n.id]))
+
+    def _check_ids(self) -> None:
+        seen: set[str] = set()
+        for n in self.nodes:
+            if n.id in seen:
+                raise FlowError(f"flow '{self.name}': two nodes have the id '{n.id}'; ids are unique")
+            seen.add(n.id)
+        for n in self.nodes:
+            for a in n.after:
+                if a not in seen and a != SOURCE:
+                    raise FlowError(f"node '{n.id}': depends on unknown node '{a}'{suggest(a, seen | {SOURCE})}")
+
+    def _check_fields(self) -> None:
+        writer = dict.fromkeys(self.source, SOURCE)
+        for n in self.nodes:
+            for f in n.writes:
+                if f in writer:
+                    raise FlowError(
+                        f"node '{n.id}': field '{f}' has two writers, '{writer[f]}' and '{n.id}';"
+                        f" give one of them another name with `writes`"
+                    )
+                writer[f] = n.id
+        for n in self.nodes:
+            for f in n.reads:
+                if f not in writer:
+                    raise FlowError(f"node '{n.id}': reads unknown field '{f}'{suggest(f, writer)}")
+
+    def _describe_cycle(self, waiting: Iterable[str], parents: Mapping[str, tuple[str, ...]]) -> str:
+        stuck = set(waiting)
+        path = [min(stuck)]
+        while path.count(path[-1]) < 2:
+            path.append(next(p for p in parents[path[-1]] if p in stuck))
+        cycle = path[path.index(path[-1]) :][::-1]  # parents lead backwards
+        steps = []
+        for a, b in pairwise(cycle):
+            fields = [f for f in self.node(b).reads if self.writer[f] == a]
+            steps.append(f"'{b}' " + (f"reads '{fields[0]}' of '{a}'" if fields else f"comes after '{a}'"))
+        return f"cycle {' → '.join(cycle)}: {', '.join(steps)}; remove one of these"

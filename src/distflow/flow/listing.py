@@ -1,0 +1,114 @@
+"""Write a flow as a list of nodes in YAML: `id, role, type, deps or reads/writes, call`."""
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from distflow.errors import FlowError, suggest
+from distflow.flow.call import load
+from distflow.flow.graph import SOURCE, Flow
+from distflow.flow.trace import NodeSpec, method_of, names, spec_of
+
+KEYS = ("id", "role", "type", "deps", "reads", "writes", "call", "after", "params", "whole_groups", "balance")
+
+
+@dataclass(frozen=True)
+class _Row:
+    """One entry of the list, checked and with its function loaded."""
+
+    id: str
+    role: str
+    spec: NodeSpec
+    deps: tuple[str, ...]
+    after: tuple[str, ...]
+    params: dict[str, Any]
+    fn: Callable[..., Any]
+
+    @property
+    def writes(self) -> tuple[str, ...]:
+        return (self.id,) if self.spec.writes is None else self.spec.writes
+
+
+def from_list(
+    name: str,
+    source: Iterable[str],
+    entries: Sequence[Mapping[str, Any]],
+    roles: Mapping[str, Any] | None = None,
+    base: Path | None = None,
+) -> Flow:
+    """The same graph a traced function gives. `deps` reads all that those nodes write, unless `reads` says what."""
+    columns = tuple(source)
+    rows = [_read(entry, i, roles or {}, base) for i, entry in enumerate(entries)]
+    written = {SOURCE: columns} | {r.id: r.writes for r in rows}
+    nodes = []
+    for row in rows:
+        for d in row.deps:
+            if d not in written:
+                raise FlowError(f"node '{row.id}': depends on unknown node '{d}'{suggest(d, written)}")
+        reads = (
+            tuple(dict.fromkeys(f for d in row.deps for f in written[d])) if row.spec.reads is None else row.spec.reads
+        )
+        order = [d for d in row.deps if not set(written[d]) & set(reads)]
+        after = tuple(i for i in dict.fromkeys((*row.after, *order)) if i != SOURCE)
+        nodes.append(
+            row.spec.node(row.id, inspect.unwrap(row.fn), reads, role=row.role, after=after, params=row.params)
+        )
+    return Flow(name, columns, tuple(nodes))
+
+
+def _read(entry: Mapping[str, Any], index: int, roles: Mapping[str, Any], base: Path | None) -> _Row:
+    where = f"node number {index + 1}"
+    if not isinstance(entry, Mapping):
+        raise FlowError(f"{where}: is {entry!r}, not a mapping of {', '.join(KEYS)}")
+    if isinstance(entry.get("id"), str):
+        where = f"node '{entry['id']}'"
+    for key in entry:
+        if key not in KEYS:
+            raise FlowError(f"{where}: unknown key '{key}'{suggest(str(key), KEYS)}")
+    for key in ("id", "call"):
+        if not isinstance(entry.get(key), str):
+            raise FlowError(f"{where}: needs '{key}', a text")
+    params = entry.get("params") or {}
+    if not isinstance(params, Mapping):
+        raise FlowError(f"{where}: 'params' is {params!r}, not a mapping of constants")
+
+    fn, role = _function(entry["call"], where, roles, base)
+    spec = spec_of(fn)
+    said: dict[str, Any] = {
+        "type": entry.get("type"),
+        "reads": _names(entry, "reads", where),
+        "writes": _names(entry, "writes", where),
+        "whole_groups": entry.get("whole_groups"),
+        "balance": entry.get("balance"),
+    }
+    return _Row(
+        id=entry["id"],
+        role=entry.get("role") or role,
+        spec=replace(spec, **{k: v for k, v in said.items() if v is not None}),
+        deps=_names(entry, "deps", where) or (),
+        after=_names(entry, "after", where) or (),
+        params=dict(params),
+        fn=fn,
+    )
+
+
+def _function(call: str, where: str, roles: Mapping[str, Any], base: Path | None) -> tuple[Callable[..., Any], str]:
+    """`role.method`, `role`, or a reference; with the role the node has unless it says another."""
+    role, dot, method = call.partition(".")
+    if dot and inspect.isclass(roles.get(role)):
+        return method_of(role, roles[role], method, where), role
+    fn = roles[call] if call in roles else load(call, where, base)
+    if not callable(fn) or inspect.isclass(fn):
+        raise FlowError(f"{where}: '{call}' is a {type(fn).__name__}, not a function")
+    return fn, spec_of(fn).role or (call if call in roles else "compute")
+
+
+def _names(entry: Mapping[str, Any], key: str, where: str) -> tuple[str, ...] | None:
+    value = entry.get(key)
+    if value is None or isinstance(value, str):
+        return names(value)
+    if isinstance(value, list) and all(isinstance(v, str) for v in value):
+        return tuple(value)
+    raise FlowError(f"{where}: '{key}' is {value!r}, not a name or a list of names")

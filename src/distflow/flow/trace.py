@@ -1,0 +1,254 @@
+"""Write a flow as an ordinary Python function: `@flow` runs it once, on symbols, and keeps the graph."""
+
+import functools
+import inspect
+import json
+from collections.abc import Callable, Iterable, Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
+from typing import Any, NoReturn
+
+from distflow.errors import FlowError, suggest
+from distflow.flow.call import reference
+from distflow.flow.graph import SOURCE, Flow, Node, NodeType
+
+Names = str | Iterable[str]
+
+
+def names(value: Names | None) -> tuple[str, ...] | None:
+    """One name or many, as a tuple."""
+    return None if value is None else (value,) if isinstance(value, str) else tuple(value)
+
+
+@dataclass(frozen=True)
+class NodeSpec:
+    """What `@node` says of a function. None means: derived from the call."""
+
+    id: str | None = None
+    role: str | None = None
+    type: NodeType | None = None
+    reads: tuple[str, ...] | None = None
+    writes: tuple[str, ...] | None = None
+    whole_groups: bool | None = None
+    balance: str | None = None
+
+    def node(self, node_id: str, fn: Callable[..., Any], reads: tuple[str, ...], **rest: Any) -> Node:
+        """The node this function becomes; `reads` is what it reads when the spec is silent."""
+        rest.setdefault("role", self.role or "compute")
+        return Node(
+            id=node_id,
+            type=self.type or "compute",
+            reads=reads if self.reads is None else self.reads,
+            # A function that declares nothing writes one field, called like its node.
+            writes=(node_id,) if self.writes is None else self.writes,
+            call=reference(fn),
+            whole_groups=bool(self.whole_groups),
+            balance=self.balance,
+            fn=fn,
+            **rest,
+        )
+
+
+def node(
+    fn: Callable[..., Any] | None = None,
+    *,
+    id: str | None = None,
+    role: str | None = None,
+    type: NodeType | None = None,
+    reads: Names | None = None,
+    writes: Names | None = None,
+    whole_groups: bool | None = None,
+    balance: str | None = None,
+) -> Any:
+    """Mark a function as a node: inside a flow a call to it is traced, outside it runs as usual.
+
+    It takes one `Batch` (with the fields it reads) and returns a dict of the fields it writes, or the one column
+    itself. `reads` defaults to all fields of the values it is called with; `writes` to one field called like the node.
+    Also an expression, to rename what a node is or writes: `node(score, id="strict", writes="strict")(rollout)`.
+    """
+    given: dict[str, Any] = {
+        "id": id,
+        "role": role,
+        "type": type,
+        "reads": names(reads),
+        "writes": names(writes),
+        "whole_groups": whole_groups,
+        "balance": balance,
+    }
+    if fn is None:
+        return functools.partial(node, **given)
+    spec = replace(spec_of(fn), **{k: v for k, v in given.items() if v is not None})
+    inner = inspect.unwrap(fn)
+
+    @functools.wraps(inner)
+    def traced(*args: Any, **kwargs: Any) -> Any:
+        if any(isinstance(a, Value) for a in args):
+            return _record(inner, spec, spec.id or inner.__name__, args, kwargs)
+        return inner(*args, **kwargs)
+
+    traced.__distflow__ = spec  # type: ignore[attr-defined]
+    return traced
+
+
+def spec_of(fn: Any) -> NodeSpec:
+    spec = getattr(fn, "__distflow__", NodeSpec())
+    assert isinstance(spec, NodeSpec)
+    return spec
+
+
+@dataclass(frozen=True, eq=False)
+class Value:
+    """A symbol: the fields one node writes. Pass it on, or pick fields of it: `rollout["response"]`."""
+
+    node: str
+    fields: tuple[str, ...]
+
+    def __getitem__(self, field: Names) -> "Value":
+        picked = names(field)
+        if not isinstance(picked, tuple) or not all(isinstance(f, str) for f in picked):
+            self._refuse("indexed by something other than field names")
+        for f in picked:
+            if f not in self.fields:
+                raise FlowError(f"node '{self.node}' writes no field '{f}'{suggest(f, self.fields)}")
+        return Value(self.node, picked)
+
+    def _refuse(self, what: str) -> NoReturn:
+        raise FlowError(
+            f"the value of node '{self.node}' was {what}: a flow runs once, on symbols, so its shape"
+            " cannot depend on data. If this happened inside a function of yours, mark that function with @node"
+        )
+
+    def __bool__(self) -> NoReturn:
+        self._refuse("used as a condition")
+
+    def __iter__(self) -> NoReturn:
+        self._refuse("iterated over")
+
+    def __len__(self) -> NoReturn:
+        self._refuse("asked for its length")
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("__"):  # what Python itself looks for
+            raise AttributeError(name)
+        self._refuse(f"asked for its attribute '{name}' (fields are picked with [\"{name}\"])")
+
+
+@dataclass(frozen=True)
+class FlowFunction:
+    """What `@flow` returns. `trace` binds the roles and gives the graph."""
+
+    fn: Callable[..., Any]
+
+    def trace(self, source: Iterable[str], roles: Mapping[str, Any] | None = None) -> Flow:
+        """`source`: the data columns; `roles`: parameter name → the function or class that plays it."""
+        roles = dict(roles or {})
+        params = list(inspect.signature(self.fn).parameters)
+        name = self.fn.__name__
+        if not params:
+            raise FlowError(f"flow '{name}' takes no parameter; its first one is the data")
+        for r in roles:
+            if r not in params[1:]:
+                raise FlowError(f"flow '{name}' has no role '{r}'{suggest(r, params[1:])}")
+        missing = [p for p in params[1:] if p not in roles]
+        if missing:
+            raise FlowError(
+                f"flow '{name}': role '{missing[0]}' is not bound; say who plays it:"
+                f" `roles: {{{missing[0]}: file.py:function}}`"
+            )
+        columns = tuple(source)
+        nodes: list[Node] = []
+        token = _nodes.set(nodes)
+        try:
+            self.fn(Value(SOURCE, columns), *(_bind(p, roles[p]) for p in params[1:]))
+        finally:
+            _nodes.reset(token)
+        if not nodes:
+            raise FlowError(f"flow '{name}' calls no node; mark its functions with @node")
+        return Flow(name, columns, tuple(nodes))
+
+
+def flow(fn: Callable[..., Any]) -> FlowFunction:
+    """The decorator: the first parameter is the data, the others are roles (functions or classes)."""
+    return FlowFunction(fn)
+
+
+_nodes: ContextVar[list[Node] | None] = ContextVar("nodes", default=None)
+
+
+class _Role:
+    """A class in a role: its methods are nodes, `judge.score(x)`."""
+
+    def __init__(self, role: str, cls: type) -> None:
+        self._role, self._cls = role, cls
+
+    def __getattr__(self, method: str) -> Callable[..., Value]:
+        return functools.partial(_call_method, self._role, self._cls, method)
+
+
+def _call_method(role: str, cls: type, method: str, *args: Any, **kwargs: Any) -> Value:
+    fn = method_of(role, cls, method, f"node '{role}.{method}'")
+    spec = spec_of(fn)
+    return _record(inspect.unwrap(fn), spec, spec.id or f"{role}.{method}", args, kwargs, role=role)
+
+
+def method_of(role: str, cls: type, method: str, where: str) -> Callable[..., Any]:
+    fn = getattr(cls, method, None)
+    if not callable(fn):
+        methods = [m for m, f in vars(cls).items() if callable(f) and not m.startswith("_")]
+        raise FlowError(f"{where}: role '{role}' ({reference(cls)}) has no method '{method}'{suggest(method, methods)}")
+    return fn  # type: ignore[no-any-return]
+
+
+def _bind(role: str, target: Any) -> Any:
+    if inspect.isclass(target):
+        return _Role(role, target)
+    spec = spec_of(target)
+    return node(target, id=spec.id or role, role=spec.role or role)
+
+
+def _record(
+    fn: Callable[..., Any],
+    spec: NodeSpec,
+    name: str,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    role: str | None = None,
+) -> Value:
+    nodes = _nodes.get()
+    if nodes is None:
+        raise FlowError(f"'{name}' was called on a symbol outside a flow")
+    taken = {n.id for n in nodes}
+    node_id = name
+    for k in range(2, len(taken) + 3):
+        if node_id not in taken:
+            break
+        node_id = f"{name}_{k}"
+    after = kwargs.pop("after", ())
+    after = [after] if isinstance(after, Value) else list(after)
+    for a in (*args, *after):
+        if not isinstance(a, Value):
+            raise FlowError(
+                f"node '{node_id}': positional arguments and `after` are values of other nodes, not {a!r};"
+                " pass constants by keyword"
+            )
+    for key, value in kwargs.items():
+        _check_constant(node_id, key, value)
+    reads = tuple(dict.fromkeys(f for a in args for f in a.fields))
+    order = [a.node for a in after]
+    if spec.reads is not None:  # a value of which nothing is read still says "after this"
+        order += [a.node for a in args if not set(a.fields) & set(spec.reads)]
+    order = [i for i in dict.fromkeys(order) if i != SOURCE]
+    made = spec.node(node_id, fn, reads, after=tuple(order), params=kwargs, **({"role": role} if role else {}))
+    nodes.append(made)
+    return Value(node_id, made.writes)
+
+
+def _check_constant(node_id: str, key: str, value: Any) -> None:
+    if isinstance(value, Value):
+        raise FlowError(f"node '{node_id}': the value of '{value.node}' is passed as '{key}='; pass values by position")
+    try:
+        json.dumps(value)
+    except (TypeError, ValueError):
+        raise FlowError(
+            f"node '{node_id}': constant '{key}' is a {type(value).__name__}; constants are plain JSON values"
+        ) from None

@@ -1,0 +1,24 @@
+"""Who does what, and when: layouts, placement, the planner. Pure; imports no torch."""
+
+from distflow.plan.layout import Layout, format_ranks, parse_ranks
+from distflow.plan.placement import Place, Placement
+from distflow.plan.planner import Workload, plan
+from distflow.plan.tasks import Edge, Free, Load, Move, Partition, Plan, Run, Task
+
+__all__ = [
+    "Edge",
+    "Free",
+    "Layout",
+    "Load",
+    "Move",
+    "Partition",
+    "Place",
+    "Placement",
+    "Plan",
+    "Run",
+    "Task",
+    "Workload",
+    "format_ranks",
+    "parse_ranks",
+    "plan",
+]

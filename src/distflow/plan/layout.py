@@ -1,0 +1,77 @@
+"""How a group of ranks divides samples: dp cells of tp replicas each."""
+
+import re
+from dataclasses import dataclass
+from functools import cached_property
+
+from distflow.errors import PlacementError
+
+
+@dataclass(frozen=True)
+class Layout:
+    """`dp × tp` over `ranks`: cell d is ranks[d*tp : (d+1)*tp], and its tp members hold the same samples."""
+
+    ranks: tuple[int, ...]
+    dp: int
+    tp: int = 1
+
+    def __post_init__(self) -> None:
+        if self.dp * self.tp != len(self.ranks):
+            raise PlacementError(f"dp {self.dp} × tp {self.tp} does not fit {len(self.ranks)} ranks")
+
+    @cached_property
+    def cells(self) -> tuple[tuple[int, ...], ...]:
+        return tuple(self.ranks[i : i + self.tp] for i in range(0, len(self.ranks), self.tp))
+
+    @cached_property
+    def _cell_of(self) -> dict[int, int]:
+        return {r: d for d, cell in enumerate(self.cells) for r in cell}
+
+    def cell_of(self, rank: int) -> int | None:
+        """The cell this rank belongs to, if any."""
+        return self._cell_of.get(rank)
+
+    def __str__(self) -> str:
+        return f"dp{self.dp}" + (f"·tp{self.tp}" if self.tp > 1 else "")
+
+
+_PART = re.compile(r"(?P<a>\d+)(?P<ap>%?)(?:(?P<dash>-)(?:(?P<b>\d+)(?P<bp>%?))?)?\Z")
+
+
+def parse_ranks(text: str, workers: int, where: str) -> tuple[int, ...]:
+    """`all`, `0-3`, `4-` (to the last), `0,2,5-7`, or shares of the workers: `0%-50%`, `50%-`."""
+    if text.strip() == "all":
+        return tuple(range(workers))
+    ranks: list[int] = []
+    for part in text.replace(" ", "").split(","):
+        m = _PART.match(part)
+        if not m or (m["ap"] and not m["dash"]):
+            raise PlacementError(
+                f"{where}: '{text}' is not a set of ranks; write 'all', '0-3', '4-', '0,2,5-7' or '0%-50%'"
+            )
+        first = workers * int(m["a"]) // 100 if m["ap"] else int(m["a"])
+        if m["b"] is None:
+            last = workers - 1 if m["dash"] else first
+        else:
+            last = workers * int(m["b"]) // 100 - 1 if m["bp"] else int(m["b"])
+        if last < first or last >= workers:
+            raise PlacementError(
+                f"{where}: '{text}' names ranks {first}-{last}, but there are {workers} workers (0-{workers - 1})"
+            )
+        ranks += range(first, last + 1)
+    if len(set(ranks)) != len(ranks):
+        raise PlacementError(f"{where}: '{text}' names a rank twice")
+    return tuple(ranks)
+
+
+def format_ranks(ranks: tuple[int, ...]) -> str:
+    """The shortest way to write them: `0-3,8`."""
+    parts: list[str] = []
+    i = 0
+    while i < len(ranks):
+        j = i
+        while j + 1 < len(ranks) and ranks[j + 1] == ranks[j] + 1:
+            j += 1
+        parts.append(str(ranks[i]) if i == j else f"{ranks[i]}-{ranks[j]}")
+        i = j + 1
+    return ",".join(parts)

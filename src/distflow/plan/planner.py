@@ -1,0 +1,188 @@
+"""`plan(flow, placement, workload) -> Plan`: one chain of tasks per rank. Pure, deterministic, no torch.
+
+Every rank derives the same global order of tasks and runs the subsequence it takes part in. A task that involves
+several ranks stands at the same place in all their chains, which is why no exchange can deadlock.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from distflow.errors import PlacementError
+from distflow.flow.graph import SOURCE, Flow, Node
+from distflow.plan.layout import Layout
+from distflow.plan.placement import Placement
+from distflow.plan.tasks import Free, Load, Move, Partition, Plan, Run, Task
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What one step handles: `prompts` × `repeat` samples; `bytes` are a field's expected bytes per sample."""
+
+    prompts: int = 1
+    repeat: int = 1
+    bytes: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def samples(self) -> int:
+        return self.prompts * self.repeat
+
+    def bytes_of(self, fields: tuple[str, ...]) -> int:
+        return sum(self.bytes.get(f, 8) for f in fields)
+
+
+def plan(flow: Flow, placement: Placement, workload: Workload) -> Plan:
+    placement.check(flow)
+    return _Planner(flow, placement, workload).plan()
+
+
+class _Planner:
+    """Walks the nodes in global order and keeps where every field has got to."""
+
+    def __init__(self, flow: Flow, placement: Placement, workload: Workload) -> None:
+        self.flow, self.placement, self.workload = flow, placement, workload
+        self.partitions: list[Partition] = []
+        self.home: dict[str, Partition] = {}  # node → the partition it runs in
+        self.held: dict[str, list[Partition]] = {}  # field → the partitions that hold it, writer's first
+        self.assigned: set[str] = set()  # partitions whose samples are already dealt out
+        self.tasks: list[Task] = []
+
+    def plan(self) -> Plan:
+        source = self._new_partition(self.placement.source_layout(self.flow), whole=True, balance=None, where=SOURCE)
+        self.assigned.add(source.id)
+        self.home[SOURCE] = source
+        for n in self.flow.order:  # partitions first: a move carries all that its target will ever read
+            self.home[n.id] = self._choose_partition(n)
+        self.tasks.append(Load(source, self._kept(self.flow.source)))
+        self._hold(self.flow.source, source)
+        for i, n in enumerate(self.flow.order):
+            self._bring(n, self.flow.order[i:])
+            self.tasks.append(Run(n.id, self.home[n.id], n.reads, self._kept(n.writes)))
+            self._hold(n.writes, self.home[n.id])
+        return Plan(
+            flow=self.flow,
+            workers=self.placement.workers,
+            groups=self.placement.ranks,
+            samples=self.workload.samples,
+            repeat=self.workload.repeat,
+            partitions=tuple(self.partitions),
+            home={k: p.id for k, p in self.home.items()},
+            tasks=_with_frees(self.tasks),
+        )
+
+    def _kept(self, fields: tuple[str, ...]) -> tuple[str, ...]:
+        """Fields that somebody reads; the others are dropped where they are written."""
+        return tuple(f for f in fields if self.flow.readers[f])
+
+    def _hold(self, fields: tuple[str, ...], partition: Partition) -> None:
+        for f in self._kept(fields):
+            self.held.setdefault(f, []).append(partition)
+
+    def _choose_partition(self, n: Node) -> Partition:
+        """Stay in the partition of an input where layout and wishes allow it; else share one with a like node."""
+        layout = self._layout(n)
+        if n.balance is None:
+            weight: dict[str, int] = {}
+            inputs: dict[str, Partition] = {}
+            for f in n.reads:
+                p = self.home[self.flow.writer[f]]
+                inputs[p.id] = p
+                weight[p.id] = weight.get(p.id, 0) + self.workload.bytes_of((f,))
+            nearest = sorted(inputs.values(), key=lambda p: -weight[p.id])
+            others = [p for p in reversed(self.partitions) if p.balance is None]
+            for p in (*nearest, *others):
+                if p.layout == layout and (p.whole or not n.whole_groups):
+                    return p
+        else:
+            for p in self.partitions:
+                if p.layout == layout and p.balance == n.balance and (p.whole or not n.whole_groups):
+                    return p
+        # If a later node of the same layout wants whole groups, deal whole groups now and spare it a move.
+        whole = n.whole_groups or (
+            self.workload.prompts % layout.dp == 0
+            and any(m.whole_groups and m.balance == n.balance and self._layout(m) == layout for m in self.flow.nodes)
+        )
+        return self._new_partition(layout, whole, n.balance, n.id)
+
+    def _layout(self, n: Node) -> Layout:
+        return self.placement.layout(n.id, n.role)
+
+    def _new_partition(self, layout: Layout, whole: bool, balance: str | None, where: str) -> Partition:
+        units, what = (self.workload.prompts, "prompts") if whole else (self.workload.samples, "samples")
+        if units % layout.dp:
+            low = units // layout.dp * layout.dp
+            fit = " or ".join(str(x) for x in (low, low + layout.dp) if x)
+            raise PlacementError(
+                f"node '{where}': {units} {what} per step do not divide over its {layout.dp} data-parallel cells;"
+                f" use {fit} {what}, or another layout"
+            )
+        made = Partition(f"p{len(self.partitions)}", layout, whole, balance)
+        self.partitions.append(made)
+        return made
+
+    def _bring(self, n: Node, later: tuple[Node, ...]) -> None:
+        """Bring what n reads to its partition, along with what later nodes there will read of the same places."""
+        target = self.home[n.id]
+        missing = [f for f in n.reads if target not in self.held[f]]
+        if not missing:
+            self.assigned.add(target.id)  # a node that reads nothing works on a plain contiguous deal
+            return
+        origin = {f: self._nearest(f, target) for f in missing}
+        for other in later:
+            if self.home[other.id] is target:
+                for f in other.reads:
+                    if f in self.held and target not in self.held[f] and self._nearest(f, target) in origin.values():
+                        origin.setdefault(f, self._nearest(f, target))
+        sources = list(dict.fromkeys(origin.values()))
+        if (
+            target.balance is not None and target.balance in origin
+        ):  # the first move into a partition deals its samples: let it know the lengths
+            sources.sort(key=lambda p: p is not origin[target.balance])
+        for src in sources:
+            fields = tuple(f for f, p in origin.items() if p is src)
+            deals = target.id not in self.assigned
+            self.assigned.add(target.id)
+            moved = _expected_bytes(src.layout, target.layout, deals and target.balance is None, self.workload, fields)
+            number = sum(isinstance(t, Move) for t in self.tasks)
+            self.tasks.append(Move(f"m{number}", src, target, fields, deals, moved))
+            self._hold(fields, target)
+
+    def _nearest(self, f: str, target: Partition) -> Partition:
+        """Of the places that hold a field, the one that shares most ranks with the target; the writer's on a tie."""
+        want = set(target.layout.ranks)
+        return max(self.held[f], key=lambda p: len(want.intersection(p.layout.ranks)))
+
+
+def _expected_bytes(src: Layout, dst: Layout, local_first: bool, work: Workload, fields: tuple[str, ...]) -> int:
+    """Bytes over the wire if all samples were equal: what a receiving rank needs less what it may keep."""
+    need = work.samples / dst.dp
+    overlap = [len({dst.cell_of(r) for r in cell} - {None}) for cell in src.cells]
+    total = 0.0
+    for r in dst.ranks:
+        s = src.cell_of(r)
+        if s is None:
+            kept = 0.0
+        elif local_first:
+            kept = min(need, work.samples / src.dp / overlap[s])
+        else:
+            kept = need / src.dp
+        total += need - kept
+    return round(total * work.bytes_of(fields))
+
+
+def _with_frees(tasks: list[Task]) -> tuple[Task, ...]:
+    """After each task, free what no later task of that partition reads."""
+    last: dict[tuple[str, str], int] = {}
+    places: dict[str, Partition] = {}
+    for i, t in enumerate(tasks):
+        for p, f in t.touches():
+            last[p.id, f] = i
+            places[p.id] = p
+    out: list[Task] = []
+    for i, t in enumerate(tasks):
+        out.append(t)
+        dead: dict[str, list[str]] = {}
+        for p, f in dict.fromkeys(t.touches()):
+            if last[p.id, f] == i:
+                dead.setdefault(p.id, []).append(f)
+        out += [Free(places[p], tuple(fields)) for p, fields in dead.items()]
+    return tuple(out)
