@@ -30,6 +30,7 @@ class Node:
     params: Mapping[str, Any] = field(default_factory=dict)
     whole_groups: bool = False  # samples of one prompt must be together
     balance: str | None = None  # deal samples so that the lengths of this field even out
+    method: bool = False  # `fn` is a method of the object that plays the role
     fn: Callable[..., Any] | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:

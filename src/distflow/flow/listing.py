@@ -25,6 +25,7 @@ class _Row:
     after: tuple[str, ...]
     params: dict[str, Any]
     fn: Callable[..., Any]
+    method: bool
 
     @property
     def writes(self) -> tuple[str, ...]:
@@ -47,14 +48,13 @@ def from_list(
         for d in row.deps:
             if d not in written:
                 raise FlowError(f"node '{row.id}': depends on unknown node '{d}'{suggest(d, written)}")
-        reads = (
-            tuple(dict.fromkeys(f for d in row.deps for f in written[d])) if row.spec.reads is None else row.spec.reads
-        )
+        reads = row.spec.reads
+        if reads is None:
+            reads = tuple(dict.fromkeys(f for d in row.deps for f in written[d]))
         order = [d for d in row.deps if not set(written[d]) & set(reads)]
         after = tuple(i for i in dict.fromkeys((*row.after, *order)) if i != SOURCE)
-        nodes.append(
-            row.spec.node(row.id, inspect.unwrap(row.fn), reads, role=row.role, after=after, params=row.params)
-        )
+        rest = {"role": row.role, "after": after, "params": row.params, "method": row.method}
+        nodes.append(row.spec.node(row.id, inspect.unwrap(row.fn), reads, **rest))
     return Flow(name, columns, tuple(nodes))
 
 
@@ -74,7 +74,7 @@ def _read(entry: Mapping[str, Any], index: int, roles: Mapping[str, Any], base: 
     if not isinstance(params, Mapping):
         raise FlowError(f"{where}: 'params' is {params!r}, not a mapping of constants")
 
-    fn, role = _function(entry["call"], where, roles, base)
+    fn, role, method = _function(entry["call"], where, roles, base)
     spec = spec_of(fn)
     said: dict[str, Any] = {
         "type": entry.get("type"),
@@ -91,18 +91,21 @@ def _read(entry: Mapping[str, Any], index: int, roles: Mapping[str, Any], base: 
         after=_names(entry, "after", where) or (),
         params=dict(params),
         fn=fn,
+        method=method,
     )
 
 
-def _function(call: str, where: str, roles: Mapping[str, Any], base: Path | None) -> tuple[Callable[..., Any], str]:
-    """`role.method`, `role`, or a reference; with the role the node has unless it says another."""
+def _function(
+    call: str, where: str, roles: Mapping[str, Any], base: Path | None
+) -> tuple[Callable[..., Any], str, bool]:
+    """`role.method`, `role`, or a reference; the role its node has unless it says another; whether it is a method."""
     role, dot, method = call.partition(".")
     if dot and inspect.isclass(roles.get(role)):
-        return method_of(role, roles[role], method, where), role
+        return method_of(role, roles[role], method, where), role, True
     fn = roles[call] if call in roles else load(call, where, base)
     if not callable(fn) or inspect.isclass(fn):
         raise FlowError(f"{where}: '{call}' is a {type(fn).__name__}, not a function")
-    return fn, spec_of(fn).role or (call if call in roles else "compute")
+    return fn, spec_of(fn).role or (call if call in roles else "compute"), False
 
 
 def _names(entry: Mapping[str, Any], key: str, where: str) -> tuple[str, ...] | None:

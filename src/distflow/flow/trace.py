@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Iterable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any, NoReturn
 
 from distflow.errors import FlowError, suggest
@@ -188,7 +189,9 @@ class _Role:
 def _call_method(role: str, cls: type, method: str, *args: Any, **kwargs: Any) -> Value:
     fn = method_of(role, cls, method, f"node '{role}.{method}'")
     spec = spec_of(fn)
-    return _record(inspect.unwrap(fn), spec, spec.id or f"{role}.{method}", args, kwargs, role=role)
+    return _record(
+        inspect.unwrap(fn), spec, spec.id or f"{role}.{method}", args, kwargs, {"role": role, "method": True}
+    )
 
 
 def method_of(role: str, cls: type, method: str, where: str) -> Callable[..., Any]:
@@ -212,7 +215,7 @@ def _record(
     name: str,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    role: str | None = None,
+    extra: Mapping[str, Any] = MappingProxyType({}),
 ) -> Value:
     nodes = _nodes.get()
     if nodes is None:
@@ -238,7 +241,7 @@ def _record(
     if spec.reads is not None:  # a value of which nothing is read still says "after this"
         order += [a.node for a in args if not set(a.fields) & set(spec.reads)]
     order = [i for i in dict.fromkeys(order) if i != SOURCE]
-    made = spec.node(node_id, fn, reads, after=tuple(order), params=kwargs, **({"role": role} if role else {}))
+    made = spec.node(node_id, fn, reads, after=tuple(order), params=kwargs, **extra)
     nodes.append(made)
     return Value(node_id, made.writes)
 

@@ -128,15 +128,20 @@ class _Planner:
             return
         origin = {f: self._nearest(f, target) for f in missing}
         for other in later:
-            if self.home[other.id] is target:
-                for f in other.reads:
-                    if f in self.held and target not in self.held[f] and self._nearest(f, target) in origin.values():
-                        origin.setdefault(f, self._nearest(f, target))
+            for f in other.reads if self.home[other.id] is target else ():
+                # Not what a parallel branch writes: n would wait for it.
+                if (
+                    f in self.held
+                    and target not in self.held[f]
+                    and self._depth(self.flow.writer[f]) < self._depth(n.id)
+                ):
+                    place = self._nearest(f, target)
+                    if place in origin.values():
+                        origin.setdefault(f, place)
         sources = list(dict.fromkeys(origin.values()))
-        if (
-            target.balance is not None and target.balance in origin
-        ):  # the first move into a partition deals its samples: let it know the lengths
-            sources.sort(key=lambda p: p is not origin[target.balance])
+        if target.balance and (informed := origin.get(target.balance)):
+            # The first move into a partition deals its samples, so it must be the one that knows the lengths.
+            sources.sort(key=lambda p: p is not informed)
         for src in sources:
             fields = tuple(f for f, p in origin.items() if p is src)
             deals = target.id not in self.assigned
@@ -145,6 +150,9 @@ class _Planner:
             number = sum(isinstance(t, Move) for t in self.tasks)
             self.tasks.append(Move(f"m{number}", src, target, fields, deals, moved))
             self._hold(fields, target)
+
+    def _depth(self, node_id: str) -> int:
+        return -1 if node_id == SOURCE else self.flow.depth[node_id]
 
     def _nearest(self, f: str, target: Partition) -> Partition:
         """Of the places that hold a field, the one that shares most ranks with the target; the writer's on a tie."""

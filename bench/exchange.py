@@ -1,0 +1,320 @@
+"""The exchange of 1024 samples × 4096 tokens × 6 fields (144 MiB) between layouts, against its limits and its peers.
+
+    python bench/exchange.py [--workers 2 4 8] [--iters 9] [--peers DIR]
+
+For each number of workers, one run measures in turn, iteration by iteration:
+  ours        exchange(): agree on lengths, pack, all-to-all, unpack
+  limit       a bare all_to_all_single of the same bytes, packed beforehand, into memory that is there already
+  controller  our own single-controller path: collect on one process, deal out again
+for three layouts: a worst-case reshuffle dp → dp, tp2 → dp, and two split groups. Then the peers that are installed in DIR
+(see bench/peers). Seconds are the slowest worker's. The last line is one JSON object.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from distflow.data.batch import Column, Ragged
+from distflow.data.comm import Comm
+from distflow.data.exchange import AllToAll, Slabs, exchange
+from distflow.data.routes import contiguous, route
+from distflow.data.wire import Segments, read, segment_size, strip, write
+from distflow.plan import Layout, Move, Partition
+
+SAMPLES, TOKENS = 1024, 4096
+FIELDS = {
+    "input_ids": torch.int64,
+    "attention_mask": torch.int64,
+    "position_ids": torch.int64,
+    "old_log_probs": torch.float32,
+    "ref_log_probs": torch.float32,
+    "advantages": torch.float32,
+}
+HERE = Path(__file__).resolve().parent
+
+
+# ---------------------------------------------------------------------------------------------- one worker
+
+
+def layouts(n: int) -> dict[str, tuple[Layout, Layout, bool]]:
+    """name → before, after, and whether the samples are dealt by the exchange (else: row i to cell i mod n)."""
+    everybody = tuple(range(n))
+    half = n // 2
+    return {
+        "dp→dp": (Layout(everybody, n), Layout(everybody, n), False),
+        "tp2→dp": (Layout(everybody, half, 2), Layout(everybody, n), False),
+        "split groups": (Layout(everybody[:half], half), Layout(everybody[half:], half), True),
+    }
+
+
+def columns(slots: np.ndarray, lengths: np.ndarray) -> dict[str, Column]:
+    """Fields of these samples; every value tells its sample."""
+    mine = lengths[slots]
+    ids = torch.from_numpy(np.repeat(slots, mine))
+    return {f: Ragged.packed(ids.to(d), mine) for f, d in FIELDS.items()}
+
+
+class Measure:
+    """One layout on one worker: the three paths, on the same data."""
+
+    def __init__(
+        self, rank: int, src: Layout, dst: Layout, deals: bool, samples: int, lengths: np.ndarray, comm: Comm
+    ) -> None:
+        self.rank, self.samples, self.comm, self.slabs = rank, samples, comm, Slabs()
+        self.move = Move(
+            "m", Partition("a", src, True, None), Partition("b", dst, False, None), tuple(FIELDS), deals, 0
+        )
+        self.owner = contiguous(samples, src.dp)
+        slots = np.flatnonzero(self.owner == src.cell_of(rank))
+        self.held = (slots, columns(slots, lengths)) if src.cell_of(rank) is not None else None
+        cell = dst.cell_of(rank)
+        self.wanted = None if cell is None or deals else np.flatnonzero(np.arange(samples) % dst.dp == cell)
+        moved = self.ours()
+        self.check(moved.slots, moved.columns, lengths)
+        self.bytes = {"sent": moved.sent, "received": moved.received, "kept": moved.kept}
+        self._prepare_limit(dst, moved.slots)
+        self._prepare_controller(src, dst)
+
+    def ours(self):
+        steps = exchange(self.rank, self.move, self.samples, 1, self.held, self.wanted, self.slabs)
+        return self.comm.drive(steps)
+
+    def check(self, slots: np.ndarray, got: dict[str, Column], lengths: np.ndarray) -> None:
+        for f, dtype in FIELDS.items() if len(slots) else ():
+            for slot, row in zip(slots, got[f], strict=True):
+                assert row.dtype == dtype
+                assert len(row) == lengths[slot]
+                assert (row == int(slot)).all()
+
+    def _prepare_limit(self, dst: Layout, slots: np.ndarray) -> None:
+        """The same bytes from and to the same ranks, those that stay included."""
+        src = self.move.src.layout
+        taken = _gather_ints(slots, self.samples, self.comm)
+        new = np.empty(self.samples, np.int64)
+        for cell, ranks in enumerate(dst.cells):
+            new[taken[ranks[0]]] = cell
+        self.new = new
+        mine = route(self.rank, src, dst, self.owner, new)
+        self.per_sample = np.zeros(self.samples, np.int64)
+        sizes = _gather_ints(self._sizes(), self.samples, self.comm)
+        for cell, ranks in enumerate(src.cells):
+            self.per_sample[self.owner == cell] = sizes[ranks[0]]
+
+        def size(s: np.ndarray) -> int:
+            return segment_size(len(FIELDS), len(s), int(self.per_sample[s].sum()))
+
+        ranks = self.move.ranks
+        send = {r: size(s) for r, s in mine.send.items()} | {self.rank: size(mine.keep)}
+        receive = {r: size(s) for r, s in mine.receive.items()} | {self.rank: size(mine.keep)}
+        self._send = [send.get(r, 0) for r in ranks]
+        self._receive = [receive.get(r, 0) for r in ranks]
+        self._data = torch.ones(sum(self._send), dtype=torch.uint8)
+        self._out = torch.ones(sum(self._receive), dtype=torch.uint8)
+
+    def _sizes(self) -> np.ndarray:
+        if self.held is None:
+            return np.empty(0, np.int64)
+        return sum(s.lengths * s.row for s in (strip(c, "", torch.device("cpu")) for c in self.held[1].values()))  # type: ignore[return-value]
+
+    def limit(self):
+        self.comm.perform(AllToAll(self.move.ranks, self._data, self._send, self._out, self._receive))
+
+    def _prepare_controller(self, src: Layout, dst: Layout) -> None:
+        """Who speaks for a source cell is its first rank; every rank of a target cell is dealt its samples."""
+        n = len(self.move.ranks)
+        fields = len(FIELDS)
+        whole = {c[0]: np.flatnonzero(self.owner == d) for d, c in enumerate(src.cells)}
+        parts = {r: np.flatnonzero(self.new == dst.cell_of(r)) for r in dst.ranks}
+        size = {k: segment_size(fields, len(s), int(self.per_sample[s].sum())) for k, s in whole.items()}
+        size_out = {k: segment_size(fields, len(s), int(self.per_sample[s].sum())) for k, s in parts.items()}
+        self._collect = (whole, size)
+        self._deal = (parts, size_out)
+        self._controller_slab = torch.ones(sum(size.values()) if self.rank == 0 else 0, dtype=torch.uint8)
+        self._controller_out = torch.ones(sum(size_out.values()) if self.rank == 0 else 0, dtype=torch.uint8)
+        self._mine_out = torch.ones(size.get(self.rank, 0), dtype=torch.uint8)
+        self._mine_in = torch.ones(size_out.get(self.rank, 0), dtype=torch.uint8)
+        self._n = n
+
+    def controller(self):
+        ranks, zeros = self.move.ranks, [0] * self._n
+        whole, size = self._collect
+        parts, size_out = self._deal
+        cpu = torch.device("cpu")
+        if self.rank in whole:
+            strips = [strip(c, "", cpu) for c in self.held[1].values()]
+            count = len(whole[self.rank])
+            write(strips, np.arange(count), Segments(np.array([count]), np.array([0])), self._mine_out)
+        gather = [size.get(r, 0) for r in ranks] if self.rank == 0 else zeros
+        to_zero = [len(self._mine_out), *zeros[1:]]
+        self.comm.perform(AllToAll(ranks, self._mine_out, to_zero, self._controller_slab, gather))
+        deal = zeros
+        if self.rank == 0:
+            slots = np.concatenate(list(whole.values()))
+            got = Segments(np.array([len(s) for s in whole.values()]), _starts(size))
+            everything = read(self._controller_slab, got, list(FIELDS), np.argsort(slots), "controller")
+            strips = [strip(c, "", cpu) for c in everything.values()]
+            to = Segments(np.array([len(s) for s in parts.values()]), _starts(size_out))
+            write(strips, np.concatenate(list(parts.values())), to, self._controller_out)
+            deal = [size_out.get(r, 0) for r in ranks]
+        from_zero = [len(self._mine_in), *zeros[1:]]
+        self.comm.perform(AllToAll(ranks, self._controller_out, deal, self._mine_in, from_zero))
+        if self.rank in parts:
+            count = len(parts[self.rank])
+            read(self._mine_in, Segments(np.array([count]), np.array([0])), list(FIELDS), np.arange(count), "")
+
+
+def _starts(sizes: dict[int, int]) -> np.ndarray:
+    ends = np.cumsum(list(sizes.values()))
+    return ends - list(sizes.values())
+
+
+def _gather_ints(mine: np.ndarray, most: int, comm: Comm) -> list[np.ndarray]:
+    row = torch.full((most + 1,), -1, dtype=torch.int64)
+    row[0] = len(mine)
+    row[1 : len(mine) + 1] = torch.from_numpy(np.ascontiguousarray(mine))
+    out = [torch.empty_like(row) for _ in range(dist.get_world_size())]
+    dist.all_gather(out, row)
+    return [o[1 : int(o[0]) + 1].numpy() for o in out]
+
+
+def timed(fn: Callable[[], object]) -> tuple[float, float]:
+    """Seconds of the slowest worker, and CPU seconds of all."""
+    dist.barrier()
+    wall, cpu = time.perf_counter(), time.process_time()
+    fn()
+    cpu_s = time.process_time() - cpu
+    times = torch.tensor([time.perf_counter() - wall, 0.0], dtype=torch.float64)
+    total = torch.tensor([cpu_s], dtype=torch.float64)
+    dist.all_reduce(times, dist.ReduceOp.MAX)
+    dist.all_reduce(total)
+    return float(times[0]), float(total[0])
+
+
+def worker(iters: int, out: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    rank, n = dist.get_rank(), dist.get_world_size()
+    everybody = tuple(range(n))
+    comm = Comm([everybody], torch.device("cpu"), lambda _: nullcontext())
+    full = np.full(SAMPLES, TOKENS, np.int64)
+    result: dict[str, object] = {"workers": n, "layouts": {}}
+    for name, (src, dst, deals) in layouts(n).items():
+        m = Measure(rank, src, dst, deals, SAMPLES, full, comm)
+        runs: dict[str, list[tuple[float, float]]] = {"ours": [], "limit": [], "controller": []}
+        for i in range(iters + 2):
+            for path, seen in runs.items():
+                t = timed(getattr(m, path))
+                if i >= 2:  # the first two warm memory and sockets
+                    seen.append(t)
+        row = {
+            p: {
+                "s": statistics.median(x[0] for x in v),
+                "min_s": min(x[0] for x in v),
+                "cpu_s": statistics.median(x[1] for x in v),
+            }
+            for p, v in runs.items()
+        }
+        result["layouts"][name] = row  # type: ignore[index]
+        del m
+    small = Measure(rank, *layouts(n)["dp→dp"], 8, np.full(8, 128, np.int64), comm)
+    result["small_ms"] = 1e3 * statistics.median(timed(small.ours)[0] for _ in range(50))
+    # Lengths as they come: geometric, cut at the maximum, mean a quarter of it.
+    lengths = np.minimum(np.random.default_rng(0).geometric(1 / 1070, SAMPLES), TOKENS)
+    ragged = Measure(rank, *layouts(n)["dp→dp"], SAMPLES, lengths, comm)
+    dense = Measure(rank, *layouts(n)["dp→dp"], SAMPLES, full, comm)
+    moved = torch.tensor([sum(ragged.bytes.values()), sum(dense.bytes.values())])
+    dist.all_reduce(moved)
+    result["ragged_bytes_fraction"] = float(moved[0] / moved[1])
+    result["ragged_mean_length"] = float(lengths.mean() / TOKENS)
+    if rank == 0:
+        Path(out).write_text(json.dumps(result))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+# ---------------------------------------------------------------------------------------------- the whole run
+
+
+def run_ours(n: int, iters: int) -> dict:
+    with tempfile.TemporaryDirectory() as tmp:
+        out = Path(tmp) / "row.json"
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(n), __file__]
+        env = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+        subprocess.run([*command, "--worker", str(out), "--iters", str(iters)], check=True, env=env)
+        return json.loads(out.read_text())
+
+
+def run_peers(n: int, iters: int, peers: Path | None) -> dict[str, dict | None]:
+    """Each peer's row on the reshuffle dp → dp, in its own environment; None where it is not installed."""
+    found: dict[str, dict | None] = {}
+    for name, script in (("verl", "verl_dataproto.py"), ("transferqueue", "transferqueue.py")):
+        python = peers / "verl" / "bin" / "python" if peers else None
+        if python is None or not python.exists():
+            found[name] = None
+            continue
+        command = [str(python), str(HERE / "peers" / script), "--workers", str(n), "--iters", str(iters)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+        if done.returncode:
+            print(f"  {name} failed: {done.stderr.strip().splitlines()[-1:]}", file=sys.stderr)
+            found[name] = None
+        else:
+            found[name] = json.loads(done.stdout.strip().splitlines()[-1])
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--workers", type=int, nargs="+", default=[2, 4, 8])
+    parser.add_argument("--iters", type=int, default=9)
+    parser.add_argument("--peers", type=Path, default=HERE.parent / ".peers", help="folder of the peers' environments")
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.worker:
+        worker(args.iters, args.worker)
+        return
+    ratios, controller, peer_speedups, rows = [], [], [], []
+    for n in args.workers:
+        row = run_ours(n, args.iters)
+        row["peers"] = run_peers(n, args.iters, args.peers)
+        rows.append(row)
+        print(
+            f"N = {n}: small exchange {row['small_ms']:.2f} ms, ragged moves {row['ragged_bytes_fraction']:.3f} of the bytes"
+        )
+        for name, r in row["layouts"].items():
+            times = "  ".join(f"{p} {v['s']:.4f} s ({v['cpu_s']:.3f} CPU s)" for p, v in r.items())
+            ratios.append(r["ours"]["s"] / r["limit"]["s"])
+            print(f"  {name:13s} {times}  ours / limit {ratios[-1]:.2f}")
+            if n >= 4:
+                controller.append(r["controller"]["s"] / r["ours"]["s"])
+        for name, p in row["peers"].items():
+            if p:
+                print(f"  {name:13s} {p['s']:.4f} s ({p['cpu_s']:.3f} CPU s), {p['version']}")
+        seconds = [p["s"] for p in row["peers"].values() if p]
+        if seconds and n >= 4:
+            peer_speedups.append(min(seconds) / row["layouts"]["dp→dp"]["ours"]["s"])
+    result = {
+        "ratio_to_limit": round(max(ratios), 3),
+        "speedup_vs_controller": round(min(controller), 2) if controller else None,
+        "speedup_vs_best_peer": round(min(peer_speedups), 2) if peer_speedups else None,
+        "ragged_bytes_fraction": round(max(r["ragged_bytes_fraction"] for r in rows), 4),
+        "small_ms": round(max(r["small_ms"] for r in rows), 2),
+        "torch": torch.__version__,
+        "rows": rows,
+    }
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,3 @@
+from distflow.cli import main
+
+main()

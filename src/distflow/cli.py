@@ -1,0 +1,81 @@
+"""`distflow plan` shows who will do what; `distflow run` does it. Nothing heavy is imported before it is needed."""
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from distflow.config import Config, load_config
+from distflow.errors import ConfigError, DistflowError
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    args = _parser().parse_args(argv)
+    try:
+        sys.exit(args.command(args))
+    except DistflowError as e:
+        print(f"distflow: {e}", file=sys.stderr)
+        sys.exit(2)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        "distflow", description="RL post-training as a graph, run by N workers with no centre."
+    )
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    def command(name: str, function: object, help: str) -> argparse.ArgumentParser:
+        sub = commands.add_parser(name, help=help, description=help)
+        sub.set_defaults(command=function)
+        sub.add_argument("config", metavar="CONFIG", help="YAML file")
+        sub.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="dotted overrides, e.g. data.batch=64")
+        sub.add_argument("--workers", type=int, metavar="N", help="number of workers, instead of the config's")
+        return sub
+
+    plan = command("plan", _plan, "Show the plan: who does what, and what moves.")
+    form = plan.add_mutually_exclusive_group()
+    form.add_argument("--json", action="store_true", help="print it as JSON")
+    form.add_argument("--svg", metavar="FILE", type=Path, help="draw it")
+    command("run", _run, "Run it: on this machine, or as one worker of torchrun, Slurm or Kubernetes.")
+    return parser
+
+
+def _plan(args: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from distflow.plan.picture import svg
+    from distflow.plan.table import render
+
+    config = _config(args)
+    plan = config.plan(config.workers or 1)
+    if args.json:
+        print(json.dumps(plan.to_json() | {"hash": plan.hash}, indent=2))
+    elif args.svg:
+        args.svg.write_text(svg(plan))
+        print(f"wrote {args.svg}")
+    else:
+        Console(width=None if sys.stdout.isatty() else 120).print(render(plan))
+    return 0
+
+
+def _run(args: argparse.Namespace) -> int:
+    config = _config(args)
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:  # somebody has started us as one of many
+        from distflow.launch.process import run_worker
+
+        return run_worker(config)
+    config.plan(config.workers or 1)  # a mistake is told here, once, before any worker starts
+    from distflow.launch.local import launch
+
+    return launch(config, args.config, args.overrides)
+
+
+def _config(args: argparse.Namespace) -> Config:
+    overrides = list(args.overrides)
+    if args.workers is not None:
+        if args.workers < 1:
+            raise ConfigError(f"--workers {args.workers}: at least one worker is needed")
+        overrides.append(f"workers={args.workers}")
+    return load_config(args.config, overrides)

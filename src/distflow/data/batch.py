@@ -1,0 +1,177 @@
+"""A batch: columns over samples. Ragged or one value per sample, tensors of any dtype or Python objects. No padding."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from distflow.data.balance import Ints
+from distflow.data.runs import copy_runs
+from distflow.errors import DataError, suggest
+
+
+@dataclass(frozen=True)
+class Ragged:
+    """One tensor per sample, of different lengths: sample i is `values[starts[i] : …]`, shaped [lengths[i], *trail].
+
+    `values` is flat and may hold other things in between, so picking and reordering samples copies nothing.
+    """
+
+    values: Tensor  # [any]
+    starts: Ints  # [samples], in elements
+    lengths: Ints  # [samples], in rows of `trail` elements
+    trail: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, tensors: Sequence[Tensor]) -> "Ragged":
+        """Join tensors [length_i, *trail] that agree in dtype and trail."""
+        trail = tuple(tensors[0].shape[1:])
+        lengths = np.array([len(t) for t in tensors], np.int64)
+        return cls.packed(torch.cat([t.reshape(-1) for t in tensors]), lengths, trail)
+
+    @classmethod
+    def packed(cls, values: Tensor, lengths: Ints, trail: tuple[int, ...] = ()) -> "Ragged":
+        """From values that stand one after the other."""
+        ends = np.cumsum(lengths) * stride_of(trail)
+        return cls(values.reshape(-1), ends - lengths * stride_of(trail), lengths, trail)
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, i: int) -> Tensor:
+        start, count = int(self.starts[i]), int(self.lengths[i]) * stride_of(self.trail)
+        return self.values[start : start + count].view(int(self.lengths[i]), *self.trail)
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return (self[i] for i in range(len(self)))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.values.dtype
+
+    def select(self, index: Ints) -> "Ragged":
+        return Ragged(self.values, self.starts[index], self.lengths[index], self.trail)
+
+    def joined(self) -> Tensor:
+        """All samples one after the other: [sum of lengths, *trail]. A view where they already stand so."""
+        counts = self.lengths * stride_of(self.trail)
+        ends = np.cumsum(counts)
+        total = int(counts.sum())
+        first = int(self.starts[0]) if len(self) else 0
+        if (self.starts == first + ends - counts).all():
+            return self.values[first : first + total].view(int(self.lengths.sum()), *self.trail)
+        out = self.values.new_empty(total)
+        copy_runs(self.values, self.starts, out, ends - counts, counts)
+        return out.view(int(self.lengths.sum()), *self.trail)
+
+    def padded(self, fill: float = 0) -> Tensor:
+        """[samples, longest, *trail]: for a model's forward pass, not for keeping."""
+        longest = int(self.lengths.max(initial=0))
+        out = self.values.new_full((len(self), longest, *self.trail), fill)
+        for i, row in enumerate(self):
+            out[i, : len(row)] = row
+        return out
+
+
+Column = Tensor | Ragged | list[Any]
+
+
+class Batch:
+    """Some samples of a step and some of their fields; what a node is given. `batch["response"]` is a column."""
+
+    def __init__(self, ids: Ints, groups: Ints, columns: Mapping[str, Column]) -> None:
+        self.ids, self.groups, self.columns = ids, groups, dict(columns)
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __contains__(self, field: str) -> bool:
+        return field in self.columns
+
+    def __getitem__(self, field: str) -> Column:
+        if field not in self.columns:
+            raise DataError(
+                f"the batch has no field '{field}'{suggest(field, self.columns)}; a node gets what it reads"
+            )
+        return self.columns[field]
+
+    def select(self, index: Ints) -> "Batch":
+        return Batch(self.ids[index], self.groups[index], {f: select(c, index) for f, c in self.columns.items()})
+
+
+def select(column: Column, index: Ints) -> Column:
+    if isinstance(column, Ragged):
+        return column.select(index)
+    if isinstance(column, Tensor):
+        return column[torch.from_numpy(index)]
+    return [column[i] for i in index]
+
+
+def as_column(value: Any, samples: int, where: str) -> Column:
+    """What a node wrote, as a column of `samples` values; `where` names node and field in errors."""
+    if isinstance(value, np.ndarray):
+        value = list(value) if value.dtype == object else torch.from_numpy(value)
+    if isinstance(value, Tensor) and value.ndim == 0:
+        raise DataError(f"{where}: is a single number; write one value per sample ({samples})")
+    if not isinstance(value, Tensor | Ragged | list | tuple):
+        raise DataError(
+            f"{where}: is a {type(value).__name__}; write a tensor, a Ragged or a list with one value per sample"
+        )
+    if len(value) != samples:
+        raise DataError(f"{where}: has {len(value)} values for {samples} samples; write one value per sample, in order")
+    if isinstance(value, Tensor):
+        return value.detach()
+    if isinstance(value, Ragged):
+        return value
+    if any(isinstance(v, Tensor) for v in value):
+        return _from_tensors(value, where)
+    return [_plain(v.item() if isinstance(v, np.generic) else v, where, i) for i, v in enumerate(value)]
+
+
+def _from_tensors(rows: Sequence[Any], where: str) -> Column:
+    first = next(v for v in rows if isinstance(v, Tensor))
+    for i, v in enumerate(rows):
+        if not isinstance(v, Tensor):
+            raise DataError(f"{where}: sample {i} is a {type(v).__name__}, others are tensors; write one or the other")
+        if v.dtype != first.dtype or v.ndim != first.ndim or v.shape[1:] != first.shape[1:]:
+            raise DataError(
+                f"{where}: sample {i} is {v.dtype} {list(v.shape)}, sample 0 {first.dtype} {list(first.shape)};"
+                " tensors of a column agree in dtype and in all dimensions but the first"
+            )
+    if first.ndim == 0:
+        return torch.stack(list(rows)).detach()
+    return Ragged.of([v.detach() for v in rows])
+
+
+_PLAIN = (str, int, float, bool, type(None))
+
+
+def _plain(value: Any, where: str, sample: int) -> Any:
+    """Objects travel as JSON; refuse what would come back as something else, whether or not it travels this time."""
+    kind = type(value)
+    if kind in _PLAIN:
+        return value
+    if kind is list:
+        for v in value:
+            _plain(v, where, sample)
+        return value
+    if kind is dict and all(type(k) is str for k in value):
+        for v in value.values():
+            _plain(v, where, sample)
+        return value
+    shown = "dict with keys that are not text" if kind is dict else kind.__name__
+    raise DataError(
+        f"{where}: sample {sample} holds a {shown}; a value is a tensor, text, a number, a truth value, None,"
+        " or a list or dict (keys: text) of these"
+    )
+
+
+def stride_of(trail: tuple[int, ...]) -> int:
+    """Elements per row."""
+    stride = 1
+    for d in trail:
+        stride *= d
+    return stride

@@ -1,0 +1,144 @@
+"""The Data Coordinator of one worker: loads, keeps, moves and frees the fields of its chain. No shared actor."""
+
+from collections.abc import Generator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from distflow.data.balance import Ints
+from distflow.data.batch import Batch, Column, Ragged, as_column, stride_of
+from distflow.data.buffer import Buffer, Key
+from distflow.data.exchange import Collective, Slabs, exchange
+from distflow.data.loader import Loader
+from distflow.data.routes import contiguous
+from distflow.errors import DataError, suggest
+from distflow.plan.tasks import Free, Load, Move, Partition, Plan, Run
+
+
+@dataclass
+class Traffic:
+    """What went over this worker's data plane in one step. Bytes, but for `imbalance`: (max − min) / mean tokens."""
+
+    sent: int = 0
+    received: int = 0
+    local: int = 0
+    imbalance: float | None = None
+
+
+class Coordinator:
+    def __init__(self, rank: int, plan: Plan, loader: Loader, device: torch.device | None = None) -> None:
+        self.rank, self.plan, self.loader = rank, plan, loader
+        self.buffer = Buffer()
+        self.slabs = Slabs(device)
+        self.traffic = Traffic()
+        self._slots: dict[tuple[int, str], Ints] = {}  # (step, partition) → the slots this rank has there
+        self._moved: set[Key] = set()  # columns that came by a move, not from a node here
+
+    def load(self, step: int, task: Load) -> None:
+        """Take what was loaded behind the last step, and start loading the next one."""
+        layout = task.partition.layout
+        cell = layout.cell_of(self.rank)
+        assert cell is not None
+        ids, columns = self.loader.load(step, cell, layout.dp)
+        self.loader.prefetch(step + 1, cell, layout.dp)
+        self._slots[step, task.partition.id] = ids - self.loader.first_id(step)
+        for f in task.fields:
+            self.buffer.put(Key(step, task.partition.id, f), as_column(columns[f], len(ids), f"data column '{f}'"))
+
+    def move(self, step: int, task: Move) -> Generator[Collective, Tensor, None]:
+        src, dst = task.src, task.dst
+        held = None
+        if src.layout.cell_of(self.rank) is not None:
+            held = self.slots(step, src), {f: self.buffer.get(Key(step, src.id, f)) for f in task.fields}
+        wanted = None
+        if not task.deals and dst.layout.cell_of(self.rank) is not None:
+            wanted = self.slots(step, dst)
+        moved = yield from exchange(self.rank, task, self.plan.samples, self.plan.repeat, held, wanted, self.slabs)
+        self.traffic.sent += moved.sent
+        self.traffic.received += moved.received
+        self.traffic.local += moved.kept
+        if moved.imbalance is not None:
+            self.traffic.imbalance = max(moved.imbalance, self.traffic.imbalance or 0.0)
+        if dst.layout.cell_of(self.rank) is not None:
+            self._slots[step, dst.id] = moved.slots
+            for f, column in moved.columns.items():
+                self.buffer.put(Key(step, dst.id, f), column)
+                self._moved.add(Key(step, dst.id, f))
+
+    def inputs(self, step: int, task: Run) -> Batch:
+        """What a node reads. Columns are shared with other readers: a node must not change them in place."""
+        ids = self.slots(step, task.partition) + self.loader.first_id(step)
+        columns: dict[str, Column] = {}
+        for f in task.reads:
+            key = Key(step, task.partition.id, f)
+            column = self.buffer.get(key)
+            if key not in self._moved:
+                self.traffic.local += size_of(column)
+            columns[f] = list(column) if isinstance(column, list) else column
+        return Batch(ids, ids // self.plan.repeat, columns)
+
+    def outputs(self, step: int, task: Run, value: Any) -> None:
+        """Keep what a node returned, as far as somebody reads it."""
+        node = self.plan.flow.node(task.node)
+        where = f"node '{node.id}'"
+        samples = len(self.slots(step, task.partition))
+        written = _by_field(value, node.writes, where)
+        for f in written:
+            if f not in node.writes:
+                raise DataError(f"{where}: returned field '{f}', which it does not declare{suggest(f, node.writes)}")
+        for f in task.writes:
+            if f not in written:
+                readers = "', '".join(self.plan.flow.readers[f])
+                raise DataError(f"{where}: returned no field '{f}', which '{readers}' reads")
+            column = as_column(written[f], samples, f"{where}: field '{f}'")
+            self.buffer.put(Key(step, task.partition.id, f), column)
+
+    def free(self, step: int, task: Free) -> None:
+        self.buffer.free(step, task.partition.id, task.fields)
+        self._moved.difference_update([Key(step, task.partition.id, f) for f in task.fields])
+
+    def end(self, step: int) -> Traffic:
+        """Close the books of a step: every field has had its last reader."""
+        left = self.buffer.left(step)
+        if left:
+            raise DataError(f"step {step} is over, but these fields were never freed: {left}")
+        self._slots = {k: v for k, v in self._slots.items() if k[0] != step}
+        traffic, self.traffic = self.traffic, Traffic()
+        return traffic
+
+    def slots(self, step: int, partition: Partition) -> Ints:
+        """The slots this rank has in a partition; one that nothing was moved to is dealt in contiguous runs."""
+        key = step, partition.id
+        if key not in self._slots:
+            cells = contiguous(self.plan.samples, partition.layout.dp)
+            self._slots[key] = np.flatnonzero(cells == partition.layout.cell_of(self.rank))
+        return self._slots[key]
+
+    def close(self) -> None:
+        self.buffer.close()
+
+
+def size_of(column: Column) -> int:
+    """Bytes; of Python objects only text counts."""
+    if isinstance(column, Ragged):
+        return int(column.lengths.sum()) * stride_of(column.trail) * column.values.element_size()
+    if isinstance(column, Tensor):
+        return column.nbytes
+    return sum(len(v) for v in column if type(v) is str)
+
+
+def _by_field(value: Any, writes: tuple[str, ...], where: str) -> Mapping[str, Any]:
+    """A node returns a dict of fields, a Batch, nothing, or the one column it writes."""
+    if value is None:
+        return {}
+    if isinstance(value, Batch):
+        return value.columns
+    if isinstance(value, Mapping):
+        return value
+    if len(writes) == 1:
+        return {writes[0]: value}
+    fields = ", ".join(writes) or "(none)"
+    raise DataError(f"{where}: returned a {type(value).__name__}; return a dict of the fields {fields}")

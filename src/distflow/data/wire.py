@@ -1,0 +1,206 @@
+"""Columns as bytes: what a rank sends to another is one contiguous segment, and is read back without a copy.
+
+A segment of k samples and F fields is
+    F × 32 bytes      schema: kind, dtype, number of trailing dimensions, the dimensions
+    F × k × int32     lengths
+    (padding to 16)
+    the columns, widest elements first, so that each is aligned without padding between them
+    (padding to 16)
+Its size follows from k and the sizes of its samples alone, so a receiver knows it before the first byte arrives.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from distflow.data.balance import Ints
+from distflow.data.batch import Column, Ragged, stride_of
+from distflow.data.runs import copy_runs
+from distflow.errors import DataError
+
+Kind = Literal["dense", "ragged", "text", "json"]
+KINDS: tuple[Kind, ...] = ("dense", "ragged", "text", "json")
+DTYPES = (
+    torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32,
+    torch.float64, torch.bool, torch.complex64, torch.complex128, torch.uint16, torch.uint32, torch.uint64,
+    torch.float8_e4m3fn, torch.float8_e5m2,
+)  # fmt: skip
+SCHEMA_WORDS = 8  # int32: kind, dtype, dimensions, up to five sizes
+MAX_TRAIL = SCHEMA_WORDS - 3
+ALIGN = 16
+
+
+@dataclass(frozen=True)
+class Strip:
+    """A column ready to be sent: flat elements, and where each sample's are."""
+
+    kind: Kind
+    values: Tensor  # [any], flat
+    starts: Ints
+    lengths: Ints
+    trail: tuple[int, ...]
+
+    @property
+    def row(self) -> int:
+        """Bytes per unit of length."""
+        return stride_of(self.trail) * self.values.element_size()
+
+
+def strip(column: Column, where: str, device: torch.device) -> Strip:
+    """A column on the device it is sent from; `where` names the field in errors."""
+    if isinstance(column, list):
+        return _objects(column, device)
+    if isinstance(column, Ragged):
+        made = Strip("ragged", column.values.to(device), column.starts, column.lengths, column.trail)
+    else:
+        ones = np.ones(len(column), np.int64)
+        made = Strip("dense", column.to(device).reshape(-1), ones, ones, tuple(column.shape[1:]))
+        made = replace(made, starts=np.arange(len(column), dtype=np.int64) * stride_of(made.trail))
+    if made.values.dtype not in DTYPES:
+        raise DataError(f"{where}: dtype {made.values.dtype} cannot travel; convert it first")
+    if len(made.trail) > MAX_TRAIL:
+        raise DataError(
+            f"{where}: has {len(made.trail)} dimensions per row; at most {MAX_TRAIL} can travel, reshape it"
+        )
+    return made
+
+
+def _objects(rows: list[Any], device: torch.device) -> Strip:
+    text = all(type(r) is str for r in rows)
+    encoded = [(r if text else json.dumps(r, ensure_ascii=False)).encode("utf-8", "surrogatepass") for r in rows]
+    lengths = np.array([len(e) for e in encoded], np.int64)
+    joined = bytearray(b"".join(encoded))
+    values = torch.frombuffer(joined, dtype=torch.uint8) if joined else torch.empty(0, dtype=torch.uint8)
+    return Strip("text" if text else "json", values.to(device), np.cumsum(lengths) - lengths, lengths, ())
+
+
+@dataclass(frozen=True)
+class Segments:
+    """Consecutive samples by whom they go to or come from: `counts` samples each, at these byte `offsets`."""
+
+    counts: Ints
+    offsets: Ints
+
+    def cuts(self) -> Ints:
+        """Index of the first sample of each segment, and the number of all."""
+        return np.concatenate(([0], np.cumsum(self.counts)))
+
+
+def segment_size(fields: int, samples: int, payload: int) -> int:
+    """Bytes of a segment; nothing at all is sent for no samples."""
+    if not samples:
+        return 0
+    return _aligned(4 * fields * (SCHEMA_WORDS + samples)) + _aligned(payload)
+
+
+def write(strips: Sequence[Strip], index: Ints, segments: Segments, out: Tensor) -> None:
+    """Pack the samples `index`, segment after segment, into the bytes `out`."""
+    lengths = np.stack([s.lengths[index] for s in strips])  # [fields, samples]
+    rows = np.array([s.row for s in strips], np.int64)
+    widths = np.array([s.values.element_size() for s in strips], np.int64)
+    schema = np.zeros((len(strips), SCHEMA_WORDS), np.int32)
+    for i, s in enumerate(strips):
+        schema[i, :3] = KINDS.index(s.kind), DTYPES.index(s.values.dtype), len(s.trail)
+        schema[i, 3 : 3 + len(s.trail)] = s.trail
+    cuts = segments.cuts()
+    for k, offset in enumerate(segments.offsets.tolist()):
+        header = np.concatenate((schema.ravel(), lengths[:, cuts[k] : cuts[k + 1]].ravel()), dtype=np.int32)
+        out[offset : offset + header.nbytes].copy_(torch.from_numpy(header.view(np.uint8)))
+    places = _places(lengths, rows, widths, segments)
+    for i, s in enumerate(strips):
+        counts = lengths[i] * stride_of(s.trail)
+        copy_runs(s.values, s.starts[index], out.view(s.values.dtype), places[i] // widths[i], counts)
+
+
+def read(slab: Tensor, segments: Segments, fields: Sequence[str], order: Ints, where: str) -> Mapping[str, Column]:
+    """The columns of all segments, in the given order of samples. Ragged columns are views of `slab`."""
+    schemas, lengths = _headers(slab, segments, len(fields))
+    first = schemas[0]
+    rows, widths = np.empty(len(fields), np.int64), np.empty(len(fields), np.int64)
+    types: list[tuple[Kind, torch.dtype, tuple[int, ...]]] = []
+    for i, f in enumerate(fields):
+        kind, dtype, trail = _type_of(first[i])
+        for other in schemas[1:]:
+            if not _alike(first[i], other[i]):
+                raise DataError(
+                    f"{where}: field '{f}' is {_describe(first[i])} on one worker and {_describe(other[i])} on another;"
+                    " write the same type everywhere"
+                )
+        types.append((kind, dtype, trail))
+        widths[i] = dtype.itemsize
+        rows[i] = stride_of(trail) * widths[i]
+    places = _places(lengths, rows, widths, segments)
+    columns: dict[str, Column] = {}
+    for i, (f, (kind, dtype, trail)) in enumerate(zip(fields, types, strict=True)):
+        if kind in ("text", "json"):
+            is_text = np.repeat([KINDS[s[i, 0]] == "text" for s in schemas], segments.counts)
+            columns[f] = _decode(slab, places[i][order], lengths[i][order], is_text[order])
+        else:
+            ragged = Ragged(slab.view(dtype), places[i][order] // widths[i], lengths[i][order], trail)
+            columns[f] = ragged if kind == "ragged" else ragged.joined().clone()
+    return columns
+
+
+def _places(lengths: Ints, rows: Ints, widths: Ints, segments: Segments) -> Ints:
+    """Byte position of every sample of every column, [fields, samples]: what `write` and `read` agree on."""
+    fields = len(rows)
+    if not lengths.size:
+        return lengths
+    sizes = lengths * rows[:, None]
+    cuts = segments.cuts()
+    ends = np.cumsum(sizes, axis=1)
+    before = np.concatenate((np.zeros((fields, 1), np.int64), ends), axis=1)[:, cuts]  # bytes before each segment
+    in_segment = np.diff(before, axis=1)  # [fields, segments]
+    widest_first = np.argsort(-widths, kind="stable")
+    base = np.empty_like(in_segment)
+    base[widest_first] = np.cumsum(in_segment[widest_first], axis=0) - in_segment[widest_first]
+    headers = 4 * fields * (SCHEMA_WORDS + segments.counts)
+    base += segments.offsets + _aligned(headers)
+    return np.repeat(base - before[:, :-1], segments.counts, axis=1) + ends - sizes
+
+
+def _headers(slab: Tensor, segments: Segments, fields: int) -> tuple[list[NDArray[np.int32]], Ints]:
+    schemas, lengths = [], []
+    for count, offset in zip(segments.counts.tolist(), segments.offsets.tolist(), strict=True):
+        header = slab[offset : offset + 4 * fields * (SCHEMA_WORDS + count)].cpu().numpy().view(np.int32)
+        schemas.append(header[: fields * SCHEMA_WORDS].reshape(fields, SCHEMA_WORDS))
+        lengths.append(header[fields * SCHEMA_WORDS :].reshape(fields, count))
+    return schemas, np.concatenate(lengths, axis=1).astype(np.int64)
+
+
+def _decode(slab: Tensor, places: Ints, lengths: Ints, is_text: NDArray[np.bool_]) -> list[Any]:
+    memory = memoryview(slab.cpu().numpy())
+    rows = []
+    for at, size, text in zip(places.tolist(), lengths.tolist(), is_text.tolist(), strict=True):
+        row = str(memory[at : at + size], "utf-8", "surrogatepass")
+        rows.append(row if text else json.loads(row))
+    return rows
+
+
+def _type_of(schema: NDArray[np.int32]) -> tuple[Kind, torch.dtype, tuple[int, ...]]:
+    kind, dtype, dims, *sizes = schema.tolist()
+    return KINDS[kind], DTYPES[dtype], tuple(sizes[:dims])
+
+
+def _alike(a: NDArray[np.int32], b: NDArray[np.int32]) -> bool:
+    """Text on one worker and mixed objects on another are both Python objects."""
+    objects = (KINDS.index("text"), KINDS.index("json"))
+    return bool((a == b).all()) or (int(a[0]) in objects and int(b[0]) in objects)
+
+
+def _describe(schema: NDArray[np.int32]) -> str:
+    kind, dtype, trail = _type_of(schema)
+    if kind in ("text", "json"):
+        return "Python objects"
+    return f"{kind} {str(dtype).removeprefix('torch.')}" + (f" {list(trail)}" if trail else "")
+
+
+def _aligned(n: Any) -> Any:
+    """Up to the next multiple of ALIGN; of a number or of many."""
+    return -(-n // ALIGN) * ALIGN

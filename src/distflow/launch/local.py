@@ -1,0 +1,71 @@
+"""Start N workers on this machine through torchelastic, and say why if they fail."""
+
+import logging
+import os
+import shutil
+import signal
+import sys
+import uuid
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from distflow.config import Config
+from distflow.launch.process import LAUNCHED
+from distflow.observe.board import read_all
+from distflow.observe.report import read_reports
+
+
+def launch(config: Config, path: str, overrides: Sequence[str]) -> int:
+    """Run to the end; the exit code. On failure the one cause is printed, with its rank, step and task."""
+    workers = config.workers or 1
+    folder = config.run_folder / "workers"
+    shutil.rmtree(folder, ignore_errors=True)
+    os.environ[LAUNCHED] = "1"
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // workers)))
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all peers are here: stay off the network
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # we tell it better
+    agent = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=workers,
+        run_id=uuid.uuid4().hex,
+        rdzv_backend="c10d",
+        rdzv_endpoint="127.0.0.1:0",
+        local_addr="127.0.0.1",
+        max_restarts=0,
+        shutdown_timeout=5,
+    )
+    command = ["-u", "-m", "distflow", "run", path, *overrides, f"workers={workers}"]
+    try:
+        elastic_launch(agent, sys.executable)(*command)
+    except ChildFailedError as e:
+        print(f"distflow: {_cause(folder, workers, e.failures)}", file=sys.stderr)
+        return 1
+    except SignalException as e:
+        print(f"distflow: stopped by {signal.Signals(e.sigval).name}", file=sys.stderr)
+        return 128 + e.sigval
+    return 0
+
+
+def _cause(folder: Path, workers: int, failures: Mapping[int, ProcessFailure]) -> str:
+    reports = read_reports(folder)
+    if reports and reports[0].kind != "echo":
+        return reports[0].message
+    # Nobody knows the cause: a worker died without a word. torchelastic itself ends the others by SIGTERM.
+    silent = [f for f in failures.values() if f.local_rank not in {r.rank for r in reports}]
+    silent.sort(key=lambda f: f.exitcode == -signal.SIGTERM)
+    if not silent:
+        return reports[0].message
+    dead = silent[0]
+    how = (
+        f"was killed by {signal.Signals(-dead.exitcode).name}" if dead.exitcode < 0 else f"exited with {dead.exitcode}"
+    )
+    hint = " (by hand, or by the system for lack of memory)" if dead.exitcode == -signal.SIGKILL else ""
+    record = read_all(folder, workers)[dead.local_rank]
+    where = f" in step {record.step}, task '{record.task}'" if record else " before it started"
+    noticed = "".join(f"\n  noticed by rank {r.rank}: {r.message}" for r in reports)
+    return f"rank {dead.local_rank} (pid {dead.pid}) {how}{hint}{where}{noticed}"

@@ -1,0 +1,88 @@
+"""Who does what right now: each worker keeps one small record in the run's folder, and anybody may read them all.
+
+There is no process that collects them. A record outlives its worker, so it also tells what a killed worker was doing.
+"""
+
+import json
+import mmap
+import os
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from distflow.plan.layout import format_ranks
+
+SIZE = 1024
+
+
+@dataclass(frozen=True)
+class Record:
+    rank: int
+    pid: int
+    host: str
+    step: int = -1
+    task: str = "starting"
+    waits_for: str = ""  # ranks, while in a collective
+    since: float = 0.0  # when it began to do or to wait for this
+    beat: float = 0.0  # when its watchdog last ran: an old one means stopped, or the machine is gone
+
+
+class Board:
+    """This worker's record. Writing it is a copy to shared memory, cheap enough for every task."""
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        self.folder = folder
+        folder.mkdir(parents=True, exist_ok=True)
+        with open(_path(folder, rank), "wb") as f:
+            f.truncate(SIZE)
+        with open(_path(folder, rank), "r+b") as f:
+            self._map = mmap.mmap(f.fileno(), SIZE)
+        now = time.time()
+        self.record = Record(rank, os.getpid(), socket.gethostname(), since=now, beat=now)
+        self._write()
+
+    def doing(self, step: int, task: str) -> None:
+        self.record = replace(self.record, step=step, task=task, waits_for="", since=time.time())
+        self._write()
+
+    @contextmanager
+    def waiting(self, ranks: tuple[int, ...]) -> Iterator[None]:
+        others = tuple(r for r in ranks if r != self.record.rank)
+        self.record = replace(self.record, waits_for=format_ranks(others), since=time.time())
+        self._write()
+        yield
+        self.record = replace(self.record, waits_for="", since=time.time())
+        self._write()
+
+    def beat(self) -> None:
+        self.record = replace(self.record, beat=time.time())
+        self._write()
+
+    def _write(self) -> None:
+        text = json.dumps(asdict(self.record)).encode()
+        if len(text) > SIZE:  # a long list of fields in the task's name
+            text = json.dumps(asdict(replace(self.record, task=self.record.task[:200]))).encode()
+        self._map[:] = text[:SIZE].ljust(SIZE)
+
+
+def read_all(folder: Path, workers: int) -> list[Record | None]:
+    """The records of all ranks; None where there is none (a worker that never started, or a folder of another host)."""
+    return [_read(_path(folder, r)) for r in range(workers)]
+
+
+def _read(path: Path) -> Record | None:
+    for _ in range(5):  # a record may be caught half written
+        try:
+            return Record(**json.loads(path.read_bytes()))
+        except FileNotFoundError:
+            return None
+        except (json.JSONDecodeError, UnicodeDecodeError, TypeError):
+            time.sleep(0.002)
+    return None
+
+
+def _path(folder: Path, rank: int) -> Path:
+    return folder / f"{rank}.now"

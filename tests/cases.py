@@ -1,0 +1,127 @@
+"""Random graphs, placements and ragged data, in which every reader checks, sample by sample, what the writers wrote."""
+
+import math
+import random
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+
+from distflow.data.batch import Batch, Column, Ragged
+from distflow.flow import Flow, Node
+from distflow.plan import Place, Placement, Plan, Workload, plan
+from distflow.worker import Context
+
+KINDS = ("float", "bits", "bf16 matrix", "tokens", "rows", "bytes", "complex", "text", "image", "maybe text")
+
+
+@lru_cache(maxsize=None)
+def value(name: str, sample: int) -> Any:
+    """What field `name` of a sample is: a function of both, so that anybody can check it. The name ends in its kind."""
+    rng = np.random.default_rng([sample, *name.encode()])
+    # Heavy-tailed lengths, empty ones included.
+    length = 0 if rng.random() < 0.1 else int(min(rng.lognormal(1.5, 1.0), 200))
+    match name.partition(".")[2].replace("_", " "):
+        case "float":
+            return torch.tensor(rng.standard_normal(), dtype=torch.float32)
+        case "bits":
+            return torch.from_numpy(rng.integers(0, 2, 3).astype(bool))
+        case "bf16 matrix":
+            return torch.from_numpy(rng.standard_normal((2, 3))).bfloat16()
+        case "tokens":
+            return torch.from_numpy(rng.integers(0, 1 << 40, length))
+        case "rows":
+            return torch.from_numpy(rng.standard_normal((length, 2)).astype(np.float32))
+        case "bytes":
+            return torch.from_numpy(rng.integers(0, 256, length).astype(np.uint8))
+        case "complex":
+            return torch.from_numpy(rng.standard_normal(length) + 1j * rng.standard_normal(length))
+        case "text":
+            return "".join(chr(int(c)) for c in rng.choice([65, 228, 0x2028, 0x1F600, 10, 34], length))
+        case "image":
+            return {"path": f"images/{sample}.png", "size": [int(rng.integers(1, 9)), 2.5], "alt": None}
+        case "maybe text":
+            return f"sample {sample}" if rng.random() < 0.5 else None
+    raise AssertionError(name)
+
+
+def column(name: str, ids: np.ndarray) -> Column:
+    rows = [value(name, int(i)) for i in ids]
+    kind = name.partition(".")[2]
+    if kind in ("tokens", "rows", "bytes", "complex"):
+        return Ragged.of(rows)
+    return torch.stack(rows) if isinstance(rows[0], torch.Tensor) else rows
+
+
+def same(a: Any, b: Any) -> bool:
+    if isinstance(b, torch.Tensor):
+        return isinstance(a, torch.Tensor) and a.dtype == b.dtype and a.shape == b.shape and torch.equal(a, b)
+    return type(a) is type(b) and a == b
+
+
+def check_and_write(
+    batch: Batch, ctx: Context, node: str, writes: list[str], whole: bool, repeat: int
+) -> dict[str, Column]:
+    """The function of every node of a random graph."""
+    assert len(batch) > 0
+    assert list(batch.ids) == sorted(set(batch.ids.tolist()))
+    assert (batch.groups == batch.ids // repeat).all()
+    for name, col in batch.columns.items():
+        assert len(col) == len(batch), name
+        for got, sample in zip(col, batch.ids, strict=True):
+            want = value(name, int(sample))
+            assert same(got, want), f"rank {ctx.rank}, {node}: field {name} of sample {sample}: {got!r} is not {want!r}"
+    if whole:
+        _, counts = np.unique(batch.groups, return_counts=True)
+        assert (counts == repeat).all(), f"{node}: groups are torn apart"
+    ctx.metrics.log(f"samples/{node}", len(batch), reduce="sum")
+    return {w: column(w, batch.ids) for w in writes}
+
+
+class Rows(list[dict[str, Any]]):
+    """Data rows without columns: the graphs write all they read themselves."""
+
+    names: tuple[str, ...] = ()
+
+
+def random_plan(rng: random.Random, workers: int) -> Plan:
+    """Fan-out, joins, diamonds; overlapping and disjoint groups; dp × tp mixes that change along the way."""
+    nodes: list[Node] = []
+    fields: list[str] = []
+    repeat = rng.choice([1, 1, 2, 3])
+    for i in range(rng.randint(1, 8)):
+        reads = tuple(rng.sample(fields, rng.randint(0, min(4, len(fields)))))
+        writes = tuple(f"f{i}{j}.{rng.choice(KINDS).replace(' ', '_')}" for j in range(rng.randint(0, 3)))
+        whole = rng.random() < 0.25
+        nodes.append(
+            Node(
+                id=f"n{i}",
+                reads=reads,
+                writes=writes,
+                after=(f"n{rng.randrange(i)}",) if i and rng.random() < 0.2 else (),
+                whole_groups=whole,
+                balance=rng.choice(reads) if reads and rng.random() < 0.3 else None,
+                params={"node": f"n{i}", "writes": list(writes), "whole": whole, "repeat": repeat},
+                fn=check_and_write,
+            )
+        )
+        fields += writes
+    groups = {}
+    for g in range(rng.randint(1, 3)):
+        ranks = sorted(rng.sample(range(workers), rng.randint(1, workers)))
+        if rng.random() < 0.3:
+            rng.shuffle(ranks)
+        groups[f"g{g}"] = ",".join(map(str, ranks))
+    sizes = {g: len(t.split(",")) for g, t in groups.items()} | {"all": workers}
+
+    def place() -> Place:
+        group = rng.choice(list(sizes))
+        return Place(group, tp=rng.choice([t for t in range(1, sizes[group] + 1) if sizes[group] % t == 0]))
+
+    places = {n.id: place() for n in nodes if rng.random() < 0.8}
+    default = place()
+    cells = [sizes[p.group] // p.tp for p in (*places.values(), default)]
+    prompts = math.lcm(*cells) * rng.randint(1, 2)
+    flow = Flow("random", (), tuple(nodes))
+    return plan(flow, Placement(workers, groups, default, nodes=places), Workload(prompts, repeat))
