@@ -12,7 +12,12 @@ from distflow.errors import ConfigError, DistflowError
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    args = _parser().parse_args(argv)
+    parser = _parser()
+    args, rest = parser.parse_known_args(argv)
+    for word in rest:  # overrides may also follow an option
+        if word.startswith("-"):
+            parser.error(f"unknown option {word}")
+        args.overrides.append(word)
     try:
         sys.exit(args.command(args))
     except DistflowError as e:

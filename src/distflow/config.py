@@ -67,7 +67,7 @@ class Config(_Section):
     flow: str | list[dict[str, Any]]  # `file.py:function` made with @flow, or the nodes themselves
     data: DataConfig
     steps: int = Field(gt=0)
-    name: str = "flow"
+    name: str  # default: that of the flow
     workers: int | None = Field(None, gt=0)
     roles: dict[str, RoleConfig] = {}
     placement: PlacementConfig = PlacementConfig()
@@ -137,9 +137,10 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
         raise ConfigError(f"{path} is not YAML: {' '.join(str(e).split())}") from None
     if not isinstance(raw, dict):
         raise ConfigError(f"{path}: is a {type(raw).__name__}, not a mapping of keys")
-    raw.setdefault("name", path.stem)
     for text in overrides:
         _override(raw, text)
+    flow = raw.get("flow")
+    raw.setdefault("name", flow.rpartition(":")[2] if isinstance(flow, str) else path.stem)
     if "base" in raw:
         raise ConfigError(f"{path}: unknown key 'base'")
     try:

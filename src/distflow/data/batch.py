@@ -126,8 +126,8 @@ def as_column(value: Any, samples: int, where: str) -> Column:
         return value.detach()
     if isinstance(value, Ragged):
         return value
-    if any(isinstance(v, Tensor) for v in value):
-        return _from_tensors(value, where)
+    if any(isinstance(v, Tensor | np.ndarray) for v in value):
+        return _from_tensors([torch.from_numpy(v) if isinstance(v, np.ndarray) else v for v in value], where)
     return [_plain(v.item() if isinstance(v, np.generic) else v, where, i) for i, v in enumerate(value)]
 
 

@@ -1,5 +1,6 @@
 """Carry out collectives over `torch.distributed`: gloo on CPU, NCCL on GPUs."""
 
+import re
 from collections.abc import Callable, Generator, Iterable
 from contextlib import AbstractContextManager
 from typing import TypeVar
@@ -52,5 +53,9 @@ class Comm:
                 all_gather(out, data, group=group)
                 return out.view(len(wish.ranks), -1)
             except RuntimeError as e:  # gloo and NCCL say no more than this when a peer goes away
-                reason = str(e).strip().splitlines()[0]
-                raise PeerLostError(f"lost one of ranks {format_ranks(wish.ranks)}: {reason}") from e
+                raise PeerLostError(f"lost one of ranks {format_ranks(wish.ranks)}: {_reason(e)}") from e
+
+
+def _reason(error: RuntimeError) -> str:
+    """The first sentence of what the backend says, without the place in its source."""
+    return re.sub(r"^\[\S+:\d+\] ", "", str(error).strip()).partition(". ")[0].partition("\n")[0]

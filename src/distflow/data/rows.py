@@ -1,29 +1,25 @@
 """Random access to the rows of JSON Lines and Parquet files. A worker reads the rows it asks for and nothing else.
 
-What it takes to find a row is built once per host in a cache directory and shared through the page cache; the
-directory may be deleted at any time.
+What it takes to find a row is built once per host and shared through the page cache (cache.py).
 """
 
-import fcntl
 import glob
-import hashlib
 import json
 import os
-import tempfile
 import weakref
 from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, TypeVar
+from typing import Any, BinaryIO, Literal
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from distflow.data.balance import Ints
+from distflow.data.cache import Build, HostCache, T, mapped_ints
 from distflow.errors import DataError, suggest
 
 SUFFIXES = (".jsonl", ".json", ".ndjson", ".parquet")
@@ -32,9 +28,6 @@ _CHUNK = 1 << 24  # bytes of a JSON Lines file scanned at once
 _BATCH = 1024  # Parquet rows held at once
 _SHOWN = 20  # skipped rows described
 _SPACE = b" \t\r\n"  # what JSON takes for white space
-
-_Ints = npt.NDArray[np.int64]
-_T = TypeVar("_T")
 
 
 class Rows:
@@ -51,13 +44,13 @@ class Rows:
         cache: Path | None = None,
     ) -> None:
         paths = _find([files] if isinstance(files, str | Path) else files)
-        cache = _writable(cache)
+        host_cache = HostCache(cache)
         skip = on_bad_row == "skip"
         self.names = tuple(fields or ())
         self._files: list[_File] = []
         for path in paths:
             parquet = path.suffix.lower() == ".parquet"
-            self._files.append(_Table(path, cache, self.names) if parquet else _Lines(path, cache))
+            self._files.append(_Table(path, host_cache, self.names) if parquet else _Lines(path, host_cache))
             self.names = self.names or self._files[-1].first_names(skip)
         for file in self._files if skip else ():
             file.screen(self.names)
@@ -96,10 +89,10 @@ class _File(ABC):
 
     count: int
 
-    def __init__(self, path: Path, cache: Path, stat: os.stat_result) -> None:
+    def __init__(self, path: Path, cache: HostCache, stat: os.stat_result) -> None:
         self.path, self.cache = path, cache
         self.stamp = (stat.st_size, stat.st_mtime_ns)
-        self.bad: _Ints = np.empty(0, np.int64)
+        self.bad: Ints = np.empty(0, np.int64)
 
     @abstractmethod
     def read(self, i: int) -> dict[str, Any] | str:
@@ -138,53 +131,30 @@ class _File(ABC):
             bad = [i for i in range(self.count) if isinstance(self.pick(i, names), str)]
             out.write(np.array([*bad, self.count], np.int64).tobytes())
 
-        self.bad = self.cached("bad", names, build, lambda entry: _map(entry, self.count))[:-1]
+        self.bad = self.cached("bad", names, build, lambda entry: mapped_ints(entry, self.count))[:-1]
         self._good_before = self.bad - np.arange(len(self.bad))  # how many good rows come before each bad one
 
     def nth_good(self, i: int) -> int:
         return i + int(np.searchsorted(self._good_before, i, side="right")) if len(self.bad) else i
 
-    def cached(
-        self, kind: str, names: Sequence[str], build: Callable[[BinaryIO], None], open_: Callable[[Path], _T]
-    ) -> _T:
-        """Open what `build` wrote for this very state of the file: now, or earlier in any process of this host."""
-        state = json.dumps([os.path.abspath(self.path), *self.stamp, kind, *names])
-        entry = self.cache / f"{self.path.stem[:40]}-{hashlib.sha256(state.encode()).hexdigest()[:24]}.{kind}"
-        with suppress(OSError, ValueError):  # not there, or damaged
-            return open_(entry)
-        part = entry.with_name(entry.name + ".part")
-        try:
-            with open(entry.with_name(entry.name + ".lock"), "wb") as lock:
-                fcntl.flock(lock, fcntl.LOCK_EX)
-                with suppress(OSError, ValueError):  # another worker was first
-                    return open_(entry)
-                try:
-                    with open(part, "wb") as out:
-                        build(out)
-                        out.flush()
-                        os.fsync(out.fileno())
-                    os.replace(part, entry)  # whole or not at all
-                finally:
-                    part.unlink(missing_ok=True)
-                return open_(entry)
-        except OSError as e:
-            raise DataError(
-                f"{self.path}: cannot be prepared in {self.cache}: {e}; check the file, and that the cache has room"
-                " (it is $XDG_CACHE_HOME/distflow, or ~/.cache/distflow)"
-            ) from e
+    def cached(self, kind: str, names: tuple[str, ...], build: Build, read: Callable[[Path], T]) -> T:
+        """What `build` makes of this very state of the file."""
+        return self.cache.get(self.path, [*self.stamp, *names], kind, build, read)
 
 
 class _Lines(_File):
     """JSON Lines: `index` has (line number, offset) of every row that is not blank, and of the end of the file."""
 
-    def __init__(self, path: Path, cache: Path) -> None:
+    def __init__(self, path: Path, cache: HostCache) -> None:
         try:
             self.fd = os.open(path, os.O_RDONLY)
         except OSError as e:
             raise DataError(f"{path}: cannot be read: {e.strerror}; check its permissions and `ulimit -n`") from e
         weakref.finalize(self, os.close, self.fd)
         super().__init__(path, cache, os.fstat(self.fd))
-        self.index = self.cached("lines", (), self._scan, lambda entry: _map(entry, self.stamp[0])).reshape(-1, 2)
+        self.index = self.cached("lines", (), self._scan, lambda entry: mapped_ints(entry, self.stamp[0])).reshape(
+            -1, 2
+        )
         self.count = len(self.index) - 1
 
     def place(self, i: int) -> str:
@@ -238,7 +208,7 @@ class _Lines(_File):
 class _Table(_File):
     """Parquet, unpacked into an Arrow file that is mapped: only the pages of the rows read are ever in memory."""
 
-    def __init__(self, path: Path, cache: Path, names: tuple[str, ...]) -> None:
+    def __init__(self, path: Path, cache: HostCache, names: tuple[str, ...]) -> None:
         super().__init__(path, cache, path.stat())
         self.asked = names
         # All record batches of the mapped file as one table: nothing is copied, Arrow finds the batch of a row.
@@ -272,14 +242,6 @@ class _Table(_File):
         return pa.schema(c.with_type(c.type.value_type) if pa.types.is_dictionary(c.type) else c for c in asked)
 
 
-def _map(entry: Path, last: int) -> _Ints:
-    """A file of integers, mapped. It must end with `last`, which is written last."""
-    ints = np.memmap(entry, np.int64, "r")
-    if ints[-1] != last:
-        raise ValueError(f"{entry} is damaged")
-    return ints
-
-
 def _excerpt(text: str) -> str:
     text = "".join(c if c.isprintable() else "?" for c in text[:81])
     return text if len(text) <= 80 else text[:79] + "…"
@@ -305,17 +267,3 @@ def _find(files: Sequence[str | Path]) -> list[Path]:
         if path.suffix.lower() not in SUFFIXES:
             raise DataError(f"{path}: cannot read '{path.suffix}' files; convert it to one of {', '.join(SUFFIXES)}")
     return found
-
-
-def _writable(asked: Path | None) -> Path:
-    """The cache directory: the one asked for, the user's, or, where that cannot be written, a private temporary one."""
-    private = Path(tempfile.gettempdir()) / f"distflow-{os.getuid()}"
-    user = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "distflow"
-    for path in [asked] if asked else [user, private]:
-        with suppress(OSError):
-            path.mkdir(mode=0o700, parents=True, exist_ok=True)
-            with tempfile.TemporaryFile(dir=path) as probe:
-                fcntl.flock(probe, fcntl.LOCK_EX)  # some network file systems cannot lock
-            if path != private or path.stat().st_uid == os.getuid():  # anybody can make a directory in /tmp
-                return path
-    raise DataError(f"{asked or private}: the cache of data files cannot be written there; choose another directory")

@@ -10,7 +10,7 @@ SHORT = 512  # bytes: below this, copying element by element through an index be
 
 
 def copy_runs(src: Tensor, starts: Ints, out: Tensor, positions: Ints, counts: Ints) -> None:
-    """out[positions[i] : … + counts[i]] = src[starts[i] : … + counts[i]] for all i; both flat, of one dtype and device."""
+    """out[positions[i] : … + counts[i]] = src[starts[i] : … + counts[i]], for all i; flat, of one dtype and device."""
     starts, positions, counts = _merged(starts, positions, counts)
     total = int(counts.sum())
     if not total:

@@ -96,7 +96,7 @@ def segment_size(fields: int, samples: int, payload: int) -> int:
     """Bytes of a segment; nothing at all is sent for no samples."""
     if not samples:
         return 0
-    return _aligned(4 * fields * (SCHEMA_WORDS + samples)) + _aligned(payload)
+    return int(_aligned(4 * fields * (SCHEMA_WORDS + samples)) + _aligned(payload))
 
 
 def write(strips: Sequence[Strip], index: Ints, segments: Segments, out: Tensor) -> None:
@@ -162,7 +162,8 @@ def _places(lengths: Ints, rows: Ints, widths: Ints, segments: Segments) -> Ints
     base[widest_first] = np.cumsum(in_segment[widest_first], axis=0) - in_segment[widest_first]
     headers = 4 * fields * (SCHEMA_WORDS + segments.counts)
     base += segments.offsets + _aligned(headers)
-    return np.repeat(base - before[:, :-1], segments.counts, axis=1) + ends - sizes
+    places: Ints = np.repeat(base - before[:, :-1], segments.counts, axis=1) + ends - sizes
+    return places
 
 
 def _headers(slab: Tensor, segments: Segments, fields: int) -> tuple[list[NDArray[np.int32]], Ints]:
@@ -175,7 +176,7 @@ def _headers(slab: Tensor, segments: Segments, fields: int) -> tuple[list[NDArra
 
 
 def _decode(slab: Tensor, places: Ints, lengths: Ints, is_text: NDArray[np.bool_]) -> list[Any]:
-    memory = memoryview(slab.cpu().numpy())
+    memory = memoryview(slab.cpu().numpy())  # type: ignore[arg-type]
     rows = []
     for at, size, text in zip(places.tolist(), lengths.tolist(), is_text.tolist(), strict=True):
         row = str(memory[at : at + size], "utf-8", "surrogatepass")

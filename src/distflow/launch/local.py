@@ -27,7 +27,7 @@ def launch(config: Config, path: str, overrides: Sequence[str]) -> int:
     os.environ[LAUNCHED] = "1"
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // workers)))
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all peers are here: stay off the network
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # we tell it better
+    _silence_torchelastic()
     agent = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -51,6 +51,13 @@ def launch(config: Config, path: str, overrides: Sequence[str]) -> int:
     return 0
 
 
+def _silence_torchelastic() -> None:
+    """It logs every signal it sends; we tell the cause instead. Each of its loggers has a level of its own."""
+    for name in list(logging.root.manager.loggerDict):
+        if name.startswith("torch.distributed.elastic"):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
+
+
 def _cause(folder: Path, workers: int, failures: Mapping[int, ProcessFailure]) -> str:
     reports = read_reports(folder)
     if reports and reports[0].kind != "echo":
@@ -67,5 +74,5 @@ def _cause(folder: Path, workers: int, failures: Mapping[int, ProcessFailure]) -
     hint = " (by hand, or by the system for lack of memory)" if dead.exitcode == -signal.SIGKILL else ""
     record = read_all(folder, workers)[dead.local_rank]
     where = f" in step {record.step}, task '{record.task}'" if record else " before it started"
-    noticed = "".join(f"\n  noticed by rank {r.rank}: {r.message}" for r in reports)
+    noticed = "".join(f"\n  noticed by rank {r.rank}: {r.message}" for r in reports[:3])
     return f"rank {dead.local_rank} (pid {dead.pid}) {how}{hint}{where}{noticed}"

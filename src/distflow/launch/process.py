@@ -6,7 +6,6 @@ import signal
 import sys
 import traceback
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -23,7 +22,7 @@ from distflow.observe.board import Board
 from distflow.observe.metrics import Metrics, Tally
 from distflow.observe.progress import Progress
 from distflow.observe.report import Kind, Report
-from distflow.observe.watch import Watch
+from distflow.observe.watch import PACKAGE, Watch
 from distflow.plan import Load, Plan, format_ranks
 from distflow.worker import Worker
 
@@ -139,13 +138,12 @@ def _prepare_process(workers: int) -> None:
 
 
 def explain(error: BaseException, rank: int) -> str:
-    """The message; with the user's own frames where the user's own code raised, and all frames where ours is to blame."""
+    """The message; with the user's own frames where their code raised, and with all where ours is to blame."""
     cause = error.__cause__ if isinstance(error, DistflowError) else error
     text = str(error) if isinstance(error, DistflowError) else f"rank {rank}: {type(error).__name__}: {error}"
-    if cause is None or (isinstance(error, PeerLostError)) or isinstance(cause, DistflowError):
+    if cause is None or isinstance(error, PeerLostError) or isinstance(cause, DistflowError):
         return text
     frames = traceback.extract_tb(cause.__traceback__)
     if isinstance(error, DistflowError):
-        ours = str(Path(__file__).parent.parent)
-        frames = traceback.StackSummary.from_list([f for f in frames if not f.filename.startswith(ours)])
+        frames = traceback.StackSummary.from_list([f for f in frames if not f.filename.startswith(PACKAGE)])
     return text + "\n" + "".join(frames.format()).rstrip()

@@ -24,6 +24,8 @@ class Progress:
         self._log = open(_fresh(folder / "metrics.jsonl"), "w", buffering=1)  # noqa: SIM115 (lives as long as this)
         for row in skipped:
             self.console.print(f"skipped {row}", highlight=False, markup=False)
+        self._sums: dict[str, float] = {}
+        self._seen = 0
         self._bar: Bar | None = None
         if sys.stdout.isatty():
             columns = (
@@ -39,6 +41,9 @@ class Progress:
 
     def __call__(self, step: int, metrics: dict[str, float]) -> None:
         self._log.write(json.dumps({"step": step, "time": time.time(), **metrics}) + "\n")
+        self._seen += 1
+        for name, value in metrics.items():
+            self._sums[name] = self._sums.get(name, 0.0) + value
         line = summary(metrics)
         if self._bar:
             self._bar.update(self._task, advance=1, description=line)
@@ -49,6 +54,10 @@ class Progress:
         if self._bar:
             self._bar.stop()
         self._log.close()
+        if self._seen:
+            mean = {name: total / self._seen for name, total in self._sums.items()}
+            self.console.print(closing(mean, self._seen), highlight=False, markup=False, soft_wrap=True)
+            self.console.print(f"metrics: {self._log.name}", highlight=False, markup=False, soft_wrap=True)
 
 
 def summary(metrics: dict[str, float]) -> str:
@@ -58,6 +67,23 @@ def summary(metrics: dict[str, float]) -> str:
     own = [k for k in metrics if k.partition("/")[0] not in ("timing_s", "timing_max_s", "data")]
     parts += [f"{k} {metrics[k]:.4g}" for k in own[:SHOWN]]
     return "  ".join(parts)
+
+
+def closing(mean: dict[str, float], steps: int) -> str:
+    """Where the time went and what moved, per step."""
+    times = {k.removeprefix("timing_s/"): v for k, v in mean.items() if k.startswith("timing_s/")}
+    whole = times.pop("step")
+    parts = sorted(times.items(), key=lambda kv: -kv[1])
+    lines = [f"{steps} steps, {whole:.3g} s each; a worker's time: " + ", ".join(f"{k} {v:.3g} s" for k, v in parts)]
+
+    def flow(name: str) -> str:
+        return f"{human_bytes(mean[f'data/{name}'])} (most {human_bytes(mean[f'data/{name}_max'])})"
+
+    told = f"a worker's bytes a step: sent {flow('bytes_sent')}, received {flow('bytes_received')}"
+    lines.append(f"{told}, handed over in place {flow('bytes_local')}")
+    if "data/imbalance" in mean:
+        lines.append(f"tokens per worker differ by {mean['data/imbalance']:.1%}")
+    return "\n".join(lines)
 
 
 def _fresh(path: Path) -> Path:

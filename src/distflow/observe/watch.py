@@ -11,9 +11,12 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
+import distflow
 from distflow.errors import StuckError
 from distflow.observe.board import Board, Record, read_all
 from distflow.plan.layout import parse_ranks
+
+PACKAGE = str(Path(distflow.__file__).parent)
 
 
 class Watch:
@@ -55,8 +58,9 @@ class Watch:
     def _leave_stack(self) -> None:
         path = self.board.folder / f"{self.board.record.rank}.stack"
         if not path.exists():
-            frame = sys._current_frames().get(self._main)
-            path.write_text("".join(traceback.format_stack(frame)[-6:]))
+            stack = traceback.extract_stack(sys._current_frames().get(self._main))
+            theirs = [f for f in stack if not f.filename.startswith(PACKAGE)]  # the user's own code, if it is there
+            path.write_text("".join(traceback.StackSummary.from_list(theirs or stack).format()[-6:]))
 
 
 def describe(records: list[Record | None], folder: Path, limit_s: float, beat_s: float) -> str:
