@@ -2,7 +2,7 @@
 
 import math
 import random
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,7 @@ from distflow.worker import Context
 KINDS = ("float", "bits", "bf16 matrix", "tokens", "rows", "bytes", "complex", "text", "image", "maybe text")
 
 
-@lru_cache(maxsize=None)
+@cache
 def value(name: str, sample: int) -> Any:
     """What field `name` of a sample is: a function of both, so that anybody can check it. The name ends in its kind."""
     rng = np.random.default_rng([sample, *name.encode()])

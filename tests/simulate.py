@@ -1,4 +1,4 @@
-"""N workers in one process: the worker's own code, its collectives carried out here. Finds a deadlock if there is one."""
+"""N workers in one process: the worker's own code, its collectives carried out here. Finds any deadlock."""
 
 from collections.abc import Generator, Mapping
 

@@ -5,6 +5,7 @@ Not run by itself; see verl_dataproto.py and transferqueue.py.
 """
 
 import argparse
+import ctypes
 import json
 import os
 import signal
@@ -58,15 +59,32 @@ def verify(got: dict[str, torch.Tensor], rank: int, n: int) -> None:
             raise RuntimeError(f"worker {rank} of {n} holds wrong values in {name}")
 
 
+# Without these Ray nices its workers, which costs them the processor whenever somebody else wants it, and starts spare
+# ones during the first iterations. The rest keeps memory that is in use between iterations, which suits every peer.
+SETTINGS = {
+    "RAY_memory_monitor_refresh_ms": "0",
+    "RAY_worker_niceness": "0",
+    "RAY_enable_worker_prestart": "0",
+    "RAY_prestart_worker_first_driver": "0",
+    "RAY_preallocate_plasma_memory": "1",
+    "MALLOC_MMAP_MAX_": "0",
+    "MALLOC_TRIM_THRESHOLD_": str(2**31 - 1),
+    "MALLOC_ARENA_MAX": "1",
+    "HF_HUB_OFFLINE": "1",
+}
+M_TRIM_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX = -1, -4, -8  # of mallopt(3)
+
+
 @contextmanager
-def private_ray(n: int, **worker_env: str) -> Iterator[None]:
-    """A Ray of our own, gone with all its processes and files at the end, whatever happens."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))
-    # Ray would nice its workers, which costs them the processor whenever somebody else wants it.
-    os.environ |= {"RAY_memory_monitor_refresh_ms": "0", "RAY_worker_niceness": "0"}
-    os.environ |= worker_env
+def private_ray(n: int, **more: str) -> Iterator[None]:
+    """A Ray of our own with these settings, gone with all its processes and files at the end, whatever happens."""
     import ray
 
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))
+    os.environ |= SETTINGS | more
+    libc = ctypes.CDLL(None)  # this process has started, so malloc no longer reads its settings from the environment
+    for option, value in ((M_MMAP_MAX, 0), (M_TRIM_THRESHOLD, 2**31 - 1), (M_ARENA_MAX, 1)):
+        libc.mallopt(option, value)
     with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as tmp:
         try:
             ray.init(
@@ -77,7 +95,7 @@ def private_ray(n: int, **worker_env: str) -> Iterator[None]:
                 include_dashboard=False,
                 log_to_driver=False,
                 logging_level="ERROR",
-                runtime_env={"env_vars": {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **worker_env}},
+                runtime_env={"env_vars": SETTINGS | more | {"OMP_NUM_THREADS": "1"}},
                 _temp_dir=tmp,
             )
             yield
@@ -105,7 +123,7 @@ def cpu_seconds() -> dict[int, float]:
 def measure(
     iters: int, exchange: Callable[[], dict[str, float]], check: Callable[[], None], cleanup: Callable[[], None]
 ) -> dict[str, object]:
-    """Time `exchange`, which returns the seconds of its phases; `check` its first result, `cleanup` each, off the clock."""
+    """Time `exchange`, which returns the seconds of its phases; off the clock, `check` the first and `cleanup` each."""
     seconds, cpu, phases = [], [], []
     for i in range(WARM_UP + iters):
         cpu_before = cpu_seconds()

@@ -3,7 +3,7 @@
 
     .peers/verl/bin/python bench/peers/transferqueue.py --workers 4 --iters 9
 
-SimpleStorage, one storage unit per worker; clearing is not counted. The last line of standard output is one JSON object.
+SimpleStorage, one storage unit per worker; clearing is not counted. The last line of the output is one JSON object.
 """
 
 import time
@@ -55,6 +55,7 @@ def main() -> None:
         storage = {"storage_backend": "SimpleStorage", "SimpleStorage": {"num_data_storage_units": units}}
         tq.init(OmegaConf.create({"backend": storage}))
         peers = [Peer.remote(rank, n) for rank in range(n)]
+        ray.get([peer.__ray_ready__.remote() for peer in peers])
 
         def everybody(method: str) -> None:
             ray.get([getattr(peer, method).remote() for peer in peers])

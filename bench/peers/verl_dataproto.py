@@ -58,6 +58,7 @@ def main() -> None:
     with traffic.private_ray(n, VERL_DATAPROTO_SERIALIZATION_METHOD="numpy"):
         pool = RayResourcePool([n], use_gpu=False, max_colocate_count=1)
         group = RayWorkerGroup(pool, RayClassWithInitArgs(Peer, n))
+        group.drop()  # once all workers are up
 
         def exchange() -> dict[str, float]:
             start = time.perf_counter()

@@ -49,9 +49,13 @@ class Comm:
                     dist.all_to_all_single(wish.out, wish.data, wish.receive, wish.send, group=group)
                     return wish.out
                 data = wish.data.to(self.device)
-                out = data.new_empty(len(wish.ranks) * len(data))
-                all_gather(out, data, group=group)
-                return out.view(len(wish.ranks), -1)
+                out = data.new_empty(len(wish.ranks), len(data))
+                if self.device.type == "cpu":
+                    # gloo gathers around a ring, one hop after the other; sending to all at once is one hop.
+                    dist.all_to_all_single(out, data.expand_as(out).contiguous(), group=group)
+                else:
+                    all_gather(out.view(-1), data, group=group)
+                return out
             except RuntimeError as e:  # gloo and NCCL say no more than this when a peer goes away
                 raise PeerLostError(f"lost one of ranks {format_ranks(wish.ranks)}: {_reason(e)}") from e
 

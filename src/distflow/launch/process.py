@@ -1,6 +1,7 @@
 """One worker process, from its environment to its exit code. Needs only the standard rendezvous variables."""
 
 import ctypes
+import hashlib
 import os
 import signal
 import sys
@@ -79,7 +80,7 @@ def _run(config: Config, plan: Plan, rank: int, board: Board) -> None:
     with board.waiting(everybody):
         dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=timeout)
     comm = Comm([everybody, *(m.ranks for m in plan.moves)], device, board.waiting)
-    _agree(plan, comm, everybody)
+    _agree(config, plan, comm, everybody)
 
     fields = next(t.fields for t in plan.tasks if isinstance(t, Load))
     rows = Rows(config.files, fields, config.data.on_bad_row)
@@ -106,18 +107,17 @@ def _run(config: Config, plan: Plan, rank: int, board: Board) -> None:
     dist.destroy_process_group()
 
 
-def _agree(plan: Plan, comm: Comm, everybody: tuple[int, ...]) -> None:
-    """All workers have derived the same plan, or none of them starts."""
-    mine = torch.frombuffer(bytearray.fromhex(plan.hash), dtype=torch.uint8)
-    hashes = [bytes(h).hex()[:12] for h in comm.perform(AllGather(everybody, mine)).cpu().tolist()]
+def _agree(config: Config, plan: Plan, comm: Comm, everybody: tuple[int, ...]) -> None:
+    """All workers have derived the same plan from the same config, or none of them starts."""
+    told = config.model_dump_json(exclude={"run_dir"})
+    mine = hashlib.sha256(plan.hash.encode() + told.encode()).digest()
+    gathered = comm.perform(AllGather(everybody, torch.frombuffer(bytearray(mine), dtype=torch.uint8)))
+    hashes = [bytes(h).hex()[:12] for h in gathered.cpu().tolist()]
     if len(set(hashes)) > 1:
-        told = [
-            f"ranks {format_ranks(tuple(r for r in everybody if hashes[r] == h))} have {h}"
-            for h in dict.fromkeys(hashes)
-        ]
+        camps = {h: format_ranks(tuple(r for r in everybody if hashes[r] == h)) for h in hashes}
         raise DistflowError(
-            f"the workers derived different plans: {', '.join(told)}; their config, code or data files differ:"
-            " compare `distflow plan CONFIG --json` on those hosts"
+            f"the workers derived different plans: {', '.join(f'ranks {r} have {h}' for h, r in camps.items())};"
+            " their config, code or data files differ: compare `distflow plan CONFIG --json` on those hosts"
         )
 
 

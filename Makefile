@@ -1,0 +1,38 @@
+# Everything happens in .venv, which is made when it is needed.
+PY ?= python3
+BIN := .venv/bin
+
+.PHONY: demo test lint slow bench setup clean
+
+demo: setup  ## an example flow on four workers: its plan, and what moved
+	$(BIN)/distflow plan examples/diamond/config.yaml
+	$(BIN)/distflow plan examples/diamond/config.yaml --svg runs/diamond.svg
+	$(BIN)/distflow run examples/diamond/config.yaml
+
+test: setup lint  ## what CI runs
+	$(BIN)/pytest
+
+lint: setup
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+
+slow: setup  ## the tests that take minutes
+	$(BIN)/pytest -m slow
+
+bench: setup  ## each prints one JSON object as its last line
+	$(BIN)/python bench/routes.py
+	$(BIN)/python bench/scale.py
+	$(BIN)/python bench/exchange.py
+
+setup: .venv/ready
+
+# PyTorch first and pinned, so that nothing else chooses a build of it.
+.venv/ready: pyproject.toml constraints.txt
+	$(PY) -m venv .venv
+	$(BIN)/pip install --quiet --constraint constraints.txt torch
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+clean:
+	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis runs

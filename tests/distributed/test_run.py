@@ -1,0 +1,193 @@
+"""`distflow run` with real workers: what it writes, and how it ends when something goes wrong."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+HERE = Path(__file__).parent
+RUN = [sys.executable, "-m", "distflow", "run"]
+
+
+def write_config(folder: Path, **changes: Any) -> Path:
+    """Judge and use are on groups of their own, so that every step has moves between the workers."""
+    rows = [json.dumps({"prompt": f"p{i}"}) for i in range(8)]
+    (folder / "data.jsonl").write_text("\n".join(rows))
+    config: dict[str, Any] = {
+        "flow": [
+            {"id": "work", "call": f"{HERE}/nodes.py:work", "deps": "data"},
+            {"id": "judge", "call": f"{HERE}/nodes.py:judge", "deps": "work"},
+            {"id": "use", "call": f"{HERE}/nodes.py:use", "deps": "judge"},
+        ],
+        "name": "test",
+        "workers": 2,
+        "steps": 3,
+        "data": {"files": "data.jsonl", "batch": 4},
+        "placement": {"groups": {"last": "1"}, "nodes": {"use": {"group": "last"}}},
+        "run_dir": str(folder / "run"),
+        "wait_limit_s": 3,
+    } | changes
+    path = folder / "config.yaml"
+    path.write_text(yaml.safe_dump(config))
+    return path
+
+
+def misbehaving(folder: Path, how: str) -> Path:
+    path = write_config(folder)
+    config = yaml.safe_load(path.read_text())
+    config["flow"][1]["params"] = {"how": how}
+    path.write_text(yaml.safe_dump(config))
+    return path
+
+
+def run(path: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    done = subprocess.run([*RUN, str(path), *words], capture_output=True, text=True, timeout=90)
+    assert not orphans(path)
+    return done
+
+
+def orphans(path: Path) -> list[int]:
+    """Processes that were started for this config and are still there."""
+    left = []
+    for proc in Path("/proc").glob("[0-9]*"):
+        try:
+            if str(path).encode() in (proc / "cmdline").read_bytes():
+                left.append(int(proc.name))
+        except OSError:
+            continue
+    return left
+
+
+def test_a_run_writes_metrics_of_every_step(tmp_path: Path) -> None:
+    path = write_config(tmp_path, roles={"counter": {"call": f"{HERE}/nodes.py:Counter", "args": {"start": 100}}})
+    config = yaml.safe_load(path.read_text())
+    config["flow"].append({"id": "count", "call": "counter.count", "deps": ["data"]})
+    path.write_text(yaml.safe_dump(config))
+    done = run(path)
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"^step 3/3 ", done.stdout, re.M)
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [m["step"] for m in lines] == [0, 1, 2]
+    assert [m["use/samples"] for m in lines] == [4, 4, 4]
+    assert [m["counter/value"] for m in lines] == [102, 104, 106]
+    for name in (
+        "timing_s/judge",
+        "timing_max_s/step",
+        "data/bytes_sent",
+        "data/bytes_local",
+        "data/bytes_received_max",
+    ):
+        assert all(name in m for m in lines), name
+    assert all(m["data/bytes_sent_max"] > 0 for m in lines)
+
+    again = run(path, "steps=1")  # the log of the first run is kept
+    assert again.returncode == 0, again.stderr
+    assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 1
+    assert len((tmp_path / "run" / "metrics.1.jsonl").read_text().splitlines()) == 3
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("raise", r"rank 1, step 1, node 'judge': ValueError: the judge is confused\n +File .*nodes.py"),
+        ("kill", r"rank 1 \(pid \d+\) was killed by SIGKILL .* in step 1, task 'judge'"),
+        ("exit", r"rank 1 \(pid \d+\) exited with 7 in step 1, task 'judge'"),
+        ("short", r"rank 1, step 1, node 'judge': node 'judge': field 'c': has 1 values for 2 samples"),
+        ("tuple", r"rank 1, step 1, node 'judge': node 'judge': field 'c': sample 0 holds a tuple"),
+        ("silent", r"rank 1, step 1, node 'judge': node 'judge': returned no field 'c', which 'use' reads"),
+    ],
+)
+def test_a_failure_of_one_worker_ends_all_with_its_cause(tmp_path: Path, how: str, message: str) -> None:
+    done = run(misbehaving(tmp_path, how))
+    assert done.returncode == 1
+    assert re.search(message, done.stderr), done.stderr
+    assert done.stderr.count("distflow:") == 1  # the cause, once
+
+
+@pytest.mark.parametrize(
+    ("how", "told"),
+    [
+        ("sleep", r"rank 1 waits for nobody: it is busy with 'judge' of step 1"),
+        ("stop", r"rank 1 has not been heard of"),
+    ],
+)
+def test_a_stuck_run_ends_by_itself_and_says_who_waits_for_whom(tmp_path: Path, how: str, told: str) -> None:
+    done = run(misbehaving(tmp_path, how))
+    assert done.returncode == 1
+    assert re.search(r"0 +\S+:\d+ +1 +move m\d \(c\) +\d+ s +1 ", done.stderr), done.stderr
+    assert re.search(r"1 +\S+:\d+ +1 +judge +\d+ s +nobody", done.stderr)
+    assert re.search(told, done.stderr)
+    if how == "sleep":
+        assert "time.sleep(10_000)" in done.stderr  # where it hangs
+
+
+@pytest.mark.parametrize("sig", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_stopping_the_launcher_leaves_no_process_behind(tmp_path: Path, sig: signal.Signals) -> None:
+    path = write_config(tmp_path, steps=100_000, wait_limit_s=60)
+    launcher = subprocess.Popen([*RUN, str(path)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert launcher.stdout is not None
+    assert launcher.stdout.readline().startswith("step 1/")
+    os.kill(launcher.pid, sig)
+    _, err = launcher.communicate(timeout=30)
+    assert launcher.returncode == (-sig if sig == signal.SIGKILL else 128 + sig)
+    if sig != signal.SIGKILL:
+        assert err == f"distflow: stopped by {sig.name}\n"
+    for _ in range(50):
+        if not orphans(path):
+            return
+        time.sleep(0.1)
+    raise AssertionError(f"still there: {orphans(path)}")
+
+
+def test_the_same_command_is_a_worker_under_torchrun(tmp_path: Path) -> None:
+    path = write_config(tmp_path)
+    torchrun = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        "-m",
+        "distflow",
+    ]
+    done = subprocess.run([*torchrun, "run", str(path)], capture_output=True, text=True, timeout=90)
+    assert done.returncode == 0, done.stderr
+    assert "step 3/3" in done.stdout
+
+
+def test_workers_with_different_plans_do_not_start(tmp_path: Path) -> None:
+    """As when one host has an older config."""
+    path = write_config(tmp_path)
+    code = (
+        "import os, sys; from distflow.cli import main;"
+        "main(['run', sys.argv[1], 'workers=2', 'seed=' + os.environ['RANK']])"
+    )
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python"]
+    done = subprocess.run(
+        [*torchrun, sys.executable, "-c", code, str(path)], capture_output=True, text=True, timeout=90
+    )
+    assert done.returncode != 0
+    assert re.search(r"derived different plans: ranks 0 have \w{12}, ranks 1 have \w{12}", done.stderr), done.stderr
+
+
+def test_a_bad_row_is_told_by_file_and_line(tmp_path: Path) -> None:
+    path = write_config(tmp_path)
+    rows = (tmp_path / "data.jsonl").read_text().splitlines()
+    (tmp_path / "data.jsonl").write_text("\n".join([*rows[:5], '{"prompt": "p5"', *rows[6:]]))
+    done = run(path)
+    assert done.returncode == 1
+    assert re.search(r"data.jsonl:6: .*is not a JSON object on one line .*data.on_bad_row: skip", done.stderr), (
+        done.stderr
+    )
+    done = run(path, "data.on_bad_row=skip")
+    assert done.returncode == 0, done.stderr
+    assert "skipped" in done.stdout

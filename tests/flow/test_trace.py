@@ -1,0 +1,346 @@
+# mypy: allow-untyped-decorators
+
+import contextlib
+import functools
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from distflow.errors import FlowError
+from distflow.flow import Flow, Node, Value, flow, node
+
+
+@node(writes=["response", "tokens"], type="inference")
+def generate(batch: Any, temperature: Any = 1.0) -> Any:
+    return batch
+
+
+@node
+def score(batch: Any, scale: Any = 1) -> Any:
+    return f"scored {batch} by {scale}"
+
+
+@node(reads="response", balance="response")
+def advantage(batch: Any) -> Any:
+    return batch
+
+
+@node(writes=(), type="train", whole_groups=True)
+def update(batch: Any) -> Any:
+    return batch
+
+
+def plain(batch: Any) -> Any:
+    """Not a node: iterates over what it gets."""
+    return list(batch["response"])
+
+
+class Judge:
+    def score(self, batch: Any) -> Any:
+        return batch
+
+    @node(id="strict", writes="verdict", type="inference")
+    def check(self, batch: Any) -> Any:
+        return batch
+
+
+class Lenient(Judge):
+    pass
+
+
+def trace(body: Callable[..., Any], **roles: Any) -> Flow:
+    return flow(body).trace(("prompt", "answer"), roles)
+
+
+def only(body: Callable[..., Any], **roles: Any) -> Node:
+    """The last node of a traced flow."""
+    return trace(body, **roles).nodes[-1]
+
+
+def refusal(body: Callable[..., Any], **roles: Any) -> str:
+    with pytest.raises(FlowError) as e:
+        trace(body, **roles)
+    return str(e.value)
+
+
+def test_the_graph_is_what_the_function_says() -> None:
+    @flow
+    def grpo(prompts: Any) -> None:
+        rollout = generate(prompts["prompt"], temperature=0.5)
+        better = advantage(rollout, score(rollout["tokens"], prompts["answer"]))
+        update(rollout, better)
+
+    assert grpo.trace(("prompt", "answer")) == Flow(
+        "grpo",
+        ("prompt", "answer"),
+        (
+            Node(
+                "generate",
+                type="inference",
+                reads=("prompt",),
+                writes=("response", "tokens"),
+                call="test_trace:generate",
+                params={"temperature": 0.5},
+            ),
+            Node("score", reads=("tokens", "answer"), writes=("score",), call="test_trace:score"),
+            Node(
+                "advantage",
+                reads=("response",),
+                writes=("advantage",),
+                after=("score",),  # nothing of it is read, but it was passed
+                balance="response",
+                call="test_trace:advantage",
+            ),
+            Node(
+                "update",
+                type="train",
+                reads=("response", "tokens", "advantage"),
+                call="test_trace:update",
+                whole_groups=True,
+            ),
+        ),
+    )
+
+
+def test_a_node_keeps_the_users_own_function() -> None:
+    fn = only(lambda data: score(data)).fn
+    assert fn is not None
+    assert fn("x") == "scored x by 1"
+    assert not hasattr(fn, "__distflow__")
+
+
+@pytest.mark.parametrize(
+    ("body", "reads"),
+    [
+        (lambda data: score(data), ("prompt", "answer")),
+        (lambda data: score(data["answer"], data["prompt"]), ("answer", "prompt")),
+        (lambda data: score(data[["answer", "prompt"]]), ("answer", "prompt")),
+        (lambda data: score(data["prompt"], data), ("prompt", "answer")),
+        (lambda data: score(generate(data)["tokens"], data["answer"]), ("tokens", "answer")),
+    ],
+)
+def test_reads_are_the_fields_of_the_values_passed(body: Callable[..., Any], reads: tuple[str, ...]) -> None:
+    assert only(body).reads == reads
+
+
+def test_repeated_calls_get_ids_and_fields_of_their_own() -> None:
+    def thrice(data: Any) -> None:
+        score(score(score(data)))
+
+    assert [(n.id, n.reads, n.writes) for n in trace(thrice).nodes] == [
+        ("score", ("prompt", "answer"), ("score",)),
+        ("score_2", ("score",), ("score_2",)),
+        ("score_3", ("score_2",), ("score_3",)),
+    ]
+
+
+def test_a_renamed_node_is_another_node_of_the_same_function() -> None:
+    def two(data: Any) -> None:
+        rollout = generate(data)
+        update(score(rollout), node(score, id="strict", writes="penalty", role="judge")(rollout, scale=2))
+
+    f = trace(two)
+    strict = f.node("strict")
+    assert strict == Node(
+        "strict",
+        "judge",
+        reads=("response", "tokens"),
+        writes=("penalty",),
+        call="test_trace:score",
+        params={"scale": 2},
+    )
+    assert f.node("score").writes == ("score",)
+    assert f.node("update").reads == ("score", "penalty")
+    renamed = node(generate, id="draft").__distflow__  # what is not said again stays as it was
+    assert (renamed.writes, renamed.type) == (("response", "tokens"), "inference")
+
+
+@pytest.mark.parametrize("wrap", [lambda v: v, lambda v: [v], lambda v: (v, v)])
+def test_after_orders_without_reading(wrap: Callable[[Any], Any]) -> None:
+    def body(data: Any) -> None:
+        first = generate(data)
+        score(data["answer"], after=wrap(first))
+
+    n = only(body)
+    assert (n.reads, n.after, n.params) == (("answer",), ("generate",), {})
+
+
+def test_after_the_data_is_no_order() -> None:
+    assert only(lambda data: score(data["answer"], after=data)).after == ()
+
+
+def test_a_function_plays_a_role() -> None:
+    def body(data: Any, reward: Any) -> None:
+        reward(data["answer"], scale=3)
+
+    assert only(body, reward=score) == Node(
+        "reward", "reward", reads=("answer",), writes=("reward",), call="test_trace:score", params={"scale": 3}
+    )
+    assert only(body, reward=plain).call == "test_trace:plain"  # needs no @node
+    named = node(plain, id="mark", role="judge")
+    assert (only(body, reward=named).id, only(body, reward=named).role) == ("mark", "judge")
+
+
+def test_a_class_plays_a_role() -> None:
+    def body(data: Any, judge: Any) -> None:
+        judge.check(judge.score(data["answer"]), scale=3)
+
+    first, second = trace(body, judge=Judge).nodes
+    assert first == Node(
+        "judge.score",
+        "judge",
+        reads=("answer",),
+        writes=("judge.score",),
+        call="test_trace:Judge.score",
+        method=True,
+    )
+    assert second == Node(
+        "strict",
+        "judge",
+        "inference",
+        reads=("judge.score",),
+        writes=("verdict",),
+        call="test_trace:Judge.check",
+        params={"scale": 3},
+        method=True,
+    )
+    assert first.fn is Judge.score
+    assert trace(body, judge=Lenient).node("strict").role == "judge"
+
+
+def test_outside_a_flow_a_node_is_a_plain_function() -> None:
+    assert score("x", scale=2) == "scored x by 2"
+    assert score.__name__ == "score"
+    assert node(plain, id="p")({"response": "ab"}) == ["a", "b"]
+
+
+def test_a_symbol_that_escaped_its_flow_is_refused() -> None:
+    kept: list[Value] = []
+    trace(lambda data: kept.append(score(data)))
+    with pytest.raises(FlowError, match="'score' was called on a symbol outside a flow"):
+        score(kept[0])
+
+
+def use(what: Callable[[Any], Any]) -> Callable[..., Any]:
+    return lambda data: what(generate(data))
+
+
+@pytest.mark.parametrize(
+    ("body", "what"),
+    [
+        (use(lambda v: 1 if v else 2), "used as a condition"),
+        (use(lambda v: v and 1), "used as a condition"),
+        (use(lambda v: list(map(str, v))), "iterated over"),
+        (use(lambda v: "x" in v), "iterated over"),
+        (use(lambda v: len(v)), "asked for its length"),
+        (use(lambda v: v.tokens), "asked for its attribute 'tokens' (fields are picked with [\"tokens\"])"),
+        (use(lambda v: v[["response", 3]]), "indexed by something other than field names"),
+        (use(plain), "iterated over"),
+    ],
+)
+def test_a_symbol_is_not_data(body: Callable[..., Any], what: str) -> None:
+    said = refusal(body)
+    assert f"the value of node 'generate' was {what}" in said
+    assert "mark that function with @node" in said  # the way out
+
+
+@pytest.mark.xfail(strict=True, raises=TypeError, reason="Value.__getitem__ calls tuple() on the index first")
+@pytest.mark.parametrize("index", [0, slice(1, 3)])
+def test_a_symbol_is_not_a_sequence(index: Any) -> None:
+    assert "indexed by something other than field names" in refusal(use(lambda v: v[index]))
+
+
+@pytest.mark.xfail(strict=True, raises=TypeError, reason="Value defines no arithmetic or order to refuse")
+@pytest.mark.parametrize("what", [lambda v: v + 1, lambda v: v > 0, lambda v: -v, lambda v: float(v)])
+def test_a_symbol_is_not_a_number(what: Callable[[Any], Any]) -> None:
+    assert "the value of node 'generate' was" in refusal(use(what))
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (lambda data: score(data["promt"]), "node 'data' writes no field 'promt'; did you mean 'prompt'?"),
+        (use(lambda v: v["token"]), "node 'generate' writes no field 'token'; did you mean 'tokens'?"),
+        (
+            lambda data: score(data, 3),
+            "node 'score': positional arguments and `after` are values of other nodes, not 3",
+        ),
+        (lambda data: score(data, after=["generate"]), "node 'score': positional arguments and `after` are values"),
+        (lambda data: score(data, scale=data), "node 'score': the value of 'data' is passed as 'scale='"),
+        (lambda data: score(data, scale={1, 2}), "node 'score': constant 'scale' is a set; constants are plain JSON"),
+        (lambda data: score(data, scale=score), "node 'score': constant 'scale' is a function"),
+        (lambda data: None, "calls no node; mark its functions with @node"),
+        (lambda: None, "takes no parameter; its first one is the data"),
+        (lambda data: update(node(score, writes="prompt")(data)), "node 'score': field 'prompt' has two writers"),
+    ],
+)
+def test_a_wrong_call_is_refused_by_name(body: Callable[..., Any], message: str) -> None:
+    assert message in refusal(body)
+
+
+@pytest.mark.parametrize("constant", [None, True, 1.5, "x", [1, [2]], {"a": {"b": None}}])
+def test_constants_are_json(constant: Any) -> None:
+    assert only(lambda data: score(data, scale=constant)).params == {"scale": constant}
+
+
+def two_roles(data: Any, judge: Any, reward: Any) -> None:
+    reward(judge.scor(data))
+
+
+@pytest.mark.parametrize(
+    ("roles", "message"),
+    [
+        ({"judge": Judge}, "flow 'two_roles': role 'reward' is not bound; say who plays it: `roles: {reward: file.py:"),
+        ({"jugde": Judge}, "flow 'two_roles' has no role 'jugde'; did you mean 'judge'?"),
+        ({"data": Judge}, "flow 'two_roles' has no role 'data'"),
+        (
+            {"judge": Judge, "reward": score},
+            "node 'judge.scor': role 'judge' (test_trace:Judge) has no method 'scor'; did you mean 'score'?",
+        ),
+        pytest.param(
+            {"judge": Lenient, "reward": score},
+            "has no method 'scor'; did you mean 'score'?",
+            marks=pytest.mark.xfail(strict=True, reason="inherited methods are not suggested"),
+        ),
+    ],
+)
+def test_a_wrong_role_is_refused(roles: dict[str, Any], message: str) -> None:
+    assert message in refusal(two_roles, **roles)
+
+
+@pytest.mark.xfail(strict=True, raises=(TypeError, AttributeError), reason="shows a Python error, not the role")
+@pytest.mark.parametrize(
+    ("target", "body"),
+    [
+        (Judge, lambda data, judge: judge(data)),  # a class is called instead of its method
+        (score, lambda data, judge: judge.score(data)),  # a method of a function
+        (3, lambda data, judge: judge(data)),  # not callable at all
+        (functools.partial(plain), lambda data, judge: judge(data)),  # has no __qualname__
+    ],
+)
+def test_a_role_played_by_the_wrong_thing_is_refused_by_name(target: Any, body: Callable[..., Any]) -> None:
+    assert re.search(r"\bjudge\b", refusal(body, judge=target))
+
+
+@pytest.mark.xfail(strict=True, reason="the order is kept only where `reads` is declared")
+def test_a_value_without_fields_still_says_after_this() -> None:
+    n = only(lambda data: score(update(generate(data))))
+    assert (n.reads, n.after) == ((), ("update",))
+
+
+@node
+def peek(batch: Any = None, after: Any = None) -> Any:
+    raise RuntimeError("a node was run while its flow was traced")
+
+
+@pytest.mark.xfail(
+    strict=True, raises=RuntimeError, reason="without a symbol by position the function is run, untraced"
+)
+@pytest.mark.parametrize(
+    "call", [lambda v: peek(batch=v), lambda v: peek(3), lambda v: peek(after=v), lambda v: peek()]
+)
+def test_inside_a_flow_a_node_is_traced_or_refused_but_never_run(call: Callable[[Any], Any]) -> None:
+    with contextlib.suppress(FlowError):
+        assert only(use(call)).id == "peek"

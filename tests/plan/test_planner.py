@@ -1,0 +1,390 @@
+import os
+import random
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cases import random_plan
+from distflow.errors import PlacementError
+from distflow.flow import Flow, Node
+from distflow.plan import Free, Layout, Load, Move, Partition, Place, Placement, Plan, Run, Workload, plan
+
+ROOT = Path(__file__).parents[2]
+PLANS = [random_plan(random.Random(seed), workers=seed % 8 + 1) for seed in range(200)]
+
+
+def chain_of(*ids: str, **last: Any) -> Flow:
+    """data → first → second → …, each reading the one before; `last` are wishes of the last."""
+    reads = ("prompt", *ids)
+    nodes = [Node(i, reads=(reads[k],), writes=(i,), **(last if i == ids[-1] else {})) for k, i in enumerate(ids)]
+    return Flow("chain", ("prompt",), tuple(nodes))
+
+
+def planned(flow: Flow, workers: int = 4, prompts: int = 8, repeat: int = 2, **where: Any) -> Plan:
+    groups = {"left": "0-1", "right": "2-3"} if workers >= 4 else {}
+    return plan(flow, Placement(workers, groups, **where), Workload(prompts, repeat, dict.fromkeys(flow.writer, 100)))
+
+
+def same_place(p: Plan, *nodes: str) -> bool:
+    return len({p.home[n] for n in nodes}) == 1
+
+
+# ---- what holds of every plan ----
+
+
+def test_each_chain_is_a_subsequence_of_the_one_global_order() -> None:
+    for p in PLANS:
+        together = p.chains()
+        assert sorted(r for ranks in together for r in ranks) == list(range(p.workers))
+        for ranks, tasks in together.items():
+            positions = [next(i for i, t in enumerate(p.tasks) if t is mine) for mine in tasks]
+            assert positions == sorted(positions)
+            assert all(p.chain(r) == tasks for r in ranks)
+
+
+def test_every_task_stands_in_the_chains_of_all_its_ranks_and_of_no_other() -> None:
+    for p in PLANS:
+        chains = [{id(t) for t in p.chain(r)} for r in range(p.workers)]
+        for t in p.tasks:
+            if isinstance(t, Move):
+                assert set(t.ranks) == {*t.src.layout.ranks, *t.dst.layout.ranks}
+            else:
+                assert t.ranks == t.partition.layout.ranks
+            assert {r for r in range(p.workers) if id(t) in chains[r]} == set(t.ranks)
+
+
+def test_no_exchange_can_deadlock() -> None:
+    """Ranks walk their chains at any pace; a move happens when all its ranks have come to it."""
+    for seed, p in enumerate(PLANS):
+        rng = random.Random(seed)
+        left = {r: list(p.chain(r)) for r in range(p.workers)}
+        while any(left.values()):
+            able = [r for r, c in left.items() if c and all(left[q][:1] == c[:1] for q in _partners(c[0]))]
+            assert able, f"plan {seed}: all wait"
+            r = rng.choice(able)
+            for q in _partners(left[r][0]) or (r,):
+                left[q].pop(0)
+
+
+def _partners(task: object) -> tuple[int, ...]:
+    return task.ranks if isinstance(task, Move) else ()
+
+
+def test_every_read_is_satisfied_at_its_place_and_every_field_is_freed_once_after_its_last_reader() -> None:
+    for p in PLANS:
+        held: set[tuple[str, str]] = set()
+        freed: set[tuple[str, str]] = set()
+        ran: set[str] = set()
+        latest: Load | Move | Run | None = None
+        for t in p.tasks:
+            match t:
+                case Load():
+                    held |= {(t.partition.id, f) for f in t.fields}
+                case Move():
+                    assert t.src is not t.dst
+                    assert {(t.src.id, f) for f in t.fields} <= held
+                    assert not {(t.dst.id, f) for f in t.fields} & held, "moved to where it is"
+                    held |= {(t.dst.id, f) for f in t.fields}
+                case Run():
+                    n = p.flow.node(t.node)
+                    assert t.partition is p.partition_of(n.id)
+                    assert t.reads == n.reads
+                    assert {(t.partition.id, f) for f in n.reads} <= held
+                    assert t.writes == tuple(f for f in n.writes if p.flow.readers[f]), "keeps what nobody reads"
+                    assert ran.issuperset(p.flow.parents(n))
+                    assert n.id not in ran
+                    ran.add(n.id)
+                    held |= {(t.partition.id, f) for f in t.writes}
+                case Free():
+                    gone = {(t.partition.id, f) for f in t.fields}
+                    assert latest is not None
+                    assert gone <= held
+                    assert gone <= {(q.id, f) for q, f in latest.touches()}, "freed later than it could be"
+                    assert not gone & freed, "freed twice"
+                    held -= gone
+                    freed |= gone
+            if not isinstance(t, Free):
+                assert not freed & {(q.id, f) for q, f in t.touches()}, "used after it was freed"
+                latest = t
+        assert ran == {n.id for n in p.flow.nodes}
+        assert not held, "never freed"
+
+
+def test_nothing_is_moved_that_nobody_reads_there() -> None:
+    for p in PLANS:
+        for m in p.moves:
+            assert m.fields
+            readers = [n for n in p.flow.nodes if p.partition_of(n.id) is m.dst]
+            assert all(any(f in n.reads for n in readers) for f in m.fields)
+
+
+def test_an_edge_is_local_exactly_when_its_ends_share_a_partition() -> None:
+    for p in PLANS:
+        arrived = {(m.dst.id, f) for m in p.moves for f in m.fields}
+        for e in p.edges:
+            assert e.moves == (p.home[e.writer] != p.home[e.reader])
+            assert all(((p.home[e.reader], f) in arrived) == e.moves for f in e.fields)
+
+
+def test_the_wishes_of_a_node_are_kept() -> None:
+    for p in PLANS:
+        for n in p.flow.nodes:
+            place = p.partition_of(n.id)
+            assert place.whole or not n.whole_groups
+            assert n.balance is None or place.balance == n.balance
+            assert p.samples % place.layout.dp == 0
+            assert not place.whole or (p.samples // p.repeat) % place.layout.dp == 0
+
+
+def test_samples_are_dealt_once_by_the_move_that_knows_the_lengths() -> None:
+    for p in PLANS:
+        for place in p.partitions:
+            arrivals = [m for m in p.moves if m.dst is place]
+            assert [m.deals for m in arrivals[1:]] == [False] * len(arrivals[1:])
+            if place.balance:
+                assert arrivals[0].deals
+                assert place.balance in arrivals[0].fields
+
+
+# ---- where samples are ----
+
+
+def test_nodes_of_one_layout_move_nothing() -> None:
+    p = planned(chain_of("a", "b", "c"))
+    assert p.moves == ()
+    assert same_place(p, "data", "a", "b", "c")
+    assert not any(e.moves for e in p.edges)
+
+
+def test_readers_in_one_place_share_one_move() -> None:
+    nodes = (
+        Node("generate", reads=("prompt",), writes=("response", "length")),
+        Node("judge", reads=("response",), writes=("score",)),
+        Node("measure", reads=("response", "length"), writes=()),
+    )
+    right = Place("right")
+    p = planned(Flow("f", ("prompt",), nodes), default=Place("left"), nodes={"judge": right, "measure": right})
+    assert same_place(p, "judge", "measure")
+    assert [m.fields for m in p.moves] == [("response", "length")]
+
+
+def test_a_field_nobody_reads_is_neither_kept_nor_moved() -> None:
+    nodes = (Node("a", reads=("x",), writes=("y", "unread")), Node("b", reads=("y",)))
+    p = planned(Flow("f", ("x", "unasked"), nodes), default=Place("left"), nodes={"b": Place("right")})
+    assert [m.fields for m in p.moves] == [("y",)]
+    assert p.tasks[0] == Load(p.partition_of("data"), ("x",))
+    assert next(t for t in p.tasks if isinstance(t, Run)).writes == ("y",)
+
+
+def test_a_move_does_not_wait_for_a_parallel_branch() -> None:
+    nodes = (
+        Node("slow", reads=("x",), writes=("s",)),
+        Node("quick", reads=("x",), writes=("q",)),
+        Node("join", reads=("q", "s"), writes=()),
+    )
+    right = Place("right")
+    p = planned(Flow("f", ("x",), nodes), default=Place("left"), nodes={"quick": right, "join": right})
+    assert [m.fields for m in p.moves] == [("x",), ("s",)]
+
+
+def test_balance_makes_a_partition_of_its_own() -> None:
+    flow = chain_of("a", "b", balance="a")
+    p = planned(flow)
+    assert p.partition_of("a").layout == p.partition_of("b").layout
+    assert not same_place(p, "a", "b")
+    assert p.partition_of("b").balance == "a"
+    assert [(m.fields, m.deals) for m in p.moves] == [(("a",), True)]
+
+
+def test_nodes_balanced_alike_share_a_partition_and_who_follows_stays() -> None:
+    nodes = (
+        Node("a", reads=("prompt",), writes=("a",)),
+        Node("b", reads=("a",), writes=("b",), balance="a"),
+        Node("c", reads=("a", "b"), writes=("c",), balance="a"),
+        Node("d", reads=("c",)),
+    )
+    p = planned(Flow("f", ("prompt",), nodes))
+    assert same_place(p, "b", "c", "d")
+    assert len(p.moves) == 1
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_whole_groups_are_dealt_early_for_who_needs_them_later(whole: bool) -> None:
+    flow = chain_of("a", "b", "c", whole_groups=whole)
+    p = planned(flow, nodes={"a": Place("left", tp=2), "b": Place("right"), "c": Place("right")})
+    assert same_place(p, "b", "c")
+    assert p.partition_of("b").whole == whole
+    assert len(p.moves) == 1
+
+
+@pytest.mark.parametrize(
+    ("src", "dst", "copies"),
+    [
+        (Place("left", tp=2), Place("left"), 0),  # each replica keeps its half
+        (Place("left"), Place("left", tp=2), 1),  # each lacks the other's half
+        (Place("left"), Place("right"), 1),
+        (Place("left", tp=2), Place("right"), 1),  # replicas speak once
+        (Place("left"), Place("right", tp=2), 2),  # two replicas need all
+        (Place("all"), Place("left"), 0.5),
+        (Place("all", tp=4), Place("all", tp=2), 0),
+    ],
+)
+def test_expected_bytes(src: Place, dst: Place, copies: float) -> None:
+    p = planned(chain_of("a", "b"), nodes={"a": src, "b": dst})
+    (m,) = p.moves
+    assert m.expected_bytes == copies * p.samples * 100
+
+
+def test_the_most_specific_place_wins() -> None:
+    left, right = Place("left"), Place("right")
+    nodes = tuple(Node(i, role=r) for i, r in (("a", "actor"), ("b", "actor"), ("c", "critic")))
+    p = planned(
+        Flow("f", (), nodes), default=Place(tp=4), roles={"actor": left}, nodes={"b": right, "data": Place(tp=2)}
+    )
+    assert [str(p.partition_of(i).layout) for i in ("a", "b", "c", "data")] == ["dp2", "dp2", "dp1·tp4", "dp2·tp2"]
+    assert [p.partition_of(i).layout.ranks for i in ("a", "b")] == [(0, 1), (2, 3)]
+
+
+def test_the_loader_reads_where_its_first_reader_runs() -> None:
+    p = planned(chain_of("a", "b"), default=Place("left"), nodes={"a": Place("right", tp=2)})
+    assert p.partition_of("data") == Partition("p0", Layout((2, 3), 1, 2), whole=True, balance=None)
+
+
+# ---- what cannot be ----
+
+
+@pytest.mark.parametrize(
+    ("where", "message"),
+    [
+        ({"nodes": {"b": Place("rihgt")}}, "placement.nodes.b: unknown group 'rihgt'; did you mean 'right'?"),
+        ({"roles": {"compute": Place("zzz")}}, "placement.roles.compute: unknown group 'zzz'; known: all, left, right"),
+        ({"default": Place("lft")}, "placement.default: unknown group 'lft'; did you mean 'left'?"),
+        (
+            {"nodes": {"b": Place(dp=3)}},
+            "placement.nodes.b: dp 3 × tp 1 = 3 does not fit group 'all' of 4 ranks (0-3);"
+            " what fits: dp 4 × tp 1, dp 2 × tp 2, dp 1 × tp 4",
+        ),
+        (
+            {"default": Place("right", tp=4)},
+            "placement.default: dp 0 × tp 4 = 0 does not fit group 'right' of 2 ranks (2-3); what fits: dp 2 × tp 1",
+        ),
+        ({"default": Place(tp=0)}, "placement.default: dp 0 × tp 0"),
+        ({"nodes": {"bb": Place()}}, "placement.nodes: the flow has no node 'bb'; "),
+        ({"nodes": {"dta": Place()}}, "placement.nodes: the flow has no node 'dta'; did you mean 'data'?"),
+        ({"roles": {"compte": Place()}}, "placement.roles: no node has the role 'compte'; did you mean 'compute'?"),
+        pytest.param(
+            {"default": Place("lft"), "roles": {"compute": Place("left")}},
+            "placement.default: unknown group 'lft'; did you mean 'left'?",
+            marks=pytest.mark.xfail(strict=True, reason="a place that no node uses is not looked at"),
+        ),
+    ],
+)
+def test_a_wrong_placement_is_refused(where: dict[str, Any], message: str) -> None:
+    with pytest.raises(PlacementError, match=re.escape(message)):
+        planned(chain_of("a", "b"), **where)
+
+
+@pytest.mark.parametrize(
+    ("workers", "groups", "message"),
+    [
+        (0, {}, "workers: 0; at least one worker is needed"),
+        (4, {"all": "0-1"}, "placement.groups.all: this name always means every worker"),
+        (4, {"g": "0-4"}, "placement.groups.g: '0-4' names ranks 0-4, but there are 4 workers (0-3)"),
+    ],
+)
+def test_wrong_groups_are_refused(workers: int, groups: dict[str, str], message: str) -> None:
+    with pytest.raises(PlacementError, match=re.escape(message)):
+        Placement(workers, groups)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "repeat", "where", "message"),
+    [
+        (6, 2, {}, "node 'data': 6 prompts per step do not divide over its 4 data-parallel cells; use 4 or 8 prompts"),
+        (3, 2, {}, "node 'data': 3 prompts per step do not divide over its 4 data-parallel cells; use 4 prompts,"),
+        (
+            3,
+            2,
+            {"nodes": {"data": Place(tp=4)}},
+            "node 'a': 6 samples per step do not divide over its 4 data-parallel cells; use 4 or 8 samples",
+        ),
+        pytest.param(
+            3,
+            3,
+            {"nodes": {"data": Place(tp=4)}},
+            "",
+            marks=pytest.mark.xfail(strict=True, reason="8 samples are no whole number of prompts, 3 times each"),
+        ),
+    ],
+)
+def test_a_batch_that_does_not_divide_is_refused_with_numbers_that_would(
+    prompts: int, repeat: int, where: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(PlacementError) as e:
+        planned(chain_of("a"), prompts=prompts, repeat=repeat, **where)
+    said = str(e.value)
+    assert message in said
+    numbers, what = re.findall(r"use ([\d or]+) (prompts|samples)", said)[0]
+    for number in map(int, numbers.split(" or ")):
+        in_prompts, rest = (number, 0) if what == "prompts" else divmod(number, repeat)
+        assert rest == 0
+        planned(chain_of("a"), prompts=in_prompts, repeat=repeat, **where)
+
+
+# ---- the same on every worker ----
+
+
+def test_the_hash_is_that_of_the_plan() -> None:
+    def made(**changed: Any) -> str:
+        flow = changed.pop("flow", chain_of("a", "b"))
+        return planned(flow, **changed).hash
+
+    others = [
+        made(default=Place(tp=2)),
+        made(nodes={"b": Place("left")}),
+        made(workers=8),
+        made(prompts=16),
+        made(repeat=1),
+        made(flow=chain_of("a", "b", params={"x": 1})),
+        made(flow=chain_of("a", "b", call="m:f")),
+        made(flow=chain_of("a", "b", whole_groups=True), nodes={"b": Place("left", tp=2)}),
+    ]
+    assert made() == made()
+    assert len({made(), *others}) == 1 + len(others)
+
+
+PLAN_IN_A_PROCESS = """
+import sys
+from distflow.config import load_config
+from distflow.plan.picture import svg
+from distflow.plan.table import render
+
+workers, *overrides = sys.argv[1:]
+p = load_config("examples/diamond/config.yaml", overrides).plan(int(workers))
+assert svg(p)
+assert render(p)
+heavy = [m for m in ("torch", "ray", "transformers") if m in sys.modules]
+print(p.hash, len(p.tasks), len(p.chains()), len(p.chain(int(workers) - 1)), *heavy)
+"""
+
+
+def plan_in_a_process(*args: str, hash_seed: str = "0") -> list[str]:
+    env = os.environ | {"PYTHONHASHSEED": hash_seed}
+    command = [sys.executable, "-c", PLAN_IN_A_PROCESS, *args]
+    return subprocess.run(command, cwd=ROOT, env=env, check=True, capture_output=True, text=True).stdout.split()
+
+
+def test_the_hash_is_the_same_in_every_process() -> None:
+    assert plan_in_a_process("4", hash_seed="1") == plan_in_a_process("4", hash_seed="2")
+
+
+def test_a_thousand_workers_are_planned_without_torch() -> None:
+    shares = ("placement.groups.rollout=0%-50%", "placement.groups.train=50%-", "data.batch=1024")
+    few, many = plan_in_a_process("4", *shares), plan_in_a_process("1024", *shares)
+    assert many[1:] == few[1:]  # as many tasks and different chains as for four, and nothing heavy imported
+    assert len(many) == 4
+    assert many[0] != few[0]

@@ -1,0 +1,51 @@
+"""Run a function in N real processes that form a gloo process group."""
+
+import multiprocessing
+import queue
+import tempfile
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+# The server imports torch once; each worker is then a quick fork of it.
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(["distflow.worker", "distflow.data.comm", "pytest"])
+
+
+def spawn(n: int, fn: Callable[..., Any], *args: Any, timeout_s: float = 120) -> list[Any]:
+    """fn(rank, *args) on each rank; what they return, by rank. An exception in one fails the test with its traceback."""
+    answers: Any = _context.Queue()
+    with tempfile.TemporaryDirectory() as folder:
+        meeting = (Path(folder) / "store").as_uri()
+        workers = [
+            _context.Process(target=_worker, args=(r, n, meeting, answers, fn, args), daemon=True) for r in range(n)
+        ]
+        for w in workers:
+            w.start()
+        results: dict[int, Any] = {}
+        try:
+            while len(results) < n:
+                rank, ok, value = answers.get(timeout=timeout_s)
+                assert ok, f"rank {rank} of {n}:\n{value}"
+                results[rank] = value
+        except queue.Empty:
+            raise AssertionError(f"ranks {sorted(set(range(n)) - set(results))} of {n} gave no answer") from None
+        finally:
+            for w in workers:
+                w.kill() if len(results) < n else w.join()
+    return [results[r] for r in range(n)]
+
+
+def _worker(rank: int, n: int, meeting: str, answers: Any, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    try:
+        dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=n)
+        result = fn(rank, *args)
+        dist.barrier()
+        answers.put((rank, True, result))
+    except BaseException:
+        answers.put((rank, False, traceback.format_exc()))

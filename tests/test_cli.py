@@ -1,0 +1,139 @@
+import json
+import subprocess
+import sys
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from distflow import cli
+from distflow.config import load_config
+
+DIAMOND = str(Path(__file__).parents[1] / "examples" / "diamond" / "config.yaml")
+Output = pytest.CaptureFixture[str]
+
+
+def distflow(*args: str) -> int:
+    with pytest.raises(SystemExit) as e:
+        cli.main(args)
+    assert isinstance(e.value.code, int)
+    return e.value.code
+
+
+def planned(capsys: Output, *args: str) -> dict[str, object]:
+    """What `distflow plan --json` prints."""
+    assert distflow("plan", DIAMOND, "--json", *args) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    found = json.loads(out)
+    assert isinstance(found, dict)
+    return found
+
+
+def test_plan_prints_who_does_what(capsys: Output) -> None:
+    assert distflow("plan", DIAMOND) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    for word in ("diamond", "4 workers", "generate", "advantage", "rollout 0-1", "train 2-3", "m0"):
+        assert word in out
+    assert load_config(DIAMOND).plan(4).hash[:8] in out
+    assert max(map(len, out.splitlines())) <= 120
+    assert "\x1b" not in out
+
+
+def test_plan_as_json_has_its_hash(capsys: Output) -> None:
+    expected = load_config(DIAMOND).plan(4)
+    assert planned(capsys) == json.loads(json.dumps(expected.to_json() | {"hash": expected.hash}))
+
+
+def test_plan_as_a_picture(capsys: Output, tmp_path: Path) -> None:
+    file = tmp_path / "plan.svg"
+    assert distflow("plan", DIAMOND, "--svg", str(file)) == 0
+    assert capsys.readouterr().out == f"wrote {file}\n"
+    assert ElementTree.parse(file).getroot().tag.endswith("svg")
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["data.batch=32", "data.repeat=2", "--json"],
+        ["--json", "data.batch=32", "data.repeat=2"],
+        ["data.batch=32", "--json", "data.repeat=2"],
+    ],
+)
+def test_overrides_stand_before_and_after_options(capsys: Output, args: list[str]) -> None:
+    assert distflow("plan", DIAMOND, *args) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["samples"], found["samples_per_prompt"]) == (64, 2)
+
+
+@pytest.mark.parametrize("args", [["--workers", "8"], ["workers=8"], ["workers=6", "--workers", "8"]])
+def test_workers_are_the_option_then_the_config(capsys: Output, args: list[str]) -> None:
+    assert planned(capsys, *args)["workers"] == 8
+    assert planned(capsys)["workers"] == 4
+
+
+def test_without_a_number_there_is_one_worker(capsys: Output) -> None:
+    groups = ["workers=", "placement.groups={}", "placement.default={}", "placement.nodes={}"]
+    assert planned(capsys, *groups)["workers"] == 1
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (["none.yaml"], "there is no config file none.yaml"),
+        ([DIAMOND, "data.bacth=3"], "unknown key 'data.bacth'; did you mean 'batch'?"),
+        ([DIAMOND, "--json", "batch"], "override 'batch': write it as key=value"),
+        ([DIAMOND, "--workers", "0"], "--workers 0: at least one worker is needed"),
+        ([DIAMOND, "--workers", "2"], "placement.groups.train: '2-3' names ranks 2-3, but there are 2 workers (0-1)"),
+        ([DIAMOND, "data.batch=63"], "node 'advantage': 63 prompts per step do not divide"),
+        ([DIAMOND, "data.files=sum.jsonl"], "sum.jsonl: no such file; did you mean 'sums.jsonl'?"),
+        ([DIAMOND, "flow=flow.py:dimond"], "flow: 'flow.py:dimond' has no 'dimond'; did you mean 'diamond'?"),
+        ([DIAMOND, "placement.nodes.correct.group=rolout"], "unknown group 'rolout'; did you mean 'rollout'?"),
+        ([DIAMOND, "placement.nodes.corect.tp=2"], "the flow has no node 'corect'; did you mean 'correct'?"),
+    ],
+)
+def test_bad_input_is_told_in_one_line(capsys: Output, args: list[str], said: str) -> None:
+    assert distflow("plan", *args) == 2
+    assert one_line(capsys, said)
+
+
+def one_line(capsys: Output, said: str) -> bool:
+    out, err = capsys.readouterr()
+    return out == "" and err.startswith("distflow: ") and err.index("\n") == len(err) - 1 and said in err
+
+
+def test_run_tells_a_mistake_before_any_worker_starts(capsys: Output, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    assert distflow("run", DIAMOND, "data.batch=63") == 2
+    assert one_line(capsys, "node 'advantage': 63 prompts per step do not divide")
+
+
+@pytest.mark.xfail(strict=True, raises=FileNotFoundError, reason="a picture that cannot be written is not caught")
+def test_a_picture_that_cannot_be_written_is_told_in_one_line(capsys: Output) -> None:
+    assert distflow("plan", DIAMOND, "--svg", "/no/such/folder/plan.svg") == 2
+    assert one_line(capsys, "/no/such/folder/plan.svg")
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        [],
+        ["paln", DIAMOND],
+        ["plan"],
+        ["plan", DIAMOND, "--jsn"],
+        ["plan", DIAMOND, "--workers", "many"],
+        ["plan", DIAMOND, "--json", "--svg", "x.svg"],
+    ],
+)
+def test_a_wrong_command_line_shows_its_usage(capsys: Output, args: list[str]) -> None:
+    assert distflow(*args) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("usage: distflow")
+    assert "Traceback" not in err
+
+
+def test_the_command_is_also_a_module() -> None:
+    done = subprocess.run([sys.executable, "-m", "distflow", "plan", "none.yaml"], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", "distflow: there is no config file none.yaml\n")
