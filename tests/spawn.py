@@ -14,7 +14,7 @@ _context.set_forkserver_preload(["distflow.worker", "distflow.data.comm", "pytes
 
 
 def spawn(n: int, fn: Callable[..., Any], *args: Any, timeout_s: float = 120) -> list[Any]:
-    """fn(rank, *args) on each rank; what they return, by rank. An exception in one fails the test with its traceback."""
+    """fn(rank, *args) on each rank; what they return, by rank. An exception fails the test with its traceback."""
     answers: Any = _context.Queue()
     with tempfile.TemporaryDirectory() as folder:
         meeting = (Path(folder) / "store").as_uri()

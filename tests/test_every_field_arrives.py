@@ -8,7 +8,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from cases import Rows, random_plan
+from cases import NoRows, random_plan
 from distflow.data.coordinator import Coordinator
 from distflow.data.exchange import AllGather, Steps
 from distflow.data.loader import Loader
@@ -24,7 +24,7 @@ def run_simulated(plan: Plan, steps: int) -> list[Tally]:
     prompts = plan.samples // plan.repeat
     workers = {}
     for rank in range(plan.workers):
-        data = Coordinator(rank, plan, Loader(Rows([{}] * 7), prompts, plan.repeat, seed=0))
+        data = Coordinator(rank, plan, Loader(NoRows(), prompts, plan.repeat, seed=0))
         worker = Worker(rank, plan, data, {}, 0, lambda *_: None, lambda _, tally: tallies.append(tally))
         workers[rank] = worker.steps(0, steps)
     simulate(workers)

@@ -58,7 +58,11 @@ def _plan(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(plan.to_json() | {"hash": plan.hash}, indent=2))
     elif args.svg:
-        args.svg.write_text(svg(plan))
+        try:
+            args.svg.parent.mkdir(parents=True, exist_ok=True)
+            args.svg.write_text(svg(plan))
+        except OSError as e:
+            raise ConfigError(f"--svg {args.svg}: cannot be written: {e.strerror}") from None
         print(f"wrote {args.svg}")
     else:
         Console(width=None if sys.stdout.isatty() else 120).print(render(plan))

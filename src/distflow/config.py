@@ -92,7 +92,7 @@ class Config(_Section):
 
     @property
     def files(self) -> list[str]:
-        return [str(self.base / f) for f in self.data.files]
+        return [str(self.base / Path(f).expanduser()) for f in self.data.files]
 
     @cached_property
     def players(self) -> dict[str, Any]:
@@ -118,25 +118,42 @@ class Config(_Section):
             {k: v.place() for k, v in p.roles.items()},
             {k: v.place() for k, v in p.nodes.items()},
         )
+        for f in self.bytes:
+            if f not in self.graph.writer:
+                raise ConfigError(f"bytes: there is no field '{f}'{suggest(f, self.graph.writer)}")
         return plan(self.graph, placement, Workload(self.data.batch, self.data.repeat, self.bytes))
 
     def _columns_of_first_row(self) -> Sequence[str]:
         from distflow.data.rows import Rows
 
-        return Rows(self.files).names
+        return Rows(self.files, on_bad_row=self.data.on_bad_row).names
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML in which a key that is written twice is a mistake."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen = set()
+        for key, _ in node.value:
+            if key.value in seen:
+                raise yaml.MarkedYAMLError(problem=f"the key '{key.value}' is there twice", problem_mark=key.start_mark)
+            seen.add(key.value)
+        return super().construct_mapping(node, deep)
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     """Read a file and apply overrides such as `data.batch=64`."""
     path = Path(path)
     try:
-        raw = yaml.safe_load(path.read_text())
+        raw = yaml.load(path.read_text(), _Loader)
     except FileNotFoundError:
         raise ConfigError(f"there is no config file {path}") from None
-    except (yaml.YAMLError, UnicodeDecodeError, IsADirectoryError) as e:
+    except OSError as e:
+        raise ConfigError(f"{path} cannot be read: {e.strerror}") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as e:
         raise ConfigError(f"{path} is not YAML: {' '.join(str(e).split())}") from None
     if not isinstance(raw, dict):
-        raise ConfigError(f"{path}: is a {type(raw).__name__}, not a mapping of keys")
+        raise ConfigError(f"{path}: is {'empty' if raw is None else repr(raw)[:40]}, not a mapping of keys")
     for text in overrides:
         _override(raw, text)
     flow = raw.get("flow")
@@ -156,7 +173,7 @@ def _override(raw: dict[str, Any], text: str) -> None:
     *parents, last = key.split(".")
     place = raw
     for part in parents:
-        inner = place.setdefault(part, {})
+        inner = place[part] = {} if place.get(part) is None else place[part]
         if not isinstance(inner, dict):
             raise ConfigError(f"override '{text}': '{part}' is not a section, it is {inner!r}")
         place = inner
@@ -176,6 +193,9 @@ def _explain(error: ValidationError) -> str:
             lines.append(f"unknown key '{where}'{suggest(key, _keys_at(parents))}")
         elif e["type"] == "missing":
             lines.append(f"'{where}' is missing; it is required")
+        elif e["type"] in ("model_type", "model_attributes_type"):
+            keys = ", ".join(_keys_at([str(p) for p in e["loc"]]))
+            lines.append(f"'{where}' is {e['input']!r}; it is a section with the keys {keys}")
         else:
             lines.append(f"'{where}' is {e['input']!r}: {e['msg'][0].lower()}{e['msg'][1:]}")
     return "; ".join(dict.fromkeys(lines))

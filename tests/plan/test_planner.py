@@ -230,6 +230,7 @@ def test_whole_groups_are_dealt_early_for_who_needs_them_later(whole: bool) -> N
         (Place("left", tp=2), Place("right"), 1),  # replicas speak once
         (Place("left"), Place("right", tp=2), 2),  # two replicas need all
         (Place("all"), Place("left"), 0.5),
+        (Place("all", tp=2), Place("left"), 0.5),  # two ranks share what they both hold
         (Place("all", tp=4), Place("all", tp=2), 0),
     ],
 )

@@ -2,16 +2,24 @@
 
 from concurrent.futures import Future
 from threading import Thread
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
-import numpy.typing as npt
 
+from distflow.data.balance import Ints
 from distflow.data.order import permute
-from distflow.data.rows import Rows
 from distflow.errors import DataError
 
-_Loaded = tuple[npt.NDArray[np.int64], dict[str, list[Any]]]
+_Loaded = tuple[Ints, dict[str, list[Any]]]
+
+
+class Source(Protocol):
+    """Rows by number, as `Rows` gives them."""
+
+    names: tuple[str, ...]
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, i: int, /) -> dict[str, Any]: ...
 
 
 class Loader:
@@ -20,7 +28,7 @@ class Loader:
     Position p of the stream is also the group id of its prompt; the samples of group p are p * repeat + j.
     """
 
-    def __init__(self, rows: Rows, prompts: int, repeat: int, seed: int) -> None:
+    def __init__(self, rows: Source, prompts: int, repeat: int, seed: int) -> None:
         self.rows, self.prompts, self.repeat, self.seed = rows, prompts, repeat, seed
         self._ahead: tuple[tuple[int, int, int], Future[_Loaded]] | None = None
 

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from distflow.data.balance import Ints
 
+_SAME_WIDTH = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 SHORT = 512  # bytes: below this, copying element by element through an index beats a slice per run
 
 
@@ -15,6 +16,8 @@ def copy_runs(src: Tensor, starts: Ints, out: Tensor, positions: Ints, counts: I
     total = int(counts.sum())
     if not total:
         return
+    # By width alone: some dtypes can be copied but not indexed.
+    src, out = src.view(_SAME_WIDTH[src.element_size()]), out.view(_SAME_WIDTH[src.element_size()])
     if src.device.type == "cpu" and total * src.element_size() >= SHORT * len(counts):
         a, b, width = src.view(torch.uint8).numpy(), out.view(torch.uint8).numpy(), src.element_size()
         ends = (positions + counts) * width

@@ -3,6 +3,7 @@
 import importlib
 import importlib.util
 import sys
+import traceback
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 from distflow.errors import FlowError, suggest
 
 _files: dict[Path, ModuleType] = {}
+_FILE = "__distflow_file__"  # set in modules that were loaded from a file
 
 
 def load(ref: str, where: str, base: Path | None = None) -> Any:
@@ -30,8 +32,9 @@ def load(ref: str, where: str, base: Path | None = None) -> Any:
 
 
 def reference(fn: Any) -> str:
-    """How a loaded function is written in a plan."""
-    return f"{fn.__module__}:{fn.__qualname__}"
+    """How a loaded function is written in a plan: the same on every host, wherever the file lies."""
+    file = getattr(sys.modules.get(fn.__module__), _FILE, None)
+    return f"{file or fn.__module__}:{fn.__qualname__}"
 
 
 def _import(name: str, ref: str, where: str) -> ModuleType:
@@ -39,7 +42,7 @@ def _import(name: str, ref: str, where: str) -> ModuleType:
         return importlib.import_module(name)
     except Exception as e:
         raise FlowError(
-            f"{where}: '{ref}' does not import: {type(e).__name__}: {e}; check the name and that it is installed"
+            f"{where}: '{ref}' does not import: {_reason(e)}; check the name and that it is installed"
         ) from e
 
 
@@ -49,20 +52,26 @@ def _from_file(path: Path, ref: str, where: str) -> ModuleType:
         return _files[path]
     if not path.is_file():
         raise FlowError(f"{where}: '{ref}' does not import: there is no file {path}")
-    name = path.stem
-    while name in sys.modules:  # never shadow an installed module of the same name
-        name += "_"
+    name = f"distflow_file_{len(_files)}_{path.stem}"  # never shadows an installed module of the same name
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     if str(path.parent) not in sys.path:  # so that the file can import its neighbours, as a script can
         sys.path.append(str(path.parent))
+    setattr(module, _FILE, path.name)
     sys.modules[name] = module
     try:
         spec.loader.exec_module(module)
     except Exception as e:
         del sys.modules[name]
-        raise FlowError(f"{where}: '{ref}' does not import: {type(e).__name__}: {e}") from e
+        raise FlowError(f"{where}: '{ref}' does not import: {_reason(e)}") from e
     _files[path] = module
     return module
+
+
+def _reason(error: Exception) -> str:
+    """The error on one line, with the place in the file that raised it."""
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    place = "" if frame.filename.startswith("<frozen") else f" ({Path(frame.filename).name}:{frame.lineno})"
+    return f"{type(error).__name__}: {' '.join(str(error).split())}{place}"

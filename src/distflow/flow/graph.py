@@ -37,8 +37,12 @@ class Node:
         for name in (self.id, *self.writes):
             if not _NAME.match(name):
                 raise FlowError(
-                    f"node '{self.id}': '{name}' is not a name; use letters, digits, '_' and '.', a letter first"
+                    f"node '{self.id}': '{name}' is not a name; use letters, digits, '_' and '.', a letter or '_' first"
                 )
+        for what, fields in (("reads", self.reads), ("writes", self.writes)):
+            for f in fields:
+                if fields.count(f) > 1:
+                    raise FlowError(f"node '{self.id}': {what} '{f}' twice; name it once")
         if self.id == SOURCE:
             raise FlowError(f"node '{SOURCE}': this id is taken by the loader; choose another")
         if self.type not in NODE_TYPES:
@@ -59,6 +63,8 @@ class Flow:
     nodes: tuple[Node, ...]
 
     def __post_init__(self) -> None:
+        if not self.nodes:
+            raise FlowError(f"flow '{self.name}' has no nodes")
         self._check_ids()
         self._check_fields()
         _ = self.depth  # a cycle is found while computing depths

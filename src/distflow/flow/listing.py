@@ -41,6 +41,10 @@ def from_list(
 ) -> Flow:
     """The same graph a traced function gives. `deps` reads all that those nodes write, unless `reads` says what."""
     columns = tuple(source)
+    calls = [str(e.get("call")).partition(".")[0] for e in entries if isinstance(e, Mapping)]
+    for role in roles or {}:
+        if role not in calls:
+            raise FlowError(f"flow '{name}': no node calls the role '{role}'; remove it or call it")
     rows = [_read(entry, i, roles or {}, base) for i, entry in enumerate(entries)]
     written = {SOURCE: columns} | {r.id: r.writes for r in rows}
     nodes = []
@@ -70,9 +74,15 @@ def _read(entry: Mapping[str, Any], index: int, roles: Mapping[str, Any], base: 
     for key in ("id", "call"):
         if not isinstance(entry.get(key), str):
             raise FlowError(f"{where}: needs '{key}', a text")
-    params = entry.get("params") or {}
-    if not isinstance(params, Mapping):
-        raise FlowError(f"{where}: 'params' is {params!r}, not a mapping of constants")
+    for key, kind, what in (
+        ("params", Mapping, "a mapping of constants"),
+        ("role", str, "a text"),
+        ("type", str, "a text"),
+        ("balance", str, "the name of a field"),
+        ("whole_groups", bool, "true or false"),
+    ):
+        if entry.get(key) is not None and not isinstance(entry[key], kind):
+            raise FlowError(f"{where}: '{key}' is {entry[key]!r}, not {what}")
 
     fn, role, method = _function(entry["call"], where, roles, base)
     spec = spec_of(fn)
@@ -89,7 +99,7 @@ def _read(entry: Mapping[str, Any], index: int, roles: Mapping[str, Any], base: 
         spec=replace(spec, **{k: v for k, v in said.items() if v is not None}),
         deps=_names(entry, "deps", where) or (),
         after=_names(entry, "after", where) or (),
-        params=dict(params),
+        params=dict(entry.get("params") or {}),
         fn=fn,
         method=method,
     )
@@ -102,8 +112,15 @@ def _function(
     role, dot, method = call.partition(".")
     if dot and inspect.isclass(roles.get(role)):
         return method_of(role, roles[role], method, where), role, True
+    if ":" not in call and call not in roles:
+        raise FlowError(
+            f"{where}: call '{call}' is neither 'file.py:function' nor 'package.module:function' nor of a role"
+            f"{suggest(role, roles)}"
+        )
     fn = roles[call] if call in roles else load(call, where, base)
-    if not callable(fn) or inspect.isclass(fn):
+    if inspect.isclass(fn):
+        raise FlowError(f"{where}: '{call}' is a class; make it a role and call a method of it: 'role.method'")
+    if not inspect.isfunction(fn):
         raise FlowError(f"{where}: '{call}' is a {type(fn).__name__}, not a function")
     return fn, spec_of(fn).role or (call if call in roles else "compute"), False
 

@@ -35,6 +35,7 @@ class NodeSpec:
 
     def node(self, node_id: str, fn: Callable[..., Any], reads: tuple[str, ...], **rest: Any) -> Node:
         """The node this function becomes; `reads` is what it reads when the spec is silent."""
+        _check_constants(node_id, fn, rest.get("params", {}))
         rest.setdefault("role", self.role or "compute")
         return Node(
             id=node_id,
@@ -83,7 +84,7 @@ def node(
 
     @functools.wraps(inner)
     def traced(*args: Any, **kwargs: Any) -> Any:
-        if any(isinstance(a, Value) for a in args):
+        if _nodes.get() is not None or any(isinstance(a, Value) for a in args):
             return _record(inner, spec, spec.id or inner.__name__, args, kwargs)
         return inner(*args, **kwargs)
 
@@ -105,9 +106,9 @@ class Value:
     fields: tuple[str, ...]
 
     def __getitem__(self, field: Names) -> "Value":
-        picked = names(field)
-        if not isinstance(picked, tuple) or not all(isinstance(f, str) for f in picked):
-            self._refuse("indexed by something other than field names")
+        if not isinstance(field, str | list | tuple) or not all(isinstance(f, str) for f in field):
+            self._refuse(f"indexed by {field!r} (fields are picked by name)")
+        picked = names(field) or ()
         for f in picked:
             if f not in self.fields:
                 raise FlowError(f"node '{self.node}' writes no field '{f}'{suggest(f, self.fields)}")
@@ -119,19 +120,29 @@ class Value:
             " cannot depend on data. If this happened inside a function of yours, mark that function with @node"
         )
 
-    def __bool__(self) -> NoReturn:
-        self._refuse("used as a condition")
-
-    def __iter__(self) -> NoReturn:
+    def __iter__(self) -> NoReturn:  # by name, or Python would fall back to indexing
         self._refuse("iterated over")
-
-    def __len__(self) -> NoReturn:
-        self._refuse("asked for its length")
 
     def __getattr__(self, name: str) -> NoReturn:
         if name.startswith("__"):  # what Python itself looks for
             raise AttributeError(name)
         self._refuse(f"asked for its attribute '{name}' (fields are picked with [\"{name}\"])")
+
+
+def _refusing(operation: str) -> Callable[..., NoReturn]:
+    def refuse(self: Value, *_: Any) -> NoReturn:
+        self._refuse(f"used in a computation ({operation})")
+
+    return refuse
+
+
+_OPERATIONS = (
+    "bool", "len", "contains", "float", "int", "eq", "ne", "lt", "le", "gt", "ge", "neg", "abs", "add", "radd", "sub",
+    "rsub", "mul", "rmul", "truediv", "rtruediv", "floordiv", "mod", "pow", "and", "or", "xor", "matmul",
+)  # fmt: skip
+for _name in _OPERATIONS:
+    setattr(Value, f"__{_name}__", _refusing(_name))
+Value.__hash__ = object.__hash__  # type: ignore[method-assign]
 
 
 @dataclass(frozen=True)
@@ -160,11 +171,9 @@ class FlowFunction:
         nodes: list[Node] = []
         token = _nodes.set(nodes)
         try:
-            self.fn(Value(SOURCE, columns), *(_bind(p, roles[p]) for p in params[1:]))
+            self.fn(Value(SOURCE, columns), **{p: _bind(p, roles[p]) for p in params[1:]})
         finally:
             _nodes.reset(token)
-        if not nodes:
-            raise FlowError(f"flow '{name}' calls no node; mark its functions with @node")
         return Flow(name, columns, tuple(nodes))
 
 
@@ -182,6 +191,10 @@ class _Role:
     def __init__(self, role: str, cls: type) -> None:
         self._role, self._cls = role, cls
 
+    def __call__(self, *_: Any) -> NoReturn:
+        methods = ", ".join(_methods(self._cls)) or "it has none"
+        raise FlowError(f"role '{self._role}' is the class {reference(self._cls)}; call a method of it: {methods}")
+
     def __getattr__(self, method: str) -> Callable[..., Value]:
         return functools.partial(_call_method, self._role, self._cls, method)
 
@@ -197,14 +210,20 @@ def _call_method(role: str, cls: type, method: str, *args: Any, **kwargs: Any) -
 def method_of(role: str, cls: type, method: str, where: str) -> Callable[..., Any]:
     fn = getattr(cls, method, None)
     if not callable(fn):
-        methods = [m for m, f in vars(cls).items() if callable(f) and not m.startswith("_")]
-        raise FlowError(f"{where}: role '{role}' ({reference(cls)}) has no method '{method}'{suggest(method, methods)}")
+        near = suggest(method, _methods(cls))
+        raise FlowError(f"{where}: role '{role}' ({reference(cls)}) has no method '{method}'{near}")
     return fn  # type: ignore[no-any-return]
+
+
+def _methods(cls: type) -> list[str]:
+    return [m for m in dir(cls) if callable(getattr(cls, m)) and not m.startswith("_")]
 
 
 def _bind(role: str, target: Any) -> Any:
     if inspect.isclass(target):
         return _Role(role, target)
+    if not inspect.isfunction(target):
+        raise FlowError(f"role '{role}' is played by a {type(target).__name__}; name a function or a class")
     spec = spec_of(target)
     return node(target, id=spec.id or role, role=spec.role or role)
 
@@ -227,31 +246,37 @@ def _record(
             break
         node_id = f"{name}_{k}"
     after = kwargs.pop("after", ())
-    after = [after] if isinstance(after, Value) else list(after)
+    after = list(after) if isinstance(after, list | tuple) else [after]
     for a in (*args, *after):
         if not isinstance(a, Value):
             raise FlowError(
                 f"node '{node_id}': positional arguments and `after` are values of other nodes, not {a!r};"
                 " pass constants by keyword"
             )
-    for key, value in kwargs.items():
-        _check_constant(node_id, key, value)
     reads = tuple(dict.fromkeys(f for a in args for f in a.fields))
-    order = [a.node for a in after]
-    if spec.reads is not None:  # a value of which nothing is read still says "after this"
-        order += [a.node for a in args if not set(a.fields) & set(spec.reads)]
+    read = set(reads if spec.reads is None else spec.reads)
+    # A value of which nothing is read still says "after this".
+    order = [a.node for a in after] + [a.node for a in args if not read & set(a.fields)]
     order = [i for i in dict.fromkeys(order) if i != SOURCE]
     made = spec.node(node_id, fn, reads, after=tuple(order), params=kwargs, **extra)
     nodes.append(made)
     return Value(node_id, made.writes)
 
 
-def _check_constant(node_id: str, key: str, value: Any) -> None:
-    if isinstance(value, Value):
-        raise FlowError(f"node '{node_id}': the value of '{value.node}' is passed as '{key}='; pass values by position")
-    try:
-        json.dumps(value)
-    except (TypeError, ValueError):
-        raise FlowError(
-            f"node '{node_id}': constant '{key}' is a {type(value).__name__}; constants are plain JSON values"
-        ) from None
+def _check_constants(node_id: str, fn: Callable[..., Any], params: Mapping[str, Any]) -> None:
+    """Plain JSON values, for parameters that the function has."""
+    known = inspect.signature(fn).parameters
+    open_ended = any(p.kind is p.VAR_KEYWORD for p in known.values())
+    for key, value in params.items():
+        if isinstance(value, Value):
+            raise FlowError(
+                f"node '{node_id}': the value of '{value.node}' is passed as '{key}='; pass values by position"
+            )
+        if key not in known and not open_ended:
+            raise FlowError(f"node '{node_id}': {reference(fn)} has no parameter '{key}'{suggest(key, known)}")
+        try:
+            json.dumps(value)
+        except (TypeError, ValueError):
+            raise FlowError(
+                f"node '{node_id}': constant '{key}' is a {type(value).__name__}; constants are plain JSON values"
+            ) from None

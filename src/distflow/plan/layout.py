@@ -54,7 +54,9 @@ def parse_ranks(text: str, workers: int, where: str) -> tuple[int, ...]:
             last = workers - 1 if m["dash"] else first
         else:
             last = workers * int(m["b"]) // 100 - 1 if m["bp"] else int(m["b"])
-        if last < first or last >= workers:
+        if last < first:
+            raise PlacementError(f"{where}: '{text}' is an empty range of {workers} workers")
+        if last >= workers:
             raise PlacementError(
                 f"{where}: '{text}' names ranks {first}-{last}, but there are {workers} workers (0-{workers - 1})"
             )

@@ -65,6 +65,10 @@ class Placement:
         for role in self.roles:
             if role not in roles:
                 raise PlacementError(f"placement.roles: no node has the role '{role}'{suggest(role, roles)}")
+        self._layout(self.default, "placement.default")
+        for kind, places in (("nodes", self.nodes), ("roles", self.roles)):
+            for name, place in places.items():
+                self._layout(place, f"placement.{kind}.{name}")
 
     def _layout(self, place: Place, where: str) -> Layout:
         if place.group not in self.ranks:
@@ -74,8 +78,9 @@ class Placement:
         dp = place.dp if place.dp is not None else n // tp if tp else 0
         if tp < 1 or dp < 1 or dp * tp != n:
             fitting = ", ".join(f"dp {n // t} × tp {t}" for t in range(1, n + 1) if n % t == 0 and t <= 64)
+            asked = f"dp {place.dp} × tp {tp}" if place.dp else f"tp {tp}"
             raise PlacementError(
-                f"{where}: dp {dp} × tp {tp} = {dp * tp} does not fit group '{place.group}' of {n} ranks"
+                f"{where}: {asked} does not fit group '{place.group}' of {n} ranks"
                 f" ({format_ranks(ranks)}); what fits: {fitting}"
             )
         return Layout(ranks, dp, tp)

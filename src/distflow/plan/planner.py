@@ -4,6 +4,7 @@ Every rank derives the same global order of tasks and runs the subsequence it ta
 several ranks stands at the same place in all their chains, which is why no exchange can deadlock.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -107,13 +108,15 @@ class _Planner:
         return self.placement.layout(n.id, n.role)
 
     def _new_partition(self, layout: Layout, whole: bool, balance: str | None, where: str) -> Partition:
-        units, what = (self.workload.prompts, "prompts") if whole else (self.workload.samples, "samples")
+        units = self.workload.prompts if whole else self.workload.samples
         if units % layout.dp:
-            low = units // layout.dp * layout.dp
-            fit = " or ".join(str(x) for x in (low, low + layout.dp) if x)
+            step = layout.dp if whole else layout.dp // math.gcd(layout.dp, self.workload.repeat)
+            low = self.workload.prompts // step * step
+            fit = " or ".join(str(x) for x in (low, low + step) if x)
+            what = "prompts" if whole else "samples"
             raise PlacementError(
-                f"node '{where}': {units} {what} per step do not divide over its {layout.dp} data-parallel cells;"
-                f" use {fit} {what}, or another layout"
+                f"node '{where}': the {units} {what} of a step do not divide over its {layout.dp} data-parallel cells;"
+                f" use a batch of {fit} prompts, or another layout"
             )
         made = Partition(f"p{len(self.partitions)}", layout, whole, balance)
         self.partitions.append(made)

@@ -1,0 +1,60 @@
+"""The board and the table of who waits for whom, without processes."""
+
+import re
+import time
+from dataclasses import replace
+from pathlib import Path
+
+from distflow.observe.board import Board, read_all
+from distflow.observe.report import Report, read_reports
+from distflow.observe.watch import describe
+
+
+def test_a_record_tells_step_task_and_whom_a_worker_waits_for(tmp_path: Path) -> None:
+    board = Board(tmp_path, 1)
+    board.doing(3, "judge")
+    with board.waiting((0, 1, 2, 5)):
+        record = read_all(tmp_path, 3)[1]
+        assert record is not None
+        assert (record.step, record.task, record.waits_for) == (3, "judge", "0,2,5")
+    record = read_all(tmp_path, 3)[1]
+    assert record is not None
+    assert record.waits_for == ""
+    assert read_all(tmp_path, 3)[0] is None
+
+
+def test_a_long_task_name_does_not_break_the_record(tmp_path: Path) -> None:
+    board = Board(tmp_path, 0)
+    board.doing(1, "move m0 (" + "field, " * 1000 + ")")
+    record = read_all(tmp_path, 1)[0]
+    assert record is not None
+    assert record.task.startswith("move m0")
+
+
+def test_the_table_names_the_one_that_waits_for_nobody(tmp_path: Path) -> None:
+    waits, works = Board(tmp_path, 0), Board(tmp_path, 1)
+    waits.doing(7, "move m2 (response)")
+    works.doing(7, "judge")
+    (tmp_path / "1.stack").write_text("  File judge.py, line 3\n")
+    with waits.waiting((0, 1)):
+        text = describe(read_all(tmp_path, 2), tmp_path, 60, 3)
+    assert re.search(r"^0 .* 7 +move m2 \(response\) +0 s +1 ", text, re.M)
+    assert "rank 1 waits for nobody: it is busy with 'judge' of step 7, here:\n  File judge.py, line 3" in text
+
+
+def test_the_table_names_one_that_is_not_heard_of_and_one_that_never_came(tmp_path: Path) -> None:
+    waits, gone = Board(tmp_path, 0), Board(tmp_path, 1)
+    gone.record = replace(gone.record, step=2, task="update", beat=time.time() - 100)
+    gone._write()
+    with waits.waiting((0, 1, 2)):
+        text = describe(read_all(tmp_path, 3), tmp_path, 60, 3)
+    assert "rank 1 has not been heard of for 100 s" in text
+    assert "it was in step 2, 'update'" in text
+    assert "rank 2 has left no record" in text
+
+
+def test_causes_come_before_echoes(tmp_path: Path) -> None:
+    Report(0, "echo", "lost one of ranks 0-2").save(tmp_path)
+    Report(2, "stuck", "who waits for whom").save(tmp_path)
+    Report(1, "cause", "node 'judge' raised").save(tmp_path)
+    assert [r.rank for r in read_reports(tmp_path)] == [1, 2, 0]
