@@ -6,8 +6,8 @@ For each number of workers, one run measures in turn, iteration by iteration:
   ours        exchange(): agree on lengths, pack, all-to-all, unpack
   limit       a bare all_to_all_single of the same bytes, packed beforehand, into memory that is there already
   controller  our own single-controller path: collect on one process, deal out again
-for three layouts: a worst-case reshuffle dp → dp, tp2 → dp, and two split groups. Then the peers that are installed in DIR
-(see bench/peers). Seconds are the slowest worker's. The last line is one JSON object.
+for three layouts: a worst-case reshuffle dp → dp, tp2 → dp, and two split groups. Then the peers that are installed in
+DIR (see bench/peers). Seconds are the slowest worker's. The last line is one JSON object.
 """
 
 import argparse
@@ -153,6 +153,7 @@ class Measure:
         parts, size_out = self._deal
         cpu = torch.device("cpu")
         if self.rank in whole:
+            assert self.held is not None
             strips = [strip(c, "", cpu) for c in self.held[1].values()]
             count = len(whole[self.rank])
             write(strips, np.arange(count), Segments(np.array([count]), np.array([0])), self._mine_out)
@@ -289,9 +290,8 @@ def main() -> None:
         row = run_ours(n, args.iters)
         row["peers"] = run_peers(n, args.iters, args.peers)
         rows.append(row)
-        print(
-            f"N = {n}: small exchange {row['small_ms']:.2f} ms, ragged moves {row['ragged_bytes_fraction']:.3f} of the bytes"
-        )
+        told = f"small exchange {row['small_ms']:.2f} ms, ragged moves {row['ragged_bytes_fraction']:.3f} of the bytes"
+        print(f"N = {n}: {told}")
         for name, r in row["layouts"].items():
             times = "  ".join(f"{p} {v['s']:.4f} s ({v['cpu_s']:.3f} CPU s)" for p, v in r.items())
             ratios.append(r["ours"]["s"] / r["limit"]["s"])

@@ -49,9 +49,8 @@ def main() -> None:
         of_n = [r for r in rows if r["workers"] == n]
         worst, before = max(r["after"] for r in of_n), statistics.median(r["before"] for r in of_n)
         moved = statistics.median(r["moved_fraction"] for r in of_n)
-        print(
-            f"{n:5d} workers × 64: tokens differ by {before:.1%} before, {worst:.2%} after (worst of 5); {moved:.1%} of samples move"
-        )
+        told = f"tokens differ by {before:.1%} before, {worst:.2%} after (worst of 5)"
+        print(f"{n:5d} workers × 64: {told}; {moved:.1%} of samples move")
     big = [one(1024, 100_000, seed) for seed in range(5)]
     result = {
         "token_imbalance": round(max(r["after"] for r in rows), 5),

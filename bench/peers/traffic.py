@@ -1,13 +1,11 @@
 # mypy: ignore-errors
-"""What every peer is measured on, and how: the traffic of bench/exchange.py, a private Ray, and the clock.
-
-Not run by itself; see verl_dataproto.py and transferqueue.py.
-"""
+"""The traffic of bench/exchange.py, a private Ray and the clock, for the scripts beside this one; not run by itself."""
 
 import argparse
 import ctypes
 import json
 import os
+import re
 import signal
 import statistics
 import sys
@@ -16,18 +14,25 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.metadata import version
+from pathlib import Path
 
 import psutil
 import torch
 
 SAMPLES, TOKENS, WARM_UP = 1024, 4096, 2
-FIELDS = {
-    "input_ids": torch.int64,
-    "attention_mask": torch.int64,
-    "position_ids": torch.int64,
-    "old_log_probs": torch.float32,
-    "ref_log_probs": torch.float32,
-    "advantages": torch.float32,
+FIELDS = dict.fromkeys(("input_ids", "attention_mask", "position_ids"), torch.int64)
+FIELDS |= dict.fromkeys(("old_log_probs", "ref_log_probs", "advantages"), torch.float32)
+
+# Ray must not nice its workers (they would lose the processor to anybody) nor start spare ones while we measure, and
+# memory once used stays mapped, because fresh pages in every iteration made the peers slower.
+KEEP = {"MMAP_MAX_": (-4, 0), "TRIM_THRESHOLD_": (-1, 2**31 - 1), "ARENA_MAX": (-8, 1)}  # option of mallopt(3), value
+SETTINGS = {f"MALLOC_{name}": str(value) for name, (_, value) in KEEP.items()} | {
+    "RAY_memory_monitor_refresh_ms": "0",
+    "RAY_worker_niceness": "0",
+    "RAY_enable_worker_prestart": "0",
+    "RAY_prestart_worker_first_driver": "0",
+    "RAY_preallocate_plasma_memory": "1",
+    "HF_HUB_OFFLINE": "1",
 }
 
 
@@ -59,22 +64,6 @@ def verify(got: dict[str, torch.Tensor], rank: int, n: int) -> None:
             raise RuntimeError(f"worker {rank} of {n} holds wrong values in {name}")
 
 
-# Without these Ray nices its workers, which costs them the processor whenever somebody else wants it, and starts spare
-# ones during the first iterations. The rest keeps memory that is in use between iterations, which suits every peer.
-SETTINGS = {
-    "RAY_memory_monitor_refresh_ms": "0",
-    "RAY_worker_niceness": "0",
-    "RAY_enable_worker_prestart": "0",
-    "RAY_prestart_worker_first_driver": "0",
-    "RAY_preallocate_plasma_memory": "1",
-    "MALLOC_MMAP_MAX_": "0",
-    "MALLOC_TRIM_THRESHOLD_": str(2**31 - 1),
-    "MALLOC_ARENA_MAX": "1",
-    "HF_HUB_OFFLINE": "1",
-}
-M_TRIM_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX = -1, -4, -8  # of mallopt(3)
-
-
 @contextmanager
 def private_ray(n: int, **more: str) -> Iterator[None]:
     """A Ray of our own with these settings, gone with all its processes and files at the end, whatever happens."""
@@ -82,22 +71,14 @@ def private_ray(n: int, **more: str) -> Iterator[None]:
 
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))
     os.environ |= SETTINGS | more
-    libc = ctypes.CDLL(None)  # this process has started, so malloc no longer reads its settings from the environment
-    for option, value in ((M_MMAP_MAX, 0), (M_TRIM_THRESHOLD, 2**31 - 1), (M_ARENA_MAX, 1)):
-        libc.mallopt(option, value)
+    for option, value in KEEP.values():  # this process is past the point where malloc reads the environment
+        ctypes.CDLL(None).mallopt(option, value)
     with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as tmp:
         try:
-            ray.init(
-                address="local",
-                num_cpus=4 * n + 8,  # what actors ask for, not what there is
-                num_gpus=0,
-                object_store_memory=3 << 30,
-                include_dashboard=False,
-                log_to_driver=False,
-                logging_level="ERROR",
-                runtime_env={"env_vars": SETTINGS | more | {"OMP_NUM_THREADS": "1"}},
-                _temp_dir=tmp,
-            )
+            quiet = {"include_dashboard": False, "log_to_driver": False, "logging_level": "ERROR"}
+            env = SETTINGS | more | {"OMP_NUM_THREADS": "1"}
+            size = {"num_cpus": 4 * n + 8, "num_gpus": 0, "object_store_memory": 3 << 30}  # cpus: as actors ask for
+            ray.init(address="local", runtime_env={"env_vars": env}, _temp_dir=tmp, **size, **quiet)
             yield
         finally:
             started = psutil.Process().children(recursive=True)
@@ -109,49 +90,40 @@ def private_ray(n: int, **more: str) -> Iterator[None]:
 
 def cpu_seconds() -> dict[int, float]:
     """CPU seconds so far of this process and everything it started, Ray's servers included."""
-    me = psutil.Process()
-    found = {}
+    me, found = psutil.Process(), {}
     for process in [me, *me.children(recursive=True)]:
         try:
-            times = process.cpu_times()
+            found[process.pid] = sum(process.cpu_times()[:2])
         except psutil.NoSuchProcess:
             continue
-        found[process.pid] = times.user + times.system
     return found
 
 
-def measure(
-    iters: int, exchange: Callable[[], dict[str, float]], check: Callable[[], None], cleanup: Callable[[], None]
-) -> dict[str, object]:
-    """Time `exchange`, which returns the seconds of its phases; off the clock, `check` the first and `cleanup` each."""
-    seconds, cpu, phases = [], [], []
+def measure(iters: int, phases: dict[str, Callable], check: Callable, cleanup: Callable) -> dict[str, object]:
+    """Time the phases one after another; each gets what the last returned. Off the clock: `check` once, `cleanup`."""
+    rows = []
     for i in range(WARM_UP + iters):
-        cpu_before = cpu_seconds()
-        start = time.perf_counter()
-        phase = exchange()
-        seconds.append(time.perf_counter() - start)
-        cpu.append(sum(s - cpu_before.get(pid, 0.0) for pid, s in cpu_seconds().items()))
-        phases.append(phase)
+        cpu, row, passed, begin = cpu_seconds(), {}, None, time.perf_counter()
+        for name, phase in phases.items():
+            start = time.perf_counter()
+            passed = phase(passed)
+            row[name] = time.perf_counter() - start
+        row["s"] = time.perf_counter() - begin
+        row["cpu_s"] = sum(s - cpu.get(pid, 0.0) for pid, s in cpu_seconds().items())
+        rows.append(row)
         if i == 0:
             check()
         cleanup()
+    median = {name: round(statistics.median(r[name] for r in rows[WARM_UP:]), 4) for name in rows[0]}
     return {
-        "s": statistics.median(seconds[WARM_UP:]),
-        "min_s": min(seconds[WARM_UP:]),
-        "cpu_s": statistics.median(cpu[WARM_UP:]),
-        "phases_s": {name: statistics.median(p[name] for p in phases[WARM_UP:]) for name in phases[0]},
+        "s": median.pop("s"),
+        "min_s": round(min(r["s"] for r in rows[WARM_UP:]), 4),
+        "cpu_s": median.pop("cpu_s"),
+        "phases_s": median,
+        "driver_peak_rss_mib": int(re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())[1]) // 1024,
     }
 
 
-def report(workers: int, measured: dict[str, object], packages: list[str], **more: object) -> None:
+def report(measured: dict[str, object], *packages: str) -> None:
     """The last line of standard output, as bench/exchange.py reads it."""
-    with open("/proc/self/status") as status:
-        peak = next(int(line.split()[1]) for line in status if line.startswith("VmHWM"))
-    row = {
-        "workers": workers,
-        **measured,
-        "driver_peak_rss_mib": round(peak / 1024),
-        **more,
-        "version": ", ".join(f"{p} {version(p)}" for p in packages),
-    }
-    print(json.dumps(row), flush=True)
+    print(json.dumps(measured | {"version": ", ".join(f"{p} {version(p)}" for p in packages)}), flush=True)

@@ -6,8 +6,6 @@
 With verl's fastest serialisation. The last line of standard output is one JSON object.
 """
 
-import time
-
 import ray
 import torch
 import traffic
@@ -60,22 +58,13 @@ def main() -> None:
         group = RayWorkerGroup(pool, RayClassWithInitArgs(Peer, n))
         group.drop()  # once all workers are up
 
-        def exchange() -> dict[str, float]:
-            start = time.perf_counter()
-            batch = group.produce()
-            collected = time.perf_counter()
+        def reorder(batch: DataProto) -> DataProto:
             batch.reorder(order)
-            reordered = time.perf_counter()
-            group.consume(batch)
-            dispatched = time.perf_counter()
-            return {
-                "collect": collected - start,
-                "reorder": reordered - collected,
-                "dispatch": dispatched - reordered,
-            }
+            return batch
 
-        measured = traffic.measure(args.iters, exchange, group.check, group.drop)
-    traffic.report(n, measured, ["verl", "ray", "torch"], serialisation="numpy")
+        phases = {"collect": lambda _: group.produce(), "reorder": reorder, "dispatch": group.consume}
+        measured = traffic.measure(args.iters, phases, group.check, group.drop)
+    traffic.report({"workers": n, "serialisation": "numpy"} | measured, "verl", "ray", "torch")
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """A GRPO-shaped flow of plain functions, without a model: sums are answered, judged twice in parallel, and compared.
 
-                  ┌─ correct ─┐
-data ─ generate ──┤           ├── advantage ── update
-                  └─ brevity ─┘
+                      ┌─ correct ─┐
+    data ─ generate ──┤           ├── advantage ── update
+                      └─ brevity ─┘
 """
 
 import numpy as np
@@ -10,7 +10,7 @@ import numpy as np
 from distflow import flow, node
 
 
-@node(writes=["answer", "tokens"], type="inference")
+@node(role="rollout", type="inference", writes=["answer", "tokens"])
 def generate(batch, ctx, error_rate=0.4):
     """In place of a model: answers at some length, and now and then wrongly. Noise depends on the sample alone."""
     answers, tokens = [], []
@@ -22,17 +22,17 @@ def generate(batch, ctx, error_rate=0.4):
     return {"answer": answers, "tokens": tokens}
 
 
-@node
+@node(role="reward")
 def correct(batch):
     return [float(a == s) for a, s in zip(batch["answer"], batch["solution"], strict=True)]
 
 
-@node
+@node(role="reward")
 def brevity(batch):
     return [-len(t) / 10_000 for t in batch["tokens"]]
 
 
-@node(writes="advantage", whole_groups=True)
+@node(role="advantage", whole_groups=True)
 def advantage(batch):
     """A sample's score less the mean of its group: needs all answers to one question in one place."""
     score = np.array(batch["correct"]) + np.array(batch["brevity"])
@@ -40,7 +40,7 @@ def advantage(batch):
     return score - (np.bincount(group, score) / np.bincount(group))[group]
 
 
-@node(writes=(), type="train", balance="tokens")
+@node(role="actor", type="train", writes=(), balance="tokens")
 def update(batch, ctx):
     """In place of a training step, which wants the same number of tokens on every worker."""
     ctx.metrics.log("reward/mean", float(np.mean(batch["correct"])), len(batch))
