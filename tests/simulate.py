@@ -1,6 +1,7 @@
 """N workers in one process: the worker's own code, its collectives carried out here. Finds any deadlock."""
 
 from collections.abc import Generator, Mapping
+from typing import Any
 
 import torch
 
@@ -11,7 +12,7 @@ class DeadlockError(Exception):
     pass
 
 
-def simulate(workers: Mapping[int, Generator[Collective, torch.Tensor, None]]) -> int:
+def simulate(workers: Mapping[int, Generator[Collective, torch.Tensor, Any]]) -> int:
     """Run all to their end; the number of collectives carried out."""
     done = 0
     wishes: dict[int, Collective] = {}

@@ -11,6 +11,7 @@ from distflow.config import load_config
 
 DIAMOND = str(Path(__file__).parents[1] / "examples" / "diamond" / "config.yaml")
 Output = pytest.CaptureFixture[str]
+INDIVISIBLE = "node 'advantage': the 63 prompts of a step do not divide over its 2 data-parallel cells; use a batch of"
 
 
 def distflow(*args: str) -> int:
@@ -46,8 +47,9 @@ def test_plan_as_json_has_its_hash(capsys: Output) -> None:
     assert planned(capsys) == json.loads(json.dumps(expected.to_json() | {"hash": expected.hash}))
 
 
-def test_plan_as_a_picture(capsys: Output, tmp_path: Path) -> None:
-    file = tmp_path / "plan.svg"
+@pytest.mark.parametrize("name", ["plan.svg", "new/folder/plan.svg"])
+def test_plan_as_a_picture(capsys: Output, tmp_path: Path, name: str) -> None:
+    file = tmp_path / name
     assert distflow("plan", DIAMOND, "--svg", str(file)) == 0
     assert capsys.readouterr().out == f"wrote {file}\n"
     assert ElementTree.parse(file).getroot().tag.endswith("svg")
@@ -74,8 +76,7 @@ def test_workers_are_the_option_then_the_config(capsys: Output, args: list[str])
 
 
 def test_without_a_number_there_is_one_worker(capsys: Output) -> None:
-    groups = ["workers=", "placement.groups={}", "placement.default={}", "placement.nodes={}"]
-    assert planned(capsys, *groups)["workers"] == 1
+    assert planned(capsys, "workers=", "placement={}")["workers"] == 1
 
 
 @pytest.mark.parametrize(
@@ -86,7 +87,7 @@ def test_without_a_number_there_is_one_worker(capsys: Output) -> None:
         ([DIAMOND, "--json", "batch"], "override 'batch': write it as key=value"),
         ([DIAMOND, "--workers", "0"], "--workers 0: at least one worker is needed"),
         ([DIAMOND, "--workers", "2"], "placement.groups.train: '2-3' names ranks 2-3, but there are 2 workers (0-1)"),
-        ([DIAMOND, "data.batch=63"], "node 'advantage': 63 prompts per step do not divide"),
+        ([DIAMOND, "data.batch=63"], INDIVISIBLE),
         ([DIAMOND, "data.files=sum.jsonl"], "sum.jsonl: no such file; did you mean 'sums.jsonl'?"),
         ([DIAMOND, "flow=flow.py:dimond"], "flow: 'flow.py:dimond' has no 'dimond'; did you mean 'diamond'?"),
         ([DIAMOND, "placement.nodes.correct.group=rolout"], "unknown group 'rolout'; did you mean 'rollout'?"),
@@ -106,13 +107,20 @@ def one_line(capsys: Output, said: str) -> bool:
 def test_run_tells_a_mistake_before_any_worker_starts(capsys: Output, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RANK", raising=False)
     assert distflow("run", DIAMOND, "data.batch=63") == 2
-    assert one_line(capsys, "node 'advantage': 63 prompts per step do not divide")
+    assert one_line(capsys, INDIVISIBLE)
 
 
-@pytest.mark.xfail(strict=True, raises=FileNotFoundError, reason="a picture that cannot be written is not caught")
-def test_a_picture_that_cannot_be_written_is_told_in_one_line(capsys: Output) -> None:
-    assert distflow("plan", DIAMOND, "--svg", "/no/such/folder/plan.svg") == 2
-    assert one_line(capsys, "/no/such/folder/plan.svg")
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [("file/plan.svg", "File exists"), ("file/x/plan.svg", "Not a directory"), ("", "Is a directory")],
+)
+def test_a_picture_that_cannot_be_written_is_told_in_one_line(
+    capsys: Output, tmp_path: Path, name: str, reason: str
+) -> None:
+    (tmp_path / "file").touch()
+    file = tmp_path / name
+    assert distflow("plan", DIAMOND, "--svg", str(file)) == 2
+    assert one_line(capsys, f"--svg {file}: cannot be written: {reason}")
 
 
 @pytest.mark.parametrize(

@@ -69,7 +69,6 @@ def private_ray(n: int, **more: str) -> Iterator[None]:
     """A Ray of our own with these settings, gone with all its processes and files at the end, whatever happens."""
     import ray
 
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))
     os.environ |= SETTINGS | more
     for option, value in KEEP.values():  # this process is past the point where malloc reads the environment
         ctypes.CDLL(None).mallopt(option, value)
@@ -79,6 +78,7 @@ def private_ray(n: int, **more: str) -> Iterator[None]:
             env = SETTINGS | more | {"OMP_NUM_THREADS": "1"}
             size = {"num_cpus": 4 * n + 8, "num_gpus": 0, "object_store_memory": 3 << 30}  # cpus: as actors ask for
             ray.init(address="local", runtime_env={"env_vars": env}, _temp_dir=tmp, **size, **quiet)
+            signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # after Ray has set its own, which aborts
             yield
         finally:
             started = psutil.Process().children(recursive=True)

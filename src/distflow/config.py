@@ -129,28 +129,16 @@ class Config(_Section):
         return Rows(self.files, on_bad_row=self.data.on_bad_row).names
 
 
-class _Loader(yaml.SafeLoader):
-    """YAML in which a key that is written twice is a mistake."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen = set()
-        for key, _ in node.value:
-            if key.value in seen:
-                raise yaml.MarkedYAMLError(problem=f"the key '{key.value}' is there twice", problem_mark=key.start_mark)
-            seen.add(key.value)
-        return super().construct_mapping(node, deep)
-
-
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     """Read a file and apply overrides such as `data.batch=64`."""
     path = Path(path)
     try:
-        raw = yaml.load(path.read_text(), _Loader)
+        raw = _parse(path.read_text())
     except FileNotFoundError:
         raise ConfigError(f"there is no config file {path}") from None
     except OSError as e:
         raise ConfigError(f"{path} cannot be read: {e.strerror}") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as e:
+    except (yaml.YAMLError, ValueError, TypeError) as e:  # PyYAML lets some of Python's own through
         raise ConfigError(f"{path} is not YAML: {' '.join(str(e).split())}") from None
     if not isinstance(raw, dict):
         raise ConfigError(f"{path}: is {'empty' if raw is None else repr(raw)[:40]}, not a mapping of keys")
@@ -166,6 +154,27 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
         raise ConfigError(f"{path}: {_explain(e)}") from None
 
 
+def _parse(text: str) -> Any:
+    """YAML in which a key that is written twice is a mistake."""
+    todo, seen = [yaml.compose(text, yaml.SafeLoader)], set()
+    while todo:
+        node = todo.pop()
+        if node is None or id(node) in seen:  # an alias leads to a node that was looked at
+            continue
+        seen.add(id(node))
+        if isinstance(node, yaml.MappingNode):
+            keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+            for key, value in node.value:
+                if keys.count(key.value) > 1:
+                    raise yaml.MarkedYAMLError(
+                        problem=f"the key '{key.value}' is there twice", problem_mark=key.start_mark
+                    )
+                todo.append(value)
+        elif isinstance(node, yaml.SequenceNode):
+            todo += node.value
+    return yaml.safe_load(text)
+
+
 def _override(raw: dict[str, Any], text: str) -> None:
     key, equals, value = text.partition("=")
     if not equals or not key:
@@ -178,9 +187,9 @@ def _override(raw: dict[str, Any], text: str) -> None:
             raise ConfigError(f"override '{text}': '{part}' is not a section, it is {inner!r}")
         place = inner
     try:
-        place[last] = yaml.safe_load(value)
-    except yaml.YAMLError:
-        raise ConfigError(f"override '{text}': '{value}' is not a YAML value") from None
+        place[last] = _parse(value)
+    except (yaml.YAMLError, ValueError, TypeError) as e:
+        raise ConfigError(f"override '{text}': not a YAML value: {' '.join(str(e).split())}") from None
 
 
 def _explain(error: ValidationError) -> str:

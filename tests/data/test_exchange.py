@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from distflow.data.batch import Ragged
+from distflow.data.batch import Column, Ragged
 from distflow.data.exchange import Slabs, exchange
 from distflow.errors import DataError
 from distflow.plan import Layout, Move, Partition
@@ -56,7 +56,8 @@ def test_a_sample_that_nobody_holds_is_told() -> None:
 
 def test_only_asked_fields_are_sent_and_bytes_are_counted() -> None:
     column = Ragged.of([torch.arange(1000), torch.arange(500)])
-    held = np.array([0, 1]), {"x": column, "unread": torch.zeros(2, 10_000)}
+    columns: dict[str, Column] = {"x": column, "unread": torch.zeros(2, 10_000)}
+    held = np.array([0, 1]), columns
     done = {}
 
     def keep(rank, steps):

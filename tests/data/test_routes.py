@@ -48,8 +48,8 @@ def test_senders_and_receivers_agree_and_replicas_speak_once(case) -> None:
     for r, mine in routes.items():
         cell = dst.cell_of(r)
         got = np.concatenate([mine.keep, *mine.receive.values()])
-        want = np.flatnonzero(new == cell) if cell is not None else []
-        assert sorted(got) == list(want)  # each wanted sample comes exactly once, from one replica
+        want = [] if cell is None else np.flatnonzero(new == cell).tolist()
+        assert sorted(got.tolist()) == want  # each wanted sample comes exactly once, from one replica
         for sender, slots in mine.receive.items():
             assert sender != r
             assert list(routes[sender].send[r]) == list(slots)

@@ -18,7 +18,7 @@ NAMES = [f"f{i}.{k.replace(' ', '_')}" for i, k in enumerate(KINDS)]
 
 
 def pack(strips: list[Strip], parts: list[np.ndarray]) -> tuple[torch.Tensor, Segments]:
-    sizes = sum(s.lengths * s.row for s in strips)
+    sizes = np.sum([s.lengths * s.row for s in strips], axis=0)
     ends = np.cumsum([segment_size(len(strips), len(p), int(np.sum(sizes[p]))) for p in parts])
     out = torch.full((int(ends[-1]),), 255, dtype=torch.uint8)
     segments = Segments(np.array([len(p) for p in parts]), np.concatenate(([0], ends[:-1])))

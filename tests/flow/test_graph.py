@@ -81,6 +81,8 @@ def test_after_orders_without_data() -> None:
         ({"id": "n", "writes": ("a b",)}, "node 'n': 'a b' is not a name"),
         ({"id": "n", "type": "tarin"}, "node 'n': unknown type 'tarin'; did you mean 'train'?"),
         ({"id": "n", "type": "x"}, "node 'n': unknown type 'x'; known: compute, inference, train"),
+        ({"id": "n", "reads": ("a", "b", "a")}, "node 'n': reads 'a' twice; name it once"),
+        ({"id": "n", "writes": ("a", "b", "b")}, "node 'n': writes 'b' twice; name it once"),
         (
             {"id": "n", "reads": ("tokens", "x"), "balance": "token"},
             "node 'n': balance names field 'token', which the node does not read; did you mean 'tokens'?",
@@ -108,6 +110,7 @@ def test_good_names(name: str) -> None:
             "node 'm': field 'x' has two writers, 'n' and 'm'; give one of them another name",
         ),
         ([Node("n", writes=("prompt",))], "node 'n': field 'prompt' has two writers, 'data' and 'n'"),
+        ([], "flow 'f' has no nodes"),
         ([Node("n"), Node("m"), Node("n")], "flow 'f': two nodes have the id 'n'"),
         ([Node("n", after=("mm",)), Node("mmm")], "node 'n': depends on unknown node 'mm'; did you mean 'mmm'?"),
     ],

@@ -266,21 +266,27 @@ def test_the_loader_reads_where_its_first_reader_runs() -> None:
         ({"default": Place("lft")}, "placement.default: unknown group 'lft'; did you mean 'left'?"),
         (
             {"nodes": {"b": Place(dp=3)}},
-            "placement.nodes.b: dp 3 × tp 1 = 3 does not fit group 'all' of 4 ranks (0-3);"
+            "placement.nodes.b: dp 3 × tp 1 does not fit group 'all' of 4 ranks (0-3);"
             " what fits: dp 4 × tp 1, dp 2 × tp 2, dp 1 × tp 4",
         ),
         (
             {"default": Place("right", tp=4)},
-            "placement.default: dp 0 × tp 4 = 0 does not fit group 'right' of 2 ranks (2-3); what fits: dp 2 × tp 1",
+            "placement.default: tp 4 does not fit group 'right' of 2 ranks (2-3); what fits: dp 2 × tp 1, dp 1 × tp 2",
         ),
-        ({"default": Place(tp=0)}, "placement.default: dp 0 × tp 0"),
+        (
+            {"default": Place(tp=0)},
+            "placement.default: tp 0 does not fit group 'all' of 4 ranks (0-3); what fits: dp 4",
+        ),
         ({"nodes": {"bb": Place()}}, "placement.nodes: the flow has no node 'bb'; "),
         ({"nodes": {"dta": Place()}}, "placement.nodes: the flow has no node 'dta'; did you mean 'data'?"),
         ({"roles": {"compte": Place()}}, "placement.roles: no node has the role 'compte'; did you mean 'compute'?"),
-        pytest.param(
-            {"default": Place("lft"), "roles": {"compute": Place("left")}},
+        (
+            {"default": Place("lft"), "roles": {"compute": Place("left")}},  # a place that no node uses
             "placement.default: unknown group 'lft'; did you mean 'left'?",
-            marks=pytest.mark.xfail(strict=True, reason="a place that no node uses is not looked at"),
+        ),
+        (
+            {"roles": {"compute": Place(tp=3)}, "nodes": {"a": Place(), "b": Place()}},
+            "placement.roles.compute: tp 3 does not fit group 'all' of 4 ranks (0-3)",
         ),
     ],
 )
@@ -305,20 +311,33 @@ def test_wrong_groups_are_refused(workers: int, groups: dict[str, str], message:
 @pytest.mark.parametrize(
     ("prompts", "repeat", "where", "message"),
     [
-        (6, 2, {}, "node 'data': 6 prompts per step do not divide over its 4 data-parallel cells; use 4 or 8 prompts"),
-        (3, 2, {}, "node 'data': 3 prompts per step do not divide over its 4 data-parallel cells; use 4 prompts,"),
+        (
+            6,
+            2,
+            {},
+            "node 'data': the 6 prompts of a step do not divide over its 4 data-parallel cells;"
+            " use a batch of 4 or 8 prompts, or another layout",
+        ),
+        (
+            3,
+            2,
+            {},
+            "node 'data': the 3 prompts of a step do not divide over its 4 data-parallel cells;"
+            " use a batch of 4 prompts, or another layout",
+        ),
         (
             3,
             2,
             {"nodes": {"data": Place(tp=4)}},
-            "node 'a': 6 samples per step do not divide over its 4 data-parallel cells; use 4 or 8 samples",
+            "node 'a': the 6 samples of a step do not divide over its 4 data-parallel cells;"
+            " use a batch of 2 or 4 prompts, or another layout",
         ),
-        pytest.param(
+        (
             3,
             3,
             {"nodes": {"data": Place(tp=4)}},
-            "",
-            marks=pytest.mark.xfail(strict=True, reason="8 samples are no whole number of prompts, 3 times each"),
+            "node 'a': the 9 samples of a step do not divide over its 4 data-parallel cells;"
+            " use a batch of 4 prompts, or another layout",
         ),
     ],
 )
@@ -328,12 +347,10 @@ def test_a_batch_that_does_not_divide_is_refused_with_numbers_that_would(
     with pytest.raises(PlacementError) as e:
         planned(chain_of("a"), prompts=prompts, repeat=repeat, **where)
     said = str(e.value)
-    assert message in said
-    numbers, what = re.findall(r"use ([\d or]+) (prompts|samples)", said)[0]
+    assert said == message
+    (numbers,) = re.findall(r"use a batch of ([\d or]+) prompts", said)
     for number in map(int, numbers.split(" or ")):
-        in_prompts, rest = (number, 0) if what == "prompts" else divmod(number, repeat)
-        assert rest == 0
-        planned(chain_of("a"), prompts=in_prompts, repeat=repeat, **where)
+        planned(chain_of("a"), prompts=number, repeat=repeat, **where)
 
 
 # ---- the same on every worker ----

@@ -72,6 +72,8 @@ def _from_file(path: Path, ref: str, where: str) -> ModuleType:
 
 def _reason(error: Exception) -> str:
     """The error on one line, with the place in the file that raised it."""
+    if isinstance(error, SyntaxError):
+        return f"SyntaxError: {error.msg} ({Path(error.filename or '?').name}:{error.lineno})"
     frame = traceback.extract_tb(error.__traceback__)[-1]
     place = "" if frame.filename.startswith("<frozen") else f" ({Path(frame.filename).name}:{frame.lineno})"
     return f"{type(error).__name__}: {' '.join(str(error).split())}{place}"

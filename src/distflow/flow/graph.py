@@ -64,7 +64,7 @@ class Flow:
 
     def __post_init__(self) -> None:
         if not self.nodes:
-            raise FlowError(f"flow '{self.name}' has no nodes")
+            raise FlowError(f"flow '{self.name}' has no nodes; it must call functions marked with @node")
         self._check_ids()
         self._check_fields()
         _ = self.depth  # a cycle is found while computing depths

@@ -41,9 +41,10 @@ def from_list(
 ) -> Flow:
     """The same graph a traced function gives. `deps` reads all that those nodes write, unless `reads` says what."""
     columns = tuple(source)
-    calls = [str(e.get("call")).partition(".")[0] for e in entries if isinstance(e, Mapping)]
+    calls = [str(e.get("call")) for e in entries if isinstance(e, Mapping)]
+    called = {c.partition(".")[0] for c in calls if ":" not in c}
     for role in roles or {}:
-        if role not in calls:
+        if role not in called:
             raise FlowError(f"flow '{name}': no node calls the role '{role}'; remove it or call it")
     rows = [_read(entry, i, roles or {}, base) for i, entry in enumerate(entries)]
     written = {SOURCE: columns} | {r.id: r.writes for r in rows}
@@ -110,8 +111,10 @@ def _function(
 ) -> tuple[Callable[..., Any], str, bool]:
     """`role.method`, `role`, or a reference; the role its node has unless it says another; whether it is a method."""
     role, dot, method = call.partition(".")
-    if dot and inspect.isclass(roles.get(role)):
+    if dot and ":" not in call and inspect.isclass(roles.get(role)):
         return method_of(role, roles[role], method, where), role, True
+    if dot and inspect.isfunction(roles.get(role)):
+        raise FlowError(f"{where}: role '{role}' is a function, which has no method '{method}'; write `call: {role}`")
     if ":" not in call and call not in roles:
         raise FlowError(
             f"{where}: call '{call}' is neither 'file.py:function' nor 'package.module:function' nor of a role"

@@ -35,7 +35,7 @@ class NodeSpec:
 
     def node(self, node_id: str, fn: Callable[..., Any], reads: tuple[str, ...], **rest: Any) -> Node:
         """The node this function becomes; `reads` is what it reads when the spec is silent."""
-        _check_constants(node_id, fn, rest.get("params", {}))
+        _check_constants(node_id, fn, rest.get("params", {}), bool(rest.get("method")))
         rest.setdefault("role", self.role or "compute")
         return Node(
             id=node_id,
@@ -137,8 +137,10 @@ def _refusing(operation: str) -> Callable[..., NoReturn]:
 
 
 _OPERATIONS = (
-    "bool", "len", "contains", "float", "int", "eq", "ne", "lt", "le", "gt", "ge", "neg", "abs", "add", "radd", "sub",
-    "rsub", "mul", "rmul", "truediv", "rtruediv", "floordiv", "mod", "pow", "and", "or", "xor", "matmul",
+    "bool", "len", "contains", "setitem", "delitem", "call", "float", "int", "index", "round", "eq", "ne", "lt", "le",
+    "gt", "ge", "neg", "pos", "invert", "abs", "add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv",
+    "floordiv", "rfloordiv", "mod", "rmod", "divmod", "rdivmod", "pow", "rpow", "matmul", "rmatmul", "and", "rand",
+    "or", "ror", "xor", "rxor", "lshift", "rlshift", "rshift", "rrshift",
 )  # fmt: skip
 for _name in _OPERATIONS:
     setattr(Value, f"__{_name}__", _refusing(_name))
@@ -171,7 +173,7 @@ class FlowFunction:
         nodes: list[Node] = []
         token = _nodes.set(nodes)
         try:
-            self.fn(Value(SOURCE, columns), **{p: _bind(p, roles[p]) for p in params[1:]})
+            self.fn(Value(SOURCE, columns), **{p: _Role(p, roles[p]) for p in params[1:]})
         finally:
             _nodes.reset(token)
         return Flow(name, columns, tuple(nodes))
@@ -186,17 +188,30 @@ _nodes: ContextVar[list[Node] | None] = ContextVar("nodes", default=None)
 
 
 class _Role:
-    """A class in a role: its methods are nodes, `judge.score(x)`."""
+    """Who plays a role, inside a flow: a function is called, `reward(x)`; of a class the methods, `judge.score(x)`."""
 
-    def __init__(self, role: str, cls: type) -> None:
-        self._role, self._cls = role, cls
+    def __init__(self, role: str, target: Any) -> None:
+        if not inspect.isclass(target) and not inspect.isfunction(target):
+            raise FlowError(f"role '{role}' is played by a {type(target).__name__}; name a function or a class")
+        self._role, self._target = role, target
 
-    def __call__(self, *_: Any) -> NoReturn:
-        methods = ", ".join(_methods(self._cls)) or "it has none"
-        raise FlowError(f"role '{self._role}' is the class {reference(self._cls)}; call a method of it: {methods}")
+    def __call__(self, *args: Any, **kwargs: Any) -> Value:
+        if inspect.isclass(self._target):
+            methods = ", ".join(_methods(self._target)) or "it has none"
+            raise FlowError(
+                f"role '{self._role}' is the class {reference(self._target)}; call a method of it: {methods}"
+            )
+        spec = spec_of(self._target)
+        extra = {"role": spec.role or self._role}
+        return _record(inspect.unwrap(self._target), spec, spec.id or self._role, args, kwargs, extra)
 
     def __getattr__(self, method: str) -> Callable[..., Value]:
-        return functools.partial(_call_method, self._role, self._cls, method)
+        if not inspect.isclass(self._target):
+            raise FlowError(
+                f"role '{self._role}' is the function {reference(self._target)}, which has no method '{method}';"
+                f" call it: {self._role}(…)"
+            )
+        return functools.partial(_call_method, self._role, self._target, method)
 
 
 def _call_method(role: str, cls: type, method: str, *args: Any, **kwargs: Any) -> Value:
@@ -209,23 +224,14 @@ def _call_method(role: str, cls: type, method: str, *args: Any, **kwargs: Any) -
 
 def method_of(role: str, cls: type, method: str, where: str) -> Callable[..., Any]:
     fn = getattr(cls, method, None)
-    if not callable(fn):
+    if not inspect.isfunction(fn):
         near = suggest(method, _methods(cls))
         raise FlowError(f"{where}: role '{role}' ({reference(cls)}) has no method '{method}'{near}")
-    return fn  # type: ignore[no-any-return]
+    return fn
 
 
 def _methods(cls: type) -> list[str]:
-    return [m for m in dir(cls) if callable(getattr(cls, m)) and not m.startswith("_")]
-
-
-def _bind(role: str, target: Any) -> Any:
-    if inspect.isclass(target):
-        return _Role(role, target)
-    if not inspect.isfunction(target):
-        raise FlowError(f"role '{role}' is played by a {type(target).__name__}; name a function or a class")
-    spec = spec_of(target)
-    return node(target, id=spec.id or role, role=spec.role or role)
+    return [m for m in dir(cls) if inspect.isfunction(getattr(cls, m)) and not m.startswith("_")]
 
 
 def _record(
@@ -263,10 +269,11 @@ def _record(
     return Value(node_id, made.writes)
 
 
-def _check_constants(node_id: str, fn: Callable[..., Any], params: Mapping[str, Any]) -> None:
-    """Plain JSON values, for parameters that the function has."""
-    known = inspect.signature(fn).parameters
-    open_ended = any(p.kind is p.VAR_KEYWORD for p in known.values())
+def _check_constants(node_id: str, fn: Callable[..., Any], params: Mapping[str, Any], method: bool) -> None:
+    """Plain JSON values, for parameters that the function has besides the batch and the context."""
+    parameters = inspect.signature(fn).parameters
+    known = [p for p in list(parameters)[1 + method :] if p != "ctx"]
+    open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     for key, value in params.items():
         if isinstance(value, Value):
             raise FlowError(
