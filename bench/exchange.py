@@ -129,7 +129,7 @@ class Measure:
         return sum(s.lengths * s.row for s in (strip(c, "", torch.device("cpu")) for c in self.held[1].values()))  # type: ignore[return-value]
 
     def limit(self):
-        self.comm.perform(AllToAll(self.move.ranks, self._data, self._send, self._out, self._receive))
+        dist.all_to_all_single(self._out, self._data, self._receive, self._send)
 
     def _prepare_controller(self, src: Layout, dst: Layout) -> None:
         """Who speaks for a source cell is its first rank; every rank of a target cell is dealt its samples."""
@@ -142,8 +142,6 @@ class Measure:
         self._collect = (whole, size)
         self._deal = (parts, size_out)
         self._controller_slab = torch.ones(sum(size.values()) if self.rank == 0 else 0, dtype=torch.uint8)
-        self._controller_out = torch.ones(sum(size_out.values()) if self.rank == 0 else 0, dtype=torch.uint8)
-        self._mine_out = torch.ones(size.get(self.rank, 0), dtype=torch.uint8)
         self._mine_in = torch.ones(size_out.get(self.rank, 0), dtype=torch.uint8)
         self._n = n
 
@@ -152,25 +150,30 @@ class Measure:
         whole, size = self._collect
         parts, size_out = self._deal
         cpu = torch.device("cpu")
-        if self.rank in whole:
-            assert self.held is not None
-            strips = [strip(c, "", cpu) for c in self.held[1].values()]
-            count = len(whole[self.rank])
-            write(strips, np.arange(count), Segments(np.array([count]), np.array([0])), self._mine_out)
-        gather = [size.get(r, 0) for r in ranks] if self.rank == 0 else zeros
-        to_zero = [len(self._mine_out), *zeros[1:]]
-        self.comm.perform(AllToAll(ranks, self._mine_out, to_zero, self._controller_slab, gather))
-        deal = zeros
-        if self.rank == 0:
-            slots = np.concatenate(list(whole.values()))
-            got = Segments(np.array([len(s) for s in whole.values()]), _starts(size))
-            everything = read(self._controller_slab, got, list(FIELDS), np.argsort(slots), "controller")
-            strips = [strip(c, "", cpu) for c in everything.values()]
-            to = Segments(np.array([len(s) for s in parts.values()]), _starts(size_out))
-            write(strips, np.concatenate(list(parts.values())), to, self._controller_out)
-            deal = [size_out.get(r, 0) for r in ranks]
-        from_zero = [len(self._mine_in), *zeros[1:]]
-        self.comm.perform(AllToAll(ranks, self._controller_out, deal, self._mine_in, from_zero))
+
+        def pack_mine(out: torch.Tensor) -> None:
+            if self.rank in whole:
+                assert self.held is not None
+                strips = [strip(c, "", cpu) for c in self.held[1].values()]
+                count = len(whole[self.rank])
+                write(strips, np.arange(count), Segments(np.array([count]), np.array([0])), out)
+
+        def pack_all(out: torch.Tensor) -> None:
+            if self.rank == 0:
+                slots = np.concatenate(list(whole.values()))
+                got = Segments(np.array([len(s) for s in whole.values()]), _starts(size))
+                everything = read(self._controller_slab, got, list(FIELDS), np.argsort(slots), "controller")
+                strips = [strip(c, "", cpu) for c in everything.values()]
+                to = Segments(np.array([len(s) for s in parts.values()]), _starts(size_out))
+                write(strips, np.concatenate(list(parts.values())), to, out)
+
+        collect = [size.get(r, 0) for r in ranks] if self.rank == 0 else zeros
+        to_zero = [size.get(self.rank, 0), *zeros[1:]]
+        self.comm.perform(AllToAll(ranks, pack_mine, to_zero, self._controller_slab, collect))
+        deal = [size_out.get(r, 0) for r in ranks] if self.rank == 0 else zeros
+        from_zero = [size_out.get(self.rank, 0), *zeros[1:]]
+        self.comm.perform(AllToAll(ranks, pack_all, deal, self._mine_in, from_zero))
+        dist.barrier()  # the next collection must not overtake the dealing
         if self.rank in parts:
             count = len(parts[self.rank])
             read(self._mine_in, Segments(np.array([count]), np.array([0])), list(FIELDS), np.arange(count), "")
@@ -191,16 +194,20 @@ def _gather_ints(mine: np.ndarray, most: int, comm: Comm) -> list[np.ndarray]:
 
 
 def timed(fn: Callable[[], object]) -> tuple[float, float]:
-    """Seconds of the slowest worker, and CPU seconds of all."""
-    dist.barrier()
-    wall, cpu = time.perf_counter(), time.process_time()
+    """Seconds until the slowest worker is done, from a moment at which all begin; and CPU seconds of all.
+
+    Leaving a barrier takes longer than a small exchange, so all sleep until a moment they have agreed on.
+    """
+    begin = torch.tensor([time.perf_counter() + 0.01], dtype=torch.float64)
+    dist.all_reduce(begin, dist.ReduceOp.MAX)
+    time.sleep(max(0.0, float(begin) - time.perf_counter()))
+    cpu = time.process_time()
     fn()
-    cpu_s = time.process_time() - cpu
-    times = torch.tensor([time.perf_counter() - wall, 0.0], dtype=torch.float64)
-    total = torch.tensor([cpu_s], dtype=torch.float64)
-    dist.all_reduce(times, dist.ReduceOp.MAX)
+    total = torch.tensor([time.process_time() - cpu], dtype=torch.float64)
+    wall = torch.tensor([time.perf_counter() - float(begin)], dtype=torch.float64)
+    dist.all_reduce(wall, dist.ReduceOp.MAX)
     dist.all_reduce(total)
-    return float(times[0]), float(total[0])
+    return float(wall), float(total)
 
 
 def worker(iters: int, out: str) -> None:

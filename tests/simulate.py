@@ -42,14 +42,16 @@ def _agrees(a: Collective, b: Collective | None) -> bool:
 
 
 def _perform(wishes: dict[int, Collective]) -> dict[int, torch.Tensor]:
-    if all(isinstance(w, AllGather) for w in wishes.values()):
-        rows = torch.stack([w.data for w in wishes.values()])
+    gathers = [w for w in wishes.values() if isinstance(w, AllGather)]
+    if gathers:
+        rows = torch.stack([w.data for w in gathers])
         return {r: rows.clone() for r in wishes}
     pieces: dict[tuple[int, int], torch.Tensor] = {}
     for r, w in wishes.items():
         assert isinstance(w, AllToAll)
-        assert sum(w.send) == len(w.data)
-        for to, piece in zip(w.ranks, w.data.split(w.send), strict=True):
+        data = torch.full((sum(w.send),), 255, dtype=torch.uint8)
+        w.pack(data)
+        for to, piece in zip(w.ranks, data.split(w.send), strict=True):
             pieces[r, to] = piece
     results = {}
     for r, w in wishes.items():

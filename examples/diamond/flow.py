@@ -1,8 +1,8 @@
 """A GRPO-shaped flow of plain functions, without a model: sums are answered, judged twice in parallel, and compared.
 
-                      ┌─ correct ─┐
-    data ─ generate ──┤           ├── advantage ── update
-                      └─ brevity ─┘
+                  ┌─ correct ─┐
+data ─ generate ──┤           ├── advantage ── update
+                  └─ brevity ─┘
 """
 
 import numpy as np

@@ -6,7 +6,7 @@ Written without I/O: `exchange` yields the collectives it needs and is sent thei
 
 import math
 import sys
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,10 +33,11 @@ class AllGather:
 
 @dataclass(frozen=True)
 class AllToAll:
-    """`data` is split among `ranks` by `send` bytes; `out` is filled with `receive` bytes from each."""
+    """Send each of `ranks` its `send` bytes, which `pack` writes one after the other to where they are sent from;
+    `out` is filled with `receive` bytes from each."""
 
     ranks: tuple[int, ...]
-    data: Tensor
+    pack: Callable[[Tensor], None]
     send: list[int]
     out: Tensor
     receive: list[int]
@@ -59,23 +60,14 @@ class Moved:
 
 
 class Slabs:
-    """Byte buffers that are used again once nobody holds a view of them: fresh memory is as slow as the sending."""
+    """Memory for what is received, used again when nobody holds a view of it: fresh memory is as slow as sending."""
 
     def __init__(self, device: torch.device | None = None) -> None:
         self.device = device or torch.device("cpu")
-        self._scratch = np.empty(0, np.uint8)
         self._pool: list[np.ndarray[Any, np.dtype[np.uint8]]] = []
 
-    def scratch(self, size: int) -> Tensor:
-        """For what is sent: valid until the next call."""
-        if self.device.type != "cpu":
-            return torch.empty(size, dtype=torch.uint8, device=self.device)
-        if len(self._scratch) < size:
-            self._scratch = np.empty(size, np.uint8)
-        return torch.from_numpy(self._scratch)[:size]
-
     def slab(self, size: int) -> Tensor:
-        """For what is received: belongs to the columns that are views of it."""
+        """It belongs to the columns that are views of it."""
         if self.device.type != "cpu":  # the device's own allocator keeps what is freed
             return torch.empty(size, dtype=torch.uint8, device=self.device)
         # Two references are the pool's own and getrefcount's argument: any more is a living tensor.
@@ -126,14 +118,16 @@ def exchange(
     send = [bytes_of(mine.send[r]) if r in mine.send else 0 for r in move.ranks]
     receive = [bytes_of(mine.receive[r]) if r in mine.receive else 0 for r in move.ranks]
     kept, total = bytes_of(mine.keep), sum(receive)
-    slab, outgoing = slabs.slab(total + kept), slabs.scratch(sum(send))
-    if held is not None:
-        to = [mine.send[r] for r in move.ranks if r in mine.send]
-        if to:
-            write(strips, np.searchsorted(held[0], np.concatenate(to)), _segments(to, send), outgoing)
-        if kept:  # what stays is packed straight to where it will be read
-            write(strips, np.searchsorted(held[0], mine.keep), _segments([mine.keep], [kept]), slab[total:])
-    yield AllToAll(move.ranks, outgoing, send, slab[:total], receive)
+    slab = slabs.slab(total + kept)
+
+    def pack(out: Tensor) -> None:
+        if held is not None and sum(send):
+            to = [mine.send[r] for r in move.ranks if r in mine.send]
+            write(strips, np.searchsorted(held[0], np.concatenate(to)), _segments(to, send), out)
+
+    if held is not None and kept:  # what stays is packed straight to where it will be read
+        write(strips, np.searchsorted(held[0], mine.keep), _segments([mine.keep], [kept]), slab[total:])
+    yield AllToAll(move.ranks, pack, send, slab[:total], receive)
     got = [mine.receive[r] for r in move.ranks if r in mine.receive]
     if kept:
         got.append(mine.keep)

@@ -1,0 +1,142 @@
+"""Workers of one host: bytes go through shared memory, and a few bytes over a Unix socket say that they are there.
+
+Half the copies of a socket, and no wait for a ring: between processes of one machine this is several times faster than
+TCP. Memory and sockets have no names in any file system, so nothing is left behind however a worker ends.
+"""
+
+import mmap
+import os
+import secrets
+import select
+import socket
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from distflow.errors import PeerLostError
+
+BELL = struct.Struct("=qq")  # offset and size of what is there for you
+BOXES = 3  # of each worker and group: two that take turns for what is gathered, one for what is dealt out
+
+
+def host_id() -> str:
+    """Equal for processes that can share memory: the same kernel and the same network namespace."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    space = os.stat("/proc/self/ns/net").st_ino if boot.exists() else 0
+    return f"{boot.read_text().strip() if boot.exists() else socket.gethostname()}:{space}"
+
+
+class Box:
+    """Shared memory that grows. The owner writes it; others map it through a descriptor they were sent."""
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+        self._bytes = torch.empty(0, dtype=torch.uint8)
+
+    def room(self, size: int) -> Tensor:
+        """The owner's view of the first `size` bytes."""
+        if size > len(self._bytes):
+            os.ftruncate(self.fd, size + size // 4)
+        return self.view(0, size)
+
+    def view(self, offset: int, size: int) -> Tensor:
+        if offset + size > len(self._bytes):
+            self._bytes = torch.frombuffer(mmap.mmap(self.fd, os.fstat(self.fd).st_size), dtype=torch.uint8)
+        return self._bytes[offset : offset + size]
+
+
+class Meeting:
+    """A listening socket with a secret name; once everybody knows all names, a connection to each neighbour."""
+
+    def __init__(self) -> None:
+        self.name = secrets.token_hex(16)
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._listener.bind(b"\0distflow-" + self.name.encode())
+        self._listener.listen(4096)
+
+    def connect(self, rank: int, names: Mapping[int, str]) -> dict[int, socket.socket]:
+        """Call those before us, and be called by those after us."""
+        links = {}
+        for other in sorted(r for r in names if r < rank):
+            links[other] = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            links[other].connect(b"\0distflow-" + names[other].encode())
+            links[other].send(struct.pack("=q", rank))
+        for _ in range(sum(r > rank for r in names)):
+            link, _ = self._listener.accept()
+            links[struct.unpack("=q", link.recv(8))[0]] = link
+        self._listener.close()
+        return links
+
+
+class Neighbours:
+    """A set of ranks on one host. All of them make it at the same time, from the same links."""
+
+    def __init__(self, rank: int, ranks: tuple[int, ...], links: Mapping[int, socket.socket]) -> None:
+        self.rank, self.ranks = rank, ranks
+        self._links = {r: links[r] for r in ranks if r != rank}
+        self._mine = [Box(os.memfd_create("distflow")) for _ in range(BOXES)]
+        for link in self._links.values():
+            socket.send_fds(link, [b"boxes"], [b.fd for b in self._mine])
+        self._theirs = {r: [Box(fd) for fd in socket.recv_fds(link, 5, BOXES)[1]] for r, link in self._links.items()}
+        self._turn = 0
+
+    def gather(self, data: Tensor) -> Tensor:
+        """Everybody's data, [ranks, …]. It ends when all have come here, so what was dealt before has been read."""
+        self._turn ^= 1  # who is late may still be reading what was gathered before
+        mine = data.contiguous().view(torch.uint8)
+        self._mine[self._turn].room(len(mine)).copy_(mine)
+        self._ring({r: (0, len(mine)) for r in self._links})
+        out = torch.empty(len(self.ranks), len(mine), dtype=torch.uint8)
+        out[self.ranks.index(self.rank)] = mine
+        for r, offset, size in self._bells(list(self._links)):
+            out[self.ranks.index(r)] = self._theirs[r][self._turn].view(offset, size)
+        return out.view(data.dtype)
+
+    def outbox(self, size: int) -> Tensor:
+        """Where what is dealt next is packed. A gather must have come in between."""
+        return self._mine[2].room(size)
+
+    def deal(self, send: Sequence[int], out: Tensor, receive: Sequence[int]) -> None:
+        """The outbox, split by `send` among the ranks; `out` is filled with `receive` bytes of each."""
+        at, where = 0, {}
+        for r, size in zip(self.ranks, send, strict=True):
+            if size:
+                where[r] = at, size
+            at += size
+        own = where.pop(self.rank, (0, 0))
+        self._ring(where)
+        at, room = 0, {}
+        for r, size in zip(self.ranks, receive, strict=True):
+            room[r] = out[at : at + size]
+            at += size
+        room[self.rank].copy_(self._mine[2].view(*own))
+        for r, offset, size in self._bells([r for r in self._links if len(room[r])]):
+            room[r].copy_(self._theirs[r][2].view(offset, size))
+
+    def _ring(self, where: Mapping[int, tuple[int, int]]) -> None:
+        for r, (offset, size) in where.items():
+            try:
+                self._links[r].send(BELL.pack(offset, size))
+            except OSError as e:
+                raise PeerLostError(f"lost rank {r}: {e.strerror}") from e
+
+    def _bells(self, awaited: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+        """Rank, offset and size, in the order in which the bells of these ranks ring."""
+        poll = select.poll()
+        by_fd = {self._links[r].fileno(): r for r in awaited}
+        for fd in by_fd:
+            poll.register(fd, select.POLLIN)
+        while by_fd:
+            for fd, _ in poll.poll():
+                poll.unregister(fd)
+                r = by_fd.pop(fd)
+                try:
+                    bell = self._links[r].recv(BELL.size)
+                except OSError as e:
+                    raise PeerLostError(f"lost rank {r}: {e.strerror}") from e
+                if not bell:
+                    raise PeerLostError(f"lost rank {r}: it closed its connection")
+                yield r, *BELL.unpack(bell)
