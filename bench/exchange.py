@@ -3,9 +3,11 @@
     python bench/exchange.py [--workers 2 4 8] [--iters 9] [--peers DIR]
 
 For each number of workers, one run measures in turn, iteration by iteration:
-  ours        exchange(): agree on lengths, pack, all-to-all, unpack
-  limit       a bare all_to_all_single of the same bytes, packed beforehand, into memory that is there already
-  controller  our own single-controller path: collect on one process, deal out again
+  ours             the exchange as it is used: agree on lengths, pack, deal out, unpack; shared memory on one host
+  ours, sockets    the same over torch.distributed (gloo), as between hosts
+  limit            a bare all_to_all_single of the same bytes, packed beforehand, into memory that is there already
+  controller       our own single-controller path over torch.distributed: collect on one process, deal out again
+  controller, shm  the same through shared memory
 for three layouts: a worst-case reshuffle dp → dp, tp2 → dp, and two split groups. Then the peers that are installed in
 DIR (see bench/peers). Seconds are the slowest worker's. The last line is one JSON object.
 """
@@ -20,6 +22,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -27,7 +30,7 @@ import torch
 import torch.distributed as dist
 
 from distflow.data.batch import Column, Ragged
-from distflow.data.comm import Comm
+from distflow.data.comm import SHARED_MEMORY, Comm
 from distflow.data.exchange import AllToAll, Slabs, exchange
 from distflow.data.routes import contiguous, route
 from distflow.data.wire import Segments, read, segment_size, strip, write
@@ -70,9 +73,16 @@ class Measure:
     """One layout on one worker: the three paths, on the same data."""
 
     def __init__(
-        self, rank: int, src: Layout, dst: Layout, deals: bool, samples: int, lengths: np.ndarray, comm: Comm
+        self,
+        rank: int,
+        src: Layout,
+        dst: Layout,
+        deals: bool,
+        samples: int,
+        lengths: np.ndarray,
+        comms: dict[str, Comm],
     ) -> None:
-        self.rank, self.samples, self.comm, self.slabs = rank, samples, comm, Slabs()
+        self.rank, self.samples, self.comms, self.slabs = rank, samples, comms, Slabs()
         self.move = Move(
             "m", Partition("a", src, True, None), Partition("b", dst, False, None), tuple(FIELDS), deals, 0
         )
@@ -87,9 +97,9 @@ class Measure:
         self._prepare_limit(dst, moved.slots)
         self._prepare_controller(src, dst)
 
-    def ours(self):
+    def ours(self, transport: str = "shm"):
         steps = exchange(self.rank, self.move, self.samples, 1, self.held, self.wanted, self.slabs)
-        return self.comm.drive(steps)
+        return self.comms[transport].drive(steps)
 
     def check(self, slots: np.ndarray, got: dict[str, Column], lengths: np.ndarray) -> None:
         for f, dtype in FIELDS.items() if len(slots) else ():
@@ -101,14 +111,14 @@ class Measure:
     def _prepare_limit(self, dst: Layout, slots: np.ndarray) -> None:
         """The same bytes from and to the same ranks, those that stay included."""
         src = self.move.src.layout
-        taken = _gather_ints(slots, self.samples, self.comm)
+        taken = _gather_ints(slots, self.samples)
         new = np.empty(self.samples, np.int64)
         for cell, ranks in enumerate(dst.cells):
             new[taken[ranks[0]]] = cell
         self.new = new
         mine = route(self.rank, src, dst, self.owner, new)
         self.per_sample = np.zeros(self.samples, np.int64)
-        sizes = _gather_ints(self._sizes(), self.samples, self.comm)
+        sizes = _gather_ints(self._sizes(), self.samples)
         for cell, ranks in enumerate(src.cells):
             self.per_sample[self.owner == cell] = sizes[ranks[0]]
 
@@ -145,7 +155,8 @@ class Measure:
         self._mine_in = torch.ones(size_out.get(self.rank, 0), dtype=torch.uint8)
         self._n = n
 
-    def controller(self):
+    def controller(self, transport: str):
+        comm = self.comms[transport]
         ranks, zeros = self.move.ranks, [0] * self._n
         whole, size = self._collect
         parts, size_out = self._deal
@@ -169,10 +180,10 @@ class Measure:
 
         collect = [size.get(r, 0) for r in ranks] if self.rank == 0 else zeros
         to_zero = [size.get(self.rank, 0), *zeros[1:]]
-        self.comm.perform(AllToAll(ranks, pack_mine, to_zero, self._controller_slab, collect))
+        comm.perform(AllToAll(ranks, pack_mine, to_zero, self._controller_slab, collect))
         deal = [size_out.get(r, 0) for r in ranks] if self.rank == 0 else zeros
         from_zero = [size_out.get(self.rank, 0), *zeros[1:]]
-        self.comm.perform(AllToAll(ranks, pack_all, deal, self._mine_in, from_zero))
+        comm.perform(AllToAll(ranks, pack_all, deal, self._mine_in, from_zero))
         dist.barrier()  # the next collection must not overtake the dealing
         if self.rank in parts:
             count = len(parts[self.rank])
@@ -184,7 +195,7 @@ def _starts(sizes: dict[int, int]) -> np.ndarray:
     return ends - list(sizes.values())
 
 
-def _gather_ints(mine: np.ndarray, most: int, comm: Comm) -> list[np.ndarray]:
+def _gather_ints(mine: np.ndarray, most: int) -> list[np.ndarray]:
     row = torch.full((most + 1,), -1, dtype=torch.int64)
     row[0] = len(mine)
     row[1 : len(mine) + 1] = torch.from_numpy(np.ascontiguousarray(mine))
@@ -210,38 +221,47 @@ def timed(fn: Callable[[], object]) -> tuple[float, float]:
     return float(wall), float(total)
 
 
+def _summary(runs: list[tuple[float, float]]) -> dict[str, float]:
+    wall, cpu = zip(*runs, strict=True)
+    return {"s": statistics.median(wall), "min_s": min(wall), "cpu_s": statistics.median(cpu)}
+
+
 def worker(iters: int, out: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     rank, n = dist.get_rank(), dist.get_world_size()
     everybody = tuple(range(n))
-    comm = Comm([everybody], torch.device("cpu"), lambda _: nullcontext())
+    comms = {}
+    for transport, shared in (("shm", "1"), ("sockets", "0")):
+        os.environ[SHARED_MEMORY] = shared
+        comms[transport] = Comm([everybody], torch.device("cpu"), lambda _: nullcontext())
     full = np.full(SAMPLES, TOKENS, np.int64)
     result: dict[str, object] = {"workers": n, "layouts": {}}
     for name, (src, dst, deals) in layouts(n).items():
-        m = Measure(rank, src, dst, deals, SAMPLES, full, comm)
-        runs: dict[str, list[tuple[float, float]]] = {"ours": [], "limit": [], "controller": []}
-        for i in range(iters + 2):
-            for path, seen in runs.items():
-                t = timed(getattr(m, path))
-                if i >= 2:  # the first two warm memory and sockets
-                    seen.append(t)
-        row = {
-            p: {
-                "s": statistics.median(x[0] for x in v),
-                "min_s": min(x[0] for x in v),
-                "cpu_s": statistics.median(x[1] for x in v),
-            }
-            for p, v in runs.items()
+        m = Measure(rank, src, dst, deals, SAMPLES, full, comms)
+        paths: dict[str, Callable[[], object]] = {
+            "ours": m.ours,
+            "ours, sockets": partial(m.ours, "sockets"),
+            "limit": m.limit,
+            "controller": partial(m.controller, "sockets"),
+            "controller, shm": partial(m.controller, "shm"),
         }
-        result["layouts"][name] = row  # type: ignore[index]
-        del m
-    small = Measure(rank, *layouts(n)["dp→dp"], 8, np.full(8, 128, np.int64), comm)
-    result["small_ms"] = 1e3 * statistics.median(timed(small.ours)[0] for _ in range(50))
+        runs: dict[str, list[tuple[float, float]]] = {p: [] for p in paths}
+        for i in range(iters + 2):
+            for path, fn in paths.items():
+                t = timed(fn)
+                if i >= 2:  # the first two warm memory and sockets
+                    runs[path].append(t)
+        result["layouts"][name] = {p: _summary(v) for p, v in runs.items()}  # type: ignore[index]
+        del m, paths
+    small = Measure(rank, *layouts(n)["dp→dp"], 8, np.full(8, 128, np.int64), comms)
+    result["small_ms"] = (
+        1e3 / 20 * statistics.median(timed(lambda: [small.ours() for _ in range(20)])[0] for _ in range(9))
+    )
     # Lengths as they come: geometric, cut at the maximum, mean a quarter of it.
     lengths = np.minimum(np.random.default_rng(0).geometric(1 / 1070, SAMPLES), TOKENS)
-    ragged = Measure(rank, *layouts(n)["dp→dp"], SAMPLES, lengths, comm)
-    dense = Measure(rank, *layouts(n)["dp→dp"], SAMPLES, full, comm)
+    ragged = Measure(rank, *layouts(n)["dp→dp"], SAMPLES, lengths, comms)
+    dense = Measure(rank, *layouts(n)["dp→dp"], SAMPLES, full, comms)
     moved = torch.tensor([sum(ragged.bytes.values()), sum(dense.bytes.values())])
     dist.all_reduce(moved)
     result["ragged_bytes_fraction"] = float(moved[0] / moved[1])
@@ -292,7 +312,7 @@ def main() -> None:
     if args.worker:
         worker(args.iters, args.worker)
         return
-    ratios, controller, peer_speedups, rows = [], [], [], []
+    rows = []
     for n in args.workers:
         row = run_ours(n, args.iters)
         row["peers"] = run_peers(n, args.iters, args.peers)
@@ -301,26 +321,33 @@ def main() -> None:
         print(f"N = {n}: {told}")
         for name, r in row["layouts"].items():
             times = "  ".join(f"{p} {v['s']:.4f} s ({v['cpu_s']:.3f} CPU s)" for p, v in r.items())
-            ratios.append(r["ours"]["s"] / r["limit"]["s"])
-            print(f"  {name:13s} {times}  ours / limit {ratios[-1]:.2f}")
-            if n >= 4:
-                controller.append(r["controller"]["s"] / r["ours"]["s"])
+            print(f"  {name:13s} {times}")
         for name, p in row["peers"].items():
             if p:
                 print(f"  {name:13s} {p['s']:.4f} s ({p['cpu_s']:.3f} CPU s), {p['version']}")
+
+    def worst(ratio: Callable[[dict], float], fewest: int = 0, pick: Callable = min) -> float | None:
+        found = [ratio(r) for row in rows if row["workers"] >= fewest for r in row["layouts"].values()]
+        return round(pick(found), 3) if found else None
+
+    best_peer = []
+    for row in rows:
         seconds = [p["s"] for p in row["peers"].values() if p]
-        if seconds and n >= 4:
-            peer_speedups.append(min(seconds) / row["layouts"]["dp→dp"]["ours"]["s"])
+        if seconds and row["workers"] >= 4:
+            best_peer.append(min(seconds) / row["layouts"]["dp→dp"]["ours"]["s"])
     result = {
-        "ratio_to_limit": round(max(ratios), 3),
-        "speedup_vs_controller": round(min(controller), 2) if controller else None,
-        "speedup_vs_best_peer": round(min(peer_speedups), 2) if peer_speedups else None,
+        "ratio_to_limit": worst(lambda r: r["ours"]["s"] / r["limit"]["s"], pick=max),
+        "ratio_to_limit_sockets": worst(lambda r: r["ours, sockets"]["s"] / r["limit"]["s"], pick=max),
+        "speedup_vs_controller": worst(lambda r: r["controller"]["s"] / r["ours"]["s"], 4),
+        "speedup_vs_controller_shm": worst(lambda r: r["controller, shm"]["s"] / r["ours"]["s"], 4),
+        "speedup_vs_best_peer": round(min(best_peer), 2) if best_peer else None,
         "ragged_bytes_fraction": round(max(r["ragged_bytes_fraction"] for r in rows), 4),
-        "small_ms": round(max(r["small_ms"] for r in rows), 2),
+        "ragged_mean_length": round(rows[0]["ragged_mean_length"], 4),
+        "small_ms": {row["workers"]: round(row["small_ms"], 2) for row in rows},
         "torch": torch.__version__,
         "rows": rows,
     }
-    print(json.dumps(result))
+    print(json.dumps(result, ensure_ascii=False))
 
 
 if __name__ == "__main__":

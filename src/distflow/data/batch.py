@@ -63,9 +63,11 @@ class Ragged:
         first = int(self.starts[0]) if len(self) else 0
         if (self.starts == first + ends - counts).all():
             return self.values[first : first + total].view(int(self.lengths.sum()), *self.trail)
-        out = self.values.new_empty(total)
-        copy_runs(self.values, self.starts, out, ends - counts, counts)
-        return out.view(int(self.lengths.sum()), *self.trail)
+        width = self.values.element_size()
+        out = torch.empty(total * width, dtype=torch.uint8, device=self.values.device)
+        starts, places, sizes = (x[None] * width for x in (self.starts, ends - counts, counts))
+        copy_runs([self.values], starts, out, places, sizes)
+        return out.view(self.dtype).view(int(self.lengths.sum()), *self.trail)
 
     def padded(self, fill: float = 0) -> Tensor:
         """[samples, longest, *trail]: for a model's forward pass, not for keeping."""

@@ -121,7 +121,7 @@ def exchange(
     slab = slabs.slab(total + kept)
 
     def pack(out: Tensor) -> None:
-        if held is not None and sum(send):
+        if held is not None and any(send):
             to = [mine.send[r] for r in move.ranks if r in mine.send]
             write(strips, np.searchsorted(held[0], np.concatenate(to)), _segments(to, send), out)
 

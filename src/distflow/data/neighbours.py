@@ -13,10 +13,14 @@ import struct
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from distflow.errors import PeerLostError
+
+Bytes = NDArray[np.uint8]
 
 BELL = struct.Struct("=qq")  # offset and size of what is there for you
 BOXES = 3  # of each worker and group: two that take turns for what is gathered, one for what is dealt out
@@ -34,17 +38,17 @@ class Box:
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
-        self._bytes = torch.empty(0, dtype=torch.uint8)
+        self._bytes: Bytes = np.empty(0, np.uint8)
 
-    def room(self, size: int) -> Tensor:
+    def room(self, size: int) -> Bytes:
         """The owner's view of the first `size` bytes."""
         if size > len(self._bytes):
             os.ftruncate(self.fd, size + size // 4)
         return self.view(0, size)
 
-    def view(self, offset: int, size: int) -> Tensor:
+    def view(self, offset: int, size: int) -> Bytes:
         if offset + size > len(self._bytes):
-            self._bytes = torch.frombuffer(mmap.mmap(self.fd, os.fstat(self.fd).st_size), dtype=torch.uint8)
+            self._bytes = np.frombuffer(mmap.mmap(self.fd, os.fstat(self.fd).st_size), np.uint8)
         return self._bytes[offset : offset + size]
 
 
@@ -81,40 +85,38 @@ class Neighbours:
         for link in self._links.values():
             socket.send_fds(link, [b"boxes"], [b.fd for b in self._mine])
         self._theirs = {r: [Box(fd) for fd in socket.recv_fds(link, 5, BOXES)[1]] for r, link in self._links.items()}
+        self._place = {r: i for i, r in enumerate(ranks)}
         self._turn = 0
 
     def gather(self, data: Tensor) -> Tensor:
         """Everybody's data, [ranks, …]. It ends when all have come here, so what was dealt before has been read."""
         self._turn ^= 1  # who is late may still be reading what was gathered before
-        mine = data.contiguous().view(torch.uint8)
-        self._mine[self._turn].room(len(mine)).copy_(mine)
-        self._ring({r: (0, len(mine)) for r in self._links})
-        out = torch.empty(len(self.ranks), len(mine), dtype=torch.uint8)
-        out[self.ranks.index(self.rank)] = mine
+        mine = data.numpy().view(np.uint8)
+        self._mine[self._turn].room(len(mine))[:] = mine
+        self._ring(dict.fromkeys(self._links, (0, len(mine))))
+        out = np.empty((len(self.ranks), len(mine)), np.uint8)
+        out[self._place[self.rank]] = mine
         for r, offset, size in self._bells(list(self._links)):
-            out[self.ranks.index(r)] = self._theirs[r][self._turn].view(offset, size)
-        return out.view(data.dtype)
+            out[self._place[r]] = self._theirs[r][self._turn].view(offset, size)
+        return torch.from_numpy(out).view(data.dtype)
 
     def outbox(self, size: int) -> Tensor:
         """Where what is dealt next is packed. A gather must have come in between."""
-        return self._mine[2].room(size)
+        return torch.from_numpy(self._mine[2].room(size))
 
     def deal(self, send: Sequence[int], out: Tensor, receive: Sequence[int]) -> None:
         """The outbox, split by `send` among the ranks; `out` is filled with `receive` bytes of each."""
-        at, where = 0, {}
-        for r, size in zip(self.ranks, send, strict=True):
-            if size:
-                where[r] = at, size
-            at += size
-        own = where.pop(self.rank, (0, 0))
+        ends = np.cumsum(send).tolist()
+        where = {r: (end - n, n) for r, n, end in zip(self.ranks, send, ends, strict=True) if n}
+        own = where.pop(self.rank, None)
         self._ring(where)
-        at, room = 0, {}
-        for r, size in zip(self.ranks, receive, strict=True):
-            room[r] = out[at : at + size]
-            at += size
-        room[self.rank].copy_(self._mine[2].view(*own))
-        for r, offset, size in self._bells([r for r in self._links if len(room[r])]):
-            room[r].copy_(self._theirs[r][2].view(offset, size))
+        room = out.numpy()
+        starts = (np.cumsum(receive) - receive).tolist()
+        if own:
+            room[starts[self._place[self.rank]] :][: own[1]] = self._mine[2].view(*own)
+        for r, offset, size in self._bells([r for r in self._links if receive[self._place[r]]]):
+            start = starts[self._place[r]]
+            room[start : start + size] = self._theirs[r][2].view(offset, size)
 
     def _ring(self, where: Mapping[int, tuple[int, int]]) -> None:
         for r, (offset, size) in where.items():

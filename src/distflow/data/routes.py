@@ -6,6 +6,7 @@ that rank may take it. Balance second: equal counts, near-equal weights. Replica
 
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -94,11 +95,11 @@ def route(rank: int, src: Layout, dst: Layout, owner: Ints, new: Ints) -> Route:
     here, there = src.cell_of(rank), dst.cell_of(rank)
     send: dict[int, Ints] = {}
     if here is not None:
-        mine = np.flatnonzero(owner == here)
+        mine, replica = np.flatnonzero(owner == here), src.cells[here].index(rank)
         for d, slots in _grouped(mine, new[mine]):
             for to in dst.cells[d]:
                 if src.cell_of(to) != here:
-                    part = slots[_speaker(len(slots), to, src.tp) == src.cells[here].index(rank)]
+                    part = slots if src.tp == 1 else slots[_speaker(len(slots), to, src.tp) == replica]
                     if len(part):
                         send[to] = part
     receive: dict[int, Ints] = {}
@@ -111,7 +112,7 @@ def route(rank: int, src: Layout, dst: Layout, owner: Ints, new: Ints) -> Route:
                 continue
             speaker = _speaker(len(slots), rank, src.tp)
             for t, sender in enumerate(src.cells[s]):
-                part = slots[speaker == t]
+                part = slots if src.tp == 1 else slots[speaker == t]
                 if len(part):
                     receive[sender] = part
     return Route(send, receive, keep)
@@ -124,5 +125,6 @@ def _speaker(count: int, to: int, tp: int) -> Ints:
 
 def _grouped(slots: Ints, key: Ints) -> list[tuple[int, Ints]]:
     order = np.argsort(key, kind="stable")
-    keys, starts = np.unique(key[order], return_index=True)
-    return list(zip(keys.tolist(), np.split(slots[order], starts[1:]), strict=True))
+    slots, key = slots[order], key[order]
+    cuts = [0, *(np.flatnonzero(key[1:] != key[:-1]) + 1).tolist(), len(key)]
+    return [(int(key[a]), slots[a:b]) for a, b in pairwise(cuts) if b > a]

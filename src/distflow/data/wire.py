@@ -108,41 +108,31 @@ def write(strips: Sequence[Strip], index: Ints, segments: Segments, out: Tensor)
     for i, s in enumerate(strips):
         schema[i, :3] = KINDS.index(s.kind), DTYPES.index(s.values.dtype), len(s.trail)
         schema[i, 3 : 3 + len(s.trail)] = s.trail
-    cuts = segments.cuts()
+    cuts = segments.cuts().tolist()
     for k, offset in enumerate(segments.offsets.tolist()):
         header = np.concatenate((schema.ravel(), lengths[:, cuts[k] : cuts[k + 1]].ravel()), dtype=np.int32)
         out[offset : offset + header.nbytes].copy_(torch.from_numpy(header.view(np.uint8)))
+    starts = np.stack([s.starts[index] for s in strips]) * widths[:, None]
     places = _places(lengths, rows, widths, segments)
-    for i, s in enumerate(strips):
-        counts = lengths[i] * stride_of(s.trail)
-        copy_runs(s.values, s.starts[index], out.view(s.values.dtype), places[i] // widths[i], counts)
+    copy_runs([s.values for s in strips], starts, out, places, lengths * rows[:, None])
 
 
 def read(slab: Tensor, segments: Segments, fields: Sequence[str], order: Ints, where: str) -> Mapping[str, Column]:
     """The columns of all segments, in the given order of samples. Ragged columns are views of `slab`."""
     schemas, lengths = _headers(slab, segments, len(fields))
-    first = schemas[0]
-    rows, widths = np.empty(len(fields), np.int64), np.empty(len(fields), np.int64)
-    types: list[tuple[Kind, torch.dtype, tuple[int, ...]]] = []
-    for i, f in enumerate(fields):
-        kind, dtype, trail = _type_of(first[i])
-        for other in schemas[1:]:
-            if not _alike(first[i], other[i]):
-                raise DataError(
-                    f"{where}: field '{f}' is {_describe(first[i])} on one worker and {_describe(other[i])} on another;"
-                    " write the same type everywhere"
-                )
-        types.append((kind, dtype, trail))
-        widths[i] = dtype.itemsize
-        rows[i] = stride_of(trail) * widths[i]
-    places = _places(lengths, rows, widths, segments)
+    _check_alike(schemas, fields, where)
+    types = [_type_of(schema) for schema in schemas[0]]
+    widths = np.array([dtype.itemsize for _, dtype, _ in types], np.int64)
+    rows = np.array([stride_of(trail) for _, _, trail in types], np.int64) * widths
+    places = _places(lengths, rows, widths, segments)[:, order]
+    ordered = lengths[:, order]
     columns: dict[str, Column] = {}
     for i, (f, (kind, dtype, trail)) in enumerate(zip(fields, types, strict=True)):
         if kind in ("text", "json"):
-            is_text = np.repeat([KINDS[s[i, 0]] == "text" for s in schemas], segments.counts)
-            columns[f] = _decode(slab, places[i][order], lengths[i][order], is_text[order])
+            is_text = np.repeat(schemas[:, i, 0] == KINDS.index("text"), segments.counts)
+            columns[f] = _decode(slab, places[i], ordered[i], is_text[order])
         else:
-            ragged = Ragged(slab.view(dtype), places[i][order] // widths[i], lengths[i][order], trail)
+            ragged = Ragged(slab.view(dtype), places[i] // widths[i], ordered[i], trail)
             columns[f] = ragged if kind == "ragged" else ragged.joined().clone()
     return columns
 
@@ -166,13 +156,34 @@ def _places(lengths: Ints, rows: Ints, widths: Ints, segments: Segments) -> Ints
     return places
 
 
-def _headers(slab: Tensor, segments: Segments, fields: int) -> tuple[list[NDArray[np.int32]], Ints]:
-    schemas, lengths = [], []
-    for count, offset in zip(segments.counts.tolist(), segments.offsets.tolist(), strict=True):
-        header = slab[offset : offset + 4 * fields * (SCHEMA_WORDS + count)].cpu().numpy().view(np.int32)
-        schemas.append(header[: fields * SCHEMA_WORDS].reshape(fields, SCHEMA_WORDS))
-        lengths.append(header[fields * SCHEMA_WORDS :].reshape(fields, count))
-    return schemas, np.concatenate(lengths, axis=1).astype(np.int64)
+def _headers(slab: Tensor, segments: Segments, fields: int) -> tuple[NDArray[np.int32], Ints]:
+    """Schemas, [segments, fields, words], and lengths, [fields, samples]."""
+    schemas = np.empty((len(segments.counts), fields, SCHEMA_WORDS), np.int32)
+    lengths = np.empty((fields, int(segments.counts.sum())), np.int64)
+    at = 0
+    for k, (count, offset) in enumerate(zip(segments.counts.tolist(), segments.offsets.tolist(), strict=True)):
+        size = fields * (SCHEMA_WORDS + count)
+        header = slab[offset : offset + 4 * size].cpu().numpy().view(np.int32)
+        schemas[k] = header[: fields * SCHEMA_WORDS].reshape(fields, SCHEMA_WORDS)
+        lengths[:, at : at + count] = header[fields * SCHEMA_WORDS :].reshape(fields, count)
+        at += count
+    return schemas, lengths
+
+
+def _check_alike(schemas: NDArray[np.int32], fields: Sequence[str], where: str) -> None:
+    """All senders agree on the type of every field. Text and mixed objects are both Python objects."""
+    if (schemas == schemas[0]).all():
+        return
+    objects = (KINDS.index("text"), KINDS.index("json"))
+    for i, f in enumerate(fields):
+        for other in schemas[1:, i]:
+            first = schemas[0, i]
+            if (first == other).all() or (int(first[0]) in objects and int(other[0]) in objects):
+                continue
+            raise DataError(
+                f"{where}: field '{f}' is {_describe(first)} on one worker and {_describe(other)} on another;"
+                " write the same type everywhere"
+            )
 
 
 def _decode(slab: Tensor, places: Ints, lengths: Ints, is_text: NDArray[np.bool_]) -> list[Any]:
@@ -187,12 +198,6 @@ def _decode(slab: Tensor, places: Ints, lengths: Ints, is_text: NDArray[np.bool_
 def _type_of(schema: NDArray[np.int32]) -> tuple[Kind, torch.dtype, tuple[int, ...]]:
     kind, dtype, dims, *sizes = schema.tolist()
     return KINDS[kind], DTYPES[dtype], tuple(sizes[:dims])
-
-
-def _alike(a: NDArray[np.int32], b: NDArray[np.int32]) -> bool:
-    """Text on one worker and mixed objects on another are both Python objects."""
-    objects = (KINDS.index("text"), KINDS.index("json"))
-    return bool((a == b).all()) or (int(a[0]) in objects and int(b[0]) in objects)
 
 
 def _describe(schema: NDArray[np.int32]) -> str:

@@ -79,7 +79,7 @@ def _run(config: Config, plan: Plan, rank: int, board: Board) -> None:
     board.doing(-1, "meet")
     with board.waiting(everybody):
         dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=timeout)
-    comm = Comm([everybody, *(m.ranks for m in plan.moves)], device, board.waiting)
+        comm = Comm([everybody, *(m.ranks for m in plan.moves)], device, board.waiting)
     _agree(config, plan, comm, everybody)
 
     fields = next(t.fields for t in plan.tasks if isinstance(t, Load))
