@@ -1,5 +1,6 @@
 """Promises that need real processes and real sockets: every field arrives, no centre."""
 
+import os
 import random
 from contextlib import nullcontext
 from typing import Any
@@ -10,7 +11,7 @@ import torch
 
 from cases import NoRows, random_plan
 from distflow.data.batch import Batch
-from distflow.data.comm import Comm
+from distflow.data.comm import SHARED_MEMORY, Comm
 from distflow.data.coordinator import Coordinator, Traffic
 from distflow.data.loader import Loader
 from distflow.flow import Flow, Node
@@ -40,7 +41,8 @@ def run_worker(rank: int, made: Plan, steps: int) -> tuple[list[dict[str, float]
     return reduced, traffic
 
 
-def run_random_graphs(rank: int, workers: int, seeds: range) -> None:
+def run_random_graphs(rank: int, workers: int, seeds: range, shared_memory: str) -> None:
+    os.environ[SHARED_MEMORY] = shared_memory
     for seed in seeds:
         made = random_plan(random.Random(seed), workers)
         for numbers in run_worker(rank, made, 2)[0]:
@@ -50,8 +52,9 @@ def run_random_graphs(rank: int, workers: int, seeds: range) -> None:
 
 
 @pytest.mark.parametrize("workers", WORKERS)
-def test_every_field_arrives_over_real_sockets(workers: int) -> None:
-    spawn(workers, run_random_graphs, workers, range(15))
+@pytest.mark.parametrize("shared_memory", ["1", "0"])
+def test_every_field_arrives_between_real_processes(workers: int, shared_memory: str) -> None:
+    spawn(workers, run_random_graphs, workers, range(10), shared_memory)
 
 
 def write_tokens(batch: Batch) -> dict[str, Any]:
