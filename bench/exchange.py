@@ -293,6 +293,8 @@ def run_peers(n: int, iters: int, peers: Path | None) -> dict[str, dict | None]:
             continue
         command = [str(python), str(HERE / "peers" / script), "--workers", str(n), "--iters", str(iters)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+        if done.returncode:  # Ray does not always start at the first attempt
+            done = subprocess.run(command, capture_output=True, text=True, timeout=600)
         if done.returncode:
             print(f"  {name} failed: {done.stderr.strip().splitlines()[-1:]}", file=sys.stderr)
             found[name] = None

@@ -1,11 +1,27 @@
 """DistFlow: RL post-training of language models, fully distributed. Importing this imports no torch."""
 
+import importlib
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from distflow.flow import Flow, Node, flow, node
+from distflow.plan import Layout, Plan
 
-__all__ = ["Flow", "Node", "flow", "node"]
+if TYPE_CHECKING:
+    from distflow.data.batch import Batch, Ragged
+    from distflow.worker import Context
+
+__all__ = ["Batch", "Context", "Flow", "Layout", "Node", "Plan", "Ragged", "flow", "node"]
+
+_WITH_TORCH = {"Batch": "distflow.data.batch", "Ragged": "distflow.data.batch", "Context": "distflow.worker"}
+
+
+def __getattr__(name: str) -> Any:
+    """Names that need torch are imported when they are asked for."""
+    if name not in _WITH_TORCH:
+        raise AttributeError(f"module 'distflow' has no attribute '{name}'")
+    return getattr(importlib.import_module(_WITH_TORCH[name]), name)
 
 
 def _avoid_trapped_amx() -> None:

@@ -191,3 +191,17 @@ def test_a_bad_row_is_told_by_file_and_line(tmp_path: Path) -> None:
     done = run(path, "data.on_bad_row=skip")
     assert done.returncode == 0, done.stderr
     assert "skipped" in done.stdout
+
+
+def test_two_runs_do_not_share_a_folder(tmp_path: Path) -> None:
+    path = write_config(tmp_path, steps=100_000, wait_limit_s=60)
+    first = subprocess.Popen([*RUN, str(path)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        assert first.stdout is not None
+        assert first.stdout.readline().startswith("step 1/")
+        second = subprocess.run([*RUN, str(path)], capture_output=True, text=True, timeout=60)
+        assert second.returncode == 2
+        assert "another run is writing to" in second.stderr
+    finally:
+        first.terminate()
+        first.communicate(timeout=30)

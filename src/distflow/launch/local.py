@@ -1,5 +1,6 @@
 """Start N workers on this machine through torchelastic, and say why if they fail."""
 
+import fcntl
 import logging
 import os
 import shutil
@@ -8,12 +9,14 @@ import sys
 import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import BinaryIO
 
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from distflow.config import Config
+from distflow.errors import ConfigError
 from distflow.launch.process import LAUNCHED
 from distflow.observe.board import read_all
 from distflow.observe.report import read_reports
@@ -23,6 +26,7 @@ def launch(config: Config, path: str, overrides: Sequence[str]) -> int:
     """Run to the end; the exit code. On failure the one cause is printed, with its rank, step and task."""
     workers = config.workers or 1
     folder = config.run_folder / "workers"
+    lock = _lock(config.run_folder)
     shutil.rmtree(folder, ignore_errors=True)
     os.environ[LAUNCHED] = "1"
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // workers)))
@@ -48,7 +52,20 @@ def launch(config: Config, path: str, overrides: Sequence[str]) -> int:
     except SignalException as e:
         print(f"distflow: stopped by {signal.Signals(e.sigval).name}", file=sys.stderr)
         return 128 + e.sigval
+    finally:
+        lock.close()
     return 0
+
+
+def _lock(folder: Path) -> BinaryIO:
+    """Held until it is closed, or this process ends: two runs would write over each other."""
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = open(folder / "lock", "wb")  # noqa: SIM115
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise ConfigError(f"another run is writing to {folder}; wait for it, or choose another run_dir") from None
+    return lock
 
 
 def _silence_torchelastic() -> None:

@@ -73,6 +73,8 @@ def run_worker(config: Config) -> int:
 def _run(config: Config, plan: Plan, rank: int, board: Board) -> None:
     cuda = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
     # The watchdog is to speak first: a collective gives up by itself only much later.
     timeout = timedelta(seconds=2 * config.wait_limit_s + 60)
     everybody = tuple(range(plan.workers))

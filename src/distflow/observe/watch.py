@@ -16,6 +16,7 @@ from distflow.errors import StuckError
 from distflow.observe.board import Board, Record, read_all
 from distflow.plan.layout import parse_ranks
 
+START_S = 300.0  # how long workers may wait for each other before the first step: they do not start at one moment
 PACKAGE = str(Path(distflow.__file__).parent)
 
 
@@ -43,8 +44,11 @@ class Watch:
             record = self.board.record
             if self._alarm.exists():
                 self._leave_stack()
-            elif record.waits_for and time.time() - record.since > self.limit_s:
+            elif record.waits_for and time.time() - record.since > self._limit(record):
                 self._raise_alarm()
+
+    def _limit(self, record: Record) -> float:
+        return self.limit_s if record.step >= 0 else max(self.limit_s, START_S)
 
     def _raise_alarm(self) -> None:
         with contextlib.suppress(FileExistsError):
@@ -53,7 +57,8 @@ class Watch:
         self._stop.wait(3 * self.tick_s)  # the others see the alarm and leave their stacks
         records = read_all(self.board.folder, self.workers)
         _wake_stopped(records, 3 * self.tick_s)
-        self.on_stuck(StuckError(describe(records, self.board.folder, self.limit_s, 3 * self.tick_s)))
+        limit_s = self._limit(self.board.record)
+        self.on_stuck(StuckError(describe(records, self.board.folder, limit_s, 3 * self.tick_s)))
 
     def _leave_stack(self) -> None:
         path = self.board.folder / f"{self.board.record.rank}.stack"
