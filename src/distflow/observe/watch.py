@@ -44,6 +44,8 @@ class Watch:
             record = self.board.record
             if self._alarm.exists():
                 self._leave_stack()
+                if time.time() - self._alarm.stat().st_mtime > 5 * self.tick_s + 2:  # nobody else has ended us
+                    self.on_stuck(StuckError(f"rank {record.rank} ends: another worker has raised the alarm"))
             elif record.waits_for and time.time() - record.since > self._limit(record):
                 self._raise_alarm()
 
@@ -64,7 +66,7 @@ class Watch:
         path = self.board.folder / f"{self.board.record.rank}.stack"
         if not path.exists():
             stack = traceback.extract_stack(sys._current_frames().get(self._main))
-            theirs = [f for f in stack if not f.filename.startswith(PACKAGE)]  # the user's own code, if it is there
+            theirs = [f for f in stack if not f.filename.startswith((PACKAGE, "<frozen"))]  # the user's own code
             path.write_text("".join(traceback.StackSummary.from_list(theirs or stack).format()[-6:]))
 
 
