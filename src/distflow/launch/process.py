@@ -87,7 +87,7 @@ def _run(config: Config, plan: Plan, rank: int, board: Board) -> None:
     fields = next(t.fields for t in plan.tasks if isinstance(t, Load))
     rows = Rows(config.files, fields, config.data.on_bad_row)
     data = Coordinator(rank, plan, Loader(rows, config.data.batch, config.data.repeat, config.seed), device)
-    progress = Progress(config.run_folder, config.steps, rows.skipped) if rank == 0 else None
+    progress = Progress(config.run_folder, config.steps, rows.skipped, rows.skipped_count) if rank == 0 else None
     group = dist.new_group(backend="gloo", timeout=timeout) if plan.workers > 1 else None
     metrics = Metrics(group, progress)
 

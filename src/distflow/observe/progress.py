@@ -18,12 +18,14 @@ SHOWN = 4  # metrics of the user's own in the line
 class Progress:
     """A metrics sink: called with the numbers of each step."""
 
-    def __init__(self, folder: Path, steps: int, skipped: Sequence[str] = ()) -> None:
+    def __init__(self, folder: Path, steps: int, skipped: Sequence[str] = (), skipped_count: int = 0) -> None:
         self.steps = steps
-        self.console = Console(stderr=False)
+        self.console = Console()
         self._log = open(_fresh(folder / "metrics.jsonl"), "w", buffering=1)  # noqa: SIM115 (lives as long as this)
-        for row in skipped:
-            self.console.print(f"skipped {row}", highlight=False, markup=False)
+        if skipped_count:
+            self._say(f"skipped {skipped_count} bad rows" + "".join(f"\n  {row}" for row in skipped))
+            if skipped_count > len(skipped):
+                self._say(f"  … and {skipped_count - len(skipped)} more")
         self._sums: dict[str, float] = {}
         self._seen = 0
         self._bar: Bar | None = None
@@ -56,8 +58,11 @@ class Progress:
         self._log.close()
         if self._seen:
             mean = {name: total / self._seen for name, total in self._sums.items()}
-            self.console.print(closing(mean, self._seen), highlight=False, markup=False, soft_wrap=True)
-            self.console.print(f"metrics: {self._log.name}", highlight=False, markup=False, soft_wrap=True)
+            self._say(closing(mean, self._seen))
+            self._say(f"metrics: {self._log.name}")
+
+    def _say(self, text: str) -> None:
+        self.console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
 def summary(metrics: dict[str, float]) -> str:
