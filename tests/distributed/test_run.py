@@ -100,9 +100,9 @@ def test_a_run_writes_metrics_of_every_step(tmp_path: Path) -> None:
         ("raise", r"rank 1, step 1, node 'judge': ValueError: the judge is confused\n +File .*nodes.py"),
         ("kill", r"rank 1 \(pid \d+\) was killed by SIGKILL .* in step 1, task 'judge'"),
         ("exit", r"rank 1 \(pid \d+\) exited with 7 in step 1, task 'judge'"),
-        ("short", r"rank 1, step 1, node 'judge': node 'judge': field 'c': has 1 values for 2 samples"),
-        ("tuple", r"rank 1, step 1, node 'judge': node 'judge': field 'c': sample 0 holds a tuple"),
-        ("silent", r"rank 1, step 1, node 'judge': node 'judge': returned no field 'c', which 'use' reads"),
+        ("short", r"rank 1, step 1, node 'judge': field 'c': has 1 values for 2 samples"),
+        ("tuple", r"rank 1, step 1, node 'judge': field 'c': sample 0 holds a tuple"),
+        ("silent", r"rank 1, step 1, node 'judge': returned no field 'c', which 'use' reads"),
     ],
 )
 def test_a_failure_of_one_worker_ends_all_with_its_cause(tmp_path: Path, how: str, message: str) -> None:

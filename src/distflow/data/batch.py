@@ -93,7 +93,8 @@ class Batch:
     def __contains__(self, field: str) -> bool:
         return field in self.columns
 
-    def __getitem__(self, field: str) -> Column:
+    def __getitem__(self, field: str) -> Any:
+        """A Column; which kind of it, the reader of a field knows."""
         if field not in self.columns:
             raise DataError(
                 f"the batch has no field '{field}'{suggest(field, self.columns)}; a node gets what it reads"
@@ -169,6 +170,19 @@ def _plain(value: Any, where: str, sample: int) -> Any:
         f"{where}: sample {sample} holds a {shown}; a value is a tensor, text, a number, a truth value, None,"
         " or a list or dict (keys: text) of these"
     )
+
+
+def own_copy(rows: list[Any]) -> list[Any]:
+    """A list of objects that a reader may change as it likes."""
+    return [_copy(v) if type(v) in (list, dict) else v for v in rows]
+
+
+def _copy(value: Any) -> Any:
+    if type(value) is list:
+        return [_copy(v) for v in value]
+    if type(value) is dict:
+        return {k: _copy(v) for k, v in value.items()}
+    return value
 
 
 def stride_of(trail: tuple[int, ...]) -> int:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from distflow.data.balance import Ints
-from distflow.data.batch import Batch, Column, Ragged, as_column, stride_of
+from distflow.data.batch import Batch, Column, Ragged, as_column, own_copy, stride_of
 from distflow.data.buffer import Buffer, Key
 from distflow.data.exchange import Collective, Slabs, exchange
 from distflow.data.loader import Loader
@@ -29,6 +29,8 @@ class Traffic:
 
 
 class Coordinator:
+    """Errors of `outputs` say what is wrong with what a node returned; the worker adds which node, step and rank."""
+
     def __init__(self, rank: int, plan: Plan, loader: Loader, device: torch.device | None = None) -> None:
         self.rank, self.plan, self.loader = rank, plan, loader
         self.buffer = Buffer()
@@ -69,7 +71,7 @@ class Coordinator:
                 self._moved.add(Key(step, dst.id, f))
 
     def inputs(self, step: int, task: Run) -> Batch:
-        """What a node reads. Columns are shared with other readers: a node must not change them in place."""
+        """What a node reads. Tensors are shared with other readers and must not be changed; objects are its own."""
         ids = self.slots(step, task.partition) + self.loader.first_id(step)
         columns: dict[str, Column] = {}
         for f in task.reads:
@@ -77,23 +79,22 @@ class Coordinator:
             column = self.buffer.get(key)
             if key not in self._moved:
                 self.traffic.local += size_of(column)
-            columns[f] = list(column) if isinstance(column, list) else column
+            columns[f] = own_copy(column) if isinstance(column, list) else column
         return Batch(ids, ids // self.plan.repeat, columns)
 
     def outputs(self, step: int, task: Run, value: Any) -> None:
         """Keep what a node returned, as far as somebody reads it."""
         node = self.plan.flow.node(task.node)
-        where = f"node '{node.id}'"
         samples = len(self.slots(step, task.partition))
-        written = _by_field(value, node.writes, where)
+        written = _by_field(value, node.writes)
         for f in written:
             if f not in node.writes:
-                raise DataError(f"{where}: returned field '{f}', which it does not declare{suggest(f, node.writes)}")
+                raise DataError(f"returned field '{f}', which it does not declare{suggest(f, node.writes)}")
         for f in task.writes:
             if f not in written:
                 readers = "', '".join(self.plan.flow.readers[f])
-                raise DataError(f"{where}: returned no field '{f}', which '{readers}' reads")
-            column = as_column(written[f], samples, f"{where}: field '{f}'")
+                raise DataError(f"returned no field '{f}', which '{readers}' reads")
+            column = as_column(written[f], samples, f"field '{f}'")
             self.buffer.put(Key(step, task.partition.id, f), column)
 
     def free(self, step: int, task: Free) -> None:
@@ -130,7 +131,7 @@ def size_of(column: Column) -> int:
     return sum(len(v) for v in column if type(v) is str)
 
 
-def _by_field(value: Any, writes: tuple[str, ...], where: str) -> Mapping[str, Any]:
+def _by_field(value: Any, writes: tuple[str, ...]) -> Mapping[str, Any]:
     """A node returns a dict of fields, a Batch, nothing, or the one column it writes."""
     if value is None:
         return {}
@@ -141,4 +142,4 @@ def _by_field(value: Any, writes: tuple[str, ...], where: str) -> Mapping[str, A
     if len(writes) == 1:
         return {writes[0]: value}
     fields = ", ".join(writes) or "(none)"
-    raise DataError(f"{where}: returned a {type(value).__name__}; return a dict of the fields {fields}")
+    raise DataError(f"returned a {type(value).__name__}; return a dict of the fields {fields}")

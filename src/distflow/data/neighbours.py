@@ -10,6 +10,7 @@ import secrets
 import select
 import socket
 import struct
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -38,6 +39,7 @@ class Box:
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
+        weakref.finalize(self, os.close, fd)
         self._bytes: Bytes = np.empty(0, np.uint8)
 
     def room(self, size: int) -> Bytes:

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
+from rich.console import Console
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -54,6 +55,7 @@ def launch(config: Config, path: str, overrides: Sequence[str]) -> int:
         return 128 + e.sigval
     finally:
         lock.close()
+        Console().show_cursor()  # a worker that was killed cannot give it back to the terminal
     return 0
 
 

@@ -97,6 +97,9 @@ def _run(config: Config, plan: Plan, rank: int, board: Board) -> None:
             metrics.wait()
 
     worker = Worker(rank, plan, data, _players(config, plan, rank), config.seed, board.doing, end_of_step)
+    board.doing(-1, "start together")  # loading models takes some longer than others
+    with board.waiting(everybody):
+        dist.barrier()
     comm.drive(worker.steps(0, config.steps))
     board.doing(config.steps, "finish")
     with board.waiting(everybody):

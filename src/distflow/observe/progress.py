@@ -1,6 +1,7 @@
 """What rank 0 shows and writes: JSON Lines always, a quiet live line on a terminal, plain lines elsewhere."""
 
 import json
+import math
 import sys
 import time
 from collections.abc import Sequence
@@ -42,7 +43,8 @@ class Progress:
             self._task = self._bar.add_task("", total=steps)
 
     def __call__(self, step: int, metrics: dict[str, float]) -> None:
-        self._log.write(json.dumps({"step": step, "time": time.time(), **metrics}) + "\n")
+        finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}  # JSON has no NaN
+        self._log.write(json.dumps({"step": step, "time": time.time(), **finite}) + "\n")
         self._seen += 1
         for name, value in metrics.items():
             self._sums[name] = self._sums.get(name, 0.0) + value
