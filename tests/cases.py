@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from distflow.data.batch import Batch, Column, Ragged
+from distflow.data.order import permute
 from distflow.flow import Flow, Node
 from distflow.plan import Place, Placement, Plan, Workload, plan
 from distflow.worker import Context
@@ -70,7 +71,7 @@ def check_and_write(
     for name, col in batch.columns.items():
         assert len(col) == len(batch), name
         for got, sample in zip(col, batch.ids, strict=True):
-            want = value(name, int(sample))
+            want = expected(name, int(sample), repeat)
             assert same(got, want), f"rank {ctx.rank}, {node}: field {name} of sample {sample}: {got!r} is not {want!r}"
     if whole:
         _, counts = np.unique(batch.groups, return_counts=True)
@@ -79,22 +80,31 @@ def check_and_write(
     return {w: column(w, batch.ids) for w in writes}
 
 
-class NoRows:
-    """A data source without columns: the graphs write all they read themselves."""
+class Source:
+    """Seven data rows; what the loader makes of them is checked by `expected`."""
 
-    names: tuple[str, ...] = ()
+    names: tuple[str, ...] = ("d0.text", "d1.image", "d2.maybe_text")
 
     def __len__(self) -> int:
         return 7
 
     def __getitem__(self, i: int) -> dict[str, Any]:
-        return {}
+        return {name: value(name, i) for name in self.names}
+
+
+@cache
+def expected(name: str, sample: int, repeat: int) -> Any:
+    """What a reader must find: data columns follow the order of the stream, others are functions of the sample."""
+    if name not in Source.names:
+        return value(name, sample)
+    epoch, at = divmod(sample // repeat, 7)
+    return value(name, int(permute(np.array([at]), 7, 0, epoch)[0]))
 
 
 def random_plan(rng: random.Random, workers: int) -> Plan:
     """Fan-out, joins, diamonds; overlapping and disjoint groups; dp × tp mixes that change along the way."""
     nodes: list[Node] = []
-    fields: list[str] = []
+    fields: list[str] = list(Source.names)
     repeat = rng.choice([1, 1, 2, 3])
     for i in range(rng.randint(1, 8)):
         reads = tuple(rng.sample(fields, rng.randint(0, min(4, len(fields)))))
@@ -125,9 +135,9 @@ def random_plan(rng: random.Random, workers: int) -> Plan:
         group = rng.choice(list(sizes))
         return Place(group, tp=rng.choice([t for t in range(1, sizes[group] + 1) if sizes[group] % t == 0]))
 
-    places = {n.id: place() for n in nodes if rng.random() < 0.8}
+    places = {i: place() for i in [*(n.id for n in nodes), "data"] if rng.random() < 0.8}
     default = place()
     cells = [sizes[p.group] // p.tp for p in (*places.values(), default)]
     prompts = math.lcm(*cells) * rng.randint(1, 2)
-    flow = Flow("random", (), tuple(nodes))
+    flow = Flow("random", Source.names, tuple(nodes))
     return plan(flow, Placement(workers, groups, default, nodes=places), Workload(prompts, repeat))

@@ -8,7 +8,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from cases import NoRows, random_plan
+from cases import Source, random_plan
 from distflow.data.coordinator import Coordinator
 from distflow.data.exchange import AllGather, Steps
 from distflow.data.loader import Loader
@@ -24,16 +24,14 @@ def run_simulated(plan: Plan, steps: int) -> list[Tally]:
     prompts = plan.samples // plan.repeat
     workers = {}
     for rank in range(plan.workers):
-        data = Coordinator(rank, plan, Loader(NoRows(), prompts, plan.repeat, seed=0))
+        data = Coordinator(rank, plan, Loader(Source(), prompts, plan.repeat, seed=0))
         worker = Worker(rank, plan, data, {}, 0, lambda *_: None, lambda _, tally: tallies.append(tally))
         workers[rank] = worker.steps(0, steps)
     simulate(workers)
     return tallies
 
 
-@settings(max_examples=2000, deadline=None, suppress_health_check=list(HealthCheck))
-@given(rng=st.randoms(use_true_random=False), workers=st.sampled_from([1, 2, 3, 4, 6, 8]))
-def test_every_reader_sees_what_the_writer_wrote(rng: random.Random, workers: int) -> None:
+def check_random_plan(rng: random.Random, workers: int) -> None:
     plan = random_plan(rng, workers)
     steps = rng.choice([1, 1, 2])
     tallies = run_simulated(plan, steps)
@@ -45,6 +43,22 @@ def test_every_reader_sees_what_the_writer_wrote(rng: random.Random, workers: in
     for task in plan.tasks:
         if isinstance(task, Run):  # each replica handles each of its samples once
             assert handled[task.node] == steps * plan.samples * task.partition.layout.tp
+
+
+CASES = {"rng": st.randoms(use_true_random=False), "workers": st.sampled_from([1, 2, 3, 4, 6, 8])}
+
+
+@settings(max_examples=2000, deadline=None, suppress_health_check=list(HealthCheck))
+@given(**CASES)
+def test_every_reader_sees_what_the_writer_wrote(rng: random.Random, workers: int) -> None:
+    check_random_plan(rng, workers)
+
+
+@pytest.mark.slow
+@settings(max_examples=20_000, deadline=None, suppress_health_check=list(HealthCheck))
+@given(**CASES)
+def test_every_reader_sees_what_the_writer_wrote_at_length(rng: random.Random, workers: int) -> None:
+    check_random_plan(rng, workers)
 
 
 def test_the_simulation_finds_a_deadlock() -> None:

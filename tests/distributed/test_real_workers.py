@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from cases import NoRows, random_plan
+from cases import Source, random_plan
 from distflow.data.batch import Batch
 from distflow.data.comm import SHARED_MEMORY, Comm
 from distflow.data.coordinator import Coordinator, Traffic
@@ -26,7 +26,7 @@ WORKERS = [1, 2, 4, 8]
 def run_worker(rank: int, made: Plan, steps: int) -> tuple[list[dict[str, float]], list[Traffic]]:
     """Rank's part of a plan over gloo; the reduced metrics and its own traffic, per step."""
     comm = Comm([m.ranks for m in made.moves], torch.device("cpu"), lambda _: nullcontext())
-    data = Coordinator(rank, made, Loader(NoRows(), made.samples // made.repeat, made.repeat, seed=0))
+    data = Coordinator(rank, made, Loader(Source(), made.samples // made.repeat, made.repeat, seed=0))
     reduced: list[dict[str, float]] = []
     group = torch.distributed.new_group(backend="gloo") if made.workers > 1 else None
     metrics = Metrics(group, lambda _, numbers: reduced.append(numbers))
