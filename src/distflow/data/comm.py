@@ -3,6 +3,7 @@
 import os
 import re
 import socket
+import sys
 from collections.abc import Callable, Generator, Iterable
 from contextlib import AbstractContextManager
 from typing import TypeVar
@@ -34,7 +35,7 @@ class Comm:
     ) -> None:
         self.device, self.waiting = device, waiting
         sets = [ranks for ranks in dict.fromkeys(rank_sets) if len(ranks) > 1]
-        shared = device.type == "cpu" and os.environ.get(SHARED_MEMORY) != "0"
+        shared = device.type == "cpu" and sys.platform == "linux" and os.environ.get(SHARED_MEMORY) != "0"
         near, links = _meet(sets) if sets and shared else ([], {})
         rank = dist.get_rank()
         self._neighbours = {ranks: Neighbours(rank, ranks, links) for ranks in near if rank in ranks}

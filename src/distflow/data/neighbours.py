@@ -28,10 +28,9 @@ BOXES = 3  # of each worker and group: two that take turns for what is gathered,
 
 
 def host_id() -> str:
-    """Equal for processes that can share memory: the same kernel and the same network namespace."""
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    space = os.stat("/proc/self/ns/net").st_ino if boot.exists() else 0
-    return f"{boot.read_text().strip() if boot.exists() else socket.gethostname()}:{space}"
+    """Equal for processes that can share memory: the same kernel and the same network namespace. Linux only."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot}:{os.stat('/proc/self/ns/net').st_ino}"
 
 
 class Box:

@@ -31,7 +31,8 @@ def launch(config: Config, path: str, overrides: Sequence[str]) -> int:
     shutil.rmtree(folder, ignore_errors=True)
     os.environ[LAUNCHED] = "1"
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // workers)))
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all peers are here: stay off the network
+    # All peers are here: stay off the network.
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
     _silence_torchelastic()
     agent = LaunchConfig(
         min_nodes=1,

@@ -135,7 +135,7 @@ def _players(config: Config, plan: Plan, rank: int) -> dict[str, Any]:
 
 def _prepare_process(workers: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends a worker at once, without N tracebacks
-    if LAUNCHED in os.environ:
+    if LAUNCHED in os.environ and sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: never outlive the launcher
     if "OMP_NUM_THREADS" not in os.environ:
         local = int(os.environ.get("LOCAL_WORLD_SIZE", workers))

@@ -65,6 +65,7 @@ class _Planner:
             groups=self.placement.ranks,
             samples=self.workload.samples,
             repeat=self.workload.repeat,
+            bytes={f: self.workload.bytes_of((f,)) for f in self.flow.writer},
             partitions=tuple(self.partitions),
             home={k: p.id for k, p in self.home.items()},
             tasks=_with_frees(self.tasks),

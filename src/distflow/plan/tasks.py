@@ -123,6 +123,7 @@ class Edge:
     reader: str
     fields: tuple[str, ...]
     moves: bool
+    expected_bytes: int  # of all samples of a step; what a move sends of it may be less, or more to replicas
 
 
 @dataclass(frozen=True)
@@ -134,6 +135,7 @@ class Plan:
     groups: Mapping[str, tuple[int, ...]]
     samples: int
     repeat: int
+    bytes: Mapping[str, int]  # field → expected bytes per sample
     partitions: tuple[Partition, ...]
     home: Mapping[str, str]  # node → partition
     tasks: tuple[Task, ...]
@@ -158,7 +160,10 @@ class Plan:
         for n in self.flow.order:
             for f in n.reads:
                 found.setdefault((self.flow.writer[f], n.id), []).append(f)
-        return tuple(Edge(w, r, tuple(fs), self.home[w] != self.home[r]) for (w, r), fs in found.items())
+        return tuple(
+            Edge(w, r, tuple(fs), self.home[w] != self.home[r], self.samples * sum(self.bytes[f] for f in fs))
+            for (w, r), fs in found.items()
+        )
 
     def chains(self) -> dict[tuple[int, ...], tuple[Task, ...]]:
         """Ranks that do the same → what they do."""
@@ -209,7 +214,14 @@ class Plan:
                 ),
             ],
             "edges": [
-                {"from": e.writer, "to": e.reader, "fields": list(e.fields), "moves": e.moves} for e in self.edges
+                {
+                    "from": e.writer,
+                    "to": e.reader,
+                    "fields": list(e.fields),
+                    "moves": e.moves,
+                    "expected_bytes": e.expected_bytes,
+                }
+                for e in self.edges
             ],
             "tasks": [_task_json(t) for t in self.tasks],
             "chains": {format_ranks(ranks): [t.name for t in tasks] for ranks, tasks in self.chains().items()},
