@@ -80,13 +80,16 @@ def check_and_write(
     return {w: column(w, batch.ids) for w in writes}
 
 
+ROWS = 61  # fewer than a step may take, so that steps run over the end of an epoch
+
+
 class Source:
-    """Seven data rows; what the loader makes of them is checked by `expected`."""
+    """A few data rows; what the loader makes of them is checked by `expected`."""
 
     names: tuple[str, ...] = ("d0.text", "d1.image", "d2.maybe_text")
 
     def __len__(self) -> int:
-        return 7
+        return ROWS
 
     def __getitem__(self, i: int) -> dict[str, Any]:
         return {name: value(name, i) for name in self.names}
@@ -97,8 +100,8 @@ def expected(name: str, sample: int, repeat: int) -> Any:
     """What a reader must find: data columns follow the order of the stream, others are functions of the sample."""
     if name not in Source.names:
         return value(name, sample)
-    epoch, at = divmod(sample // repeat, 7)
-    return value(name, int(permute(np.array([at]), 7, 0, epoch)[0]))
+    epoch, at = divmod(sample // repeat, ROWS)
+    return value(name, int(permute(np.array([at]), ROWS, 0, epoch)[0]))
 
 
 def random_plan(rng: random.Random, workers: int) -> Plan:
