@@ -136,3 +136,20 @@ def test_metrics_are_weighted_by_counts_over_all_workers() -> None:
     }
     assert by_rank[0][1]["rare/thing"] == 7.0
     assert "rare/thing" not in by_rank[0][2]
+
+
+def run_without_memfd(rank: int, seeds: range) -> list[bool]:
+    if rank == 1:  # as in a sandbox that forbids it on one of the hosts
+
+        def forbidden(name: str) -> int:
+            raise PermissionError(name)
+
+        os.memfd_create = forbidden  # type: ignore[assignment]
+    sets = [(0, 1, 2), (0, 2)]
+    comm = Comm(sets, torch.device("cpu"), lambda _: nullcontext())
+    run_random_graphs(rank, 3, seeds, "1")
+    return [ranks in comm._neighbours for ranks in sets]
+
+
+def test_where_memory_cannot_be_shared_sockets_do() -> None:
+    assert spawn(3, run_without_memfd, range(3)) == [[False, True], [False, False], [False, True]]
