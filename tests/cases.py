@@ -14,7 +14,21 @@ from distflow.flow import Flow, Node
 from distflow.plan import Place, Placement, Plan, Workload, plan
 from distflow.worker import Context
 
-KINDS = ("float", "bits", "bf16 matrix", "tokens", "rows", "bytes", "complex", "text", "image", "maybe text")
+KINDS = (
+    "float",
+    "bits",
+    "bf16 matrix",
+    "tokens",
+    "rows",
+    "bytes",
+    "complex",
+    "text",
+    "image",
+    "maybe text",
+    "score",
+    "count",
+    "flag",
+)
 
 
 @cache
@@ -42,6 +56,12 @@ def value(name: str, sample: int) -> Any:
             return "".join(chr(int(c)) for c in rng.choice([65, 228, 0x2028, 0x1F600, 10, 34], length))
         case "image":
             return {"path": f"images/{sample}.png", "size": [int(rng.integers(1, 9)), 2.5], "alt": None}
+        case "score":
+            return float(rng.standard_normal()) if rng.random() < 0.9 else math.nan
+        case "count":
+            return int(rng.integers(0, 100)) * 10 ** (30 if rng.random() < 0.02 else 1)
+        case "flag":
+            return bool(rng.random() < 0.5)
         case "maybe text":
             return f"sample {sample}" if rng.random() < 0.5 else None
     raise AssertionError(name)
@@ -58,7 +78,7 @@ def column(name: str, ids: np.ndarray) -> Column:
 def same(a: Any, b: Any) -> bool:
     if isinstance(b, torch.Tensor):
         return isinstance(a, torch.Tensor) and a.dtype == b.dtype and a.shape == b.shape and torch.equal(a, b)
-    return type(a) is type(b) and a == b
+    return type(a) is type(b) and (a == b or (a != a and b != b))
 
 
 def check_and_write(

@@ -129,7 +129,10 @@ def as_column(value: Any, samples: int, where: str) -> Column:
         return value.detach()
     if isinstance(value, Ragged):
         return value
-    if any(isinstance(v, Tensor | np.ndarray) for v in value):
+    types = set(map(type, value))
+    if types <= _PLAIN:
+        return list(value)
+    if any(issubclass(t, Tensor | np.ndarray) for t in types):
         return _from_tensors([torch.from_numpy(v) if isinstance(v, np.ndarray) else v for v in value], where)
     return [_plain(v.item() if isinstance(v, np.generic) else v, where, i) for i, v in enumerate(value)]
 
@@ -149,7 +152,7 @@ def _from_tensors(rows: Sequence[Any], where: str) -> Column:
     return Ragged.of([v.detach() for v in rows])
 
 
-_PLAIN = (str, int, float, bool, type(None))
+_PLAIN = {str, int, float, bool, type(None)}
 
 
 def _plain(value: Any, where: str, sample: int) -> Any:
@@ -174,7 +177,7 @@ def _plain(value: Any, where: str, sample: int) -> Any:
 
 def own_copy(rows: list[Any]) -> list[Any]:
     """A list of objects that a reader may change as it likes."""
-    return [_copy(v) if type(v) in (list, dict) else v for v in rows]
+    return list(rows) if set(map(type, rows)) <= _PLAIN else [_copy(v) for v in rows]
 
 
 def _copy(value: Any) -> Any:

@@ -9,7 +9,6 @@ A segment of k samples and F fields is
 Its size follows from k and the sizes of its samples alone, so a receiver knows it before the first byte arrives.
 """
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -19,13 +18,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from distflow.data import objects
 from distflow.data.balance import Ints
 from distflow.data.batch import Column, Ragged, stride_of
 from distflow.data.runs import copy_runs
 from distflow.errors import DataError
 
-Kind = Literal["dense", "ragged", "text", "json"]
-KINDS: tuple[Kind, ...] = ("dense", "ragged", "text", "json")
+Kind = Literal["dense", "ragged"] | objects.Kind
+KINDS: tuple[Kind, ...] = (*objects.KINDS, "dense", "ragged")
 DTYPES = (
     torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32,
     torch.float64, torch.bool, torch.complex64, torch.complex128, torch.uint16, torch.uint32, torch.uint64,
@@ -55,7 +55,8 @@ class Strip:
 def strip(column: Column, where: str, device: torch.device) -> Strip:
     """A column on the device it is sent from; `where` names the field in errors."""
     if isinstance(column, list):
-        return _objects(column, device)
+        kind, data, lengths = objects.encode(column)
+        return Strip(kind, torch.from_numpy(data).to(device), np.cumsum(lengths) - lengths, lengths, ())
     if isinstance(column, Ragged):
         made = Strip("ragged", column.values.to(device), column.starts, column.lengths, column.trail)
     else:
@@ -69,15 +70,6 @@ def strip(column: Column, where: str, device: torch.device) -> Strip:
             f"{where}: has {len(made.trail)} dimensions per row; at most {MAX_TRAIL} can travel, reshape it"
         )
     return made
-
-
-def _objects(rows: list[Any], device: torch.device) -> Strip:
-    text = all(type(r) is str for r in rows)
-    encoded = [(r if text else json.dumps(r, ensure_ascii=False)).encode("utf-8", "surrogatepass") for r in rows]
-    lengths = np.array([len(e) for e in encoded], np.int64)
-    joined = bytearray(b"".join(encoded))
-    values = torch.frombuffer(joined, dtype=torch.uint8) if joined else torch.empty(0, dtype=torch.uint8)
-    return Strip("text" if text else "json", values.to(device), np.cumsum(lengths) - lengths, lengths, ())
 
 
 @dataclass(frozen=True)
@@ -128,9 +120,9 @@ def read(slab: Tensor, segments: Segments, fields: Sequence[str], order: Ints, w
     ordered = lengths[:, order]
     columns: dict[str, Column] = {}
     for i, (f, (kind, dtype, trail)) in enumerate(zip(fields, types, strict=True)):
-        if kind in ("text", "json"):
-            is_text = np.repeat(schemas[:, i, 0] == KINDS.index("text"), segments.counts)
-            columns[f] = _decode(slab, places[i], ordered[i], is_text[order])
+        if kind in objects.KINDS:
+            kinds = np.repeat(schemas[:, i, 0].astype(np.int64), segments.counts)[order]
+            columns[f] = objects.decode(slab.cpu().numpy(), places[i], ordered[i], kinds)
         else:
             ragged = Ragged(slab.view(dtype), places[i] // widths[i], ordered[i], trail)
             columns[f] = ragged if kind == "ragged" else ragged.joined().clone()
@@ -171,28 +163,19 @@ def _headers(slab: Tensor, segments: Segments, fields: int) -> tuple[NDArray[np.
 
 
 def _check_alike(schemas: NDArray[np.int32], fields: Sequence[str], where: str) -> None:
-    """All senders agree on the type of every field. Text and mixed objects are both Python objects."""
+    """All senders agree on the type of every field, Python objects being one type however they are written."""
     if (schemas == schemas[0]).all():
         return
-    objects = (KINDS.index("text"), KINDS.index("json"))
+    plain = len(objects.KINDS)  # kinds below this are Python objects
     for i, f in enumerate(fields):
         for other in schemas[1:, i]:
             first = schemas[0, i]
-            if (first == other).all() or (int(first[0]) in objects and int(other[0]) in objects):
+            if (first == other).all() or (first[0] < plain and other[0] < plain):
                 continue
             raise DataError(
                 f"{where}: field '{f}' is {_describe(first)} on one worker and {_describe(other)} on another;"
                 " write the same type everywhere"
             )
-
-
-def _decode(slab: Tensor, places: Ints, lengths: Ints, is_text: NDArray[np.bool_]) -> list[Any]:
-    memory = memoryview(slab.cpu().numpy())  # type: ignore[arg-type]
-    rows = []
-    for at, size, text in zip(places.tolist(), lengths.tolist(), is_text.tolist(), strict=True):
-        row = str(memory[at : at + size], "utf-8", "surrogatepass")
-        rows.append(row if text else json.loads(row))
-    return rows
 
 
 def _type_of(schema: NDArray[np.int32]) -> tuple[Kind, torch.dtype, tuple[int, ...]]:
@@ -202,7 +185,7 @@ def _type_of(schema: NDArray[np.int32]) -> tuple[Kind, torch.dtype, tuple[int, .
 
 def _describe(schema: NDArray[np.int32]) -> str:
     kind, dtype, trail = _type_of(schema)
-    if kind in ("text", "json"):
+    if kind in objects.KINDS:
         return "Python objects"
     return f"{kind} {str(dtype).removeprefix('torch.')}" + (f" {list(trail)}" if trail else "")
 

@@ -10,7 +10,7 @@ import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from distflow.plan.layout import format_ranks
@@ -62,9 +62,9 @@ class Board:
         self._write()
 
     def _write(self) -> None:
-        text = json.dumps(asdict(self.record)).encode()
+        text = json.dumps(vars(self.record)).encode()
         if len(text) > SIZE:  # a long list of fields in the task's name
-            text = json.dumps(asdict(replace(self.record, task=self.record.task[:200]))).encode()
+            text = json.dumps(vars(replace(self.record, task=self.record.task[:200]))).encode()
         self._map[:] = text[:SIZE].ljust(SIZE)
 
 
