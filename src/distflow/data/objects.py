@@ -11,12 +11,8 @@ from distflow.data.balance import Ints
 Kind = Literal["text", "json", "float", "int", "bool"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
-_NUMBERS: dict[type, tuple[Kind, Any]] = {
-    float: ("float", np.float64),
-    int: ("int", np.int64),
-    bool: ("bool", np.bool_),
-}
-_DTYPES = {kind: np.dtype(dtype) for kind, dtype in _NUMBERS.values()}
+_NUMBERS: dict[type, Kind] = {float: "float", int: "int", bool: "bool"}
+_DTYPES: dict[Kind, np.dtype[Any]] = {"float": np.dtype("f8"), "int": np.dtype("i8"), "bool": np.dtype("?")}
 _to_json = json.JSONEncoder(ensure_ascii=False, check_circular=False).encode
 _from_json = json.JSONDecoder().decode
 
@@ -24,11 +20,10 @@ _from_json = json.JSONDecoder().decode
 def encode(rows: list[Any]) -> tuple[Kind, NDArray[np.uint8], Ints]:
     """How the column is written, its bytes, and how many of them each row has."""
     types = set(map(type, rows))
-    if len(types) == 1 and (number := _NUMBERS.get(next(iter(types)))):
-        kind, dtype = number
+    if len(types) == 1 and (kind := _NUMBERS.get(next(iter(types)))):
         try:
-            values = np.array(rows, dtype).view(np.uint8)
-            return kind, values, np.full(len(rows), np.dtype(dtype).itemsize, np.int64)
+            values = np.array(rows, _DTYPES[kind])
+            return kind, values.view(np.uint8), np.full(len(rows), values.itemsize, np.int64)
         except OverflowError:  # Python's integers have no limit
             pass
     text = types == {str}
