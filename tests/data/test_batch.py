@@ -73,3 +73,17 @@ def test_an_unknown_field_of_a_batch_is_told_with_a_suggestion() -> None:
     batch = Batch(np.arange(1), np.arange(1), {"response": [1]})
     with pytest.raises(DataError, match="no field 'respones'; did you mean 'response'"):
         batch["respones"]
+
+
+def test_a_batch_is_picked_from_by_sample() -> None:
+    columns = {
+        "text": ["a", "b", "c"],
+        "score": torch.arange(3.0),
+        "rows": Ragged.of([torch.ones(n) for n in (1, 2, 3)]),
+    }
+    batch = Batch(np.array([10, 11, 12]), np.array([5, 5, 6]), columns)
+    picked = batch.select(np.array([2, 0]))
+    assert (picked.ids.tolist(), picked.groups.tolist()) == ([12, 10], [6, 5])
+    assert picked["text"] == ["c", "a"]
+    assert picked["score"].tolist() == [2.0, 0.0]
+    assert picked["rows"].lengths.tolist() == [3, 1]
