@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distflow.data.batch import Batch, Ragged, as_column
+from distflow.data.batch import Batch, Column, Ragged, as_column
 from distflow.errors import DataError
 
 ROWS = st.lists(st.lists(st.integers(-5, 5), max_size=6), min_size=1, max_size=8)
@@ -76,11 +76,8 @@ def test_an_unknown_field_of_a_batch_is_told_with_a_suggestion() -> None:
 
 
 def test_a_batch_is_picked_from_by_sample() -> None:
-    columns = {
-        "text": ["a", "b", "c"],
-        "score": torch.arange(3.0),
-        "rows": Ragged.of([torch.ones(n) for n in (1, 2, 3)]),
-    }
+    rows = Ragged.of([torch.ones(n) for n in (1, 2, 3)])
+    columns: dict[str, Column] = {"text": ["a", "b", "c"], "score": torch.arange(3.0), "rows": rows}
     batch = Batch(np.array([10, 11, 12]), np.array([5, 5, 6]), columns)
     picked = batch.select(np.array([2, 0]))
     assert (picked.ids.tolist(), picked.groups.tolist()) == ([12, 10], [6, 5])
