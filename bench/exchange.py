@@ -18,7 +18,6 @@ import os
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -35,6 +34,7 @@ from distflow.data.exchange import AllToAll, Slabs, exchange
 from distflow.data.routes import contiguous, route
 from distflow.data.wire import Segments, read, segment_size, strip, write
 from distflow.plan import Layout, Move, Partition
+from workers import run_workers
 
 SAMPLES, TOKENS = 1024, 4096
 FIELDS = {
@@ -274,15 +274,6 @@ def worker(iters: int, out: str) -> None:
 # ---------------------------------------------------------------------------------------------- the whole run
 
 
-def run_ours(n: int, iters: int) -> dict:
-    with tempfile.TemporaryDirectory() as tmp:
-        out = Path(tmp) / "row.json"
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(n), __file__]
-        env = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-        subprocess.run([*command, "--worker", str(out), "--iters", str(iters)], check=True, env=env)
-        return json.loads(out.read_text())
-
-
 def run_peers(n: int, iters: int, peers: Path | None) -> dict[str, dict | None]:
     """Each peer's row on the reshuffle dp → dp, in its own environment; None where it is not installed."""
     found: dict[str, dict | None] = {}
@@ -315,7 +306,7 @@ def main() -> None:
         return
     rows = []
     for n in args.workers:
-        row = run_ours(n, args.iters)
+        row = run_workers(__file__, n, "--iters", str(args.iters))
         row["peers"] = run_peers(n, args.iters, args.peers)
         rows.append(row)
         told = f"small exchange {row['small_ms']:.2f} ms, ragged moves {row['ragged_bytes_fraction']:.3f} of the bytes"

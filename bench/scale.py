@@ -9,10 +9,6 @@ is one JSON object.
 
 import argparse
 import json
-import os
-import subprocess
-import sys
-import tempfile
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -27,6 +23,7 @@ from distflow.data.loader import Loader
 from distflow.flow import Flow, Node
 from distflow.plan import Place, Placement, Plan, Workload, plan
 from distflow.worker import Worker
+from workers import run_workers
 
 INTS, FLOATS = ("tokens", "mask", "position"), ("old_logprobs", "ref_logprobs", "advantage")
 
@@ -108,20 +105,7 @@ def main() -> None:
     rows = []
     print(f"{'workers':>8} {'samples':>8} {'most sent':>12} {'most received':>14} {'peak memory':>12}   MiB a step")
     for n in args.workers:
-        with tempfile.TemporaryDirectory() as tmp:
-            out = Path(tmp) / "row.json"
-            command = [
-                sys.executable,
-                "-m",
-                "torch.distributed.run",
-                "--standalone",
-                "--nproc-per-node",
-                str(n),
-                __file__,
-            ]
-            env = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-            subprocess.run([*command, "--worker", str(out), "--steps", str(args.steps)], check=True, env=env)
-            rows.append(json.loads(out.read_text()))
+        rows.append(run_workers(__file__, n, "--steps", str(args.steps)))
         r = rows[-1]
         sent, received, held = (r[k] / 2**20 for k in ("sent", "received", "peak_memory"))
         print(f"{n:8d} {r['samples']:8d} {sent:12.2f} {received:14.2f} {held:12.1f}")

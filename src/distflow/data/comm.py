@@ -4,8 +4,8 @@ import os
 import re
 import socket
 import sys
-from collections.abc import Callable, Generator, Iterable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import TypeVar
 
 import torch
@@ -19,7 +19,7 @@ from distflow.plan.layout import format_ranks
 
 T = TypeVar("T")
 
-all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # the new name of the same thing
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the same, by its older name
 
 SHARED_MEMORY = "DISTFLOW_SHARED_MEMORY"  # 0: never, all goes over torch.distributed
 
@@ -58,7 +58,7 @@ class Comm:
         if isinstance(wish, AllGather):
             with self.waiting(wish.ranks):
                 return near.gather(wish.data) if near else self._gather(wish.ranks, wish.data)
-        data = near.outbox(sum(wish.send)) if near else self._outbox(sum(wish.send))
+        data = (near.outbox if near else self._outbox)(sum(wish.send))
         wish.pack(data)
         with self.waiting(wish.ranks):
             if near:
@@ -80,16 +80,15 @@ class Comm:
             even = [1] * len(ranks)
             self._all_to_all(ranks, out, data.expand_as(out).contiguous(), even, even)
         else:
-            all_gather(out.view(-1), data, group=self._groups[ranks])
+            with _telling(ranks):
+                all_gather(out.view(-1), data, group=self._groups[ranks])
         return out
 
     def _all_to_all(
         self, ranks: tuple[int, ...], out: Tensor, data: Tensor, receive: list[int], send: list[int]
     ) -> None:
-        try:
+        with _telling(ranks):
             dist.all_to_all_single(out, data, receive, send, group=self._groups[ranks])
-        except RuntimeError as e:  # gloo and NCCL say no more than this when a peer goes away
-            raise PeerLostError(f"lost one of ranks {format_ranks(ranks)}: {_reason(e)}") from e
 
 
 def _meet(sets: list[tuple[int, ...]]) -> tuple[list[tuple[int, ...]], dict[int, socket.socket]]:
@@ -105,6 +104,14 @@ def _meet(sets: list[tuple[int, ...]]) -> tuple[list[tuple[int, ...]], dict[int,
     hosts, names = zip(*(bytes(row.tolist()).decode().split() for row in everybody), strict=True)
     links = meeting.connect(rank, {r: names[r] for r in range(workers) if hosts[r] == address}) if meeting else {}
     return [ranks for ranks in sets if len({hosts[r] for r in ranks}) == 1], links
+
+
+@contextmanager
+def _telling(ranks: tuple[int, ...]) -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as e:  # gloo and NCCL say no more than this when a peer goes away
+        raise PeerLostError(f"lost one of ranks {format_ranks(ranks)}: {_reason(e)}") from e
 
 
 def _reason(error: RuntimeError) -> str:

@@ -34,8 +34,8 @@ def encode(rows: list[Any]) -> tuple[Kind, NDArray[np.uint8], Ints]:
 
 def decode(memory: NDArray[np.uint8], places: Ints, lengths: Ints, kinds: Ints) -> list[Any]:
     """The rows at these places; `kinds` says, as an index into KINDS, how each was written."""
-    if not len(kinds) or (kinds == kinds[0]).all():
-        return _decode(memory, places, lengths, KINDS[int(kinds[0])]) if len(kinds) else []
+    if len(kinds) and (kinds == kinds[0]).all():
+        return _decode(memory, places, lengths, KINDS[int(kinds[0])])
     rows: list[Any] = [None] * len(places)
     for k in np.unique(kinds).tolist():  # workers may have written the same column in different ways
         where = np.flatnonzero(kinds == k)

@@ -43,7 +43,6 @@ def launch(config: Config, path: str, overrides: Sequence[str]) -> int:
         rdzv_endpoint="127.0.0.1:0",
         local_addr="127.0.0.1",
         max_restarts=0,
-        shutdown_timeout=5,
     )
     command = ["-u", "-m", "distflow", "run", path, *overrides, f"workers={workers}"]
     try:

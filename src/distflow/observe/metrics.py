@@ -4,25 +4,19 @@ import json
 import math
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Literal, Protocol, get_args
+from typing import Literal, get_args
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
 from distflow.data.comm import all_gather
+from distflow.data.coordinator import Traffic
 from distflow.errors import DistflowError, PeerLostError, suggest
 
 Reduce = Literal["mean", "sum", "max", "min"]
 REDUCES: tuple[Reduce, ...] = get_args(Reduce)
 Key = tuple[str, Reduce]
-
-
-class _Traffic(Protocol):
-    sent: int
-    received: int
-    local: int
-    imbalance: float | None
 
 
 class Tally:
@@ -51,7 +45,7 @@ class Tally:
         self.log(f"timing_s/{name}", seconds)
         self.log(f"timing_max_s/{name}", seconds, reduce="max")
 
-    def traffic(self, t: _Traffic) -> None:
+    def traffic(self, t: Traffic) -> None:
         """Bytes: the mean over workers, and the busiest one."""
         for name, value in (("bytes_sent", t.sent), ("bytes_received", t.received), ("bytes_local", t.local)):
             self.log(f"data/{name}", value)

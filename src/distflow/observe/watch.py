@@ -42,12 +42,18 @@ class Watch:
         while not self._stop.wait(self.tick_s):
             self.board.beat()
             record = self.board.record
-            if self._alarm.exists():
+            if (raised := self._raised()) is not None:
                 self._leave_stack()
-                if time.time() - self._alarm.stat().st_mtime > 5 * self.tick_s + 2:  # nobody else has ended us
+                if time.time() - raised > 5 * self.tick_s + 2:  # nobody else has ended us
                     self.on_stuck(StuckError(f"rank {record.rank} ends: another worker has raised the alarm"))
             elif record.waits_for and time.time() - record.since > self._limit(record):
                 self._raise_alarm()
+
+    def _raised(self) -> float | None:
+        """When somebody raised the alarm."""
+        with contextlib.suppress(FileNotFoundError):
+            return self._alarm.stat().st_mtime
+        return None
 
     def _limit(self, record: Record) -> float:
         return self.limit_s if record.step >= 0 else max(self.limit_s, START_S)
