@@ -1,73 +1,51 @@
 """One YAML file plus dotted overrides, typed and checked before anything is loaded. Imports no torch."""
 
+import math
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, Field, ValidationError, field_validator
 
 from distflow.errors import ConfigError, suggest
 from distflow.flow import Flow, FlowFunction, from_list
 from distflow.flow.call import load
+from distflow.flow.graph import SOURCE
+from distflow.flows import BUILT_IN
 from distflow.plan import Place, Placement, Plan, Workload, plan
+from distflow.sections import (
+    DataConfig,
+    EvalConfig,
+    ModelConfig,
+    PlaceConfig,
+    PlacementConfig,
+    RewardConfig,
+    RoleConfig,
+    RolloutConfig,
+    Section,
+    TrainConfig,
+)
+
+# Who plays a role of a built-in flow, unless the config says otherwise.
+ACTOR, REFERENCE = "distflow.engine.actor:Actor", "distflow.engine.actor:Reference"
+REWARD = "distflow.reward.reward:Reward"
 
 
-class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
-
-
-class RoleConfig(_Section):
-    """Who plays a role: a function, or a class that each worker makes an object of, with `args`."""
-
-    call: str
-    args: dict[str, Any] = {}
-
-
-class DataConfig(_Section):
-    """`batch` prompts a step, each `repeat` times. Files are looked up from the folder of the config."""
-
-    files: list[str] = Field(min_length=1)
-    batch: int = Field(gt=0)
-    repeat: int = Field(1, gt=0)
-    fields: list[str] | None = None  # columns to load; by default the keys of the first row
-    on_bad_row: Literal["error", "skip"] = "error"
-
-    @field_validator("files", mode="before")
-    @classmethod
-    def _one_or_many(cls, value: Any) -> Any:
-        return [value] if isinstance(value, str) else value
-
-
-class PlaceConfig(_Section):
-    group: str = "all"
-    dp: int | None = Field(None, gt=0)
-    tp: int = Field(1, gt=0)
-
-    def place(self) -> Place:
-        return Place(self.group, self.dp, self.tp)
-
-
-class PlacementConfig(_Section):
-    groups: dict[str, str] = {}
-    default: PlaceConfig = PlaceConfig()
-    roles: dict[str, PlaceConfig] = {}
-    nodes: dict[str, PlaceConfig] = {}
-
-    @field_validator("groups", mode="before")
-    @classmethod
-    def _ranks_as_text(cls, value: Any) -> Any:
-        return {g: str(r) if isinstance(r, int) else r for g, r in value.items()} if isinstance(value, dict) else value
-
-
-class Config(_Section):
+class Config(Section):
     """A whole run."""
 
-    flow: str | list[dict[str, Any]]  # `file.py:function` made with @flow, or the nodes themselves
+    flow: str | list[dict[str, Any]]  # a built-in one by name, `file.py:function` made with @flow, or the nodes
     data: DataConfig
-    steps: int = Field(gt=0)
+    steps: int | None = Field(None, gt=0)  # default: once through the data
     name: str  # default: that of the flow
+    algo: dict[str, Any] = {}  # constants of the algorithm: the keyword parameters of the flow
+    model: ModelConfig | None = None
+    rollout: RolloutConfig = RolloutConfig()
+    train: TrainConfig = TrainConfig()
+    reward: RewardConfig | None = None
+    eval: EvalConfig | None = None
     workers: int | None = Field(None, gt=0)
     roles: dict[str, RoleConfig] = {}
     placement: PlacementConfig = PlacementConfig()
@@ -86,6 +64,22 @@ class Config(_Section):
             else value
         )
 
+    @field_validator("data", "eval", mode="before")
+    @classmethod
+    def _files_alone(cls, value: Any) -> Any:
+        return {"files": value} if isinstance(value, str | list) else value
+
+    @field_validator("model", mode="before")
+    @classmethod
+    def _path_alone(cls, value: Any) -> Any:
+        return {"path": value} if isinstance(value, str) else value
+
+    @field_validator("reward", mode="before")
+    @classmethod
+    def _functions_alone(cls, value: Any) -> Any:
+        alone = isinstance(value, str | list) or isinstance(value, dict) and "call" in value
+        return {"functions": value} if alone else value
+
     @property
     def run_folder(self) -> Path:
         return Path(self.run_dir or f"runs/{self.name}")
@@ -95,38 +89,130 @@ class Config(_Section):
         return [str(self.base / Path(f).expanduser()) for f in self.data.files]
 
     @cached_property
+    def cast(self) -> dict[str, RoleConfig]:
+        """Role → who plays it: as the config says, or what comes with DistFlow for the sections that are given."""
+        own: dict[str, RoleConfig] = {}
+        if self.model is not None:
+            own |= {"actor": RoleConfig(call=ACTOR), "reference": RoleConfig(call=REFERENCE)}
+        if self.reward is not None:
+            args = self.reward.model_dump() | {"base": self.base, "log": self.run_folder / "rewards.log"}
+            own["reward"] = RoleConfig(call=REWARD, args=args)
+        return own | self.roles
+
+    @cached_property
     def players(self) -> dict[str, Any]:
         """Role → the function or class that plays it."""
-        return {r: load(c.call, f"roles.{r}", self.base) for r, c in self.roles.items()}
+        return {r: load(c.call, f"roles.{r}", self.base) for r, c in self.cast.items() if r in self._wanted}
+
+    @cached_property
+    def players_all(self) -> dict[str, Any]:
+        """With those that only the evaluation needs."""
+        extra = {r: load(c.call, f"roles.{r}", self.base) for r, c in self.cast.items() if self.eval}
+        return extra | self.players
+
+    @cached_property
+    def _wanted(self) -> set[str]:
+        """Roles that the flow has, and those that the config binds: if these are not the same, the flow says so."""
+        if isinstance(self.flow, list):
+            calls = [str(e.get("call")) for e in self.flow]
+            return {*self.roles, *(c.partition(".")[0] for c in calls if ":" not in c)}
+        return {*self.roles, *self._function.roles}
+
+    @cached_property
+    def _function(self) -> FlowFunction:
+        assert isinstance(self.flow, str)
+        if ":" not in self.flow and self.flow not in BUILT_IN:
+            raise ConfigError(f"flow: there is no built-in flow '{self.flow}'{suggest(self.flow, BUILT_IN)}")
+        found = load(BUILT_IN.get(self.flow, self.flow), "flow", self.base)
+        if not isinstance(found, FlowFunction):
+            raise ConfigError(f"flow: '{self.flow}' is a {type(found).__name__}; mark the function with @flow")
+        for role, key, example in (
+            ("actor", "model", "a name on the hub, or a directory"),
+            ("reward", "reward", "file.py:function"),
+        ):
+            if self.flow in BUILT_IN and role in found.roles and role not in self.cast:
+                raise ConfigError(f"'{key}' is missing; the flow '{self.flow}' needs one: `{key}: {example}`")
+        return found
 
     @cached_property
     def graph(self) -> Flow:
-        columns = self.data.fields or self._columns_of_first_row()
+        columns = self.columns(self.files)
         if isinstance(self.flow, list):
+            if self.algo:
+                raise ConfigError("algo: a flow given as a list has no constants; write them in `params` of its nodes")
             return from_list(self.name, columns, self.flow, self.players, self.base)
-        found = load(self.flow, "flow", self.base)
-        if not isinstance(found, FlowFunction):
-            raise ConfigError(f"flow: '{self.flow}' is a {type(found).__name__}; mark the function with @flow")
-        return found.trace(columns, self.players)
+        return self._function.trace(columns, self.players, self.algo)
+
+    @cached_property
+    def repeat(self) -> int:
+        """How often a prompt is in a step: once, or as often as it is to be answered."""
+        generates = any(n.method and n.hand_over for n in self.graph.nodes)
+        return self.data.repeat or (self.rollout.n if generates else 1)
 
     def plan(self, workers: int) -> Plan:
-        p = self.placement
-        placement = Placement(
-            workers,
-            p.groups,
-            p.default.place(),
-            {k: v.place() for k, v in p.roles.items()},
-            {k: v.place() for k, v in p.nodes.items()},
-        )
         for f in self.bytes:
             if f not in self.graph.writer:
                 raise ConfigError(f"bytes: there is no field '{f}'{suggest(f, self.graph.writer)}")
-        return plan(self.graph, placement, Workload(self.data.batch, self.data.repeat, self.bytes))
+        for n in self.graph.nodes:
+            parts = n.params.get("mini_batches", 1)
+            if self.data.batch % parts:
+                fits = ", ".join(str(k) for k in range(1, self.data.batch + 1) if self.data.batch % k == 0)
+                raise ConfigError(
+                    f"algo.mini_batches: {parts} does not divide the {self.data.batch} prompts of data.batch;"
+                    f" what fits: {fits}"
+                )
+        return plan(self.graph, self._placement(workers), Workload(self.data.batch, self.repeat, self.bytes))
 
-    def _columns_of_first_row(self) -> Sequence[str]:
+    def _placement(self, workers: int, of: Flow | None = None) -> Placement:
+        """As configured; for another flow than the config's own, as far as it has such nodes and roles."""
+        p = self.placement
+        nodes = {k: v for k, v in p.nodes.items() if of is None or k in {n.id for n in of.nodes} | {SOURCE}}
+        roles = {k: v for k, v in p.roles.items() if of is None or k in {n.role for n in of.nodes}}
+        return Placement(
+            workers,
+            p.groups,
+            _place(p.default),
+            {k: _place(v) for k, v in roles.items()},
+            {k: _place(v) for k, v in nodes.items()},
+        )
+
+    def eval_plan(self, workers: int, rows: int) -> Plan:
+        """The whole held-out set of `rows` prompts in one step, filled up to where it divides."""
+        assert self.eval is not None
+        constants = {"temperature": self.eval.temperature, "rows": rows, "n": self.eval.n}
+        function = load(BUILT_IN["evaluate"], "eval", self.base)
+        missing = [r for r in function.roles if r not in self.cast]
+        if missing:
+            raise ConfigError(f"eval: needs a '{missing[0].replace('actor', 'model')}' in the config")
+        players = {r: load(self.cast[r].call, f"roles.{r}", self.base) for r in function.roles}
+        # Data for fine-tuning has responses of its own, which nobody needs here.
+        columns = [c for c in self.columns(self.eval_files) if c != "response"]
+        flow = function.trace(columns, players, constants)
+        placement = self._placement(workers, flow)
+        cells = math.lcm(*(placement.layout(n.id, n.role).dp for n in flow.nodes), placement.source_layout(flow).dp)
+        prompts = -(-rows // cells) * cells
+        main = self._placement(workers)
+        members = {"actor": tuple(r for n in self.graph.nodes if n.role == "actor" for r in main.layout(n.id, n.role).ranks)}
+        return plan(flow, placement, Workload(prompts, self.eval.n), members)
+
+    @property
+    def eval_files(self) -> list[str]:
+        assert self.eval is not None
+        return [str(self.base / Path(f).expanduser()) for f in self.eval.files]
+
+    def columns(self, files: Sequence[str]) -> tuple[str, ...]:
+        """What the flow sees of the files, by the names it knows."""
         from distflow.data.rows import Rows
 
-        return Rows(self.files, on_bad_row=self.data.on_bad_row).names
+        names = self.data.fields or Rows(files, on_bad_row=self.data.on_bad_row).names
+        for old in self.data.rename:
+            if old not in names:
+                raise ConfigError(f"data.rename: there is no column '{old}'{suggest(old, names)}")
+        return tuple(self.data.rename.get(n, n) for n in names)
+
+
+def _place(p: PlaceConfig) -> Place:
+    return Place(p.group, p.dp, p.tp)
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:

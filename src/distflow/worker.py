@@ -3,20 +3,22 @@
 import functools
 import inspect
 import time
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from distflow.data.batch import Batch, Column, Ragged
+from distflow.data.comm import lost, reason
 from distflow.data.coordinator import Coordinator
 from distflow.data.exchange import Collective
-from distflow.errors import DistflowError, NodeError
+from distflow.errors import DistflowError, NodeError, PeerLostError
 from distflow.flow.graph import Node
 from distflow.observe.metrics import Tally
-from distflow.plan.layout import Layout
-from distflow.plan.tasks import Free, Load, Move, Plan, Run
+from distflow.plan.layout import Layout, format_ranks
+from distflow.plan.tasks import Free, Load, Move, Plan, Run, Weights
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,7 @@ class Context:
     layout: Layout
     seed: int
     metrics: Tally
+    folder: Path  # of the run
 
 
 class Worker:
@@ -41,49 +44,67 @@ class Worker:
         data: Coordinator,
         players: Mapping[str, Any],
         seed: int,
+        folder: Path,
         doing: Callable[[int, str], None],
-        end_of_step: Callable[[int, Tally], None],
     ) -> None:
-        self.rank, self.plan, self.data, self.seed = rank, plan, data, seed
-        self.doing, self.end_of_step = doing, end_of_step
+        self.rank, self.plan, self.data, self.seed, self.folder = rank, plan, data, seed, folder
+        self.players, self.doing = players, doing
         self.chain = plan.chain(rank)
         self.functions = {t.node: _bind(plan.flow.node(t.node), players) for t in self.chain if isinstance(t, Run)}
 
-    def steps(self, first: int, last: int) -> Generator[Collective, Tensor, None]:
+    def steps(
+        self,
+        first: int,
+        last: int,
+        end_of_step: Callable[[int, Tally], None],
+        after_step: Callable[[int, Tally], Iterator[Collective]] = lambda step, tally: iter(()),
+    ) -> Generator[Collective, Tensor, None]:
         """Steps first … last − 1; yields the collectives they need."""
         for step in range(first, last):
             tally = Tally()
             began = time.perf_counter()
-            for task in self.chain:
-                start = time.perf_counter()
-                self.doing(step, task.name)
-                match task:
-                    case Load():
-                        self.data.load(step, task)
-                    case Move():
-                        yield from self.data.move(step, task)
-                    case Run():
-                        self.run_node(step, task, tally)
-                    case Free():
-                        self.data.free(step, task)
-                if not isinstance(task, Free):
-                    tally.time("move" if isinstance(task, Move) else task.name, time.perf_counter() - start)
+            yield from self.walk(step, tally)
             tally.time("step", time.perf_counter() - began)
             tally.traffic(self.data.end(step))
-            self.end_of_step(step, tally)
+            yield from after_step(step, tally)
+            end_of_step(step, tally)
 
-    def run_node(self, step: int, task: Run, tally: Tally) -> None:
+    def walk(self, step: int, tally: Tally, now: int | None = None) -> Generator[Collective, Tensor, None]:
+        """The chain once, on the samples of `step`; `now` is the step of the run, where that is another."""
+        now = step if now is None else now
+        for task in self.chain:
+            start = time.perf_counter()
+            self.doing(now, task.name)
+            match task:
+                case Load():
+                    self.data.load(step, task)
+                case Move():
+                    yield from self.data.move(step, task)
+                case Weights():
+                    yield from self.players[task.role].hand_over()
+                case Run():
+                    self.run_node(step, now, task, tally)
+                case Free():
+                    self.data.free(step, task)
+            if not isinstance(task, Free):
+                name = "move" if isinstance(task, Move) else task.name.replace(" ", "_")
+                tally.time(name, time.perf_counter() - start)
+
+    def run_node(self, step: int, now: int, task: Run, tally: Tally) -> None:
         node, fn = self.plan.flow.node(task.node), self.functions[task.node]
         batch = self.data.inputs(step, task)
         before = {f: _version(c) for f, c in batch.columns.items()}
-        context = Context(step, self.rank, self.plan.workers, task.partition.layout, self.seed, tally)
+        context = Context(now, self.rank, self.plan.workers, task.partition.layout, self.seed, tally, self.folder)
         try:
             result = fn(batch, context)
             _check_unchanged(node, batch, before)
             self.data.outputs(step, task, result)
         except Exception as e:
+            where = f"rank {self.rank}, step {now}, node '{node.id}'"
+            if lost(e):
+                raise PeerLostError(f"{where}: lost one of ranks {format_ranks(task.ranks)}: {reason(e)}") from e
             what = str(e) if isinstance(e, DistflowError) else f"{type(e).__name__}: {e}"
-            raise NodeError(f"rank {self.rank}, step {step}, node '{node.id}': {what}") from e
+            raise NodeError(f"{where}: {what}") from e
 
 
 def _bind(node: Node, players: Mapping[str, Any]) -> Callable[[Batch, Context], Any]:

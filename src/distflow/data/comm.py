@@ -111,9 +111,14 @@ def _telling(ranks: tuple[int, ...]) -> Iterator[None]:
     try:
         yield
     except RuntimeError as e:  # gloo and NCCL say no more than this when a peer goes away
-        raise PeerLostError(f"lost one of ranks {format_ranks(ranks)}: {_reason(e)}") from e
+        raise PeerLostError(f"lost one of ranks {format_ranks(ranks)}: {reason(e)}") from e
 
 
-def _reason(error: RuntimeError) -> str:
+def lost(error: BaseException) -> bool:
+    """Whether a collective inside a node broke because a peer went away."""
+    return isinstance(error, dist.DistError) or isinstance(error, RuntimeError) and "gloo" in str(error)
+
+
+def reason(error: BaseException) -> str:
     """The first sentence of what the backend says, without the place in its source."""
     return re.sub(r"^\[\S+:\d+\] ", "", str(error).strip()).partition(". ")[0].partition("\n")[0]

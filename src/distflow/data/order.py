@@ -14,7 +14,7 @@ def permute(index: npt.NDArray[np.int64], n: int, seed: int, epoch: int) -> npt.
     if index.size and not (index.min() >= 0 and index.max() < n):
         raise IndexError(f"indices {index.min()}…{index.max()} are not all in range({n})")
     half = max(1, ((n - 1).bit_length() + 1) // 2)
-    keys = _mix(_mix(_mix(_words(seed)) + _words(epoch)) + _words(*range(_ROUNDS)))
+    keys = mix(mix(mix(_words(seed)) + _words(epoch)) + _words(*range(_ROUNDS)))
     x = _encrypt(index.astype(np.uint64), half, keys)
     # The cipher permutes range(4**half). Following a cycle from inside range(n) until it is inside again permutes
     # range(n), and always ends; 4**half < 4 * n for n > 1, so it takes four steps on average at most.
@@ -28,11 +28,11 @@ def _encrypt(x: _Words, half: int, keys: _Words) -> _Words:
     shift, mask = np.uint64(half), np.uint64((1 << half) - 1)
     left, right = x >> shift, x & mask
     for key in keys:  # added, not xor-ed: with xor some permutations of range(5) and range(6) come too often
-        left, right = right, (left + _mix(right + key)) & mask
+        left, right = right, (left + mix(right + key)) & mask
     return left << shift | right
 
 
-def _mix(x: _Words) -> _Words:
+def mix(x: _Words) -> _Words:
     """One step of SplitMix64: every bit of the input changes each bit of the output with probability one half."""
     x = x + np.uint64(0x9E3779B97F4A7C15)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)

@@ -30,6 +30,7 @@ class Node:
     params: Mapping[str, Any] = field(default_factory=dict)
     whole_groups: bool = False  # samples of one prompt must be together
     balance: str | None = None  # deal samples so that the lengths of this field even out
+    hand_over: bool = False  # its role's newest weights are brought to it first
     method: bool = False  # `fn` is a method of the object that plays the role
     fn: Callable[..., Any] | None = field(default=None, compare=False, repr=False)
 
@@ -133,10 +134,12 @@ class Flow:
         for n in self.nodes:
             for f in n.writes:
                 if f in writer:
-                    raise FlowError(
-                        f"node '{n.id}': field '{f}' has two writers, '{writer[f]}' and '{n.id}';"
-                        f" give one of them another name with `writes`"
+                    way_out = (
+                        f"give the column another name with `data.rename: {{{f}: …}}`"
+                        if writer[f] == SOURCE
+                        else "give one of them another name with `writes`"
                     )
+                    raise FlowError(f"node '{n.id}': field '{f}' has two writers, '{writer[f]}' and '{n.id}'; {way_out}")
                 writer[f] = n.id
         for n in self.nodes:
             for f in n.reads:

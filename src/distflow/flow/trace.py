@@ -32,6 +32,7 @@ class NodeSpec:
     writes: tuple[str, ...] | None = None
     whole_groups: bool | None = None
     balance: str | None = None
+    hand_over: bool | None = None
 
     def node(self, node_id: str, fn: Callable[..., Any], reads: tuple[str, ...], **rest: Any) -> Node:
         """The node this function becomes; `reads` is what it reads when the spec is silent."""
@@ -46,6 +47,7 @@ class NodeSpec:
             call=reference(fn),
             whole_groups=bool(self.whole_groups),
             balance=self.balance,
+            hand_over=bool(self.hand_over),
             fn=fn,
             **rest,
         )
@@ -61,12 +63,14 @@ def node(
     writes: Names | None = None,
     whole_groups: bool | None = None,
     balance: str | None = None,
+    hand_over: bool | None = None,
 ) -> Any:
     """Mark a function as a node: inside a flow a call to it is traced, outside it runs as usual.
 
     It takes one `Batch` (with the fields it reads) and returns a dict of the fields it writes, or the one column
     itself. `reads` defaults to all fields of the values it is called with; `writes` to one field called like the node.
-    Also an expression, to rename what a node is or writes: `node(score, id="strict", writes="strict")(rollout)`.
+    `whole_groups` keeps the samples of a prompt together, `balance` names the field whose lengths are evened out over
+    the workers, `hand_over` (of a method) brings the role's newest weights first. Also an expression, to rename what a node is or writes: `node(score, id="strict", writes="strict")(rollout)`.
     """
     given: dict[str, Any] = {
         "id": id,
@@ -76,6 +80,7 @@ def node(
         "writes": names(writes),
         "whole_groups": whole_groups,
         "balance": balance,
+        "hand_over": hand_over,
     }
     if fn is None:
         return functools.partial(node, **given)
@@ -111,6 +116,9 @@ class Value:
         picked = names(field) or ()
         for f in picked:
             if f not in self.fields:
+                if self.node == SOURCE:
+                    near = suggest(f, self.fields)
+                    raise FlowError(f"the data has no column '{f}'{near} (data.rename gives a column another name)")
                 raise FlowError(f"node '{self.node}' writes no field '{f}'{suggest(f, self.fields)}")
         return Value(self.node, picked)
 
@@ -153,13 +161,36 @@ class FlowFunction:
 
     fn: Callable[..., Any]
 
-    def trace(self, source: Iterable[str], roles: Mapping[str, Any] | None = None) -> Flow:
-        """`source`: the data columns; `roles`: parameter name → the function or class that plays it."""
+    @property
+    def roles(self) -> list[str]:
+        """Its parameters after the data, those by keyword only aside."""
+        return [p.name for p in self._parameters if p.kind is not p.KEYWORD_ONLY][1:]
+
+    @property
+    def constants(self) -> dict[str, Any]:
+        """What the algorithm can be told, with the defaults."""
+        return {p.name: p.default for p in self._parameters if p.kind is p.KEYWORD_ONLY}
+
+    @property
+    def _parameters(self) -> list[inspect.Parameter]:
+        return list(inspect.signature(self.fn).parameters.values())
+
+    def trace(
+        self,
+        source: Iterable[str],
+        roles: Mapping[str, Any] | None = None,
+        constants: Mapping[str, Any] | None = None,
+    ) -> Flow:
+        """`source`: the data columns; `roles`: parameter name → the function or class that plays it;
+        `constants`: for the parameters by keyword."""
         roles = dict(roles or {})
-        params = list(inspect.signature(self.fn).parameters)
         name = self.fn.__name__
-        if not params:
+        params = ["", *self.roles]
+        if not self._parameters:
             raise FlowError(f"flow '{name}' takes no parameter; its first one is the data")
+        for c in constants or {}:
+            if c not in self.constants:
+                raise FlowError(f"algo: flow '{name}' has no constant '{c}'{suggest(c, self.constants)}")
         for r in roles:
             if r not in params[1:]:
                 raise FlowError(f"flow '{name}' has no role '{r}'{suggest(r, params[1:])}")
@@ -173,7 +204,7 @@ class FlowFunction:
         nodes: list[Node] = []
         token = _nodes.set(nodes)
         try:
-            self.fn(Value(SOURCE, columns), **{p: _Role(p, roles[p]) for p in params[1:]})
+            self.fn(Value(SOURCE, columns), **{p: _Role(p, roles[p]) for p in params[1:]}, **(constants or {}))
         finally:
             _nodes.reset(token)
         return Flow(name, columns, tuple(nodes))

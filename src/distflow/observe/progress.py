@@ -13,7 +13,8 @@ from rich.progress import Progress as Bar
 
 from distflow.plan.units import human_bytes
 
-SHOWN = 4  # metrics of the user's own in the line
+SHOWN = 4  # metrics in the line, of these first
+FIRST = ("reward/mean", "val/", "actor/loss", "response_length/mean", "actor/grad_norm")
 
 
 class Progress:
@@ -69,9 +70,12 @@ class Progress:
 
 def summary(metrics: dict[str, float]) -> str:
     """The few numbers worth a glance."""
-    parts = [f"{metrics['timing_max_s/step']:.3g} s"]
-    parts.append(f"{human_bytes(metrics['data/bytes_sent_max'])} sent by the busiest worker")
-    own = [k for k in metrics if k.partition("/")[0] not in ("timing_s", "timing_max_s", "data")]
+    parts = []
+    if "timing_max_s/step" in metrics:
+        parts.append(f"{metrics['timing_max_s/step']:.3g} s")
+        parts.append(f"{human_bytes(metrics['data/bytes_sent_max'])} sent by the busiest worker")
+    own = [k for k in metrics if k.partition("/")[0] not in ("timing_s", "timing_max_s", "data", "perf")]
+    own.sort(key=lambda k: next((i for i, first in enumerate(FIRST) if k.startswith(first)), len(FIRST)))
     parts += [f"{k} {metrics[k]:.4g}" for k in own[:SHOWN]]
     return "  ".join(parts)
 

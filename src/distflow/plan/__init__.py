@@ -3,7 +3,7 @@
 from distflow.plan.layout import Layout, format_ranks, parse_ranks
 from distflow.plan.placement import Place, Placement
 from distflow.plan.planner import Workload, plan
-from distflow.plan.tasks import Edge, Free, Load, Move, Partition, Plan, Run, Task
+from distflow.plan.tasks import Edge, Free, Load, Move, Partition, Plan, Run, Task, Weights
 
 __all__ = [
     "Edge",
@@ -17,6 +17,7 @@ __all__ = [
     "Plan",
     "Run",
     "Task",
+    "Weights",
     "Workload",
     "format_ranks",
     "parse_ranks",

@@ -7,12 +7,13 @@ several ranks stands at the same place in all their chains, which is why no exch
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 from distflow.errors import PlacementError
 from distflow.flow.graph import SOURCE, Flow, Node
 from distflow.plan.layout import Layout
 from distflow.plan.placement import Placement
-from distflow.plan.tasks import Free, Load, Move, Partition, Plan, Run, Task
+from distflow.plan.tasks import Free, Load, Move, Partition, Plan, Run, Task, Weights
 
 
 @dataclass(frozen=True)
@@ -31,16 +32,21 @@ class Workload:
         return sum(self.bytes.get(f, 8) for f in fields)
 
 
-def plan(flow: Flow, placement: Placement, workload: Workload) -> Plan:
+def plan(
+    flow: Flow, placement: Placement, workload: Workload, members: Mapping[str, tuple[int, ...]] = MappingProxyType({})
+) -> Plan:
+    """`members`: role → ranks that have its model though no node of this flow is there."""
     placement.check(flow)
-    return _Planner(flow, placement, workload).plan()
+    return _Planner(flow, placement, workload, members).plan()
 
 
 class _Planner:
     """Walks the nodes in global order and keeps where every field has got to."""
 
-    def __init__(self, flow: Flow, placement: Placement, workload: Workload) -> None:
-        self.flow, self.placement, self.workload = flow, placement, workload
+    def __init__(
+        self, flow: Flow, placement: Placement, workload: Workload, members: Mapping[str, tuple[int, ...]]
+    ) -> None:
+        self.flow, self.placement, self.workload, self.members = flow, placement, workload, members
         self.partitions: list[Partition] = []
         self.home: dict[str, Partition] = {}  # node → the partition it runs in
         self.held: dict[str, list[Partition]] = {}  # field → the partitions that hold it, writer's first
@@ -57,6 +63,9 @@ class _Planner:
         self._hold(self.flow.source, source)
         for i, n in enumerate(self.flow.order):
             self._bring(n, self.flow.order[i:])
+            if n.hand_over:
+                own = (r for m in self.flow.nodes if m.role == n.role and m.method for r in self._layout(m).ranks)
+                self.tasks.append(Weights(n.role, tuple(sorted({*own, *self.members.get(n.role, ())}))))
             self.tasks.append(Run(n.id, self.home[n.id], n.reads, self._kept(n.writes)))
             self._hold(n.writes, self.home[n.id])
         return Plan(

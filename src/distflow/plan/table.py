@@ -9,7 +9,7 @@ from rich.text import Text
 
 from distflow.flow.graph import SOURCE, Node
 from distflow.plan.layout import Layout
-from distflow.plan.tasks import Free, Load, Move, Plan, Run, Task
+from distflow.plan.tasks import Free, Load, Move, Plan, Run, Task, Weights
 from distflow.plan.units import clean, human_bytes, names, ranks_text
 
 
@@ -138,3 +138,5 @@ def _step(t: Task, rank: int) -> Text:
             return Text(f"free {names(t.fields)}", "dim")
         case Load() | Run():
             return Text(t.name, "bold")
+        case Weights():
+            return Text(t.name, "cyan")

@@ -94,6 +94,21 @@ class Run:
 
 
 @dataclass(frozen=True)
+class Weights:
+    """A role's newest weights go from where it is trained to where its next node needs them."""
+
+    role: str
+    ranks: tuple[int, ...]
+
+    @property
+    def name(self) -> str:
+        return f"{self.role} weights"
+
+    def touches(self) -> Iterator[Touch]:
+        return iter(())
+
+
+@dataclass(frozen=True)
 class Free:
     """No later task of this partition reads these fields."""
 
@@ -112,7 +127,7 @@ class Free:
         return iter(())
 
 
-Task = Load | Move | Run | Free
+Task = Load | Move | Run | Weights | Free
 
 
 @dataclass(frozen=True)
@@ -249,6 +264,8 @@ def _task_json(t: Task) -> dict[str, Any]:
             }
         case Run():
             return {"do": "run", "node": t.node, "partition": t.partition.id}
+        case Weights():
+            return {"do": "weights", "role": t.role, "ranks": format_ranks(t.ranks)}
         case Free():
             return {"do": "free", "partition": t.partition.id, "fields": list(t.fields)}
 

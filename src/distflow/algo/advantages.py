@@ -1,0 +1,49 @@
+"""Advantages from scores, by comparing the samples of one group: the responses to one prompt."""
+
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from distflow.errors import ConfigError, suggest
+
+Scale = Literal["std", "none"]
+
+
+def group_advantages(scores: Tensor, groups: Tensor, scale: Scale = "std", eps: float = 1e-6) -> Tensor:
+    """GRPO: how much better than the mean of its group a sample is, in standard deviations (n − 1) of the group.
+
+    `scores` [n] and `groups` [n] (any integers; equal means same group, in any order) -> [n] in the dtype of scores.
+    `scale="none"` leaves out the division (Dr. GRPO). Where all scores of a group are equal, and so in a group of
+    one, there is nothing to learn: the advantage is exactly 0.
+    """
+    if scale not in get_args(Scale):
+        raise ConfigError(f"unknown scale of advantages '{scale}'{suggest(scale, get_args(Scale))}")
+    if not eps > 0:
+        raise ConfigError(f"eps of advantages is {eps}; it must be above 0, or equal scores would be divided by 0")
+    dtype = scores.dtype if scores.is_floating_point() else torch.get_default_dtype()
+    _, group, sizes = torch.unique(groups, return_inverse=True, return_counts=True)  # [n], [groups]
+    values = scores.double()
+    # Measured from the lowest, equal scores are exactly 0, and so is their mean; a rounded mean would leave crumbs.
+    values = values - _per_group(values, group, len(sizes), "amin")[group]
+    mean: Tensor = _per_group(values, group, len(sizes), "sum") / sizes  # [groups]
+    centred = values - mean[group]  # [n]
+    if scale == "none":
+        return centred.to(dtype)
+    variance: Tensor = _per_group(centred.square(), group, len(sizes), "sum") / (sizes - 1).clamp(min=1)  # [groups]
+    return (centred / (variance.sqrt() + eps)[group]).to(dtype)
+
+
+def zero_std_fraction(scores: Tensor, groups: Tensor) -> float:
+    """The fraction of groups whose scores are all equal (a group of one is): they teach nothing. 0 without groups."""
+    ids, group = torch.unique(groups, return_inverse=True)
+    if not len(ids):
+        return 0.0
+    values = scores.double()
+    equal = _per_group(values, group, len(ids), "amin") == _per_group(values, group, len(ids), "amax")  # [groups]
+    return float(equal.double().mean())
+
+
+def _per_group(values: Tensor, group: Tensor, groups: int, reduce: Literal["sum", "amin", "amax"]) -> Tensor:
+    """[n] -> [groups]"""
+    return values.new_zeros(groups).scatter_reduce(0, group, values, reduce, include_self=False)

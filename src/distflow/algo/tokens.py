@@ -1,0 +1,70 @@
+"""What a loss sees: the response tokens of some samples, and the fields that go with them."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from distflow.errors import ConfigError, DataError, suggest
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """The response tokens of some samples, one after the other, without padding.
+
+    `tokens["advantage"]` is aligned with the tokens, whether the field has one value per token or per sample.
+    Which of the two is said by the mapping it is in: shapes cannot tell when there are as many tokens as samples.
+    """
+
+    logprobs: Tensor  # [tokens] under the weights being trained, float32 or wider; carries the gradient
+    lengths: Tensor  # [samples] int64, sums to tokens; a length may be 0
+    per_token: Mapping[str, Tensor] = field(default_factory=dict)  # [tokens] each
+    per_sample: Mapping[str, Tensor] = field(default_factory=dict)  # [samples] each
+    entropy: Tensor | None = None  # [tokens], if the loss asked for it; carries the gradient
+
+    def __post_init__(self) -> None:
+        tokens, samples = self.logprobs.shape, self.lengths.shape
+        if len(tokens) != 1 or len(samples) != 1:
+            raise DataError(f"logprobs {list(tokens)} and lengths {list(samples)} must have one dimension each")
+        # On another device the sum would have to be waited for.
+        if self.lengths.device.type == "cpu" and int(self.lengths.sum()) != tokens[0]:
+            raise DataError(f"the lengths sum to {int(self.lengths.sum())}, but there are {tokens[0]} tokens")
+        for name, values in self.per_token.items():
+            if values.shape != tokens:
+                raise DataError(f"field '{name}' is {list(values.shape)}; one value per token is {list(tokens)}")
+            if name in self.per_sample:
+                raise DataError(f"field '{name}' is given both per token and per sample; give one of them")
+        for name, values in self.per_sample.items():
+            if values.shape != samples:
+                raise DataError(f"field '{name}' is {list(values.shape)}; one value per sample is {list(samples)}")
+        if self.entropy is not None and self.entropy.shape != tokens:
+            raise DataError(f"entropy is {list(self.entropy.shape)}; one value per token is {list(tokens)}")
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.per_token or name in self.per_sample
+
+    def __getitem__(self, name: str) -> Tensor:
+        """[tokens]; a value per sample is repeated for each of its tokens."""
+        if name in self.per_token:
+            return self.per_token[name]
+        if name in self.per_sample:
+            return self.spread(self.per_sample[name])
+        known = [*self.per_token, *self.per_sample]
+        raise ConfigError(f"the loss needs field '{name}', which its node does not read{suggest(name, known)}")
+
+    def spread(self, per_sample: Tensor) -> Tensor:
+        """[samples] -> [tokens]"""
+        return per_sample[self.sample_of]
+
+    def sums(self, per_token: Tensor) -> Tensor:
+        """[tokens] -> [samples], differentiable; 0 for a sample without tokens."""
+        return per_token.new_zeros(len(self.lengths)).index_add(0, self.sample_of, per_token)
+
+    @cached_property
+    def sample_of(self) -> Tensor:
+        """[tokens] int64: the sample each token belongs to."""
+        samples = torch.arange(len(self.lengths), device=self.lengths.device)
+        # The size is told, so that no device has to be waited for.
+        return samples.repeat_interleave(self.lengths, output_size=len(self.logprobs))

@@ -1,0 +1,82 @@
+"""The KV cache: a fixed number of slots, one sequence each. The slots in use are always the first ones."""
+
+import torch
+from torch import Tensor
+
+from distflow.engine.attention import How, Packed, attend
+
+
+class Cache:
+    """Keys and values, [slots, kv heads, longest, dim] per layer; memory is taken once and kept."""
+
+    def __init__(self, slots: int, longest: int) -> None:
+        self.slots, self.longest = slots, longest
+        self.layers: dict[int, tuple[Tensor, Tensor]] = {}  # made when a layer first writes, which says its shape
+
+    def layer(self, index: int, like: Tensor) -> tuple[Tensor, Tensor]:
+        if index not in self.layers:
+            shape = self.slots, like.shape[0], self.longest, like.shape[2]
+            self.layers[index] = like.new_empty(shape), like.new_empty(shape)
+        return self.layers[index]
+
+    def copy(self, sources: Tensor, targets: Tensor, length: int) -> None:
+        """The first `length` positions of some slots into others."""
+        for pair in self.layers.values():
+            for x in pair:
+                x[targets, :, :length] = x[sources, :, :length]
+
+
+class Prefill(Packed):
+    """Whole prompts: each attends to itself, and is written to a slot of its own."""
+
+    def __init__(self, cache: Cache, lengths: list[int], slots: list[int]) -> None:
+        super().__init__(lengths)
+        self.cache, self.lengths, self.into = cache, lengths, slots
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, how: How) -> Tensor:
+        keys, values = self.cache.layer(layer, k)
+        start = 0
+        for slot, length in zip(self.into, self.lengths, strict=True):
+            keys[slot, :, :length] = k[:, start : start + length]
+            values[slot, :, :length] = v[:, start : start + length]
+            start += length
+        return super().__call__(layer, q, k, v, how)
+
+
+class Decode:
+    """One new token for each of the first slots, at these positions."""
+
+    def __init__(self, cache: Cache, positions: Tensor) -> None:
+        self.cache, self.positions = cache, positions
+        self.count = len(positions)
+        self.keys = int(positions.max()) + 1
+        self.even = int(positions.min()) + 1 == self.keys
+        self._rows: Tensor | None = None
+        self._masks: dict[int | None, Tensor | None] = {}
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, how: How) -> Tensor:
+        cached = self.cache.layer(layer, k)
+        rows = self._where(k.shape[0])
+        for x, new in zip(cached, (k, v), strict=True):
+            x.view(-1, x.shape[-1]).index_copy_(0, rows, new.transpose(0, 1).flatten(0, 1))
+        keys, values = (x[: self.count, :, : self.keys] for x in cached)
+        out = attend(q.transpose(0, 1)[:, :, None], keys, values, how, mask=self._mask(how.window))
+        return out[:, :, 0]
+
+    def _where(self, heads: int) -> Tensor:
+        """The row of each (slot, head) in the cache seen as one list of vectors."""
+        if self._rows is None or len(self._rows) != self.count * heads:
+            pairs = torch.arange(self.count * heads, device=self.positions.device)
+            self._rows = pairs * self.cache.longest + self.positions.repeat_interleave(heads)
+        return self._rows
+
+    def _mask(self, window: int | None) -> Tensor | None:
+        if self.even and (window is None or window >= self.keys):
+            return None
+        if window not in self._masks:
+            place = torch.arange(self.keys, device=self.positions.device)
+            seen = place <= self.positions[:, None]
+            if window is not None:
+                seen &= place > self.positions[:, None] - window
+            self._masks[window] = seen[:, None, None]  # [count, 1, 1, keys]
+        return self._masks[window]

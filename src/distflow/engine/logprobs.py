@@ -1,0 +1,98 @@
+"""Log-probs and entropy of tokens, in chunks: [tokens × vocabulary] is never held, forward or backward."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_CHUNK = 1 << 20  # logits held at once
+
+
+def token_logprobs(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    temperature: float = 1.0,
+    softcap: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Log-probs of `targets` [n] and the entropy [n], both float32, from hidden states [n, width] and the output layer.
+
+    The logits are computed a second time in the backward pass.
+    """
+    logprobs, entropy = _Head.apply(hidden, weight, bias, targets, temperature, softcap)  # type: ignore[no-untyped-call]
+    return logprobs, entropy
+
+
+class _Head(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        temperature: float,
+        softcap: float | None,
+    ) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(hidden, weight, bias, targets)
+        ctx.temperature, ctx.softcap = temperature, softcap
+        kind = torch.promote_types(hidden.dtype, torch.float32)
+        logprobs, entropy = (hidden.new_empty(len(hidden), dtype=kind) for _ in range(2))
+        for part in _parts(len(hidden), len(weight)):
+            logits = _logits(hidden[part], weight, bias, temperature, softcap)[0]
+            logprobs[part] = logits.gather(1, targets[part, None])[:, 0]
+            peak = logits.amax(-1, keepdim=True)
+            shifted = logits.sub_(peak)
+            odds = shifted.exp()
+            total = odds.sum(-1)
+            logprobs[part] -= total.log() + peak[:, 0]
+            entropy[part] = total.log() - (odds.mul_(shifted)).sum(-1) / total
+        return logprobs, entropy
+
+    @staticmethod
+    def backward(ctx: Any, d_logprobs: Tensor, d_entropy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        hidden, weight, bias, targets = ctx.saved_tensors
+        d_hidden, d_weight = torch.empty_like(hidden), torch.zeros_like(weight)
+        d_bias = None if bias is None else torch.zeros_like(bias)
+        sharpen = bool(d_entropy.any())  # most losses leave the entropy alone
+        for part in _parts(len(hidden), len(weight)):
+            logits, slope = _logits(hidden[part], weight, bias, ctx.temperature, ctx.softcap)
+            log_p = logits.sub_(logits.logsumexp(-1, keepdim=True))
+            p = log_p.exp()
+            d = d_logprobs[part, None]
+            if sharpen:
+                entropy = -(p * log_p).sum(-1, keepdim=True)
+                d_logits = log_p.add_(entropy).mul_(-d_entropy[part, None]).sub_(d).mul_(p)
+            else:
+                d_logits = p.mul_(-d)
+            d_logits.scatter_add_(1, targets[part, None], d)
+            if slope is not None:
+                d_logits *= slope
+            if ctx.temperature != 1:
+                d_logits /= ctx.temperature
+            d_logits = d_logits.to(hidden.dtype)
+            torch.mm(d_logits, weight, out=d_hidden[part])
+            d_weight.addmm_(d_logits.T, hidden[part])
+            if d_bias is not None:
+                d_bias += d_logits.sum(0)
+        return d_hidden, d_weight, d_bias, None, None, None
+
+
+def _parts(tokens: int, vocabulary: int) -> list[slice]:
+    size = max(16, _CHUNK // vocabulary)
+    return [slice(i, i + size) for i in range(0, tokens, size)]
+
+
+def _logits(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float, softcap: float | None
+) -> tuple[Tensor, Tensor | None]:
+    """Logits, in float32 or better, and the derivative of the soft cap where there is one."""
+    logits = torch.nn.functional.linear(hidden, weight, bias)
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    slope = None
+    if softcap is not None:
+        logits = torch.tanh(logits / softcap)
+        slope = 1 - logits * logits
+        logits = logits * softcap
+    return (logits / temperature if temperature != 1 else logits), slope

@@ -1,0 +1,237 @@
+"""What stands behind the actor: a trainer where it is trained, a generator where it generates, weights in between."""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from distflow import checkpoint
+from distflow.data.batch import Batch, Ragged
+from distflow.data.exchange import Collective
+from distflow.engine import parallel
+from distflow.engine.model import DTYPES, Source, kv_bytes
+from distflow.engine.rollout import Rollout
+from distflow.engine.sampling import Sampling
+from distflow.engine.setup import Setup
+from distflow.engine.text import Text, ragged
+from distflow.engine.trainer import Recipe, Trainer
+from distflow.engine.weights import HandOver, Held, within
+from distflow.errors import ConfigError
+from distflow.flow.call import load
+from distflow.observe.metrics import Tally
+from distflow.plan.layout import Layout
+from distflow.worker import Context
+
+_HELD_OUT = 0x5EED  # evaluation draws its own noise
+
+
+class Policy:
+    def __init__(self, setup: Setup) -> None:
+        self.setup, self.config = setup, setup.config
+        source = _source(setup)
+        self.text = Text(source, prompt_limit(setup.config, source))
+        trains = _one_layout(setup, ("update", "logprobs"))
+        generates = setup.layouts.get("generate")
+        self.trainer = None
+        if trains and setup.rank in trains.ranks:
+            self.trainer = _trainer(setup, source, trains, learns="update" in setup.layouts)
+        self.generator = None
+        if generates and setup.rank in generates.ranks:
+            self.generator = Generator(setup, source, generates)
+        self.transfer: HandOver | None = None
+        self.shared = trains == generates and trains is not None and trains.dp == 1
+        dtype = DTYPES[setup.config.train.dtype]
+        if self.generator and not trains:
+            self.generator.read(source)
+        elif self.generator and self.trainer and self.shared and dtype == torch.float32:
+            self.generator.fill(self.trainer.parts())  # the same memory: an update is seen at once
+        elif trains and generates:
+            specs = (self.trainer or self.generator).specs  # type: ignore[union-attr]
+            self.transfer = HandOver(specs, Held(trains, True), Held(generates, False), setup.rank, dtype)
+
+    def save(self, folder: Path, step: int) -> None:
+        if self.trainer and self.trainer.config:
+            group = self.setup.groups[self.trainer.layout]
+            weights = {spec.name: p.detach() for spec, p in self.trainer.named()}
+            checkpoint.save(folder, step, weights, _source(self.setup), group)
+
+    def hand_over(self) -> Iterator[Collective]:
+        if self.transfer:
+            target = self.generator.allocate() if self.generator else {}
+            yield from self.transfer.run(self.trainer.parts() if self.trainer else {}, target)
+
+    def generate(self, batch: Batch, ctx: Context, temperature: float | None, held_out: bool) -> dict[str, Any]:
+        assert self.generator is not None
+        first, prompt_of = np.unique(batch.groups, return_inverse=True)
+        rows = {g: i for i, g in reversed(list(enumerate(batch.groups.tolist())))}
+        prompts = [self.text.encode(batch["prompt"][rows[g]]) for g in first.tolist()]
+        seed = ctx.seed ^ _HELD_OUT if held_out else ctx.seed
+        done = self.generator.generate(prompts, prompt_of, batch.ids, seed, temperature)
+        if self.transfer:
+            self.generator.release()
+        _tell_lengths(done.tokens, done.finished, ctx.metrics, "val/" if held_out else "")
+        return {
+            "prompt_tokens": ragged([prompts[i] for i in prompt_of]),
+            "response_tokens": done.tokens,
+            "rollout_logprobs": done.logprobs,
+            "response": self.text.decode(done.tokens),
+            "finished": done.finished,
+        }
+
+    def logprobs(self, batch: Batch) -> Ragged:
+        assert self.trainer is not None
+        return self.trainer.logprobs(batch)[0]
+
+    def update(
+        self,
+        batch: Batch,
+        ctx: Context,
+        loss: str,
+        aggregate: str,
+        mini_batches: int,
+        epochs: int,
+        constants: Mapping[str, Any],
+    ) -> None:
+        assert self.trainer is not None
+        if mini_batches * epochs > 1 and "old_logprobs" not in batch and "rollout_logprobs" in batch:
+            batch = Batch(batch.ids, batch.groups, {**batch.columns, "old_logprobs": batch["rollout_logprobs"]})
+        recipe = Recipe(
+            load(loss, "actor.update: loss", self.config.base),
+            constants,
+            aggregate,
+            self.config.rollout.max_tokens,
+            mini_batches,
+            epochs,
+        )
+        place = batch.groups - ctx.step * self.config.data.batch  # of a prompt among those of the step
+        total = self.setup.steps * mini_batches * epochs
+        self.trainer.update(batch, place * mini_batches // self.config.data.batch, recipe, total, ctx.metrics)
+
+
+class Generator:
+    """A copy of the model's modules with plain tensors for weights: no hooks, no DTensors, nothing between layers."""
+
+    def __init__(self, setup: Setup, source: Source, layout: Layout) -> None:
+        rollout = setup.config.rollout
+        self.rank, self.dtype = setup.rank, DTYPES[setup.config.train.dtype]
+        self.model = source.skeleton()
+        self.model.requires_grad_(False)
+        if self.dtype != torch.float32:
+            self.model.to(self.dtype)
+        cut = parallel.styles(self.model, layout.tp, "placement.nodes.actor.generate")
+        self.specs = parallel.specs(self.model, cut)
+        self.held = Held(layout, sharded=False)
+        group = setup.meshes[layout].get_group("tp") if layout.tp > 1 else None
+        if group is not None:
+            parallel.CutInPlace(self.model, cut, group)
+        first = layout.cells[layout.cell_of(setup.rank) or 0][0]
+
+        def agree(tokens: Tensor) -> Tensor:
+            if group is not None:
+                dist.broadcast(tokens, first, group=group)
+            return tokens
+
+        per_token = kv_bytes(source.config, self.dtype, layout.tp)
+        cache = int(rollout.kv_cache_gb * (1 << 30))
+        self.engine = Rollout(self.model, per_token, cache, rollout.max_sequences, agree)
+        text = Text(source, 0)
+        self.sampling = Sampling(
+            rollout.max_tokens,
+            rollout.temperature,
+            rollout.top_p,
+            rollout.top_k,
+            text.stop_tokens(source, rollout.stop),
+        )
+
+    def generate(self, prompts: Any, prompt_of: Any, ids: Any, seed: int, temperature: float | None) -> Any:
+        from dataclasses import replace
+
+        how = self.sampling if temperature is None else replace(self.sampling, temperature=temperature)
+        return self.engine.generate(prompts, prompt_of, ids, how, seed)
+
+    def fill(self, tensors: Mapping[str, Tensor]) -> None:
+        """Use these tensors as weights, as they are."""
+        for name, tensor in tensors.items():
+            module, _, leaf = name.rpartition(".")
+            setattr(self.model.get_submodule(module), leaf, nn.Parameter(tensor, requires_grad=False))
+        self.model.tie_weights()
+
+    def allocate(self) -> dict[str, Tensor]:
+        """Memory for the weights, to be filled."""
+        made = {}
+        for spec in self.specs:
+            shape = [hi - lo for lo, hi in self.held.box(spec, self.rank)]
+            made[spec.name] = torch.empty(shape, dtype=self.dtype)
+        self.fill(made)
+        return made
+
+    def release(self) -> None:
+        """Give the memory of the weights back: training needs it."""
+        self.fill({spec.name: torch.empty(0, dtype=self.dtype) for spec in self.specs})
+
+    def read(self, source: Source) -> None:
+        """Weights straight from where the model comes from."""
+        read = source.reader([s.name for s in self.specs])
+        for spec_name, tensor in self.allocate().items():
+            spec = next(s for s in self.specs if s.name == spec_name)
+            whole = tuple((0, n) for n in spec.shape)
+            tensor.copy_(read(spec.name, within(whole, self.held.box(spec, self.rank))))
+
+
+def frozen(setup: Setup) -> Trainer:
+    """A model that is only asked for log-probs."""
+    layout = _one_layout(setup, ("logprobs",))
+    assert layout is not None
+    return _trainer(setup, _source(setup), layout, learns=False)
+
+
+def prompt_limit(config: Any, source: Source) -> int:
+    positions = getattr(source.config.get_text_config(), "max_position_embeddings", None) or 1 << 30
+    room = positions - config.rollout.max_tokens
+    if room < 1:
+        raise ConfigError(
+            f"rollout.max_tokens: {config.rollout.max_tokens} leaves no room for a prompt in the model's {positions}"
+            " positions; lower it"
+        )
+    return min(config.data.max_prompt or room, room)
+
+
+def _source(setup: Setup) -> Source:
+    if setup.source is None:
+        raise ConfigError(f"role '{setup.role}' needs a model; say which: `model: name-or-directory`")
+    return setup.source
+
+
+def _trainer(setup: Setup, source: Source, layout: Layout, learns: bool) -> Trainer:
+    train = setup.config.train
+    return Trainer(
+        source,
+        layout,
+        setup.meshes[layout],
+        setup.rank,
+        setup.config.rollout.temperature or 1.0,
+        train.micro_tokens,
+        train.dtype,
+        train if learns else None,
+        train.recompute and learns,
+    )
+
+
+def _one_layout(setup: Setup, methods: tuple[str, ...]) -> Layout | None:
+    """Nodes that share a model run in one place."""
+    found = {m: setup.layouts[m] for m in methods if m in setup.layouts}
+    if len(set(found.values())) > 1:
+        told = ", ".join(f"{setup.role}.{m} as {layout}" for m, layout in found.items())
+        raise ConfigError(f"placement: {told} work on one model; place them alike")
+    return next(iter(found.values()), None)
+
+
+def _tell_lengths(tokens: Ragged, finished: Tensor, tally: Tally, prefix: str) -> None:
+    n = len(tokens)
+    tally.log(f"{prefix}response_length/mean", float(tokens.lengths.mean()), n)
+    tally.log(f"{prefix}response_length/max", float(tokens.lengths.max()), reduce="max")
+    tally.log(f"{prefix}response_length/clip_ratio", 1 - float(finished.float().mean()), n)

@@ -1,0 +1,74 @@
+"""Text to tokens and back, once each: what the model said stays tokens."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformers import GenerationConfig
+from transformers import PreTrainedTokenizerBase as Tokenizer
+
+from distflow.data.batch import Ragged
+from distflow.engine.model import Source
+from distflow.errors import ConfigError, DataError
+
+Prompt = str | list[dict[str, Any]]
+
+
+class Text:
+    """`limit`: the longest prompt, in tokens."""
+
+    def __init__(self, source: Source, limit: int) -> None:
+        self.name, self.limit = source.name, limit
+        self.tokenizer: Tokenizer = source.tokenizer
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        """A prompt as the model reads it; chat messages go through the tokenizer's template."""
+        tokens = self._encode(prompt)
+        if not tokens:
+            raise DataError("the prompt is empty; it needs at least one token")
+        if len(tokens) > self.limit:
+            raise DataError(
+                f"the prompt has {len(tokens)} tokens, the longest allowed is {self.limit}"
+                " (data.max_prompt, or the model's positions less rollout.max_tokens)"
+            )
+        return tokens
+
+    def _encode(self, prompt: Prompt) -> list[int]:
+        if isinstance(prompt, str):
+            return self.tokenizer(prompt, return_attention_mask=False)["input_ids"]  # type: ignore[no-any-return]
+        if not isinstance(prompt, list) or not all(isinstance(m, dict) and "content" in m for m in prompt):
+            raise DataError(f"the prompt is {str(prompt)[:60]!r}; it is text or a list of chat messages {{role, content}}")
+        if not self.tokenizer.chat_template:
+            raise DataError(
+                f"the prompt is a list of chat messages, and the tokenizer of '{self.name}' has no chat template;"
+                " give a model that has one (an instruct model), or prompts as text"
+            )
+        return self.tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False)  # type: ignore
+
+    def encode_pairs(self, prompts: Sequence[Prompt], responses: Sequence[str]) -> dict[str, Ragged]:
+        end = [self.tokenizer.eos_token_id]
+        answers = [self.tokenizer(r, add_special_tokens=False)["input_ids"] + end for r in responses]
+        return {
+            "prompt_tokens": ragged([self.encode(p) for p in prompts]),
+            "response_tokens": ragged(answers),
+        }
+
+    def decode(self, tokens: Ragged) -> list[str]:
+        return self.tokenizer.batch_decode([t.tolist() for t in tokens], skip_special_tokens=True)
+
+    def stop_tokens(self, source: Source, extra: Sequence[str]) -> frozenset[int]:
+        """Tokens that end a response: the tokenizer's, those of the model's generation config, and what the user adds."""
+        ends = {self.tokenizer.eos_token_id}
+        if source.folder and (source.folder / "generation_config.json").exists():
+            said = GenerationConfig.from_pretrained(source.folder).eos_token_id
+            ends |= set(said if isinstance(said, list) else [said] if said is not None else [])
+        for text in extra:
+            ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+            if len(ids) != 1:
+                raise ConfigError(f"rollout.stop: '{text}' is {len(ids)} tokens; a text that is one token can end a response")
+            ends.add(ids[0])
+        return frozenset(ends)
+
+
+def ragged(rows: Sequence[Sequence[int]]) -> Ragged:
+    return Ragged.of([torch.tensor(r, dtype=torch.int64) for r in rows])

@@ -1,0 +1,218 @@
+"""The training engine: a model sharded over its layout, its optimiser, log-probs and updates."""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from distflow.algo.aggregate import Counts, token_weights
+from distflow.algo.losses import Loss
+from distflow.algo.tokens import Tokens
+from distflow.config import TrainConfig
+from distflow.data.balance import Ints
+from distflow.data.batch import Batch, Ragged
+from distflow.engine import parallel
+from distflow.engine.attention import Packed
+from distflow.engine.logprobs import token_logprobs
+from distflow.engine.model import DTYPES, Source
+from distflow.engine.packing import RESPONSE, ROLLOUT, Pack, micro_batches, nothing, pack, sequence_lengths
+from distflow.engine.schedule import learning_rate
+from distflow.engine.weights import Held, Spec, within
+from distflow.observe.metrics import Tally
+from distflow.plan.layout import Layout
+
+
+class Scorer(nn.Module):
+    """What FSDP wraps: the model, called for log-probs of chosen tokens. Its logits never leave it."""
+
+    def __init__(self, lm: Any) -> None:
+        super().__init__()
+        self.lm = lm
+        config = lm.config.get_text_config()
+        self.softcap: float | None = getattr(config, "final_logit_softcapping", None)
+
+    def forward(self, pack: Pack, temperature: float) -> tuple[Tensor, Tensor]:
+        """Log-probs and entropy [responses]."""
+        hidden = self.lm.base_model(
+            input_ids=pack.tokens[None],
+            position_ids=pack.positions[None],
+            use_cache=False,
+            distflow=Packed(pack.lengths),
+        ).last_hidden_state[0]
+        head = self.lm.get_output_embeddings()
+        # A pack without a response still passes through all layers, so that everybody takes part in the collectives.
+        keep = pack.keep if len(pack.keep) else pack.keep.new_zeros(1)
+        targets = pack.targets if len(pack.keep) else keep
+        hidden = hidden.index_select(0, keep)
+        logprobs, entropy = token_logprobs(hidden, head.weight, head.bias, targets, temperature, self.softcap)
+        return logprobs, entropy
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How an update goes about its samples. `loss` gives a value per token, `mode` says how they become one number."""
+
+    loss: Callable[..., Loss]
+    constants: Mapping[str, Any]
+    mode: str
+    horizon: int
+    mini_batches: int = 1
+    epochs: int = 1
+
+
+class Trainer:
+    """One rank's part of a model that `layout` trains, or only asks (`config` None). Parameters are float32 shards."""
+
+    def __init__(
+        self,
+        source: Source,
+        layout: Layout,
+        mesh: DeviceMesh,
+        rank: int,
+        temperature: float,
+        micro_tokens: int,
+        compute: str,
+        config: TrainConfig | None,
+        recompute: bool = False,
+    ) -> None:
+        self.layout, self.mesh, self.config = layout, mesh, config
+        self.temperature, self.micro_tokens = temperature, micro_tokens
+        self.dp_group, self.dp = mesh.get_group("dp"), layout.dp
+        self.lead = layout.ranks.index(rank) % layout.tp == 0  # speaks for its tensor-parallel cell
+        lm = source.skeleton()
+        self.cut = parallel.styles(lm, layout.tp, "placement")
+        self.specs = parallel.specs(lm, self.cut)
+        self.held = Held(layout, sharded=True)
+        parallel.cut_for_training(lm, self.cut, mesh)
+        if recompute:
+            lm.gradient_checkpointing_enable({"use_reentrant": False})
+            lm.train()
+        self.model = Scorer(lm)
+        if config is None:
+            self.model.requires_grad_(False)
+        parallel.shard(self.model, lm, mesh, DTYPES[compute])
+        self._fill(source, rank)
+        self.optimizer: torch.optim.AdamW | None = None
+        self.updates = 0
+        if config is not None:
+            # The optimiser sees this rank's parts as plain tensors, which are the same memory.
+            self.shards = [nn.Parameter(part) for part in self.parts().values()]
+            matrices = [s for s, (spec, _) in zip(self.shards, self.named(), strict=True) if len(spec.shape) > 1]
+            vectors = [s for s, (spec, _) in zip(self.shards, self.named(), strict=True) if len(spec.shape) <= 1]
+            self.optimizer = torch.optim.AdamW(
+                [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}],
+                lr=config.lr,
+                betas=config.betas,
+                eps=config.eps,
+                fused=True,
+            )
+
+    def named(self) -> list[tuple[Spec, nn.Parameter]]:
+        """Parameters with what is known of them."""
+        found = dict(self.model.lm.named_parameters())
+        return [(spec, found[spec.name]) for spec in self.specs]
+
+    def parts(self) -> dict[str, Tensor]:
+        """This rank's part of each parameter."""
+        return {spec.name: parallel.local(p.detach()) for spec, p in self.named()}
+
+    def _fill(self, source: Source, rank: int) -> None:
+        self.model._apply(lambda t: torch.empty_like(t, device=self.mesh.device_type) if t.is_meta else t)
+        self.model.lm.tie_weights()
+        read = source.reader([s.name for s in self.specs])
+        for spec, p in self.named():
+            box = self.held.box(spec, rank)
+            with torch.no_grad():
+                parallel.local(p).copy_(read(spec.name, within(tuple((0, n) for n in spec.shape), box)))
+
+    @torch.no_grad()
+    def logprobs(self, batch: Batch) -> tuple[Ragged, Ragged]:
+        """Of every response token, and the entropy there."""
+        lengths = batch[RESPONSE].lengths
+        starts = np.cumsum(lengths) - lengths
+        results = [torch.empty(int(lengths.sum())) for _ in range(2)]
+        micros, _ = self._agree(batch, [np.arange(len(batch))])[0]
+        for index in micros:
+            packed = pack(batch, index) if len(index) else nothing()
+            for whole, values in zip(results, self.model(packed, self.temperature), strict=True):
+                for i, part in zip(packed.index, values.split(packed.responses.tolist()), strict=True):
+                    whole[starts[i] : starts[i] + len(part)] = part
+        return Ragged.packed(results[0], lengths), Ragged.packed(results[1], lengths)
+
+    def update(self, batch: Batch, mini_of: Ints, recipe: Recipe, total_updates: int, tally: Tally) -> None:
+        """Optimiser steps on the samples of each mini-batch (`mini_of`), `epochs` times over."""
+        minis = [np.flatnonzero(mini_of == m) for m in range(recipe.mini_batches)]
+        agreed = self._agree(batch, minis)
+        for epoch in range(recipe.epochs):
+            for k, (micros, counts) in enumerate(agreed):
+                fresh = epoch == k == 0  # the weights are still those that generated
+                for index in micros:
+                    self._accumulate(batch, index, Counts(*counts, recipe.horizon), recipe, fresh, tally)
+                self._step(total_updates, tally)
+
+    def _agree(self, batch: Batch, minis: list[Ints]) -> list[tuple[list[Ints], tuple[int, int]]]:
+        """Micro-batches of each mini-batch, as many on every rank, and its tokens and samples over all ranks."""
+        lengths, responses = sequence_lengths(batch), batch[RESPONSE].lengths
+        micros = [[m[part] for part in micro_batches(lengths[m], self.micro_tokens)] for m in minis]
+        sums = torch.tensor([[int(responses[m].sum()), int((responses[m] > 0).sum())] for m in minis])
+        most = torch.tensor([max(1, len(parts)) for parts in micros])
+        if self.dp > 1:
+            dist.all_reduce(sums, group=self.dp_group)
+            dist.all_reduce(most, dist.ReduceOp.MAX, group=self.dp_group)
+        nobody: Ints = np.empty(0, np.int64)
+        return [
+            (parts + [nobody] * (int(n) - len(parts)), (int(tokens), int(samples)))
+            for parts, n, (tokens, samples) in zip(micros, most, sums.tolist(), strict=True)
+        ]
+
+    def _accumulate(
+        self, batch: Batch, index: Ints, counts: Counts, recipe: Recipe, fresh: bool, tally: Tally
+    ) -> None:
+        """Add the gradient of some samples."""
+        packed = pack(batch, index) if len(index) else nothing()
+        logprobs, entropy = self.model(packed, self.temperature)
+        count = len(packed.targets)
+        if not count:
+            (0.0 * logprobs.sum()).backward()
+            return
+        tokens = Tokens(logprobs, packed.responses, packed.per_token, packed.per_sample, entropy)
+        loss = recipe.loss(tokens, **recipe.constants)
+        total = (token_weights(recipe.mode, packed.responses, counts) * loss.per_token).sum()
+        (total * self.dp).backward()  # FSDP takes the mean over ranks, and the weights are already global
+        for name, values in loss.metrics.items():
+            tally.log(name, float(values.mean()), count)
+        tally.log("actor/entropy", float(entropy.detach().mean()), count)
+        if self.lead:
+            tally.log("actor/loss", float(total.detach()), reduce="sum")
+        if fresh and ROLLOUT in packed.per_token:
+            gap = packed.per_token[ROLLOUT] - logprobs.detach()
+            tally.log("rollout/mismatch_kl", float((torch.expm1(-gap) + gap).mean()), count)
+            tally.log("rollout/mismatch_max", float(gap.abs().max()), reduce="max")
+
+    def _step(self, total_updates: int, tally: Tally) -> None:
+        assert self.config is not None
+        assert self.optimizer is not None
+        parallel.sum_shared_grads(self.model.lm, self.cut, self.mesh)
+        norm = float(parallel.grad_norm(self.named(), self.mesh))
+        tally.log("actor/grad_norm", norm)
+        lr = learning_rate(self.config, self.updates, total_updates)
+        tally.log("actor/lr", lr)
+        if math.isfinite(norm):
+            for (_, p), shard in zip(self.named(), self.shards, strict=True):
+                shard.grad = None if p.grad is None else parallel.local(p.grad)
+            if norm > self.config.clip_grad > 0:
+                grads = [s.grad for s in self.shards if s.grad is not None]
+                torch._foreach_mul_(grads, self.config.clip_grad / norm)
+            for group in self.optimizer.param_groups:
+                group["lr"] = lr
+            self.optimizer.step()
+        else:
+            tally.log("actor/skipped_updates", 1 / self.dp, reduce="sum")
+        self.updates += 1
+        self.model.zero_grad()

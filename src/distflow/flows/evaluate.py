@@ -1,0 +1,12 @@
+"""Judge a model on a held-out set: what `eval` in a config and `distflow eval` run."""
+
+from distflow.flow import flow
+from distflow.flows.nodes import report
+
+
+@flow
+def evaluate(prompts, actor, reward, *, temperature=0.0, rows=0, n=1):
+    rollout = actor.generate(prompts["prompt"], temperature=temperature, held_out=True)
+    score = reward.score(prompts, rollout["response", "response_tokens"])
+    source = [prompts["data_source"]] if "data_source" in prompts.fields else []
+    report(score, rollout["response"], prompts["prompt"], *source, rows=rows, n=n)

@@ -1,0 +1,143 @@
+"""The sections of a config: what may be said of data, model, rollout, training, reward and evaluation. No torch."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+def _one_or_many(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
+Names = Annotated[list[str], BeforeValidator(_one_or_many)]
+Pair = Annotated[tuple[float, float], BeforeValidator(lambda v: tuple(v) if isinstance(v, list) else v)]
+Dtype = Literal["float32", "bfloat16"]
+
+
+class RoleConfig(Section):
+    """Who plays a role: a function, or a class that each worker makes an object of, with `args`."""
+
+    call: str
+    args: dict[str, Any] = {}
+
+
+class DataConfig(Section):
+    """`batch` prompts a step, each `repeat` times. Files are looked up from the folder of the config."""
+
+    files: Names = Field(min_length=1)
+    batch: int = Field(64, gt=0)
+    repeat: int | None = Field(None, gt=0)  # default: rollout.n where the flow generates, else 1
+    fields: list[str] | None = None  # columns to load; by default the keys of the first row
+    rename: dict[str, str] = {}  # column → what the flow calls it, e.g. {question: prompt}
+    max_prompt: int | None = Field(None, gt=0)  # tokens; longer ones are bad rows
+    on_bad_row: Literal["error", "skip"] = "error"
+
+
+class PlaceConfig(Section):
+    group: str = "all"
+    dp: int | None = Field(None, gt=0)
+    tp: int = Field(1, gt=0)
+
+
+class PlacementConfig(Section):
+    groups: dict[str, str] = {}
+    default: PlaceConfig = PlaceConfig()
+    roles: dict[str, PlaceConfig] = {}
+    nodes: dict[str, PlaceConfig] = {}
+
+    @field_validator("groups", mode="before")
+    @classmethod
+    def _ranks_as_text(cls, value: Any) -> Any:
+        return {g: str(r) if isinstance(r, int) else r for g, r in value.items()} if isinstance(value, dict) else value
+
+
+class ModelConfig(Section):
+    """`path`: a name on the hub or a directory. Or `arch`: a small model, filled at random, with its own tokenizer."""
+
+    path: str | None = None
+    trust_remote_code: bool = False
+    arch: str | None = None  # qwen2, llama, …
+    hidden: int = Field(256, gt=0)
+    layers: int = Field(4, gt=0)
+    heads: int | None = Field(None, gt=0)  # default: hidden / 64
+    kv_heads: int | None = Field(None, gt=0)  # default: heads
+    ffn: int | None = Field(None, gt=0)  # default: 4 × hidden
+    vocab: int = Field(258, gt=0)  # tokens; 258 is one per byte
+    positions: int = Field(4096, gt=0)
+
+    @model_validator(mode="after")
+    def _one_of_two(self) -> "ModelConfig":
+        if (self.path is None) == (self.arch is None):
+            raise ValueError("give one of `path` (a name on the hub or a directory) and `arch` (made on the spot)")
+        if self.heads and self.hidden % self.heads:
+            raise ValueError(f"hidden {self.hidden} is not a multiple of heads {self.heads}")
+        return self
+
+
+class RolloutConfig(Section):
+    """How responses are drawn."""
+
+    n: int = Field(8, gt=0)  # responses to a prompt
+    max_tokens: int = Field(256, gt=0)
+    temperature: float = Field(1.0, ge=0)
+    top_p: float = Field(1.0, gt=0, le=1)
+    top_k: int = Field(0, ge=0)  # 0: all
+    stop: Names = []  # texts of one token that end a response, besides the end-of-sequence token
+    kv_cache_gb: float = Field(2.0, gt=0)
+    max_sequences: int = Field(256, gt=0)  # in the batch at once
+
+
+class TrainConfig(Section):
+    """The optimiser and how the work is cut."""
+
+    lr: float = Field(1e-6, ge=0)
+    warmup: int = Field(0, ge=0)  # updates
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    weight_decay: float = Field(0.0, ge=0)
+    betas: Pair = (0.9, 0.999)
+    eps: float = Field(1e-8, gt=0)
+    clip_grad: float = Field(1.0, ge=0)  # 0: never
+    micro_tokens: int = Field(16384, gt=0)  # in one forward and backward pass of a worker
+    dtype: Dtype = "float32"  # of the computation; the weights that are trained are always float32
+    recompute: bool = False  # activations in the backward pass, instead of keeping them
+
+
+class RewardFunction(Section):
+    call: str
+    weight: float = 1.0
+    name: str | None = None  # default: that of the function
+
+
+class RewardConfig(Section):
+    """Functions with verl's or TRL's signature, run in processes of their own that can be killed."""
+
+    functions: list[RewardFunction] = Field(min_length=1)
+    processes: int = Field(1, gt=0)  # of each worker
+    time_limit_s: float = Field(30.0, gt=0)  # for a sample
+    on_failure: Literal["error"] | float = "error"  # or the score of a sample for which a function fails
+    answer: str | None = None  # the column with the right answer, for functions that take `ground_truth`
+
+    @field_validator("functions", mode="before")
+    @classmethod
+    def _short(cls, value: Any) -> Any:
+        many = value if isinstance(value, list) else [value]
+        return [{"call": v} if isinstance(v, str) else v for v in many]
+
+    @field_validator("on_failure", mode="before")
+    @classmethod
+    def _whole_number(cls, value: Any) -> Any:
+        return float(value) if isinstance(value, int) and not isinstance(value, bool) else value
+
+
+class EvalConfig(Section):
+    """A held-out set, judged by the same reward before training, every so many steps, and at the end."""
+
+    files: Names = Field(min_length=1)
+    every: int = Field(10, gt=0)
+    n: int = Field(1, gt=0)  # responses to a prompt; above 1 also pass@n
+    temperature: float = Field(0.0, ge=0)  # 0: the likeliest tokens
+    limit: int | None = Field(None, gt=0)  # rows

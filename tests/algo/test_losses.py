@@ -1,0 +1,243 @@
+"""Losses per token: numbers by hand, a reference in loops, gradients, and nothing that is not finite."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from distflow.algo.losses import nll, policy
+from distflow.algo.tokens import Tokens
+from distflow.errors import ConfigError
+
+BUSY = settings(deadline=None)  # the first example waits for torch
+
+
+def logs(ratios: list[float]) -> Tensor:
+    return torch.tensor(ratios, dtype=torch.float64).log()
+
+
+def given_ratios(ratios: list[float], advantages: list[float]) -> tuple[Tokens, Tensor]:
+    """One sample whose tokens have these ratios and advantages; and its leaf."""
+    old = torch.linspace(-3, -0.1, len(ratios), dtype=torch.float64)
+    new = (old + logs(ratios)).requires_grad_()
+    advantage = torch.tensor(advantages, dtype=torch.float64)
+    lengths = torch.tensor([len(ratios)])
+    return Tokens(new, lengths, {"old_logprobs": old, "advantage": advantage}), new
+
+
+def test_nll_by_hand() -> None:
+    logprobs = torch.tensor([-0.5, -2.0], requires_grad=True)
+    loss = nll(Tokens(logprobs, torch.tensor([2])))
+    loss.per_token.sum().backward()
+    assert loss.per_token.tolist() == [0.5, 2]
+    assert logprobs.grad is not None
+    assert logprobs.grad.tolist() == [-1, -1]
+    assert loss.metrics == {}
+
+
+#        ratio, advantage -> loss, clipped, gradient (−ratio · advantage where not clipped), with 0.8 … 1.3
+BY_HAND = [
+    (1.5, 2.0, -2.6, 1, 0.0),
+    (1.5, -2.0, 3.0, 0, 3.0),
+    (0.5, 2.0, -1.0, 0, -1.0),
+    (0.5, -2.0, 1.6, 1, 0.0),
+    (1.25, 1.0, -1.25, 0, -1.25),
+    (0.9, -3.0, 2.7, 0, 2.7),
+    (1.0, 0.5, -0.5, 0, -0.5),
+    (7.0, 0.0, 0.0, 0, 0.0),
+]
+
+
+def test_policy_by_hand() -> None:
+    ratios, advantages, losses, clipped, gradients = (list(column) for column in zip(*BY_HAND, strict=True))
+    tokens, new = given_ratios(ratios, advantages)
+    loss = policy(tokens, clip=0.2, clip_high=0.3)
+    loss.per_token.sum().backward()
+    assert new.grad is not None
+    assert loss.per_token.tolist() == pytest.approx(losses)
+    assert loss.metrics["actor/clip_frac"].tolist() == clipped
+    assert new.grad.tolist() == pytest.approx(gradients)
+    assert loss.metrics["actor/pg_loss"].tolist() == pytest.approx(losses)
+    assert loss.metrics["actor/ratio"].tolist() == pytest.approx(ratios)
+    assert loss.metrics["actor/ppo_kl"].tolist() == pytest.approx([-math.log(r) for r in ratios])
+    assert set(loss.metrics) == {"actor/pg_loss", "actor/clip_frac", "actor/ppo_kl", "actor/ratio"}
+
+
+def test_the_upper_bound_is_its_own_only_if_given() -> None:
+    tokens, _ = given_ratios([1.25], [1.0])
+    assert policy(tokens).per_token.tolist() == pytest.approx([-1.2])
+    assert policy(tokens, clip=0.1).per_token.tolist() == pytest.approx([-1.1])
+    assert policy(tokens, clip_high=0.28).per_token.tolist() == pytest.approx([-1.25])
+    assert policy(tokens, clip_high=0.0).per_token.tolist() == pytest.approx([-1.0])
+
+
+def test_kl_and_entropy_by_hand() -> None:
+    new = torch.tensor([-1.0, -2.0], requires_grad=True)
+    entropy = torch.tensor([0.5, 1.5], requires_grad=True)
+    fields = {"ref_logprobs": torch.tensor([-1.5, -1.0]), "advantage": torch.tensor([1.0, -1.0])}
+    tokens = Tokens(new, torch.tensor([1, 1]), fields, entropy=entropy)
+    loss = policy(tokens, kl=0.1, kl_kind="k2", entropy=0.01)
+    # −A + 0.1 · x²/2 − 0.01 · H with x = 0.5, −1
+    assert loss.per_token.tolist() == pytest.approx([-1 + 0.0125 - 0.005, 1 + 0.05 - 0.015])
+    assert loss.metrics["actor/pg_loss"].tolist() == [-1, 1]  # the policy part only
+    assert loss.metrics["actor/kl"].tolist() == [0.125, 0.5]
+    assert loss.metrics["actor/entropy"].tolist() == [0.5, 1.5]
+    loss.per_token.sum().backward()
+    assert new.grad is not None
+    assert entropy.grad is not None
+    assert new.grad.tolist() == pytest.approx([-1 + 0.05, 1 - 0.1])
+    assert entropy.grad.tolist() == pytest.approx([-0.01, -0.01])
+    assert policy(tokens, kl=0.1).metrics["actor/kl"].tolist() == pytest.approx([0.10653066, 0.71828183])  # k3
+
+
+def test_nothing_is_read_that_is_not_used() -> None:
+    tokens = Tokens(torch.zeros(1), torch.tensor([1]), per_sample={"advantage": torch.ones(1)})
+    assert policy(tokens).per_token.tolist() == [-1]  # neither old nor reference log-probabilities
+    assert "actor/kl" not in policy(tokens).metrics
+    assert "actor/entropy" not in policy(tokens).metrics
+
+
+@st.composite
+def cases(draw: st.DrawFn, limit: float = 3.0) -> dict[str, list]:
+    """Samples with 0 to 4 tokens: nested lists."""
+    lengths = draw(st.lists(st.integers(0, 4), max_size=5))
+
+    def rows(values: st.SearchStrategy[float]) -> list[list[float]]:
+        return [draw(st.lists(values, min_size=n, max_size=n)) for n in lengths]
+
+    values = st.floats(-limit, 0)
+    return {
+        "new": rows(values),
+        "old": rows(values),
+        "ref": rows(values),
+        "entropy": rows(st.floats(0, 5)),
+        "advantage": draw(st.lists(st.floats(-4, 4), min_size=len(lengths), max_size=len(lengths))),
+    }
+
+
+def flat(rows: list[list[float]]) -> Tensor:
+    return torch.tensor([x for row in rows for x in row], dtype=torch.float64)
+
+
+def tokens_of(case: dict[str, list], new: Tensor | None = None, entropy: Tensor | None = None) -> Tokens:
+    return Tokens(
+        flat(case["new"]) if new is None else new,
+        torch.tensor([len(row) for row in case["new"]], dtype=torch.int64),
+        {"old_logprobs": flat(case["old"]), "ref_logprobs": flat(case["ref"])},
+        {"advantage": torch.tensor(case["advantage"], dtype=torch.float64)},
+        flat(case["entropy"]) if entropy is None else entropy,
+    )
+
+
+@BUSY
+@given(cases(), st.floats(0, 0.5), st.none() | st.floats(0, 0.5), st.sampled_from([0.0, 0.1]), st.floats(-0.1, 0.1))
+def test_policy_as_the_reference_says(
+    case: dict[str, list], clip: float, clip_high: float | None, kl: float, bonus: float
+) -> None:
+    losses, clipped_at = [], []
+    high = clip if clip_high is None else clip_high
+    for i, advantage in enumerate(case["advantage"]):
+        for t in range(len(case["new"][i])):
+            ratio = math.exp(case["new"][i][t] - case["old"][i][t])
+            bounded = min(max(ratio, 1 - clip), 1 + high)
+            gain = min(ratio * advantage, bounded * advantage)
+            x = case["new"][i][t] - case["ref"][i][t]
+            losses.append(-gain + kl * (math.exp(-x) - 1 + x) - bonus * case["entropy"][i][t])
+            lost = (ratio - bounded) * advantage
+            inside = 1 - clip + 1e-9 < ratio < 1 + high - 1e-9
+            clipped_at.append(1 if lost > 1e-9 else 0 if lost < -1e-9 or inside else None)  # None: within rounding
+    got = policy(tokens_of(case), clip, clip_high, kl=kl, entropy=bonus)
+    np.testing.assert_allclose(got.per_token.numpy(), losses, rtol=1e-10, atol=1e-12)
+    flags = got.metrics["actor/clip_frac"].tolist()
+    assert all(want in (flag, None) for want, flag in zip(clipped_at, flags, strict=True))
+
+
+def away_from_kinks(case: dict[str, list]) -> bool:
+    ratios = [math.exp(n - o) for a, b in zip(case["new"], case["old"], strict=True) for n, o in zip(a, b, strict=True)]
+    return len(ratios) > 0 and all(abs(r - bound) > 1e-3 for r in ratios for bound in (0.8, 1.3))
+
+
+@settings(max_examples=40, deadline=None)
+@given(cases().filter(away_from_kinks), st.sampled_from(["k1", "k2", "k3"]))
+def test_gradcheck(case: dict[str, list], kind) -> None:
+    def run(new: Tensor, entropy: Tensor) -> Tensor:
+        tokens = tokens_of(case, new, entropy)
+        return policy(tokens, 0.2, 0.3, kl=0.1, kl_kind=kind, entropy=0.01).per_token
+
+    leaves = flat(case["new"]).requires_grad_(), flat(case["entropy"]).requires_grad_()
+    assert torch.autograd.gradcheck(run, leaves)
+
+
+@BUSY
+@given(cases(), st.floats(0, 0.5), st.booleans())
+def test_on_policy_the_gradient_is_that_of_the_policy(case: dict[str, list], clip: float, told: bool) -> None:
+    """−A · ∇logp · w, for any clip, whether the old log-probabilities are told to be the same or not told."""
+    new = flat(case["new"]).requires_grad_()
+    lengths = torch.tensor([len(row) for row in case["new"]], dtype=torch.int64)
+    advantage = torch.tensor(case["advantage"], dtype=torch.float64)
+    weights = torch.arange(len(new), dtype=torch.float64) + 1
+    tokens = Tokens(new, lengths, {"old_logprobs": new.detach().clone()} if told else {}, {"advantage": advantage})
+    loss = policy(tokens, clip)
+    (loss.per_token * weights).sum().backward()
+    spread = [a for a, row in zip(case["advantage"], case["new"], strict=True) for _ in row]
+    assert new.grad is not None
+    np.testing.assert_allclose(new.grad.numpy(), -np.array(spread) * weights.numpy(), rtol=1e-15, atol=1e-300)
+    assert (loss.metrics["actor/ratio"] == 1).all()
+    assert (loss.metrics["actor/clip_frac"] == 0).all()
+    assert (loss.metrics["actor/ppo_kl"] == 0).all()
+
+
+@BUSY
+@given(cases(limit=1e4), st.sampled_from(["k1", "k2", "k3"]))
+def test_always_finite(case: dict[str, list], kind) -> None:
+    for dtype in (torch.float32, torch.float64):
+        new = flat(case["new"]).to(dtype).requires_grad_()
+        loss = policy(tokens_of(case, new), kl=0.1, kl_kind=kind, entropy=0.01)
+        loss.per_token.sum().backward()
+        assert new.grad is not None
+        for values in (loss.per_token, new.grad, *loss.metrics.values()):
+            assert values.isfinite().all()
+
+
+@pytest.mark.parametrize("difference", [-1e4, -90.0, 90.0, 1e4])
+@pytest.mark.parametrize("advantage", [-1.0, 0.0, 1.0])
+def test_huge_ratios_are_bounded(difference: float, advantage: float) -> None:
+    new = torch.tensor([difference], requires_grad=True)
+    tokens = Tokens(new, torch.tensor([1]), {"old_logprobs": torch.zeros(1), "advantage": torch.tensor([advantage])})
+    loss = policy(tokens)
+    loss.per_token.sum().backward()
+    assert new.grad is not None
+    assert new.grad.tolist() == [0]
+    assert loss.metrics["actor/ratio"].tolist() == pytest.approx([math.exp(math.copysign(20, difference))], rel=1e-5)
+    assert loss.per_token.isfinite().all()
+    assert loss.metrics["actor/ppo_kl"].tolist() == [-difference]  # as it is: it is to be noticed
+
+
+@BUSY
+@given(cases())
+def test_metrics_are_per_token_and_detached(case: dict[str, list]) -> None:
+    new, entropy = flat(case["new"]).requires_grad_(), flat(case["entropy"]).requires_grad_()
+    loss = policy(tokens_of(case, new, entropy), kl=0.1, entropy=0.01)
+    assert loss.per_token.requires_grad
+    assert loss.per_token.shape == new.shape
+    assert len(loss.metrics) == 6
+    for values in loss.metrics.values():
+        assert values.shape == new.shape
+        assert not values.requires_grad
+
+
+def test_what_cannot_be_is_refused() -> None:
+    tokens, _ = given_ratios([1.0], [1.0])
+    with pytest.raises(ConfigError, match="needs field 'ref_logprobs'"):
+        policy(tokens, kl=0.1)
+    with pytest.raises(ConfigError, match="needs field 'advantage'"):
+        policy(Tokens(torch.zeros(1), torch.tensor([1])))
+    with pytest.raises(ConfigError, match=r"entropy = 0\.01, but no entropy was computed"):
+        policy(tokens, entropy=0.01)
+    for name in ("clip", "clip_high", "kl"):
+        with pytest.raises(ConfigError, match=f"{name} = -0.1; it must be 0 or more"):
+            policy(tokens, **{name: -0.1})  # type: ignore[arg-type]

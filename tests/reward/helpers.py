@@ -1,0 +1,96 @@
+"""What the tests of rewards share."""
+
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+
+from distflow import Batch, Context
+from distflow.data.batch import Column, Ragged
+from distflow.observe.metrics import Tally
+from distflow.reward.reward import Reward
+
+HERE = Path(__file__).parent
+FILE = "user_rewards.py"
+
+
+def batch_of(responses: Sequence[str], **columns: Any) -> Batch:
+    """Their ids are 100, 101, …"""
+    n = len(responses)
+    given: dict[str, Column] = {
+        "prompt": [f"question {i}" for i in range(n)],
+        "response": list(responses),
+        "response_tokens": Ragged.of([torch.arange(len(r)) for r in responses]),
+        **columns,
+    }
+    return Batch(np.arange(100, 100 + n), np.arange(n), given)
+
+
+def context() -> Context:
+    """What a reward asks of it."""
+    return cast(Context, SimpleNamespace(step=3, metrics=Tally()))
+
+
+def metrics_of(ctx: Context) -> dict[str, float]:
+    """As one worker alone would report them."""
+    return {n: v / c if reduce == "mean" else v for (n, reduce), (v, c) in ctx.metrics.totals.items()}
+
+
+@contextmanager
+def rewarding(*functions: str | dict[str, Any], **options: Any) -> Iterator[Reward]:
+    given = [{"call": f"{FILE}:{f}"} if isinstance(f, str) else f for f in functions]
+    reward = Reward(given, **{"processes": 1, "base": HERE, **options})
+    try:
+        yield reward
+    finally:
+        reward.close()
+
+
+def score(reward: Reward, batch: Batch, ctx: Context | None = None) -> list[float]:
+    column = reward.score(batch, ctx or context())["score"]
+    assert column.dtype is torch.float32
+    result: list[float] = column.tolist()
+    return result
+
+
+def gone(pid: int) -> bool:
+    """Nothing runs under this number any more; a zombie runs no more."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+    return stat.rpartition(")")[2].split()[0] in "ZX"
+
+
+def wait_for(what: Callable[[], Any]) -> None:
+    """Only a bound against hanging."""
+    for _ in range(3000):
+        if what():
+            return
+        time.sleep(0.01)
+    pytest.fail("it did not happen within 30 s")
+
+
+def pids_in(path: Path) -> list[int]:
+    wait_for(path.exists)
+    return [int(p) for p in path.read_text().split()]
+
+
+def children_of(pid: int) -> set[int]:
+    """Living child processes."""
+    found = set()
+    for entry in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            state, parent = Path(f"/proc/{entry}/stat").read_text().rpartition(")")[2].split()[:2]
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if int(parent) == pid and state not in "ZX":
+            found.add(int(entry))
+    return found

@@ -1,0 +1,253 @@
+"""The role: users' functions unmodified, weights, metrics, and what becomes of failures."""
+
+import importlib
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from distflow import Batch, Ragged, flow
+from distflow.errors import DistflowError
+from distflow.reward.errors import RewardError
+from distflow.reward.function import RewardFunction
+from distflow.reward.reward import Reward
+from reward.helpers import FILE, HERE, batch_of, context, metrics_of, rewarding, score
+
+
+def test_a_verl_function_by_file_and_by_import() -> None:
+    batch = batch_of(["4", " 4 ", "5"], ground_truth=["4"] * 3)
+    for ref in (f"{FILE}:compute_score", f"{HERE / FILE}:compute_score", "reward.user_rewards:compute_score"):
+        with rewarding({"call": ref}) as reward:
+            assert score(reward, batch) == [1.0, 1.0, 0.0]
+
+
+def test_where_verl_arguments_come_from() -> None:
+    truths: list[tuple[dict[str, Any], str | None]] = [
+        ({"reward_model": [{"ground_truth": "the truth", "style": "rule"}], "answer": ["other"]}, None),
+        ({"ground_truth": ["the truth"], "answer": ["other"]}, None),
+        ({"answer": ["the truth"], "solution": ["other"]}, None),
+        ({"solution": ["the truth"], "label": ["other"]}, None),
+        ({"label": ["the truth"]}, None),
+        ({"label": ["other"], "final": ["the truth"]}, "final"),
+    ]
+    with rewarding("echo") as reward:
+        for columns, answer in truths:
+            reward.answer = answer
+            assert score(reward, batch_of(["7"], **columns)) == [7.0], columns
+        reward.answer = None
+        info = [{"source": "gsm8k", "truth": 3}, {"source": "", "truth": 4}]
+        batch = batch_of(["1", "2"], data_source=["gsm8k", None], extra_info=info, answer=torch.tensor([3, 4]))
+        assert score(reward, batch) == [1.0, 2.0]
+        with pytest.raises(RewardError, match=r"reward 'echo' \(user_rewards.py:echo\): needs a ground truth"):
+            score(reward, batch_of(["1"]))
+        with pytest.raises(RewardError, match=r"sample 101: its 'reward_model' holds no 'ground_truth'"):
+            score(reward, batch_of(["1", "2"], reward_model=[{"ground_truth": "the truth"}, {}]))
+
+
+def test_a_trl_function_gets_columns_by_name() -> None:
+    with rewarding("exact") as reward:
+        assert score(reward, batch_of(["a", "b"], solution=["a", "a"], more=[1, 2])) == [1.0, 0.0]
+        with pytest.raises(
+            RewardError, match="needs column 'solution', which the samples lack; did you mean 'solutoin'"
+        ):
+            score(reward, batch_of(["a"], solutoin=["a"]))
+
+
+def test_a_trl_function_gets_messages_where_the_prompt_is_a_chat() -> None:
+    chat = [[{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]] * 2
+    with rewarding("chat") as reward:
+        assert score(reward, batch_of(["abc", ""], prompt=chat)) == [3.0, 0.0]
+
+
+def test_async_functions_share_one_event_loop() -> None:
+    with rewarding("judged", "later") as reward:
+        for _ in range(2):
+            batch = batch_of(["abc", "a"], level=torch.tensor([1, 2]), ground_truth=["abc", "b"])
+            assert score(reward, batch) == [3 + 1 + 1.0, 1 + 2 + 0.0]
+        without = {n: c for n, c in batch.columns.items() if n != "response_tokens"}
+        with pytest.raises(RewardError, match="needs completion_ids, but the samples lack 'response_tokens'"):
+            score(reward, Batch(batch.ids, batch.groups, without))
+
+
+def test_an_open_trl_function_gets_all_there_is() -> None:
+    per_token = Ragged.of([torch.ones(1)])  # no column of data
+    with rewarding("told_all") as reward:  # prompts, completion_ids, a and b
+        assert score(reward, batch_of(["x"], a=[1], b=torch.ones(1), logprobs=per_token)) == [4.0]
+    with rewarding("confident") as reward:
+        assert score(reward, batch_of(["x"], a=[1], logprobs=per_token)) == [1.0]
+
+
+def test_an_object_may_be_the_function() -> None:
+    with rewarding("judge") as reward:
+        assert score(reward, batch_of(["x"], answer=["y"])) == [0.5]
+
+
+def test_several_rewards_add_up_by_weight_and_are_told_apart() -> None:
+    functions = [
+        RewardFunction(f"{FILE}:detailed", weight=2.0, name="math", args={"bonus": 0.25}),
+        RewardFunction(f"{FILE}:only_some"),
+    ]
+    batch = batch_of(["a", "skip", "b"], answer=["a", "skip", "a"], data_source=["x", "y", "math"])
+    reward = Reward(functions, base=HERE)
+    ctx = context()
+    assert score(reward, batch, ctx) == [2.0, 2.5, 0.0]
+    reward.close()
+    assert metrics_of(ctx) == {
+        "reward/mean": 1.5,
+        "reward/min": 0.0,
+        "reward/max": 2.5,
+        "reward/math/mean": pytest.approx(2.75 / 3),
+        "reward/math/acc/mean": pytest.approx(2 / 3),
+        "reward/math/length/mean": 2.0,
+        "reward/only_some/mean": -0.5,  # of the two it applies to
+        "reward/x/mean": 2.0,
+        "reward/y/mean": 2.5,
+        "reward/source/math/mean": 0.0,
+        "reward/failures": 0.0,
+        "reward/restarts": 0.0,
+    }
+    assert ctx.metrics.totals["reward/mean", "mean"] == (4.5, 3)
+
+
+def test_further_numbers_of_a_single_function_need_no_prefix() -> None:
+    ctx = context()
+    with rewarding("detailed") as reward:
+        assert score(reward, batch_of(["a", "b"], answer=["a", "a"]), ctx) == [1.0, 0.0]
+    names = {n for n, _ in ctx.metrics.totals}
+    assert names == {f"reward/{n}" for n in ("mean", "min", "max", "acc/mean", "length/mean", "failures", "restarts")}
+
+
+def test_an_empty_batch_has_no_scores() -> None:
+    with rewarding("exact", "compute_score") as reward:
+        assert score(reward, batch_of(["a"], solution=["a"]).select(np.arange(0))) == []
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("raise", r"raised ValueError: no number in the response \(.*user_rewards.py:\d+\)"),
+        ("hang", "took longer than 1 s; if it may, raise `reward.time_limit_s`"),
+        ("exit", "ended its process, twice: it exited with 7"),
+        ("return nan", "returned nan; a score is a finite number"),
+        ("return text", r"returned '1.0' \(str\) as a score; return a number"),
+        ("return dict", "returned a dict without 'score'; known: acc"),
+    ],
+)
+def test_a_failure_stops_with_sample_function_and_way_out(what: str, message: str) -> None:
+    with rewarding("behave", time_limit_s=1.0) as reward:
+        with pytest.raises(RewardError) as e:
+            score(reward, batch_of(["fine", "fine", what, "fine"], answer=[""] * 4))
+        told = r"sample 102: reward 'behave' \(user_rewards.py:behave\) " + message
+        assert re.fullmatch(told + "; mend the function, or set `reward.on_failure: 0.0` to .*", str(e.value)), e.value
+        assert isinstance(e.value, DistflowError)
+        assert score(reward, batch_of(["fine"], answer=[""])) == [1.0]  # it is as good as before
+
+
+def test_with_a_number_for_failures_exactly_the_guilty_get_it(tmp_path: Path) -> None:
+    bad = ["raise", "hang", "crash", "return nan", "return none"]
+    responses = [x for b in bad for x in (*["fine"] * 5, b)]
+    ctx = context()
+    log = tmp_path / "run" / "rewards.log"
+    with rewarding("behave", processes=2, time_limit_s=1.0, on_failure=-3, log=log) as reward:
+        scores = score(reward, batch_of(responses, answer=[""] * 30), ctx)
+    assert scores == [-3.0 if r in bad else 1.0 for r in responses]
+    assert metrics_of(ctx)["reward/failures"] == 5
+    assert metrics_of(ctx)["reward/restarts"] == 3  # the time limit, and two deaths
+    lines = log.read_text().splitlines()
+    assert [line.split(" (")[0] for line in lines] == [
+        f"step 3: sample {100 + i}: reward 'behave'" for i, r in enumerate(responses) if r in bad
+    ]
+    assert "took longer than 1 s" in lines[1]
+
+
+def test_a_trl_call_fails_for_all_its_samples_or_for_the_guilty() -> None:
+    with rewarding("slip") as reward:
+        with pytest.raises(
+            RewardError, match=r"sample 100: .* returned 1 scores for 3 samples.*\(and 2 more of the same"
+        ):
+            score(reward, batch_of(["few", "b", "c"]))
+        with pytest.raises(RewardError, match=r"sample 101: .* returned nan"):
+            score(reward, batch_of(["nan", "b", "c"]))
+        reward.on_failure = 9.0
+        assert score(reward, batch_of(["few", "b", "c"])) == [9.0] * 3
+        assert score(reward, batch_of(["text", "b", "c"])) == [9.0] * 3
+        assert score(reward, batch_of(["nan", "b", "c"])) == [1.0, 9.0, 2.0]
+        assert score(reward, batch_of(["word", "b", "c"])) == [1.0, 9.0, 2.0]
+
+
+def test_a_sample_that_one_of_several_functions_fails_on_gets_the_number_alone() -> None:
+    ctx = context()
+    with rewarding("call_raises", "compute_score", on_failure=0.5) as reward:
+        assert score(reward, batch_of(["4", "5"], answer=["4", "4"]), ctx) == [0.5, 0.5]
+    assert metrics_of(ctx)["reward/failures"] == 2
+    assert metrics_of(ctx)["reward/compute_score/mean"] == 0.5
+    assert "reward/call_raises/mean" not in metrics_of(ctx)
+
+
+def test_one_sample_can_be_tried() -> None:
+    with rewarding("compute_score", "exact", on_failure=0.0) as reward:
+        row = {"prompt": "2 + 2", "solution": "4"}
+        assert reward.try_one({**row, "response": "4"}) == 2.0
+        assert reward.try_one({**row, "response": "5"}) == 0.0
+        with pytest.raises(RewardError, match=r"sample row 7: .*raised AttributeError"):
+            reward.try_one({**row, "response": None}, "row 7")
+        with pytest.raises(RewardError, match="reads 'response', which the samples lack"):
+            reward.try_one(row)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"functions": []}, "reward.functions is empty"),
+        ({"functions": [{"cal": "a.py:f"}]}, r"reward.functions\[0\]: unknown key 'cal'; did you mean 'call'"),
+        ({"functions": [{"weight": 1}]}, r"reward.functions\[0\]: has no `call`"),
+        ({"functions": [{"call": "a.py:f", "weight": "1"}]}, "reward 'f': weight '1' is not a number"),
+        ({"functions": [{"call": "a.py:f", "args": {"x": {1}}}]}, "reward 'f': args are plain values"),
+        ({"functions": [{"call": "a.py:f"}, {"call": "b.py:f"}]}, "two are called 'f'; give one of them another"),
+        ({"processes": 0}, "reward.processes: 0; at least 1"),
+        ({"time_limit_s": 0}, "reward.time_limit_s: 0; give a number"),
+        ({"on_failure": "ignore"}, "reward.on_failure: 'ignore'; say 'error', or the score"),
+        ({"on_failure": float("nan")}, "reward.on_failure: nan; say"),
+    ],
+)
+def test_options_that_cannot_be_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(RewardError, match=message):
+        Reward(**{"functions": [{"call": f"{FILE}:exact"}], **options})
+
+
+def test_args_that_a_function_lacks_or_needs_are_told() -> None:
+    for function, message in (
+        ({"call": f"{FILE}:needy"}, "needs 'threshold'; give it a default, or a value in `args`"),
+        ({"call": f"{FILE}:needy", "args": {"treshold": 1}}, "has no parameter 'treshold'.*did you mean 'threshold'"),
+    ):
+        with rewarding(function) as reward, pytest.raises(RewardError, match=message):
+            score(reward, batch_of(["a"], answer=["a"]))
+    with rewarding({"call": f"{FILE}:needy", "args": {"threshold": 2}}) as reward:
+        assert score(reward, batch_of(["a"], answer=["a"])) == [2.0]
+
+
+@pytest.mark.parametrize(
+    ("adapter", "package", "extra"),
+    [("math_verify", "math-verify", "math"), ("reasoning_gym", "reasoning-gym", "gym")],
+)
+def test_an_adapter_says_what_to_install(
+    adapter: str, package: str, extra: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, adapter, None)  # as if it were not there
+    monkeypatch.delitem(sys.modules, f"distflow.reward.{adapter}", raising=False)
+    with pytest.raises(RewardError, match=rf"{package} is not installed .*pip install 'distflow-rl\[{extra}\]'"):
+        importlib.import_module(f"distflow.reward.{adapter}")
+
+
+def test_it_is_a_node_of_a_flow() -> None:
+    @flow
+    def rewarded(data: Any, reward: Any) -> None:
+        reward.score(data)
+
+    (node,) = rewarded.trace(("prompt", "response", "answer"), {"reward": Reward}).nodes
+    assert (node.id, node.role, node.type, node.method) == ("reward.score", "reward", "inference", True)
+    assert (node.reads, node.writes) == (("prompt", "response", "answer"), ("score",))
