@@ -16,7 +16,8 @@ class Cache:
     def layer(self, index: int, like: Tensor) -> tuple[Tensor, Tensor]:
         if index not in self.layers:
             shape = self.slots, like.shape[0], self.longest, like.shape[2]
-            self.layers[index] = like.new_empty(shape), like.new_empty(shape)
+            # Zeros: what lies behind a sequence's end has weight 0, and 0 × NaN would be NaN.
+            self.layers[index] = like.new_zeros(shape), like.new_zeros(shape)
         return self.layers[index]
 
     def copy(self, sources: Tensor, targets: Tensor, length: int) -> None:

@@ -20,12 +20,12 @@ _REPLICATED = "replicated_with_grad_allreduce"  # a whole weight, used by each r
 
 def styles(model: PreTrainedModel, tp: int, where: str) -> dict[str, str]:
     """Module → how tensor parallelism cuts it (`colwise`, `rowwise`, …), as transformers plans it for this model."""
-    if tp == 1:
-        return {}
     config = model.config.get_text_config()
     given: Mapping[str, str] | None = getattr(config, "base_model_tp_plan", None)
     known = {"colwise", "rowwise", _REPLICATED}
     if not given or not set(given.values()) <= known:
+        if tp == 1:
+            return {}
         raise ConfigError(f"{where}: tensor parallelism is not known for {config.model_type} models; use tp 1")
     for what in ("num_attention_heads", "num_key_value_heads"):
         count = getattr(config, what, tp)
@@ -109,7 +109,7 @@ def grad_norm(parameters: Iterable[tuple[Spec, Tensor]], mesh: DeviceMesh) -> Te
 def sum_shared_grads(model: nn.Module, cut: Mapping[str, str], mesh: DeviceMesh) -> None:
     """Whole weights that each rank used for its own heads: their gradients are parts of a sum."""
     for name, style in cut.items():
-        if style == _REPLICATED:
+        if style == _REPLICATED and mesh["tp"].size() > 1:
             for p in model.get_submodule(name).parameters():
                 if p.grad is not None:
                     dist.all_reduce(local(p.grad), group=mesh.get_group("tp"))

@@ -56,7 +56,7 @@ class Policy:
     def save(self, folder: Path, step: int) -> None:
         if self.trainer and self.trainer.config:
             group = self.setup.groups[self.trainer.layout]
-            weights = {spec.name: p.detach() for spec, p in self.trainer.named()}
+            weights = {spec.name: p.detach() for spec, p in self.trainer.named}
             checkpoint.save(folder, step, weights, _source(self.setup), group)
 
     def hand_over(self) -> Iterator[Collective]:

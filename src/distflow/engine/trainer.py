@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from distflow.algo.aggregate import Counts, token_weights
+from distflow.algo.kl import kl
 from distflow.algo.losses import Loss
 from distflow.algo.tokens import Tokens
 from distflow.config import TrainConfig
@@ -103,8 +104,8 @@ class Trainer:
         if config is not None:
             # The optimiser sees this rank's parts as plain tensors, which are the same memory.
             self.shards = [nn.Parameter(part) for part in self.parts().values()]
-            matrices = [s for s, (spec, _) in zip(self.shards, self.named(), strict=True) if len(spec.shape) > 1]
-            vectors = [s for s, (spec, _) in zip(self.shards, self.named(), strict=True) if len(spec.shape) <= 1]
+            matrices = [s for s, (spec, _) in zip(self.shards, self.named, strict=True) if len(spec.shape) > 1]
+            vectors = [s for s, (spec, _) in zip(self.shards, self.named, strict=True) if len(spec.shape) <= 1]
             self.optimizer = torch.optim.AdamW(
                 [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}],
                 lr=config.lr,
@@ -113,20 +114,18 @@ class Trainer:
                 fused=True,
             )
 
-    def named(self) -> list[tuple[Spec, nn.Parameter]]:
-        """Parameters with what is known of them."""
-        found = dict(self.model.lm.named_parameters())
-        return [(spec, found[spec.name]) for spec in self.specs]
-
     def parts(self) -> dict[str, Tensor]:
         """This rank's part of each parameter."""
-        return {spec.name: parallel.local(p.detach()) for spec, p in self.named()}
+        return {spec.name: parallel.local(p.detach()) for spec, p in self.named}
 
     def _fill(self, source: Source, rank: int) -> None:
         self.model._apply(lambda t: torch.empty_like(t, device=self.mesh.device_type) if t.is_meta else t)
         self.model.lm.tie_weights()
+        # Now, while FSDP shows its shards; during a pass, and for the root until the next, it shows whole tensors.
+        found = dict(self.model.lm.named_parameters())
+        self.named = [(spec, found[spec.name]) for spec in self.specs]
         read = source.reader([s.name for s in self.specs])
-        for spec, p in self.named():
+        for spec, p in self.named:
             box = self.held.box(spec, rank)
             with torch.no_grad():
                 parallel.local(p).copy_(read(spec.name, within(tuple((0, n) for n in spec.shape), box)))
@@ -143,6 +142,7 @@ class Trainer:
             for whole, values in zip(results, self.model(packed, self.temperature), strict=True):
                 for i, part in zip(packed.index, values.split(packed.responses.tolist()), strict=True):
                     whole[starts[i] : starts[i] + len(part)] = part
+        self.model.reshard()
         return Ragged.packed(results[0], lengths), Ragged.packed(results[1], lengths)
 
     def update(self, batch: Batch, mini_of: Ints, recipe: Recipe, total_updates: int, tally: Tally) -> None:
@@ -187,24 +187,25 @@ class Trainer:
         (total * self.dp).backward()  # FSDP takes the mean over ranks, and the weights are already global
         for name, values in loss.metrics.items():
             tally.log(name, float(values.mean()), count)
-        tally.log("actor/entropy", float(entropy.detach().mean()), count)
+        if "actor/entropy" not in loss.metrics:
+            tally.log("actor/entropy", float(entropy.detach().mean()), count)
         if self.lead:
             tally.log("actor/loss", float(total.detach()), reduce="sum")
         if fresh and ROLLOUT in packed.per_token:
-            gap = packed.per_token[ROLLOUT] - logprobs.detach()
-            tally.log("rollout/mismatch_kl", float((torch.expm1(-gap) + gap).mean()), count)
-            tally.log("rollout/mismatch_max", float(gap.abs().max()), reduce="max")
+            theirs, ours = packed.per_token[ROLLOUT], logprobs.detach()
+            tally.log("rollout/mismatch_kl", float(kl("k3", theirs, ours).mean()), count)
+            tally.log("rollout/mismatch_max", float((theirs - ours).abs().max()), reduce="max")
 
     def _step(self, total_updates: int, tally: Tally) -> None:
         assert self.config is not None
         assert self.optimizer is not None
         parallel.sum_shared_grads(self.model.lm, self.cut, self.mesh)
-        norm = float(parallel.grad_norm(self.named(), self.mesh))
+        norm = float(parallel.grad_norm(self.named, self.mesh))
         tally.log("actor/grad_norm", norm)
         lr = learning_rate(self.config, self.updates, total_updates)
         tally.log("actor/lr", lr)
         if math.isfinite(norm):
-            for (_, p), shard in zip(self.named(), self.shards, strict=True):
+            for (_, p), shard in zip(self.named, self.shards, strict=True):
                 shard.grad = None if p.grad is None else parallel.local(p.grad)
             if norm > self.config.clip_grad > 0:
                 grads = [s.grad for s in self.shards if s.grad is not None]
