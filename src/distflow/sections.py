@@ -83,6 +83,7 @@ class RolloutConfig(Section):
 
     n: int = Field(8, gt=0)  # responses to a prompt
     max_tokens: int = Field(256, gt=0)
+    min_tokens: int = Field(0, ge=0)  # a response does not end before
     temperature: float = Field(1.0, ge=0)
     top_p: float = Field(1.0, gt=0, le=1)
     top_k: int = Field(0, ge=0)  # 0: all

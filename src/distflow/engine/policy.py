@@ -144,6 +144,7 @@ class Generator:
             rollout.temperature,
             rollout.top_p,
             rollout.top_k,
+            rollout.min_tokens,
             text.stop_tokens(source, rollout.stop),
         )
 

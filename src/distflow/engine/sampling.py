@@ -21,6 +21,7 @@ class Sampling:
     temperature: float = 1.0  # 0: the likeliest token
     top_p: float = 1.0
     top_k: int = 0  # 0: all
+    min_tokens: int = 0  # no stop token before so many
     stop: frozenset[int] = frozenset()  # token ids; the response includes the one it ends with
 
     @property
@@ -29,16 +30,20 @@ class Sampling:
 
 
 def choose(logits: Tensor, how: Sampling, seed: int, samples: Ints, positions: Ints) -> tuple[Tensor, Tensor]:
-    """Tokens [n] and their log-probs [n] under the softmax of logits / temperature; `logits` [n, vocabulary].
+    """Tokens [n], at these positions of the responses, and their log-probs [n] under the softmax of logits /
+    temperature; `logits` [n, vocabulary].
 
     The log-prob is that of the whole distribution, as a trainer computes it, also where top-p or top-k cut it.
     """
     scaled = logits.float() if how.temperature in (0, 1) else logits.float() / how.temperature
+    allowed = scaled
+    if how.stop and (early := np.flatnonzero(positions < how.min_tokens)).size:
+        allowed = scaled.clone()
+        allowed[torch.from_numpy(early)[:, None], torch.tensor(sorted(how.stop))] = -math.inf
     if how.temperature == 0:
-        tokens = scaled.argmax(-1)
+        tokens = allowed.argmax(-1)
     else:
-        kept = _truncate(scaled, how) if how.truncated else scaled
-        tokens = race(kept, keys(seed, samples, positions))
+        tokens = race(_truncate(allowed, how) if how.truncated else allowed, keys(seed, samples, positions))
     picked = scaled.gather(1, tokens[:, None])[:, 0]
     return tokens, picked - scaled.logsumexp(-1)
 
