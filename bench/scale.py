@@ -80,7 +80,7 @@ def worker(steps: int, out: str) -> None:
     data.end = lambda step: seen.append(end(step)) or seen[-1]  # type: ignore[method-assign, func-returns-value]
     before = memory_kib("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # the peak is counted from here
-    comm.drive(Worker(rank, made, data, {}, 0, lambda *_: None, lambda *_: None).steps(0, steps))
+    comm.drive(Worker(rank, made, data, {}, 0, Path(), lambda *_: None).steps(0, steps, lambda *_: None))
     peak = memory_kib("VmHWM") - before
     mine = [max(t.sent for t in seen), max(t.received for t in seen), peak * 1024]
     most = torch.tensor(mine)

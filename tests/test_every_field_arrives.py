@@ -2,6 +2,7 @@
 
 import random
 from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
@@ -25,8 +26,8 @@ def run_simulated(plan: Plan, steps: int) -> list[Tally]:
     workers = {}
     for rank in range(plan.workers):
         data = Coordinator(rank, plan, Loader(Source(), prompts, plan.repeat, seed=0))
-        worker = Worker(rank, plan, data, {}, 0, lambda *_: None, lambda _, tally: tallies.append(tally))
-        workers[rank] = worker.steps(0, steps)
+        worker = Worker(rank, plan, data, {}, 0, Path(), lambda *_: None)
+        workers[rank] = worker.steps(0, steps, lambda _, tally: tallies.append(tally))
     simulate(workers)
     return tallies
 

@@ -1,6 +1,7 @@
 """What the worker guarantees to the functions it calls, in one process."""
 
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -31,8 +32,8 @@ def run(*nodes: Node, steps: int = 2, repeat: int = 2) -> tuple[list[Tally], Coo
     made = plan(Flow("test", Prompts.names, nodes), Placement(1), Workload(2, repeat))
     tallies: list[Tally] = []
     data = Coordinator(0, made, Loader(Prompts(), 2, repeat, seed=0))
-    worker = Worker(0, made, data, {}, 7, lambda *_: None, lambda _, tally: tallies.append(tally))
-    simulate({0: worker.steps(0, steps)})
+    worker = Worker(0, made, data, {}, 7, Path(), lambda *_: None)
+    simulate({0: worker.steps(0, steps, lambda _, tally: tallies.append(tally))})
     return tallies, data
 
 

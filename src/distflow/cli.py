@@ -1,4 +1,4 @@
-"""`distflow plan` shows who will do what; `distflow run` does it. Nothing heavy is imported before it is needed."""
+"""`distflow plan` shows who will do what, `distflow run` does it. Nothing heavy is imported before it is needed."""
 
 import argparse
 import json
@@ -44,6 +44,13 @@ def _parser() -> argparse.ArgumentParser:
     form.add_argument("--json", action="store_true", help="print it as JSON")
     form.add_argument("--svg", metavar="FILE", type=Path, help="draw it")
     command("run", _run, "Run it: on this machine, or as one worker of torchrun, Slurm or Kubernetes.")
+    command("check", _check, "Try everything that can be tried without training: data, model, one reward, memory.")
+    command("eval", _eval, "Judge the model on the held-out set of the config, without training.")
+    export = commands.add_parser("export", help="Write a run's weights as a Hugging Face directory.")
+    export.set_defaults(command=_export, overrides=[])
+    export.add_argument("run", type=Path, metavar="RUN", help="the folder of a run")
+    export.add_argument("out", type=Path, metavar="OUT", help="a directory that is new or empty")
+    export.add_argument("--step", type=int, metavar="N", help="the weights after this step, instead of the newest")
     return parser
 
 
@@ -79,6 +86,31 @@ def _run(args: argparse.Namespace) -> int:
     from distflow.launch.local import launch
 
     return launch(config, args.config, args.overrides)
+
+
+def _check(args: argparse.Namespace) -> int:
+    from distflow.check import check
+
+    for line in check(_config(args)):
+        print(line, flush=True)
+    return 0
+
+
+def _eval(args: argparse.Namespace) -> int:
+    config = _config(args)
+    if config.eval is None:
+        raise ConfigError(f"{args.config}: has no `eval` section; add one: `eval: held-out.jsonl`")
+    args.overrides.append("steps=0")
+    if not any(o.startswith("run_dir=") for o in args.overrides):
+        args.overrides.append(f"run_dir={config.run_folder}-eval")
+    return _run(args)
+
+
+def _export(args: argparse.Namespace) -> int:
+    from distflow.checkpoint import export
+
+    print(f"wrote {export(args.run, args.out, args.step)}")
+    return 0
 
 
 def _config(args: argparse.Namespace) -> Config:

@@ -4,6 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
+from types import UnionType
 from typing import Any
 
 import yaml
@@ -38,7 +39,7 @@ class Config(Section):
 
     flow: str | list[dict[str, Any]]  # a built-in one by name, `file.py:function` made with @flow, or the nodes
     data: DataConfig
-    steps: int | None = Field(None, gt=0)  # default: once through the data
+    steps: int | None = Field(None, ge=0)  # default: once through the data; 0 only evaluates
     name: str  # default: that of the flow
     algo: dict[str, Any] = {}  # constants of the algorithm: the keyword parameters of the flow
     model: ModelConfig | None = None
@@ -99,16 +100,13 @@ class Config(Section):
             own["reward"] = RoleConfig(call=REWARD, args=args)
         return own | self.roles
 
-    @cached_property
-    def players(self) -> dict[str, Any]:
-        """Role → the function or class that plays it."""
-        return {r: load(c.call, f"roles.{r}", self.base) for r, c in self.cast.items() if r in self._wanted}
+    def player(self, role: str) -> Any:
+        """The function or class that plays a role."""
+        return load(self.cast[role].call, f"roles.{role}", self.base)
 
-    @cached_property
-    def players_all(self) -> dict[str, Any]:
-        """With those that only the evaluation needs."""
-        extra = {r: load(c.call, f"roles.{r}", self.base) for r, c in self.cast.items() if self.eval}
-        return extra | self.players
+    @property
+    def _players(self) -> dict[str, Any]:
+        return {r: self.player(r) for r in self.cast if r in self._wanted}
 
     @cached_property
     def _wanted(self) -> set[str]:
@@ -140,8 +138,8 @@ class Config(Section):
         if isinstance(self.flow, list):
             if self.algo:
                 raise ConfigError("algo: a flow given as a list has no constants; write them in `params` of its nodes")
-            return from_list(self.name, columns, self.flow, self.players, self.base)
-        return self._function.trace(columns, self.players, self.algo)
+            return from_list(self.name, columns, self.flow, self._players, self.base)
+        return self._function.trace(columns, self._players, self.algo)
 
     @cached_property
     def repeat(self) -> int:
@@ -184,7 +182,7 @@ class Config(Section):
         missing = [r for r in function.roles if r not in self.cast]
         if missing:
             raise ConfigError(f"eval: needs a '{missing[0].replace('actor', 'model')}' in the config")
-        players = {r: load(self.cast[r].call, f"roles.{r}", self.base) for r in function.roles}
+        players = {r: self.player(r) for r in function.roles}
         # Data for fine-tuning has responses of its own, which nobody needs here.
         columns = [c for c in self.columns(self.eval_files) if c != "response"]
         flow = function.trace(columns, players, constants)
@@ -303,6 +301,8 @@ def _keys_at(path: Sequence[str]) -> list[str]:
         if isinstance(section, type) and issubclass(section, BaseModel):
             section = section.model_fields[part].annotation
         else:
-            section = section.__args__[1]  # dict[str, X] → X
+            section = section.__args__[-1]  # dict[str, X] → X, list[X] → X
+        if isinstance(section, UnionType):
+            section = next(t for t in section.__args__ if t is not type(None))  # X | None → X
     fields: Mapping[str, Any] = section.model_fields
     return [f for f in fields if f != "base"]

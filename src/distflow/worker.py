@@ -62,9 +62,10 @@ class Worker:
         """Steps first … last − 1; yields the collectives they need."""
         for step in range(first, last):
             tally = Tally()
-            began = time.perf_counter()
+            began, worked = time.perf_counter(), time.process_time()
             yield from self.walk(step, tally)
             tally.time("step", time.perf_counter() - began)
+            tally.log("perf/cpu_s", time.process_time() - worked, reduce="sum")
             tally.traffic(self.data.end(step))
             yield from after_step(step, tally)
             end_of_step(step, tally)

@@ -3,6 +3,7 @@
 import os
 import random
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -33,8 +34,8 @@ def run_worker(rank: int, made: Plan, steps: int) -> tuple[list[dict[str, float]
     traffic: list[Traffic] = []
     end = data.end
     data.end = lambda step: traffic.append(end(step)) or traffic[-1]  # type: ignore[method-assign, func-returns-value]
-    worker = Worker(rank, made, data, {}, 0, lambda *_: None, metrics.submit)
-    comm.drive(worker.steps(0, steps))
+    worker = Worker(rank, made, data, {}, 0, Path(), lambda *_: None)
+    comm.drive(worker.steps(0, steps, metrics.submit))
     metrics.wait(0)
     metrics.close()
     data.close()

@@ -74,6 +74,8 @@ class Policy:
         if self.transfer:
             self.generator.release()
         _tell_lengths(done.tokens, done.finished, ctx.metrics, "val/" if held_out else "")
+        if self.generator.lead:
+            ctx.metrics.log("perf/tokens", int(done.tokens.lengths.sum()), reduce="sum")
         return {
             "prompt_tokens": ragged([prompts[i] for i in prompt_of]),
             "response_tokens": done.tokens,
@@ -129,6 +131,7 @@ class Generator:
         if group is not None:
             parallel.CutInPlace(self.model, cut, group)
         first = layout.cells[layout.cell_of(setup.rank) or 0][0]
+        self.lead = setup.rank == first  # speaks for its tensor-parallel cell
 
         def agree(tokens: Tensor) -> Tensor:
             if group is not None:

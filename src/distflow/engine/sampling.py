@@ -72,7 +72,8 @@ def _race(logits: Tensor, halves: Tensor, column: Tensor) -> Tensor:
         if shift == 13:
             x ^= halves[:, 1:]
     x = x.bitwise_xor_(x.bitwise_right_shift(15).bitwise_and_((1 << 17) - 1))
-    uniform = x.bitwise_right_shift_(8).bitwise_and_((1 << 24) - 1).float().add_(0.5).mul_(2.0**-24)
+    # 23 bits: of 24 and a half, float32 would round the highest up to 1, whose noise is infinite.
+    uniform = x.bitwise_right_shift_(9).bitwise_and_((1 << 23) - 1).float().add_(0.5).mul_(2.0**-23)
     return uniform.log_().neg_().log_().neg_().add_(logits).argmax(-1)
 
 

@@ -163,13 +163,13 @@ class FlowFunction:
 
     @property
     def roles(self) -> list[str]:
-        """Its parameters after the data, those by keyword only aside."""
-        return [p.name for p in self._parameters if p.kind is not p.KEYWORD_ONLY][1:]
+        """Its parameters after the data, as far as they have no default."""
+        return [p.name for p in self._parameters[1:] if p.default is p.empty]
 
     @property
     def constants(self) -> dict[str, Any]:
-        """What the algorithm can be told, with the defaults."""
-        return {p.name: p.default for p in self._parameters if p.kind is p.KEYWORD_ONLY}
+        """What the algorithm can be told: parameters that have a default."""
+        return {p.name: p.default for p in self._parameters[1:] if p.default is not p.empty}
 
     @property
     def _parameters(self) -> list[inspect.Parameter]:
@@ -182,19 +182,18 @@ class FlowFunction:
         constants: Mapping[str, Any] | None = None,
     ) -> Flow:
         """`source`: the data columns; `roles`: parameter name → the function or class that plays it;
-        `constants`: for the parameters by keyword."""
+        `constants`: for the parameters that have a default."""
         roles = dict(roles or {})
         name = self.fn.__name__
-        params = ["", *self.roles]
         if not self._parameters:
             raise FlowError(f"flow '{name}' takes no parameter; its first one is the data")
         for c in constants or {}:
             if c not in self.constants:
                 raise FlowError(f"algo: flow '{name}' has no constant '{c}'{suggest(c, self.constants)}")
         for r in roles:
-            if r not in params[1:]:
-                raise FlowError(f"flow '{name}' has no role '{r}'{suggest(r, params[1:])}")
-        missing = [p for p in params[1:] if p not in roles]
+            if r not in self.roles:
+                raise FlowError(f"flow '{name}' has no role '{r}'{suggest(r, self.roles)}")
+        missing = [p for p in self.roles if p not in roles]
         if missing:
             raise FlowError(
                 f"flow '{name}': role '{missing[0]}' is not bound; say who plays it:"
@@ -204,7 +203,7 @@ class FlowFunction:
         nodes: list[Node] = []
         token = _nodes.set(nodes)
         try:
-            self.fn(Value(SOURCE, columns), **{p: _Role(p, roles[p]) for p in params[1:]}, **(constants or {}))
+            self.fn(Value(SOURCE, columns), **{p: _Role(p, roles[p]) for p in self.roles}, **(constants or {}))
         finally:
             _nodes.reset(token)
         return Flow(name, columns, tuple(nodes))

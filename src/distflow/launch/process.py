@@ -90,7 +90,9 @@ def _run(config: Config, plan: Plan, rank: int, board: Board) -> None:
         held_out = View(Rows(config.eval_files), config.data.rename)
         held_out = held_out.keep(np.arange(min(len(held_out), config.eval.limit or len(held_out))))
     eval_plan = config.eval_plan(plan.workers, len(held_out)) if held_out else None
-    plans = [p for p in (plan, eval_plan) if p]
+    if config.steps == 0 and not eval_plan:
+        raise ConfigError("steps: 0 only evaluates, and there is no `eval` section; add one, or give steps")
+    plans = [p for p in (plan if config.steps != 0 else None, eval_plan) if p]
     board.doing(-1, "meet")
     with board.waiting(everybody):
         dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=timeout)
@@ -114,15 +116,15 @@ def _run(config: Config, plan: Plan, rank: int, board: Board) -> None:
         with board.waiting(everybody):
             seen = screen(rows, text, config.data.on_bad_row == "skip", rank, plan.workers)
         rows, skipped, skipped_count = seen.rows, [*skipped, *seen.skipped], skipped_count + seen.count
-    steps = config.steps or max(1, len(rows) // config.data.batch)
+    steps = max(1, len(rows) // config.data.batch) if config.steps is None else config.steps
     board.doing(-1, "load models")
     players = {}
     for role in _roles(plans, rank):
         extra: dict[str, Any] = {}
-        if takes_setup(config.players_all[role]):
+        if takes_setup(config.player(role)):
             layouts = _layouts(plans, role)
             extra["setup"] = Setup(role, rank, config, steps, layouts, meshes, groups, device, source)
-        players[role] = config.players_all[role](**config.cast[role].args, **extra)
+        players[role] = config.player(role)(**config.cast[role].args, **extra)
 
     data = Coordinator(rank, plan, Loader(rows, config.data.batch, config.repeat, config.seed), device)
     progress = Progress(config.run_folder, steps, skipped, skipped_count) if rank == 0 else None
@@ -134,7 +136,6 @@ def _run(config: Config, plan: Plan, rank: int, board: Board) -> None:
         with board.waiting(everybody):
             metrics.wait()
 
-    worker = Worker(rank, plan, data, players, config.seed, config.run_folder, board.doing)
     after = None
     if config.eval and held_out and eval_plan:
         loader = Loader(held_out, eval_plan.samples // eval_plan.repeat, eval_plan.repeat, 0)
@@ -155,10 +156,12 @@ def _run(config: Config, plan: Plan, rank: int, board: Board) -> None:
         before = Tally()
         comm.drive(after(-1, before))
         end_of_step(-1, before)
-    comm.drive(worker.steps(0, steps, end_of_step, *([after] if after else [])))
+    if steps:
+        worker = Worker(rank, plan, data, players, config.seed, config.run_folder, board.doing)
+        comm.drive(worker.steps(0, steps, end_of_step, *([after] if after else [])))
     board.doing(steps, "finish")
     for player in players.values():
-        if hasattr(player, "save"):
+        if steps and hasattr(player, "save"):
             player.save(config.run_folder / "checkpoints", steps)
     with board.waiting(everybody):
         metrics.wait(0)
@@ -205,7 +208,7 @@ def _layouts(plans: list[Plan], role: str) -> dict[str, Layout]:
 def _meshes(config: Config, plans: list[Plan], device: torch.device) -> dict[Layout, DeviceMesh]:
     """One for each layout of a role that asks for them. Everybody takes part in making them."""
     roles = {n.role for p in plans for n in p.flow.nodes if n.method}
-    wanted = [r for r in sorted(roles) if takes_setup(config.players_all[r])]
+    wanted = [r for r in sorted(roles) if takes_setup(config.player(r))]
     layouts = dict.fromkeys(layout for r in wanted for layout in _layouts(plans, r).values())
     return {
         layout: DeviceMesh(

@@ -44,13 +44,17 @@ class Progress:
             self._task = self._bar.add_task("", total=steps)
 
     def __call__(self, step: int, metrics: dict[str, float]) -> None:
+        if "perf/tokens" in metrics and "timing_max_s/step" in metrics:
+            metrics["perf/tokens_per_s"] = metrics["perf/tokens"] / metrics["timing_max_s/step"]
         finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}  # JSON has no NaN
         self._log.write(json.dumps({"step": step, "time": time.time(), **finite}) + "\n")
-        self._seen += 1
-        for name, value in metrics.items():
+        self._seen += step >= 0
+        for name, value in metrics.items() if step >= 0 else ():
             self._sums[name] = self._sums.get(name, 0.0) + value
         line = summary(metrics)
-        if self._bar:
+        if step < 0:
+            self._say(f"before training  {line}")
+        elif self._bar:
             self._bar.update(self._task, advance=1, description=line)
         else:
             print(f"step {step + 1}/{self.steps}  {line}", flush=True)

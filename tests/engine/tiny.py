@@ -1,0 +1,83 @@
+"""Small models of several architectures: with weights that matter, once as transformers has them and once as ours."""
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from distflow.engine import attention
+from distflow.engine.attention import Packed
+
+VOCABULARY = 61
+_BASE: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 128,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+WINDOW = 5
+_MORE: dict[str, dict[str, Any]] = {
+    "qwen2": {"tie_word_embeddings": True},
+    "llama": {"tie_word_embeddings": False},
+    "qwen3": {},
+    "gemma": {"num_key_value_heads": 1},
+    "gemma2": {
+        "sliding_window": WINDOW,  # in every other layer
+        "query_pre_attn_scalar": 16,
+        "attn_logit_softcapping": 2.0,
+        "final_logit_softcapping": 3.0,
+    },
+    "mistral": {"sliding_window": WINDOW},
+}
+ARCHITECTURES = tuple(_MORE)
+
+
+@dataclass(frozen=True)
+class Pair:
+    eager: PreTrainedModel
+    ours: PreTrainedModel  # the same weights
+
+    @property
+    def config(self) -> PreTrainedConfig:
+        return self.eager.config
+
+    def alone(self, tokens: list[int]) -> Tensor:
+        """Logits [tokens, vocabulary] of one sequence, the long way."""
+        with torch.no_grad():
+            return self.eager(input_ids=torch.tensor([tokens]), use_cache=False).logits[0]
+
+    def packed(self, rows: list[list[int]]) -> Tensor:
+        """Logits of all sequences in one pass."""
+        lengths = [len(r) for r in rows]
+        out = self.ours(
+            input_ids=torch.tensor([[t for r in rows for t in r]]),
+            position_ids=torch.cat([torch.arange(n) for n in lengths])[None],
+            use_cache=False,
+            distflow=Packed(lengths),
+        )
+        return out.logits[0]
+
+
+def config_of(arch: str) -> PreTrainedConfig:
+    return AutoConfig.for_model(arch, **{**_BASE, **_MORE[arch]})
+
+
+@cache
+def pair(arch: str) -> Pair:
+    eager = AutoModelForCausalLM.from_config(config_of(arch), attn_implementation="eager", dtype=torch.float32).eval()
+    noise = torch.Generator().manual_seed(7)
+    for p in eager.parameters():  # as made, attention would hardly tell one token from another
+        p.data = torch.randn(p.shape, generator=noise) * (0.3 if p.ndim > 1 else 0.5) + (p.ndim == 1) * p.data
+    ours = AutoModelForCausalLM.from_config(config_of(arch), attn_implementation=attention.NAME, dtype=torch.float32)
+    ours.load_state_dict(eager.state_dict())
+    return Pair(eager.requires_grad_(False), ours.eval().requires_grad_(False))
