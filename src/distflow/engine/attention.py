@@ -57,20 +57,15 @@ class Packed:
     """Sequences of these lengths, one after the other, each attending to its own past."""
 
     def __init__(self, lengths: Sequence[int]) -> None:
-        self.runs: list[tuple[int, int, int]] = []  # (start, how many, length): neighbours of one length go together
-        start = 0
-        for length, run in groupby(lengths):
-            count = len(list(run))
-            self.runs.append((start, count, length))
-            start += count * length
+        self.runs = [(len(list(run)), length) for length, run in groupby(lengths)]  # those of one length go together
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, how: How) -> Tensor:
+        sizes = [count * length for count, length in self.runs]
         parts = []
-        for start, count, length in self.runs:
-            q_run, k_run, v_run = (
-                x[:, start : start + count * length].unflatten(1, (count, length)).transpose(0, 1) for x in (q, k, v)
-            )  # [count, heads, length, dim]
-            out = attend(q_run, k_run, v_run, how, causal=True)
+        # Split at once: the gradient of a split is one join, that of many slices as many tensors of full size.
+        for (count, length), *run in zip(self.runs, *(x.split(sizes, 1) for x in (q, k, v)), strict=True):
+            q_run, k_run, v_run = (x.unflatten(1, (count, length)).transpose(0, 1) for x in run)
+            out = attend(q_run, k_run, v_run, how, causal=True)  # [count, heads, length, dim]
             parts.append(out.transpose(1, 2).flatten(0, 1))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 

@@ -53,7 +53,7 @@ class Progress:
             self._sums[name] = self._sums.get(name, 0.0) + value
         line = summary(metrics)
         if step < 0:
-            self._say(f"before training  {line}")
+            self._say(f"{'before training' if self.steps else 'held out'}  {line}")
         elif self._bar:
             self._bar.update(self._task, advance=1, description=line)
         else:

@@ -1,0 +1,57 @@
+"""A tiny Qwen2 and something to ask it, made on the spot: what the benchmarks of rollouts and of whole steps work on."""
+
+import json
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+from distflow.engine.tokenizer import train_tokenizer
+
+PAD, EOS = "<pad>", "<eos>"
+SHAPE = {
+    "hidden_size": 256,
+    "intermediate_size": 1024,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 4096,
+    "tie_word_embeddings": True,
+}
+
+
+def make_model(folder: Path, vocab: int, pad: int = 0, eos: int = 1) -> None:
+    """About 4M parameters, at random: every token is about as likely as any other."""
+    torch.manual_seed(0)
+    config = Qwen2Config(vocab_size=vocab, bos_token_id=None, eos_token_id=eos, pad_token_id=pad, **SHAPE)  # type: ignore[arg-type]
+    Qwen2ForCausalLM(config).save_pretrained(folder)
+
+
+def make_assets(folder: Path, chars: bool) -> None:
+    """Model, tokenizer and `prompts.jsonl`. `chars`: one token per character and few of them, so that the model, at
+    random as it is, often ends a response; otherwise 1024 tokens."""
+    rows = list(sums(2048))
+    texts = [row["prompt"] + row["answer"] for row in rows]
+    tokenizer = _one_per_character(texts) if chars else train_tokenizer(iter(texts), 1024)
+    tokenizer.save_pretrained(folder)
+    vocab = len(tokenizer) if chars else 1024
+    make_model(folder, vocab, tokenizer.pad_token_id, tokenizer.eos_token_id)
+    (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def sums(n: int) -> Iterator[dict[str, str]]:
+    rng = random.Random(0)
+    for _ in range(n):
+        a, b = rng.randrange(100), rng.randrange(100)
+        yield {"prompt": f"What is {a} + {b}? Answer: ", "answer": str(a + b)}
+
+
+def _one_per_character(texts: list[str]) -> PreTrainedTokenizerFast:
+    spell = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    seen = sorted({c for text in texts for word, _ in spell.pre_tokenize_str(text) for c in word})
+    tokenizer = Tokenizer(models.BPE(vocab={t: i for i, t in enumerate([PAD, EOS, *seen])}, merges=[]))
+    tokenizer.pre_tokenizer, tokenizer.decoder = spell, decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=PAD, eos_token=EOS)
