@@ -285,7 +285,7 @@ def test_a_symbol_may_be_a_key() -> None:
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        (lambda data: score(data["promt"]), "node 'data' writes no field 'promt'; did you mean 'prompt'?"),
+        (lambda data: score(data["promt"]), "the data has no column 'promt'; did you mean 'prompt'?"),
         (use(lambda v: v["token"]), "node 'generate' writes no field 'token'; did you mean 'tokens'?"),
         (
             lambda data: score(data, 3),

@@ -43,7 +43,12 @@ class Text:
                 f"the prompt is a list of chat messages, and the tokenizer of '{self.name}' has no chat template;"
                 " give a model that has one (an instruct model), or prompts as text"
             )
-        return self.tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False)  # type: ignore
+        if not prompt:
+            return []
+        try:
+            return self.tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False)  # type: ignore
+        except Exception as e:  # a template is a program: it refuses roles and content as it likes
+            raise DataError(f"the chat template of '{self.name}' does not take the prompt: {e}; mend its messages") from e
 
     def encode_pairs(self, prompts: Sequence[Prompt], responses: Sequence[str]) -> dict[str, Ragged]:
         end = [self.tokenizer.eos_token_id]

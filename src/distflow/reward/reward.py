@@ -7,18 +7,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-import torch
-
-from distflow.data.batch import Batch
 from distflow.flow import node
 from distflow.reward.errors import RewardError
 from distflow.reward.function import RewardFunction, functions_of
 from distflow.reward.pool import Call, Pool
-from distflow.reward.samples import Samples
 from distflow.reward.signature import Failure, Result, Score
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # flows are planned without torch
+    from distflow.data.batch import Batch
     from distflow.observe.metrics import Tally
+    from distflow.reward.samples import Samples
     from distflow.worker import Context
 
 
@@ -64,8 +62,12 @@ class Reward:
         self.pool = Pool(self.functions, processes, time_limit_s, Path(base))
 
     @node(type="inference", writes=["score"])  # type: ignore[untyped-decorator]
-    def score(self, batch: Batch, ctx: "Context") -> dict[str, Any]:
+    def score(self, batch: "Batch", ctx: "Context") -> dict[str, Any]:
         """Reads `prompt` and `response`, and what the functions ask for of the other columns."""
+        import torch
+
+        from distflow.reward.samples import Samples
+
         samples = Samples.of(batch)
         restarts = self.pool.restarts
         scored = self._score(samples, self.on_failure)
@@ -80,13 +82,15 @@ class Reward:
 
     def try_one(self, sample: Mapping[str, Any], label: int | str = 0) -> float:
         """The score of one sample, a dict by column as in a batch; any failure is an error that names `label`."""
+        from distflow.reward.samples import Samples
+
         return self._score(Samples([label], {name: [value] for name, value in sample.items()}), "error").totals[0]
 
     def close(self) -> None:
         """Kill the processes and what they have started."""
         self.pool.close()
 
-    def _score(self, samples: Samples, on_failure: Literal["error"] | float) -> _Scored:
+    def _score(self, samples: "Samples", on_failure: Literal["error"] | float) -> _Scored:
         results: list[list[Result]] = [[Score(None, {})] * len(samples) for _ in self.functions]
         calls, firsts = self._calls(samples)
         with closing(self.pool.run(calls)) as answers:
@@ -100,7 +104,7 @@ class Reward:
         totals = [self._total(row, on_failure) for row in zip(*results, strict=True)]
         return _Scored(totals, results)
 
-    def _calls(self, samples: Samples) -> tuple[list[Call], list[int]]:
+    def _calls(self, samples: "Samples") -> tuple[list[Call], list[int]]:
         """All calls, those for many samples first, and the first sample of each."""
         if not len(samples):
             return [], []
@@ -145,14 +149,14 @@ class Reward:
             of_source = [t for t, s in zip(scored.totals, sources or (), strict=True) if s == source]
             mean(f"source/{source}/" if source in names else f"{source}/", of_source)
 
-    def _error(self, samples: Samples, failed: Sequence[int], function: int, what: str) -> RewardError:
+    def _error(self, samples: "Samples", failed: Sequence[int], function: int, what: str) -> RewardError:
         more = f" (and {len(failed) - 1} more of the same call)" if len(failed) > 1 else ""
         return RewardError(
             f"{self._told(samples, failed[0], function, what)}{more};"
             " mend the function, or set `reward.on_failure: 0.0` to give such samples that score"
         )
 
-    def _told(self, samples: Samples, i: int, function: int, what: str) -> str:
+    def _told(self, samples: "Samples", i: int, function: int, what: str) -> str:
         return f"sample {samples.ids[i]}: {self._where(function)} {what}"
 
     def _where(self, function: int) -> str:

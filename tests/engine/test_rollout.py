@@ -1,0 +1,267 @@
+"""The rollout engine says what a plain loop without a cache would: whoever else is in the batch, however it is cut."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import cache
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from distflow.engine import rollout
+from distflow.engine.model import kv_bytes
+from distflow.engine.rollout import Completions, Rollout
+from distflow.engine.sampling import Sampling, choose
+from distflow.errors import ConfigError
+from engine.tiny import ARCHITECTURES, VOCABULARY, pair
+
+SEED = 11
+STOP = frozenset({2, 3, 4, 5, 6, 7})
+HOW = Sampling(max_tokens=9, temperature=1.3, stop=STOP)
+
+_draw = np.random.default_rng(0)
+PROMPTS = [_draw.integers(0, VOCABULARY, n).tolist() for n in (3, 12, 1, 5, 5, 21, 2, 5)]
+PROMPT_OF = np.array([1, 0, 5, 1, 2, 3, 1, 4, 6, 7, 5, 3, 1, 0])
+IDS = np.array([100 + 3 * i for i in range(len(PROMPT_OF))])
+
+Said = tuple[list[int], list[float], bool]
+
+
+def engine(arch: str, max_sequences: int = 64, tokens: int = 10_000, **more: Callable[[Tensor], Tensor]) -> Rollout:
+    """With a cache for so many tokens."""
+    models = pair(arch)
+    per_token = kv_bytes(models.config, torch.float32, 1)
+    return Rollout(models.ours, per_token, tokens * per_token, max_sequences, **more)
+
+
+@cache
+def plainly(arch: str, prompt: tuple[int, ...], sample: int, how: Sampling, seed: int) -> Said:
+    """Token after token, each from a pass over all that was said so far."""
+    said: list[int] = []
+    logprobs: list[float] = []
+    while len(said) < how.max_tokens and not (said and said[-1] in how.stop):
+        logits = pair(arch).alone([*prompt, *said])[-1:]
+        token, logprob = choose(logits, how, seed, np.array([sample]), np.array([len(said)]))
+        said.append(int(token))
+        logprobs.append(float(logprob))
+    return said, logprobs, said[-1] in how.stop
+
+
+def expected(arch: str, how: Sampling = HOW, samples: range | list[int] = range(len(IDS)), seed: int = SEED) -> list[Said]:
+    return [plainly(arch, tuple(PROMPTS[PROMPT_OF[i]]), int(IDS[i]), how, seed) for i in samples]
+
+
+def rows(done: Completions) -> list[Said]:
+    assert len(done.tokens) == len(done.logprobs) == len(done.finished)
+    return [
+        (t.tolist(), lp.tolist(), bool(f)) for t, lp, f in zip(done.tokens, done.logprobs, done.finished, strict=True)
+    ]
+
+
+def generate(made: Rollout, how: Sampling = HOW, samples: range | list[int] = range(len(IDS)), seed: int = SEED):
+    index = np.array(samples)
+    return rows(made.generate(PROMPTS, PROMPT_OF[index], IDS[index], how, seed))
+
+
+def same(got: list[Said], want: list[Said]) -> bool:
+    return len(got) == len(want) and all(
+        a[0] == b[0] and a[1] == pytest.approx(b[1], abs=1e-4) and a[2] == b[2] for a, b in zip(got, want, strict=True)
+    )
+
+
+@contextmanager
+def passes(made: Rollout) -> Iterator[list[int]]:
+    """The tokens of each pass through the model, in the order of passes."""
+    seen: list[int] = []
+    hook = made.model.register_forward_pre_hook(
+        lambda _, args, given: seen.append(given["input_ids"].numel()), with_kwargs=True
+    )
+    try:
+        yield seen
+    finally:
+        hook.remove()
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_it_says_what_a_plain_loop_says_in_a_batch_of_any_size(arch: str) -> None:
+    want = expected(arch)
+    assert len({len(tokens) for tokens, _, _ in want}) > 3  # they end at different times
+    for max_sequences in (1, 3, 8, 64):
+        assert same(generate(engine(arch, max_sequences)), want), max_sequences
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        replace(HOW, temperature=0.0),
+        replace(HOW, max_tokens=1),
+        replace(HOW, min_tokens=6),
+        replace(HOW, top_k=5, top_p=0.8),
+        replace(HOW, temperature=0.7, top_p=0.6),
+        replace(HOW, stop=frozenset()),
+    ],
+    ids=["greedy", "one token", "not too short", "top-k and top-p", "top-p", "no stop"],
+)
+def test_every_way_of_sampling_is_that_of_a_plain_loop(how: Sampling) -> None:
+    for arch in ("qwen3", "gemma2"):
+        assert same(generate(engine(arch, 4), how), expected(arch, how))
+
+
+def test_a_response_ends_with_the_first_stop_token_or_at_the_limit() -> None:
+    got = generate(engine("llama", 3))
+    assert {finished for _, _, finished in got} == {True, False}
+    for tokens, logprobs, finished in got:
+        assert len(tokens) == len(logprobs)
+        assert not STOP & set(tokens[:-1])
+        assert finished == (tokens[-1] in STOP)
+        assert finished or len(tokens) == HOW.max_tokens
+
+
+def test_a_stop_token_in_the_last_place_is_an_end_of_its_own() -> None:
+    got = generate(engine("llama"), replace(HOW, max_tokens=1))
+    assert {finished for _, _, finished in got} == {True, False}
+    assert all(finished == (tokens[0] in STOP) for tokens, _, finished in got)
+
+
+def test_no_response_ends_before_min_tokens() -> None:
+    short = generate(engine("llama"))
+    long = generate(engine("llama"), replace(HOW, min_tokens=5))
+    assert min(len(tokens) for tokens, _, _ in short) < 5
+    assert min(len(tokens) for tokens, _, _ in long) > 5  # a stop token comes after five others
+    assert all(not STOP & set(tokens[:5]) for tokens, _, _ in long)
+
+
+def test_the_likeliest_tokens_do_not_depend_on_the_seed() -> None:
+    greedy = replace(HOW, temperature=0.0)
+    made = engine("qwen2")
+    assert same(generate(made, greedy, seed=1), generate(made, greedy, seed=2))
+    assert not same(generate(made, seed=1), generate(made, seed=2))
+
+
+def test_the_order_of_samples_does_not_matter() -> None:
+    want = generate(engine("qwen2", 4))
+    for seed in range(5):
+        order = np.random.default_rng(seed).permutation(len(IDS)).tolist()
+        assert same(generate(engine("qwen2", 4), samples=order), [want[i] for i in order])
+
+
+def test_the_others_in_the_batch_do_not_matter() -> None:
+    want = generate(engine("gemma2", 4))
+    for samples in ([2], [0, 3, 6, 12], [13, 4], list(range(0, 14, 3))):
+        assert same(generate(engine("gemma2", 4), samples=samples), [want[i] for i in samples])
+
+
+def test_the_name_of_a_prompt_does_not_matter() -> None:
+    """The same prompt given twice is like two samples of one."""
+    made = engine("mistral", 8)
+    want = rows(made.generate([PROMPTS[1]], np.zeros(4, np.int64), IDS[:4], HOW, SEED))
+    assert same(rows(made.generate([PROMPTS[1]] * 4, np.arange(4), IDS[:4], HOW, SEED)), want)
+    assert len({tuple(tokens) for tokens, _, _ in want}) == 4
+
+
+@pytest.mark.parametrize("arch", ["qwen2", "gemma2", "mistral"])
+def test_what_is_left_in_the_cache_does_not_matter(arch: str) -> None:
+    made = engine(arch, 4)
+    kept = None
+    for call, samples in enumerate([[2, 10, 0, 5, 7], [4], list(range(len(IDS))), [4, 8], [2], [1, 13, 6, 3, 12]]):
+        assert same(generate(made, samples=samples), expected(arch, samples=samples)), call
+        kept = kept or made._cache
+        with torch.inference_mode():
+            for keys, values in made._cache.layers.values():
+                keys.fill_(1e4), values.fill_(-1e4)  # as bad as stale values get
+    assert made._cache is kept  # it was used again, not made anew
+
+
+def test_the_cache_grows_with_what_it_must_hold() -> None:
+    made = engine("qwen2", 8)
+    for samples in ([4], [4, 8], [2, 10], list(range(len(IDS)))):
+        assert same(generate(made, samples=samples), expected("qwen2", samples=samples))
+        longest = max(len(PROMPTS[PROMPT_OF[i]]) for i in samples) + HOW.max_tokens
+        assert made._cache.longest >= longest
+    assert made._cache.slots == 8
+
+
+def test_weights_may_change_between_calls() -> None:
+    made = engine("qwen2", 8)
+    generate(made)
+    made.model = pair("qwen3").ours  # of the same shape of cache
+    assert same(generate(made), expected("qwen3"))
+
+
+def test_a_prompt_is_computed_once_for_all_of_its_samples() -> None:
+    made = engine("qwen2", 64)
+    with passes(made) as seen:
+        made.generate([PROMPTS[5], PROMPTS[1]], np.arange(16) % 2, np.arange(16), replace(HOW, max_tokens=1), SEED)
+    assert seen == [len(PROMPTS[5]) + len(PROMPTS[1])]
+
+
+def test_a_freed_place_is_taken_by_who_waits() -> None:
+    made = engine("qwen2", 3)
+    with passes(made) as seen:
+        got = generate(made, replace(HOW, max_tokens=6))
+    decoded = sum(len(tokens) - 1 for tokens, _, _ in got)
+    prefills = len(seen) - sum(n <= 3 for n in seen)
+    assert prefills > 3  # whoever waits need not wait for all three
+    steps = [n for n in seen if n <= 3]
+    assert len(steps) < decoded / 2  # and they run together
+    assert same(got, expected("qwen2", replace(HOW, max_tokens=6)))
+
+
+def test_long_prompts_are_computed_in_several_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rollout, "_PREFILL", 12)
+    made = engine("gemma2", 64)
+    with passes(made) as seen:
+        got = generate(made, replace(HOW, max_tokens=1))
+    assert max(seen) == 21  # the one prompt that is longer than a pass should be, alone
+    assert sorted(seen)[-2] <= 12
+    assert sum(seen) == sum(map(len, PROMPTS))
+    assert same(got, expected("gemma2", replace(HOW, max_tokens=1)))
+    assert same(generate(made), expected("gemma2"))
+
+
+def test_the_memory_of_the_cache_bounds_the_batch() -> None:
+    longest = 21 + HOW.max_tokens
+    made = engine("llama", 64, tokens=2 * longest + 5)
+    with passes(made) as seen:
+        got = generate(made)
+    held = sum(x.nbytes for layer in made._cache.layers.values() for x in layer)
+    assert made._cache.slots == 2
+    assert held <= made.cache_bytes
+    assert sum(n <= 2 for n in seen) > len(seen) / 2
+    assert same(got, expected("llama"))
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_a_token_takes_the_memory_that_is_planned_for_it(arch: str) -> None:
+    made = engine(arch, 4)
+    generate(made)
+    held = sum(x.nbytes for layer in made._cache.layers.values() for x in layer)
+    assert held == made._cache.slots * made._cache.longest * made.bytes_per_token
+
+
+def test_a_cache_that_holds_no_sequence_is_told() -> None:
+    made = engine("llama", tokens=29)
+    with pytest.raises(ConfigError, match=r"rollout\.kv_cache_gb: a sequence of 30 tokens needs .* lower rollout\.max_to"):
+        generate(made)
+    assert same(generate(made, replace(HOW, max_tokens=8)), expected("llama", replace(HOW, max_tokens=8)))
+
+
+def test_nothing_to_say_is_no_trouble() -> None:
+    nobody = np.empty(0, np.int64)
+    done = engine("llama").generate([], nobody, nobody, HOW, SEED)
+    assert len(done.tokens) == len(done.logprobs) == len(done.finished) == 0
+
+
+def test_replicas_go_on_with_what_they_agreed_on() -> None:
+    """The tokens of another replica count: the model goes on from them, and they are the response."""
+    made = engine("qwen2", 4, agree=lambda tokens: (tokens + 1) % VOCABULARY)
+    for (tokens, _, finished), i in zip(generate(made), range(len(IDS)), strict=True):
+        prompt, said = PROMPTS[PROMPT_OF[i]], list[int]()
+        while len(said) < HOW.max_tokens and not (said and said[-1] in STOP):
+            logits = pair("qwen2").alone([*prompt, *said])[-1:]
+            token, _ = choose(logits, HOW, SEED, IDS[i : i + 1], np.array([len(said)]))
+            said.append((int(token) + 1) % VOCABULARY)
+        assert tokens == said
+        assert finished == (said[-1] in STOP)
