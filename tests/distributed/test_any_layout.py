@@ -1,0 +1,155 @@
+"""However the workers share the work, a run is the same run: its curves, and the very tokens that were drawn."""
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from warm import distflow_run
+
+STEPS = 8
+CURVES = ("reward/mean", "actor/loss", "actor/grad_norm", "actor/kl", "actor/entropy", "response_length/mean")
+FLOW = """
+import json
+
+from distflow import flow, node
+from distflow.flows.grpo import grpo
+
+
+@node(writes=())
+def keep(batch, ctx):
+    tokens = {int(i): row.tolist() for i, row in zip(batch.ids, batch["response_tokens"], strict=True)}
+    with open(ctx.folder / f"tokens.{ctx.rank}.jsonl", "a") as file:
+        file.write(json.dumps(tokens) + "\\n")
+
+
+class Tapped:
+    def __init__(self, actor):
+        self.logprobs, self.update, self._generate = actor.logprobs, actor.update, actor.generate
+
+    def generate(self, prompts):
+        rollout = self._generate(prompts)
+        keep(rollout["response_tokens"])
+        return rollout
+
+
+@flow
+def tapped(prompts, actor, reference, reward, *, kl=0.0, recompute_old=False, mini_batches=1, epochs=1):
+    constants = {"recompute_old": recompute_old, "mini_batches": mini_batches, "epochs": epochs}
+    grpo.fn(prompts, Tapped(actor), reference, reward, kl=kl, **constants)
+"""
+REWARD = """
+def digits(solution_str):
+    return sum(c.isdigit() for c in solution_str) / max(1, len(solution_str))
+"""
+PROMPTS = [f"{'so ' * (i % 5)}what is {i} + {i * i % 17}?" for i in range(24)]
+CONFIG: dict[str, Any] = {
+    "flow": "flow.py:tapped",
+    "data": {"files": "data.jsonl", "batch": 8},
+    "steps": STEPS,
+    "algo": {"kl": 0.01},
+    "model": {"arch": "qwen2", "hidden": 32, "layers": 2, "heads": 4, "kv_heads": 2},
+    "rollout": {"n": 4, "max_tokens": 16},
+    "train": {"lr": 1e-3},
+    "reward": "reward.py:digits",
+    "wait_limit_s": 60,
+}
+MODELS = ("actor", "reference")
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "dp2": (2, {}),
+    "tp2": (2, {"roles": {role: {"tp": 2} for role in MODELS}}),
+    "dp2 tp2": (4, {"roles": {role: {"tp": 2} for role in MODELS}}),
+    "generate tp2": (4, {"nodes": {"actor.generate": {"tp": 2}}}),
+    "split": (
+        4,
+        {
+            "groups": {"rollout": "0-1", "train": "2-3"},
+            "default": {"group": "train"},
+            "nodes": {"actor.generate": {"group": "rollout"}, "reward.score": {"group": "rollout"}},
+        },
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Run:
+    metrics: list[dict[str, float]]  # of each step
+    tokens: dict[int, list[int]]  # of each sample
+    out: str
+
+
+def run(folder: Path, name: str, workers: int, **changes: Any) -> Run:
+    path, run_dir = folder / f"{name.replace(' ', '-')}.yaml", folder / name.replace(" ", "-")
+    path.write_text(yaml.safe_dump(CONFIG | {"run_dir": str(run_dir)} | changes))
+    ended = distflow_run(path, workers=workers)
+    assert ended.codes == [0] * workers, ended.err
+    tokens: dict[int, list[int]] = {}
+    for file in run_dir.glob("tokens.*.jsonl"):
+        for line in file.read_text().splitlines():
+            for sample, said in json.loads(line).items():
+                assert tokens.setdefault(int(sample), said) == said  # tensor-parallel replicas agree
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return Run(lines, tokens, ended.out)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("layouts")
+    (made / "data.jsonl").write_text("".join(json.dumps({"prompt": p}) + "\n" for p in PROMPTS))
+    (made / "flow.py").write_text(FLOW)
+    (made / "reward.py").write_text(REWARD)
+    return made
+
+
+@pytest.fixture(scope="module")
+def alone(folder: Path) -> Run:
+    """One worker, one micro-batch."""
+    return run(folder, "alone", 1)
+
+
+def check_same(name: str, got: Run, want: Run) -> None:
+    assert [m["step"] for m in got.metrics] == [m["step"] for m in want.metrics]
+    for ours, theirs in zip(got.metrics, want.metrics, strict=True):
+        for curve in CURVES:
+            near = pytest.approx(theirs[curve], rel=1e-3, abs=1e-6)
+            assert ours[curve] == near, (name, curve, ours["step"])
+    assert got.tokens.keys() == want.tokens.keys()
+    pairs = [(got.tokens[i], want.tokens[i]) for i in want.tokens]
+    total = sum(max(len(a), len(b)) for a, b in pairs)
+    equal = sum(x == y for a, b in pairs for x, y in zip(a, b, strict=False))
+    print(f"{name}: {equal} of {total} tokens equal ({equal / total:.4%})")
+    assert equal >= 0.999 * total
+    check_mismatch(got)
+
+
+def check_mismatch(run: Run) -> None:
+    """What the rollout engine and the trainer say of the same tokens."""
+    assert all(m["rollout/mismatch_max"] < 1e-4 for m in run.metrics)
+
+
+def test_one_worker_learns(alone: Run) -> None:
+    """Else the others would be equal to nothing much."""
+    assert [m["step"] for m in alone.metrics] == list(range(STEPS))
+    assert sorted(alone.tokens) == list(range(STEPS * 8 * 4))
+    assert all(m["actor/grad_norm"] > 0 for m in alone.metrics)
+    assert any(m["actor/kl"] > 1e-4 for m in alone.metrics)
+    assert all(math.isfinite(m[c]) for m in alone.metrics for c in CURVES)
+    assert len({len(t) for t in alone.tokens.values()}) > 1  # not all of one length
+    check_mismatch(alone)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_any_layout_gives_the_same_run(folder: Path, alone: Run, name: str) -> None:
+    workers, placement = LAYOUTS[name]
+    check_same(name, run(folder, name, workers, placement=placement), alone)
+
+
+@pytest.mark.parametrize("share", [2, 8])
+def test_any_size_of_micro_batches_gives_the_same_run(folder: Path, alone: Run, share: int) -> None:
+    tokens = 32 * (20 + 16) // 2  # about what each of two workers has in a step
+    got = run(folder, f"micro {share}", 2, train={"lr": 1e-3, "micro_tokens": tokens // share})
+    check_same(f"1/{share} of the tokens at once", got, alone)
