@@ -1,4 +1,4 @@
-"""A tiny Qwen2 and something to ask it, made on the spot: what the benchmarks of rollouts and of whole steps work on."""
+"""A tiny Qwen2 and something to ask it, made on the spot, for the benchmarks of rollouts and of whole steps."""
 
 import json
 import random

@@ -50,16 +50,16 @@ def _model(config: Config, rows: View) -> Iterator[str]:
     text.stop_tokens(source, config.rollout.stop)
     seen = screen(rows, text, config.data.on_bad_row == "skip", 0, 1)
     first = text.encode(rows[0]["prompt"])
-    yield f"prompts   all {len(seen.rows)} have at most {text.limit} tokens, {seen.count} skipped; the first has {len(first)}"
-    need = kv_bytes(source.config, DTYPES[config.train.dtype], 1) * (text.limit + config.rollout.max_tokens)
-    longest = kv_bytes(source.config, DTYPES[config.train.dtype], 1) * (len(first) + config.rollout.max_tokens)
+    yield f"prompts   {len(seen.rows)} of at most {text.limit} tokens, {seen.count} skipped; the first has {len(first)}"
+    per_token = kv_bytes(source.config, DTYPES[config.train.dtype], 1)
+    need = per_token * (len(first) + config.rollout.max_tokens)
     room = int(config.rollout.kv_cache_gb * (1 << 30))
-    if longest > room:
+    if need > room:
         raise ConfigError(
-            f"rollout.kv_cache_gb: the first prompt and its response need {human_bytes(longest)} of KV cache and there are"
-            f" {human_bytes(room)}; raise it, or lower rollout.max_tokens"
+            f"rollout.kv_cache_gb: the first prompt and its response need {human_bytes(need)} of KV cache and there"
+            f" are {human_bytes(room)}; raise it, or lower rollout.max_tokens"
         )
-    yield f"kv cache  {human_bytes(room)}, {human_bytes(need)} for the longest sequence allowed"
+    yield f"kv cache  {human_bytes(room)}: {room // need} sequences like the first"
 
 
 def _reward(config: Config, row: dict[str, Any]) -> Iterator[str]:

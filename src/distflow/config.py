@@ -41,16 +41,16 @@ class Config(Section):
     data: DataConfig
     steps: int | None = Field(None, ge=0)  # default: once through the data; 0 only evaluates
     name: str  # default: that of the flow
-    algo: dict[str, Any] = {}  # constants of the algorithm: the keyword parameters of the flow
+    algo: dict[str, Any] = Field(default_factory=dict)  # constants of the flow: its parameters that have a default
     model: ModelConfig | None = None
     rollout: RolloutConfig = RolloutConfig()
     train: TrainConfig = TrainConfig()
     reward: RewardConfig | None = None
     eval: EvalConfig | None = None
     workers: int | None = Field(None, gt=0)
-    roles: dict[str, RoleConfig] = {}
+    roles: dict[str, RoleConfig] = Field(default_factory=dict)
     placement: PlacementConfig = PlacementConfig()
-    bytes: dict[str, int] = {}  # expected bytes per sample of a field, for estimates in the plan
+    bytes: dict[str, int] = Field(default_factory=dict)  # expected, per sample of a field: for estimates in the plan
     seed: int = 0
     run_dir: str | None = None  # default: runs/<name>
     wait_limit_s: float = Field(600.0, gt=0)  # a worker that waits longer for others ends the run
@@ -78,7 +78,7 @@ class Config(Section):
     @field_validator("reward", mode="before")
     @classmethod
     def _functions_alone(cls, value: Any) -> Any:
-        alone = isinstance(value, str | list) or isinstance(value, dict) and "call" in value
+        alone = isinstance(value, str | list) or (isinstance(value, dict) and "call" in value)
         return {"functions": value} if alone else value
 
     @property
@@ -190,8 +190,8 @@ class Config(Section):
         cells = math.lcm(*(placement.layout(n.id, n.role).dp for n in flow.nodes), placement.source_layout(flow).dp)
         prompts = -(-rows // cells) * cells
         main = self._placement(workers)
-        members = {"actor": tuple(r for n in self.graph.nodes if n.role == "actor" for r in main.layout(n.id, n.role).ranks)}
-        return plan(flow, placement, Workload(prompts, self.eval.n), members)
+        holders = tuple(r for n in self.graph.nodes if n.role == "actor" for r in main.layout(n.id, n.role).ranks)
+        return plan(flow, placement, Workload(prompts, self.eval.n), {"actor": holders})
 
     @property
     def eval_files(self) -> list[str]:

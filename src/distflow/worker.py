@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import resource
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass
@@ -66,6 +67,7 @@ class Worker:
             yield from self.walk(step, tally)
             tally.time("step", time.perf_counter() - began)
             tally.log("perf/cpu_s", time.process_time() - worked, reduce="sum")
+            tally.log("perf/peak_mib", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024, reduce="max")
             tally.traffic(self.data.end(step))
             yield from after_step(step, tally)
             end_of_step(step, tally)

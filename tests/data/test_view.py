@@ -1,7 +1,6 @@
 """Rows under other names, or some of them only: values and places stay those of the file."""
 
 import json
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,7 +14,9 @@ from distflow.data.view import View
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory: pytest.TempPathFactory) -> Rows:
     folder = tmp_path_factory.mktemp("rows")
-    (folder / "data.jsonl").write_text("".join(json.dumps({"question": f"q{i}", "answer": i}) + "\n" for i in range(10)))
+    (folder / "data.jsonl").write_text(
+        "".join(json.dumps({"question": f"q{i}", "answer": i}) + "\n" for i in range(10))
+    )
     return Rows([folder / "data.jsonl"], cache=folder / "cache")
 
 

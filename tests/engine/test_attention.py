@@ -39,7 +39,7 @@ def by_hand(q: Tensor, k: Tensor, v: Tensor, how: How) -> Tensor:
 
 def one_by_one(lengths: list[int], q: Tensor, k: Tensor, v: Tensor, how: How) -> Tensor:
     parts = zip(*(x.split(lengths, 1) for x in (q, k, v)), strict=True)
-    return torch.cat([by_hand(*part, how) for part in parts if part[0].shape[1]])
+    return torch.cat([by_hand(a, b, c, how) for a, b, c in parts if a.shape[1]])
 
 
 @settings(max_examples=40, deadline=None)

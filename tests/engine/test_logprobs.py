@@ -64,10 +64,7 @@ def test_values_and_gradients_are_those_of_the_plain_formula(
         assert torch.allclose(a, b, rtol=1e-10, atol=1e-10)
     up, down = torch.randn(tokens, dtype=torch.float64), torch.randn(tokens, dtype=torch.float64)
     for weights in ((up, down), (up, 0 * down), (0 * up, down)):
-        grads = [
-            torch.autograd.grad(sum((x * w).sum() for x, w in zip(out, weights, strict=True)), leaves, retain_graph=True)
-            for out in (ours, theirs)
-        ]
+        grads = [torch.autograd.grad(out, leaves, weights, retain_graph=True) for out in (ours, theirs)]
         for a, b in zip(*grads, strict=True):
             assert torch.allclose(a, b, rtol=1e-8, atol=1e-8)
 
@@ -76,9 +73,10 @@ def test_values_and_gradients_are_those_of_the_plain_formula(
 @pytest.mark.parametrize(("temperature", "softcap"), WAYS)
 def test_gradients_pass_the_numerical_check(temperature: float, softcap: float | None) -> None:
     hidden, weight, bias, targets = some(18, 2, 4, bias=True)
+    assert bias is not None
 
-    def both(*leaves: Tensor | None) -> tuple[Tensor, Tensor]:
-        return token_logprobs(*leaves, targets, temperature, softcap)  # type: ignore[arg-type, misc]
+    def both(hidden: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+        return token_logprobs(hidden, weight, bias, targets, temperature, softcap)
 
     assert torch.autograd.gradcheck(both, (hidden, weight, bias))
     assert torch.autograd.gradcheck(lambda *leaves: both(*leaves)[1], (hidden, weight, bias))  # the entropy alone
@@ -95,9 +93,9 @@ def test_a_loss_of_the_log_probs_alone_is_enough() -> None:
 @pytest.mark.parametrize("chunk", [1, 23 * 20, 1 << 20])
 def test_how_the_work_is_cut_does_not_show(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(logprobs, "_CHUNK", chunk)
-    given = some(70, 5, 23, bias=True, dtype=torch.float32)
-    want = plainly(*(x.double() if x is not None and x.is_floating_point() else x for x in given), 0.8, 2.0)  # type: ignore[arg-type]
-    for a, b in zip(token_logprobs(*given, 0.8, 2.0), want, strict=True):
+    hidden, weight, _, targets = some(70, 5, 23, bias=False, dtype=torch.float32)
+    want = plainly(hidden.double(), weight.double(), None, targets, 0.8, 2.0)
+    for a, b in zip(token_logprobs(hidden, weight, None, targets, 0.8, 2.0), want, strict=True):
         assert a.dtype == torch.float32
         assert torch.allclose(a.double(), b, atol=1e-5)
 

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from distflow.config import ModelConfig
 from distflow.engine.attention import NAME
 from distflow.engine.model import Source, open_model
 from distflow.errors import ConfigError
+from distflow.sections import ModelConfig
 
 SMALL: dict[str, Any] = {"arch": "qwen2", "hidden": 32, "layers": 2, "heads": 4, "kv_heads": 2, "ffn": 48}
 

@@ -77,7 +77,9 @@ def test_a_row_holds_each_sequence_once_without_its_last_token(
 
 @BUSY
 @given(SAMPLES, st.data())
-def test_a_response_token_is_predicted_by_the_one_before_it(samples: list[tuple[int, int]], data: st.DataObject) -> None:
+def test_a_response_token_is_predicted_by_the_one_before_it(
+    samples: list[tuple[int, int]], data: st.DataObject
+) -> None:
     packed, _ = some(samples, data)
     assert torch.equal(packed.tokens[packed.keep] + 1, packed.targets)
     assert packed.responses.tolist() == [samples[i][1] for i in packed.index]

@@ -1,6 +1,6 @@
 """The rollout engine says what a plain loop without a cache would: whoever else is in the batch, however it is cut."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
@@ -25,6 +25,7 @@ _draw = np.random.default_rng(0)
 PROMPTS = [_draw.integers(0, VOCABULARY, n).tolist() for n in (3, 12, 1, 5, 5, 21, 2, 5)]
 PROMPT_OF = np.array([1, 0, 5, 1, 2, 3, 1, 4, 6, 7, 5, 3, 1, 0])
 IDS = np.array([100 + 3 * i for i in range(len(PROMPT_OF))])
+EVERYBODY = range(len(IDS))
 
 Said = tuple[list[int], list[float], bool]
 
@@ -49,7 +50,7 @@ def plainly(arch: str, prompt: tuple[int, ...], sample: int, how: Sampling, seed
     return said, logprobs, said[-1] in how.stop
 
 
-def expected(arch: str, how: Sampling = HOW, samples: range | list[int] = range(len(IDS)), seed: int = SEED) -> list[Said]:
+def expected(arch: str, how: Sampling = HOW, samples: Sequence[int] = EVERYBODY, seed: int = SEED) -> list[Said]:
     return [plainly(arch, tuple(PROMPTS[PROMPT_OF[i]]), int(IDS[i]), how, seed) for i in samples]
 
 
@@ -60,7 +61,7 @@ def rows(done: Completions) -> list[Said]:
     ]
 
 
-def generate(made: Rollout, how: Sampling = HOW, samples: range | list[int] = range(len(IDS)), seed: int = SEED):
+def generate(made: Rollout, how: Sampling = HOW, samples: Sequence[int] = EVERYBODY, seed: int = SEED):
     index = np.array(samples)
     return rows(made.generate(PROMPTS, PROMPT_OF[index], IDS[index], how, seed))
 
@@ -164,7 +165,7 @@ def test_the_name_of_a_prompt_does_not_matter() -> None:
 def test_what_is_left_in_the_cache_does_not_matter(arch: str) -> None:
     made = engine(arch, 4)
     kept = None
-    for call, samples in enumerate([[2, 10, 0, 5, 7], [4], list(range(len(IDS))), [4, 8], [2], [1, 13, 6, 3, 12]]):
+    for call, samples in enumerate([[2, 10, 0, 5, 7], [4], EVERYBODY, [4, 8], [2], [1, 13, 6, 3, 12]]):
         assert same(generate(made, samples=samples), expected(arch, samples=samples)), call
         kept = kept or made._cache
         with torch.inference_mode():
@@ -176,7 +177,7 @@ def test_what_is_left_in_the_cache_does_not_matter(arch: str) -> None:
 
 def test_the_cache_grows_with_what_it_must_hold() -> None:
     made = engine("qwen2", 8)
-    for samples in ([4], [4, 8], [2, 10], list(range(len(IDS)))):
+    for samples in ([4], [4, 8], [2, 10], EVERYBODY):
         assert same(generate(made, samples=samples), expected("qwen2", samples=samples))
         longest = max(len(PROMPTS[PROMPT_OF[i]]) for i in samples) + HOW.max_tokens
         assert made._cache.longest >= longest
@@ -243,7 +244,9 @@ def test_a_token_takes_the_memory_that_is_planned_for_it(arch: str) -> None:
 
 def test_a_cache_that_holds_no_sequence_is_told() -> None:
     made = engine("llama", tokens=29)
-    with pytest.raises(ConfigError, match=r"rollout\.kv_cache_gb: a sequence of 30 tokens needs .* lower rollout\.max_to"):
+    with pytest.raises(
+        ConfigError, match=r"rollout\.kv_cache_gb: a sequence of 30 tokens needs .* lower rollout\.max_to"
+    ):
         generate(made)
     assert same(generate(made, replace(HOW, max_tokens=8)), expected("llama", replace(HOW, max_tokens=8)))
 
@@ -257,7 +260,7 @@ def test_nothing_to_say_is_no_trouble() -> None:
 def test_replicas_go_on_with_what_they_agreed_on() -> None:
     """The tokens of another replica count: the model goes on from them, and they are the response."""
     made = engine("qwen2", 4, agree=lambda tokens: (tokens + 1) % VOCABULARY)
-    for (tokens, _, finished), i in zip(generate(made), range(len(IDS)), strict=True):
+    for (tokens, _, finished), i in zip(generate(made), EVERYBODY, strict=True):
         prompt, said = PROMPTS[PROMPT_OF[i]], list[int]()
         while len(said) < HOW.max_tokens and not (said and said[-1] in STOP):
             logits = pair("qwen2").alone([*prompt, *said])[-1:]

@@ -73,12 +73,16 @@ def test_a_response_can_end_and_padding_is_another_token() -> None:
 def test_chat_messages_go_through_the_template() -> None:
     chat: Prompt = [{"role": "system", "content": "count"}, {"role": "user", "content": "to 3"}]
     assert TEXT.encode(chat) == TEXT.encode("countto 3")
-    marked = text_of(template="{% for m in messages %}[{{ m.role }}]{% endfor %}{% if add_generation_prompt %}>{% endif %}")
+    marked = text_of(
+        template="{% for m in messages %}[{{ m.role }}]{% endfor %}{% if add_generation_prompt %}>{% endif %}"
+    )
     assert marked.encode(chat) == TEXT.encode("[system][user]>")
 
 
 def test_chat_without_a_template_is_told_with_a_way_out() -> None:
-    with pytest.raises(DataError, match=r"'tiny/model' has no chat template; give a model that has one .* or prompts as"):
+    with pytest.raises(
+        DataError, match=r"'tiny/model' has no chat template; give a model that has one .* or prompts as"
+    ):
         text_of(template=None).encode([{"role": "user", "content": "hi"}])
 
 

@@ -1,4 +1,4 @@
-"""Weights between layouts: every taker gets exactly its part, from those who have it, and what it has does not travel."""
+"""Weights between layouts: every taker gets exactly its part, and what it has does not travel."""
 
 import math
 from collections.abc import Iterator
@@ -49,7 +49,9 @@ def transfers(draw: st.DrawFn) -> tuple[list[Spec], Layout, Layout]:
 def whole(specs: list[Spec]) -> dict[str, Tensor]:
     """Every element is a number of its own."""
     ends = torch.tensor([math.prod(s.shape) for s in specs]).cumsum(0).tolist()
-    return {s.name: torch.arange(e - math.prod(s.shape), e).float().view(s.shape) for s, e in zip(specs, ends, strict=True)}
+    return {
+        s.name: torch.arange(e - math.prod(s.shape), e).float().view(s.shape) for s, e in zip(specs, ends, strict=True)
+    }
 
 
 def part(held: Held, spec: Spec, rank: int, full: Tensor) -> Tensor:

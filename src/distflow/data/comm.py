@@ -116,7 +116,7 @@ def _telling(ranks: tuple[int, ...]) -> Iterator[None]:
 
 def lost(error: BaseException) -> bool:
     """Whether a collective inside a node broke because a peer went away."""
-    return isinstance(error, dist.DistError) or isinstance(error, RuntimeError) and "gloo" in str(error)
+    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
 
 
 def reason(error: BaseException) -> str:

@@ -9,6 +9,7 @@ from distflow.flow.trace import node
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from distflow.algo.aggregate import Mode
     from distflow.data.batch import Batch, Ragged
     from distflow.data.exchange import Collective
     from distflow.worker import Context
@@ -17,7 +18,7 @@ TOKENS = ("prompt_tokens", "response_tokens")
 
 
 class Actor:
-    """The policy: generates, tells log-probs, learns. One model, in the layout of `update`; `generate` may have another."""
+    """The policy: generates, tells log-probs, learns. `generate` may have another layout than the rest."""
 
     def __init__(self, setup: Setup) -> None:
         from distflow.engine.policy import Policy
@@ -55,7 +56,7 @@ class Actor:
         batch: "Batch",
         ctx: "Context",
         loss: str,
-        aggregate: str = "token-mean",
+        aggregate: "Mode" = "token-mean",
         mini_batches: int = 1,
         epochs: int = 1,
         **constants: Any,

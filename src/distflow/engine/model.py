@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from distflow.config import ModelConfig
 from distflow.engine import attention
 from distflow.engine.tokenizer import train_tokenizer
 from distflow.errors import ConfigError, suggest
+from distflow.sections import ModelConfig
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 Read = Callable[[str, tuple[slice, ...]], Tensor]
@@ -44,7 +44,9 @@ class Source:
         if not getattr(model, "_supports_attention_backend", False):
             raise ConfigError(f"model: '{self.name}' is a {self.config.model_type}, which brings its own attention")
         model.tie_weights()
-        return model.eval()
+        model.eval()
+        assert isinstance(model, PreTrainedModel)
+        return model
 
     def reader(self, names: Sequence[str]) -> Read:
         """A function that reads a part of a parameter, by its name in the skeleton."""
@@ -52,7 +54,7 @@ class Source:
         if files and all(n in files for n in names):
             opened = {f: safe_open(f, "pt") for f in set(files.values())}
             return lambda name, part: opened[files[name]].get_slice(name)[part]
-        whole = self._whole
+        whole = self._whole()
         return lambda name, part: whole[name][part]
 
     @cached_property
@@ -69,7 +71,6 @@ class Source:
         with safe_open(single, "pt") as f:
             return dict.fromkeys(f.keys(), str(single))
 
-    @cached_property
     def _whole(self) -> Mapping[str, Tensor]:
         """All weights at once: at random, or of a kind of file that cannot be read in parts."""
         if self.folder is None:
@@ -103,6 +104,7 @@ def open_model(given: ModelConfig, texts: Callable[[], Iterator[str]], base: Pat
 
 def _fresh(given: ModelConfig, texts: Callable[[], Iterator[str]], seed: int) -> Source:
     tokenizer = train_tokenizer(texts(), given.vocab)
+    assert given.arch is not None
     heads = given.heads or max(1, given.hidden // 64)
     try:
         config = AutoConfig.for_model(
@@ -122,7 +124,9 @@ def _fresh(given: ModelConfig, texts: Callable[[], Iterator[str]], seed: int) ->
         )
     except ValueError as e:
         known = ("gemma", "llama", "mistral", "qwen2", "qwen3")
-        raise ConfigError(f"model.arch: '{given.arch}' is not one of transformers{suggest(str(given.arch), known)}") from e
+        raise ConfigError(
+            f"model.arch: '{given.arch}' is not one of transformers{suggest(str(given.arch), known)}"
+        ) from e
     _without_dropout(config)
     return Source(f"{given.arch} at random", config, tokenizer, seed=seed)
 
@@ -132,14 +136,16 @@ def _folder(name: str, base: Path) -> Path:
     path = base / Path(name).expanduser()
     if path.is_dir():
         return path
-    if name.startswith((".", "/", "~")) or name.count("/") > 1 or path.parent.is_dir() and "/" not in name:
+    if name.startswith((".", "/", "~")) or name.count("/") > 1 or (path.parent.is_dir() and "/" not in name):
         near = suggest(path.name, (p.name for p in path.parent.iterdir() if p.is_dir()) if path.parent.is_dir() else ())
         if name.startswith((".", "/", "~")) or name.count("/") > 1:
             raise ConfigError(f"model: there is no directory {path}{near}")
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(name, ignore_patterns=["*.bin", "*.pth", "*.gguf", "*.onnx", "*.msgpack", "*.h5"]))
+        return Path(
+            snapshot_download(name, ignore_patterns=["*.bin", "*.pth", "*.gguf", "*.onnx", "*.msgpack", "*.h5"])
+        )
     except Exception as e:  # the hub's client raises what it likes: not found, no access, no network, no such cache
         raise ConfigError(
             f"model: '{name}' is neither a directory ({path}) nor a model that the hub gives us: {_first_line(e)};"

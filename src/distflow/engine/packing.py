@@ -1,7 +1,7 @@
 """Samples to micro-batches, and a micro-batch to one row of tokens. Padding does not exist here."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 import torch
@@ -42,6 +42,17 @@ class Pack:
     per_token: Mapping[str, Tensor]  # [responses]
     per_sample: Mapping[str, Tensor]  # [samples]
 
+    def to(self, device: torch.device) -> "Pack":
+        if device.type == "cpu":
+            return self
+        moved = {f.name: getattr(self, f.name) for f in fields(self)}
+        for name, value in moved.items():
+            if isinstance(value, Tensor):
+                moved[name] = value.to(device)
+            elif isinstance(value, Mapping):
+                moved[name] = {k: v.to(device) for k, v in value.items()}
+        return Pack(**moved)
+
 
 def sequence_lengths(batch: Batch) -> Ints:
     """Tokens that a forward pass computes for each sample."""
@@ -61,7 +72,7 @@ def pack(batch: Batch, index: Ints) -> Pack:
         rows.append(row)
         lengths.append(len(row))
         start += len(row)
-    fields = {f: select(c, index) for f, c in batch.columns.items() if f not in (PROMPT, RESPONSE)}
+    columns = {f: select(c, index) for f, c in batch.columns.items() if f not in (PROMPT, RESPONSE)}
     return Pack(
         index=index,
         tokens=torch.cat(rows),
@@ -70,8 +81,8 @@ def pack(batch: Batch, index: Ints) -> Pack:
         keep=torch.cat(keep),
         targets=responses.joined(),
         responses=torch.from_numpy(responses.lengths),
-        per_token={f: c.joined() for f, c in fields.items() if isinstance(c, Ragged)},
-        per_sample={f: c for f, c in fields.items() if isinstance(c, Tensor)},
+        per_token={f: c.joined() for f, c in columns.items() if isinstance(c, Ragged)},
+        per_sample={f: c for f, c in columns.items() if isinstance(c, Tensor)},
     )
 
 

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from distflow.engine.weights import Spec
 from distflow.errors import ConfigError
@@ -95,10 +95,12 @@ class CutInPlace:
 
 def grad_norm(parameters: Iterable[tuple[Spec, Tensor]], mesh: DeviceMesh) -> Tensor:
     """The norm of the whole gradient, whatever it is cut into; in float64, so that the cut hardly shows."""
-    squares = torch.zeros(2, dtype=torch.float64)  # of what tensor parallelism cuts, of what it does not
+    squares = torch.zeros(
+        2, dtype=torch.float64, device=mesh.device_type
+    )  # of what tensor parallelism cuts, of what it does not
     for spec, p in parameters:
         if p.grad is not None:
-            squares[int(spec.tp_dim is None)] += local(p.grad).double().square().sum().cpu()
+            squares[int(spec.tp_dim is None)] += local(p.grad).double().square().sum()
     dist.all_reduce(squares, group=mesh.get_group("dp"))
     cut = squares[:1].clone()
     if mesh["tp"].size() > 1:
@@ -113,7 +115,3 @@ def sum_shared_grads(model: nn.Module, cut: Mapping[str, str], mesh: DeviceMesh)
             for p in model.get_submodule(name).parameters():
                 if p.grad is not None:
                     dist.all_reduce(local(p.grad), group=mesh.get_group("tp"))
-
-
-def config_layers(config: PreTrainedConfig) -> int:
-    return int(config.get_text_config().num_hidden_layers)

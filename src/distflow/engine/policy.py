@@ -1,6 +1,7 @@
 """What stands behind the actor: a trainer where it is trained, a generator where it generates, weights in between."""
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,16 +11,19 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from distflow import checkpoint
+from distflow.algo.aggregate import Mode
+from distflow.config import Config
+from distflow.data.balance import Ints
 from distflow.data.batch import Batch, Ragged
 from distflow.data.exchange import Collective
 from distflow.engine import parallel
 from distflow.engine.model import DTYPES, Source, kv_bytes
-from distflow.engine.rollout import Rollout
+from distflow.engine.rollout import Completions, Rollout
 from distflow.engine.sampling import Sampling
 from distflow.engine.setup import Setup
 from distflow.engine.text import Text, ragged
 from distflow.engine.trainer import Recipe, Trainer
-from distflow.engine.weights import HandOver, Held, within
+from distflow.engine.weights import HandOver, Held, slices
 from distflow.errors import ConfigError
 from distflow.flow.call import load
 from distflow.observe.metrics import Tally
@@ -93,7 +97,7 @@ class Policy:
         batch: Batch,
         ctx: Context,
         loss: str,
-        aggregate: str,
+        aggregate: Mode,
         mini_batches: int,
         epochs: int,
         constants: Mapping[str, Any],
@@ -119,11 +123,12 @@ class Generator:
 
     def __init__(self, setup: Setup, source: Source, layout: Layout) -> None:
         rollout = setup.config.rollout
-        self.rank, self.dtype = setup.rank, DTYPES[setup.config.train.dtype]
+        self.rank, self.device, self.dtype = setup.rank, setup.device, DTYPES[setup.config.train.dtype]
         self.model = source.skeleton()
         self.model.requires_grad_(False)
-        if self.dtype != torch.float32:
-            self.model.to(self.dtype)
+        self.model._apply(
+            lambda t: t if t.is_meta else t.to(setup.device)
+        )  # buffers; the parameters have no memory yet
         cut = parallel.styles(self.model, layout.tp, "placement.nodes.actor.generate")
         self.specs = parallel.specs(self.model, cut)
         self.held = Held(layout, sharded=False)
@@ -140,7 +145,7 @@ class Generator:
 
         per_token = kv_bytes(source.config, self.dtype, layout.tp)
         cache = int(rollout.kv_cache_gb * (1 << 30))
-        self.engine = Rollout(self.model, per_token, cache, rollout.max_sequences, agree)
+        self.engine = Rollout(self.model, per_token, cache, rollout.max_sequences, agree, setup.device)
         text = Text(source, 0)
         self.sampling = Sampling(
             rollout.max_tokens,
@@ -151,9 +156,9 @@ class Generator:
             text.stop_tokens(source, rollout.stop),
         )
 
-    def generate(self, prompts: Any, prompt_of: Any, ids: Any, seed: int, temperature: float | None) -> Any:
-        from dataclasses import replace
-
+    def generate(
+        self, prompts: list[list[int]], prompt_of: Ints, ids: Ints, seed: int, temperature: float | None
+    ) -> Completions:
         how = self.sampling if temperature is None else replace(self.sampling, temperature=temperature)
         return self.engine.generate(prompts, prompt_of, ids, how, seed)
 
@@ -169,7 +174,7 @@ class Generator:
         made = {}
         for spec in self.specs:
             shape = [hi - lo for lo, hi in self.held.box(spec, self.rank)]
-            made[spec.name] = torch.empty(shape, dtype=self.dtype)
+            made[spec.name] = torch.empty(shape, dtype=self.dtype, device=self.device)
         self.fill(made)
         return made
 
@@ -180,10 +185,9 @@ class Generator:
     def read(self, source: Source) -> None:
         """Weights straight from where the model comes from."""
         read = source.reader([s.name for s in self.specs])
-        for spec_name, tensor in self.allocate().items():
-            spec = next(s for s in self.specs if s.name == spec_name)
-            whole = tuple((0, n) for n in spec.shape)
-            tensor.copy_(read(spec.name, within(whole, self.held.box(spec, self.rank))))
+        made = self.allocate()
+        for spec in self.specs:
+            made[spec.name].copy_(read(spec.name, slices(self.held.box(spec, self.rank))))
 
 
 def frozen(setup: Setup) -> Trainer:
@@ -193,8 +197,8 @@ def frozen(setup: Setup) -> Trainer:
     return _trainer(setup, _source(setup), layout, learns=False)
 
 
-def prompt_limit(config: Any, source: Source) -> int:
-    positions = getattr(source.config.get_text_config(), "max_position_embeddings", None) or 1 << 30
+def prompt_limit(config: Config, source: Source) -> int:
+    positions = int(getattr(source.config.get_text_config(), "max_position_embeddings", None) or 1 << 30)
     room = positions - config.rollout.max_tokens
     if room < 1:
         raise ConfigError(

@@ -44,10 +44,11 @@ class Rollout:
         cache_bytes: int,
         max_sequences: int,
         agree: Agree = lambda tokens: tokens,
+        device: torch.device | None = None,
     ) -> None:
         self.model, self.bytes_per_token, self.agree = model, bytes_per_token, agree
+        self.device = device or torch.device("cpu")
         self.cache_bytes, self.max_sequences = cache_bytes, max_sequences
-        self.device = torch.device("cpu")
         self._cache = Cache(0, 0)
 
     @torch.inference_mode()
@@ -68,8 +69,9 @@ class Rollout:
         fitting = self.cache_bytes // (self.bytes_per_token * longest)
         if not fitting:
             raise ConfigError(
-                f"rollout.kv_cache_gb: a sequence of {longest} tokens needs {human_bytes(self.bytes_per_token * longest)}"
-                f" of KV cache and there are {human_bytes(self.cache_bytes)}; raise it, or lower rollout.max_tokens"
+                f"rollout.kv_cache_gb: a sequence of {longest} tokens needs"
+                f" {human_bytes(self.bytes_per_token * longest)} of KV cache and there are"
+                f" {human_bytes(self.cache_bytes)}; raise it, or lower rollout.max_tokens"
             )
         slots = min(sequences, self.max_sequences, fitting)
         if self._cache.slots < slots or self._cache.longest < longest:
@@ -93,7 +95,9 @@ class _Running:
         self.waiting = deque(np.lexsort((prompt_of, self.sizes[prompt_of])).tolist())
         self.count = 0
         self.sample = np.zeros(self.slots, np.int64)  # in each slot
-        self.last = torch.zeros(self.slots, dtype=torch.int64)  # its newest token, not yet seen by the model
+        self.last = torch.zeros(
+            self.slots, dtype=torch.int64, device=engine.device
+        )  # its newest token, not yet seen by the model
         self.made = np.zeros(samples, np.int64)  # tokens so far, of each sample
         self.tokens = np.zeros((samples, how.max_tokens), np.int32)
         self.logprobs = np.zeros((samples, how.max_tokens), np.float32)
@@ -128,7 +132,7 @@ class _Running:
         prompts = [self.prompts[self.prompt_of[g[0][1]]] for g in groups]
         sizes = [len(p) for p in prompts]
         tokens = torch.tensor([t for p in prompts for t in p])
-        positions = torch.cat([torch.arange(n) for n in sizes])
+        positions = torch.cat([torch.arange(n) for n in sizes]).to(self.engine.device)
         attention = Prefill(self.cache, sizes, [g[0][0] for g in groups])
         logits = self._forward(tokens, positions, attention, torch.tensor(sizes).cumsum(0) - 1)
         pairs = [(g[0][0], slot, i) for i, g in enumerate(groups) for slot, _ in g]
@@ -143,6 +147,7 @@ class _Running:
         slots = np.arange(self.count)
         sample = self.sample[: self.count]
         positions = torch.from_numpy(self.sizes[self.prompt_of[sample]] + self.made[sample] - 1)
+        positions = positions.to(self.engine.device)
         self._choose(slots, self._forward(self.last[: self.count], positions, Decode(self.cache, positions)))
         self._leave()
 
@@ -150,7 +155,7 @@ class _Running:
         self, tokens: Tensor, positions: Tensor, attention: Prefill | Decode, keep: Tensor | int = 0
     ) -> Tensor:
         out = self.engine.model(
-            input_ids=tokens[None],
+            input_ids=tokens[None].to(self.engine.device),
             position_ids=positions[None],
             use_cache=False,
             logits_to_keep=keep,
@@ -164,9 +169,9 @@ class _Running:
         tokens, logprobs = choose(logits, self.how, self.seed, self.ids[sample], made)
         tokens = self.engine.agree(tokens)
         self.last[torch.from_numpy(slots)] = tokens
-        chosen = tokens.numpy()
+        chosen = tokens.cpu().numpy()
         self.tokens[sample, made] = chosen
-        self.logprobs[sample, made] = logprobs.numpy()
+        self.logprobs[sample, made] = logprobs.cpu().numpy()
         self.made[sample] = made + 1
         self.finished[sample] = np.isin(chosen, self.stop)
 

@@ -2,7 +2,7 @@
 
 import math
 
-from distflow.config import TrainConfig
+from distflow.sections import TrainConfig
 
 
 def learning_rate(config: TrainConfig, update: int, total: int) -> float:

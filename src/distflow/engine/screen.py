@@ -25,7 +25,9 @@ class Screened:
 
 def screen(rows: View, text: Text, skip: bool, rank: int, workers: int) -> Screened:
     """Rows whose prompt the model can read. An unusable one is an error that names it, or is left out everywhere."""
-    bad: Ints = np.zeros(len(rows), np.int8).astype(np.int64)
+    if "prompt" not in rows.names:
+        return Screened(rows, [], 0)
+    bad: Ints = np.zeros(len(rows), np.int64)
     told = []
     for i in range(rank, len(rows), workers):
         try:

@@ -37,7 +37,9 @@ class Text:
         if isinstance(prompt, str):
             return self.tokenizer(prompt, return_attention_mask=False)["input_ids"]  # type: ignore[no-any-return]
         if not isinstance(prompt, list) or not all(isinstance(m, dict) and "content" in m for m in prompt):
-            raise DataError(f"the prompt is {str(prompt)[:60]!r}; it is text or a list of chat messages {{role, content}}")
+            raise DataError(
+                f"the prompt is {str(prompt)[:60]!r}; it is text or a list of chat messages {{role, content}}"
+            )
         if not self.tokenizer.chat_template:
             raise DataError(
                 f"the prompt is a list of chat messages, and the tokenizer of '{self.name}' has no chat template;"
@@ -48,7 +50,9 @@ class Text:
         try:
             return self.tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False)  # type: ignore
         except Exception as e:  # a template is a program: it refuses roles and content as it likes
-            raise DataError(f"the chat template of '{self.name}' does not take the prompt: {e}; mend its messages") from e
+            raise DataError(
+                f"the chat template of '{self.name}' does not take the prompt: {e}; mend its messages"
+            ) from e
 
     def encode_pairs(self, prompts: Sequence[Prompt], responses: Sequence[str]) -> dict[str, Ragged]:
         end = [self.tokenizer.eos_token_id]
@@ -62,7 +66,7 @@ class Text:
         return self.tokenizer.batch_decode([t.tolist() for t in tokens], skip_special_tokens=True)
 
     def stop_tokens(self, source: Source, extra: Sequence[str]) -> frozenset[int]:
-        """Tokens that end a response: the tokenizer's, those of the model's generation config, and what the user adds."""
+        """Tokens that end a response: the tokenizer's, those of the model's generation config, the user's."""
         ends = {self.tokenizer.eos_token_id}
         if source.folder and (source.folder / "generation_config.json").exists():
             said = GenerationConfig.from_pretrained(source.folder).eos_token_id
@@ -70,7 +74,9 @@ class Text:
         for text in extra:
             ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
             if len(ids) != 1:
-                raise ConfigError(f"rollout.stop: '{text}' is {len(ids)} tokens; a text that is one token can end a response")
+                raise ConfigError(
+                    f"rollout.stop: '{text}' is {len(ids)} tokens; a text that is one token can end a response"
+                )
             ends.add(ids[0])
         return frozenset(ends)
 

@@ -11,11 +11,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from distflow.algo.aggregate import Counts, token_weights
+from distflow.algo.aggregate import Counts, Mode, token_weights
 from distflow.algo.kl import kl
 from distflow.algo.losses import Loss
 from distflow.algo.tokens import Tokens
-from distflow.config import TrainConfig
 from distflow.data.balance import Ints
 from distflow.data.batch import Batch, Ragged
 from distflow.engine import parallel
@@ -24,9 +23,10 @@ from distflow.engine.logprobs import token_logprobs
 from distflow.engine.model import DTYPES, Source
 from distflow.engine.packing import RESPONSE, ROLLOUT, Pack, micro_batches, nothing, pack, sequence_lengths
 from distflow.engine.schedule import learning_rate
-from distflow.engine.weights import Held, Spec, within
+from distflow.engine.weights import Held, slices
 from distflow.observe.metrics import Tally
 from distflow.plan.layout import Layout
+from distflow.sections import TrainConfig
 
 
 class Scorer(nn.Module):
@@ -61,7 +61,7 @@ class Recipe:
 
     loss: Callable[..., Loss]
     constants: Mapping[str, Any]
-    mode: str
+    mode: Mode
     horizon: int
     mini_batches: int = 1
     epochs: int = 1
@@ -83,6 +83,7 @@ class Trainer:
         recompute: bool = False,
     ) -> None:
         self.layout, self.mesh, self.config = layout, mesh, config
+        self.device = torch.device(mesh.device_type)
         self.temperature, self.micro_tokens = temperature, micro_tokens
         self.dp_group, self.dp = mesh.get_group("dp"), layout.dp
         self.lead = layout.ranks.index(rank) % layout.tp == 0  # speaks for its tensor-parallel cell
@@ -119,16 +120,15 @@ class Trainer:
         return {spec.name: parallel.local(p.detach()) for spec, p in self.named}
 
     def _fill(self, source: Source, rank: int) -> None:
-        self.model._apply(lambda t: torch.empty_like(t, device=self.mesh.device_type) if t.is_meta else t)
+        self.model._apply(lambda t: torch.empty_like(t, device=self.mesh.device_type) if t.is_meta else t)  # type: ignore[no-untyped-call]
         self.model.lm.tie_weights()
         # Now, while FSDP shows its shards; during a pass, and for the root until the next, it shows whole tensors.
         found = dict(self.model.lm.named_parameters())
         self.named = [(spec, found[spec.name]) for spec in self.specs]
         read = source.reader([s.name for s in self.specs])
         for spec, p in self.named:
-            box = self.held.box(spec, rank)
             with torch.no_grad():
-                parallel.local(p).copy_(read(spec.name, within(tuple((0, n) for n in spec.shape), box)))
+                parallel.local(p).copy_(read(spec.name, slices(self.held.box(spec, rank))))
 
     @torch.no_grad()
     def logprobs(self, batch: Batch) -> tuple[Ragged, Ragged]:
@@ -138,11 +138,12 @@ class Trainer:
         results = [torch.empty(int(lengths.sum())) for _ in range(2)]
         micros, _ = self._agree(batch, [np.arange(len(batch))])[0]
         for index in micros:
-            packed = pack(batch, index) if len(index) else nothing()
+            packed = self._pack(batch, index)
+            count = len(packed.targets)  # a pack without a response gives a value all the same
             for whole, values in zip(results, self.model(packed, self.temperature), strict=True):
-                for i, part in zip(packed.index, values.split(packed.responses.tolist()), strict=True):
+                for i, part in zip(packed.index, values[:count].cpu().split(packed.responses.tolist()), strict=True):
                     whole[starts[i] : starts[i] + len(part)] = part
-        self.model.reshard()
+        self.model.reshard()  # type: ignore[operator]
         return Ragged.packed(results[0], lengths), Ragged.packed(results[1], lengths)
 
     def update(self, batch: Batch, mini_of: Ints, recipe: Recipe, total_updates: int, tally: Tally) -> None:
@@ -156,6 +157,9 @@ class Trainer:
                     self._accumulate(batch, index, Counts(*counts, recipe.horizon), recipe, fresh, tally)
                 self._step(total_updates, tally)
 
+    def _pack(self, batch: Batch, index: Ints) -> Pack:
+        return (pack(batch, index) if len(index) else nothing()).to(self.device)
+
     def _agree(self, batch: Batch, minis: list[Ints]) -> list[tuple[list[Ints], tuple[int, int]]]:
         """Micro-batches of each mini-batch, as many on every rank, and its tokens and samples over all ranks."""
         lengths, responses = sequence_lengths(batch), batch[RESPONSE].lengths
@@ -163,6 +167,7 @@ class Trainer:
         sums = torch.tensor([[int(responses[m].sum()), int((responses[m] > 0).sum())] for m in minis])
         most = torch.tensor([max(1, len(parts)) for parts in micros])
         if self.dp > 1:
+            sums, most = sums.to(self.device), most.to(self.device)
             dist.all_reduce(sums, group=self.dp_group)
             dist.all_reduce(most, dist.ReduceOp.MAX, group=self.dp_group)
         nobody: Ints = np.empty(0, np.int64)
@@ -171,11 +176,9 @@ class Trainer:
             for parts, n, (tokens, samples) in zip(micros, most, sums.tolist(), strict=True)
         ]
 
-    def _accumulate(
-        self, batch: Batch, index: Ints, counts: Counts, recipe: Recipe, fresh: bool, tally: Tally
-    ) -> None:
+    def _accumulate(self, batch: Batch, index: Ints, counts: Counts, recipe: Recipe, fresh: bool, tally: Tally) -> None:
         """Add the gradient of some samples."""
-        packed = pack(batch, index) if len(index) else nothing()
+        packed = self._pack(batch, index)
         logprobs, entropy = self.model(packed, self.temperature)
         count = len(packed.targets)
         if not count:
@@ -183,7 +186,8 @@ class Trainer:
             return
         tokens = Tokens(logprobs, packed.responses, packed.per_token, packed.per_sample, entropy)
         loss = recipe.loss(tokens, **recipe.constants)
-        total = (token_weights(recipe.mode, packed.responses, counts) * loss.per_token).sum()
+        weights = token_weights(recipe.mode, packed.responses, counts).to(logprobs.device)
+        total = (weights * loss.per_token).sum()
         (total * self.dp).backward()  # FSDP takes the mean over ranks, and the weights are already global
         for name, values in loss.metrics.items():
             tally.log(name, float(values.mean()), count)

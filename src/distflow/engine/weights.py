@@ -70,6 +70,11 @@ def within(box: Box, inner: Box) -> tuple[slice, ...]:
     return tuple(slice(lo - first, hi - first) for (lo, hi), (first, _) in zip(inner, box, strict=True))
 
 
+def slices(box: Box) -> tuple[slice, ...]:
+    """Where it is in the whole parameter."""
+    return tuple(slice(lo, hi) for lo, hi in box)
+
+
 def size(box: Box) -> int:
     return prod(hi - lo for lo, hi in box)
 
@@ -126,7 +131,8 @@ class HandOver:
 
         send = [sum(p.numel() for p in parts[r]) * width for r in self.ranks]
         receive = [sum(size(b) for _, b in coming[r]) * width for r in self.ranks]
-        out = torch.empty(sum(receive), dtype=torch.uint8)
+        device = next(iter({**source, **target}.values())).device
+        out = torch.empty(sum(receive), dtype=torch.uint8, device=device)
         yield AllToAll(self.ranks, write, send, out, receive)
         at = 0
         for rank in self.ranks:

@@ -139,7 +139,9 @@ class Flow:
                         if writer[f] == SOURCE
                         else "give one of them another name with `writes`"
                     )
-                    raise FlowError(f"node '{n.id}': field '{f}' has two writers, '{writer[f]}' and '{n.id}'; {way_out}")
+                    raise FlowError(
+                        f"node '{n.id}': field '{f}' has two writers, '{writer[f]}' and '{n.id}'; {way_out}"
+                    )
                 writer[f] = n.id
         for n in self.nodes:
             for f in n.reads:

@@ -70,7 +70,9 @@ def node(
     It takes one `Batch` (with the fields it reads) and returns a dict of the fields it writes, or the one column
     itself. `reads` defaults to all fields of the values it is called with; `writes` to one field called like the node.
     `whole_groups` keeps the samples of a prompt together, `balance` names the field whose lengths are evened out over
-    the workers, `hand_over` (of a method) brings the role's newest weights first. Also an expression, to rename what a node is or writes: `node(score, id="strict", writes="strict")(rollout)`.
+    the workers, `hand_over` (of a method) brings the role's newest weights first.
+
+    Also an expression, to rename what a node is or writes: `node(score, id="strict", writes="strict")(rollout)`.
     """
     given: dict[str, Any] = {
         "id": id,

@@ -1,0 +1,285 @@
+"""Rollouts: 256 prompts of 16–64 tokens, 128 new tokens each, a tiny Qwen2 in float32; one process with 2 threads.
+
+    python bench/rollout.py [--rounds 5] [--only ours hf vllm] [--peers DIR]
+
+Each engine is a process of its own, warm before it is measured; they take turns, round after round:
+  ours    distflow's built-in engine; it also gives the log-prob of every token
+  hf      Hugging Face `generate`, dynamic cache, prompts sorted by length and padded left, in batches of the best size
+          (tried while it warms up)
+  vllm    vLLM for CPU, eager, in the environment DIR/vllm; absent if that is not there
+  vllm-compiled    the same, compiled (only if asked for)
+  limit   what this machine's arithmetic and memory allow, see `Limit`
+Tokens are real ones. Medians of the rounds; the last line is one JSON object.
+"""
+
+import argparse
+import json
+import os
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from assets import make_model
+from serve import Served, keep_stdout_for_answers, serve
+
+PROMPTS, SHORTEST, LONGEST, NEW, VOCAB = 256, 16, 64, 128, 1024
+THREADS = 2
+BATCHES = (32, 64, 128, 256)  # that are tried for Hugging Face
+HERE = Path(__file__).resolve().parent
+Work = dict[str, Any]
+
+
+# ---------------------------------------------------------------------------------------------- the engines
+
+
+def ours(model: str, work: Work) -> None:
+    from transformers import AutoModelForCausalLM
+
+    from distflow.engine import attention
+    from distflow.engine.model import kv_bytes
+    from distflow.engine.rollout import Rollout
+    from distflow.engine.sampling import Sampling
+
+    lm = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation=attention.NAME)
+    lm.eval().requires_grad_(False)
+    engine = Rollout(lm, kv_bytes(lm.config, torch.float32, 1), 2 << 30, PROMPTS)
+    calls = 0
+
+    def generate(n: int) -> Work:
+        nonlocal calls
+        calls += 1
+        each = np.arange(n)
+        done = engine.generate(work["prompts"][:n], each, each, Sampling(work["new_tokens"]), seed=calls)
+        return {"tokens": int(done.tokens.lengths.sum())}
+
+    generate(work["warm_up"])
+    generate(work["warm_up"])
+    about = f"distflow {version('distflow-rl')}, transformers {version('transformers')}, torch {torch.__version__}"
+    serve(lambda: generate(PROMPTS), {"version": about})
+
+
+def hf(model: str, work: Work) -> None:
+    from transformers import AutoModelForCausalLM
+
+    lm = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="sdpa").eval()
+    lm.generation_config.eos_token_id = None
+    prompts = sorted(work["prompts"], key=len)
+
+    @torch.inference_mode()
+    def batch(some: list[list[int]]) -> int:
+        longest = max(map(len, some))
+        ids = torch.tensor([[0] * (longest - len(p)) + p for p in some])
+        mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in some])
+        new = work["new_tokens"]
+        sampling = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
+        lengths = {"max_new_tokens": new, "min_new_tokens": new, "pad_token_id": 0}
+        out: Tensor = lm.generate(input_ids=ids, attention_mask=mask, use_cache=True, **sampling, **lengths)
+        return len(out) * (out.shape[1] - longest)
+
+    def speed(size: int) -> float:
+        """By CPU seconds, which others on the machine disturb least; on prompts of middling length."""
+        middle = (len(prompts) - size) // 2
+        began = time.process_time()
+        return batch(prompts[middle : middle + size]) / (time.process_time() - began)
+
+    batch(prompts[:16])
+    speeds = {size: speed(size) for size in work["hf_batches"]}
+    size = max(speeds, key=lambda s: speeds[s])
+
+    def generate() -> Work:
+        return {"tokens": sum(batch(prompts[i : i + size]) for i in range(0, PROMPTS, size))}
+
+    about = f"transformers {version('transformers')}, torch {torch.__version__}"
+    serve(generate, {"version": about, "setting": f"batches of {size}"})
+
+
+class Limit:
+    """Seconds that no engine which computes in float32 can beat here, whatever it is written in.
+
+    Every token passes through every matrix of the model: the time `torch.mm` takes for them alone, at the shapes they
+    have (all prompt tokens at once; then all sequences in flight, once per new token), on this machine's two threads.
+    Each layer has its own weights here as well, so they come from whichever cache they come from in reality. To that
+    comes attention: each new token reads the keys and values of its sequence, which do not fit into a cache, so their
+    bytes over the bandwidth at which this machine reads memory. Nothing is counted for sampling, norms, attention's
+    own arithmetic, reading of prompts' keys, or Python.
+    """
+
+    def __init__(self, model: str, work: Work) -> None:
+        config = json.loads((Path(model) / "config.json").read_text())
+        hidden, ffn = config["hidden_size"], config["intermediate_size"]
+        kv = hidden * config["num_key_value_heads"] // config["num_attention_heads"]
+        layers, vocab = config["num_hidden_layers"], config["vocab_size"]
+        layer = [(hidden, hidden + 2 * kv), (hidden, hidden), (hidden, ffn), (hidden, ffn), (ffn, hidden)]
+        self.body = [torch.randn(n_out, n_in) for _ in range(layers) for n_in, n_out in layer]
+        self.head = torch.randn(vocab, hidden)
+        self.lengths = [len(p) for p in work["prompts"]]
+        self.new = work["new_tokens"]
+        self.flying = len(self.lengths)
+        rows = sum(self.lengths)
+        self.inputs = {n: torch.randn(rows, n) for n in (hidden, ffn)}
+        self.outputs = {w.shape[0]: torch.zeros(rows, w.shape[0]) for w in [*self.body, self.head]}
+        # The first new token comes from the prompt; the one after attends to the prompt and itself; and so on.
+        seen = sum(n * (self.new - 1) + (self.new - 1) * self.new // 2 for n in self.lengths)
+        self.kv_bytes = seen * 2 * layers * kv * 4
+        self.memory = torch.ones(64 << 20)  # 256 MiB: more than the caches
+
+    def __call__(self) -> Work:
+        prompts = _fastest(lambda: self._pass(sum(self.lengths)), 4)
+        decode = _fastest(lambda: self._pass(self.flying), 12) * (self.new - 1)
+        reading = min(_fastest(self.memory.sum, 3), _fastest(lambda: torch.dot(self.memory, self.memory), 3) / 2)
+        bandwidth = self.memory.nbytes / reading
+        attention = self.kv_bytes / bandwidth
+        flops = 2 * self.flying * (self.new - 1) * sum(w.numel() for w in [*self.body, self.head])
+        return {
+            "limit_s": prompts + decode + attention,
+            "prompts_s": prompts,
+            "decode_matmul_s": decode,
+            "decode_memory_s": attention,
+            "decode_gflops": flops / decode / 1e9,
+            "read_gib_per_s": bandwidth / (1 << 30),
+        }
+
+    def _pass(self, rows: int) -> None:
+        for weight, n in [*((w, rows) for w in self.body), (self.head, self.flying)]:
+            n_out, n_in = weight.shape
+            torch.mm(self.inputs[n_in][:n], weight.T, out=self.outputs[n_out][:n])
+
+
+def _fastest(work: Callable[[], object], times: int) -> float:
+    took = []
+    for _ in range(times + 1):
+        began = time.perf_counter()
+        work()
+        took.append(time.perf_counter() - began)
+    return min(took[1:])
+
+
+def limit(model: str, work: Work) -> None:
+    serve(Limit(model, work), {"version": f"torch {torch.__version__}"})
+
+
+ENGINES = {"ours": ours, "hf": hf, "limit": limit}
+
+
+# ---------------------------------------------------------------------------------------------- the whole run
+
+
+def commands(peers: Path, only: list[str], model: Path, work: Path) -> dict[str, list[str] | None]:
+    """Engine → how to start it; None where it is not installed."""
+    found: dict[str, list[str] | None] = {}
+    for name in dict.fromkeys(["limit", *only]):
+        if name in ENGINES:
+            found[name] = [sys.executable, __file__, "--engine", name, str(model), str(work)]
+            continue
+        python = peers.absolute() / "vllm" / "bin" / "python"
+        script = str(HERE / "peers" / "vllm_generate.py")
+        more = ["--compiled"] if name == "vllm-compiled" else []
+        found[name] = [str(python), script, str(model), str(work), *more] if python.exists() else None
+    return found
+
+
+def measure(args: argparse.Namespace, folder: Path) -> tuple[dict[str, list[Work]], dict[str, Work]]:
+    """Rounds of each engine that works here, and what each says of itself."""
+    rng = random.Random(0)
+    lengths = [rng.randint(SHORTEST, LONGEST) for _ in range(PROMPTS)]
+    prompts = [[rng.randrange(VOCAB) for _ in range(n)] for n in lengths]
+    model, file = folder / "model", folder / "work.json"
+    make_model(model, VOCAB)
+    work = {"prompts": prompts, "new_tokens": args.new_tokens, "warm_up": 32, "hf_batches": args.hf_batches}
+    file.write_text(json.dumps(work))
+    # Threads that wait must sleep: the others' turn is theirs.
+    env = os.environ | {"OMP_NUM_THREADS": str(THREADS), "OMP_WAIT_POLICY": "PASSIVE", "HF_HUB_OFFLINE": "1"}
+    env.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
+    engines: dict[str, Served] = {}
+    about: dict[str, Work] = {}
+    runs: dict[str, list[Work]] = {}
+    try:
+        for name, command in commands(args.peers, args.only, model, file).items():
+            if command is None:
+                print(f"  {name}: not installed", flush=True)
+                continue
+            began = time.perf_counter()
+            engine = engines[name] = Served(name, command, env, folder)
+            told = engine.ready()
+            if told is not None:
+                about[name], runs[name] = told, []
+                print(f"  {name}: {_words(told)}, warm after {time.perf_counter() - began:.0f} s", flush=True)
+        for i in range(args.rounds):
+            for name in list(runs):
+                row = engines[name].work()
+                if row is None:
+                    del runs[name]
+                    continue
+                if name != "limit" and row["tokens"] != PROMPTS * args.new_tokens:
+                    raise SystemExit(f"{name} made {row['tokens']} tokens instead of {PROMPTS * args.new_tokens}")
+                runs[name].append(row)
+            told_all = "  ".join(f"{n} {r[-1].get('limit_s', r[-1]['s']):.2f} s" for n, r in runs.items())
+            print(f"  round {i + 1}: {told_all}", flush=True)
+    finally:
+        for engine in engines.values():
+            engine.close()
+    return runs, about
+
+
+def _words(about: Work) -> str:
+    return ", ".join(str(v) for v in about.values())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--only", nargs="+", default=["ours", "hf", "vllm"], help="engines: vllm-compiled is one, too")
+    parser.add_argument("--peers", type=Path, default=HERE.parent / ".peers", help="folder of the peers' environments")
+    parser.add_argument("--new-tokens", type=int, default=NEW, help="fewer, to try things out")
+    parser.add_argument("--hf-batches", type=int, nargs="+", default=BATCHES)
+    parser.add_argument("--engine", nargs=3, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.engine:
+        name, model, work = args.engine
+        keep_stdout_for_answers()
+        torch.set_num_threads(THREADS)
+        ENGINES[name](model, json.loads(Path(work).read_text()))
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        runs, about = measure(args, Path(folder))
+
+    tokens = PROMPTS * args.new_tokens
+    rows = {n: r for n, r in runs.items() if r and n != "limit"}
+    wall = {n: round(tokens / statistics.median(row["s"] for row in r), 1) for n, r in rows.items()}
+    cpu = {n: round(tokens / statistics.median(row["cpu_s"] for row in r), 1) for n, r in rows.items()}
+    for n in rows:
+        print(f"{n:14s} {wall[n]:9,.0f} tokens/s  {cpu[n]:9,.0f} tokens per CPU second")
+
+    def versus(speeds: dict[str, float], peer: str) -> float | None:
+        return round(speeds["ours"] / speeds[peer], 3) if {"ours", peer} <= set(speeds) else None
+
+    # A round's limit was measured beside a round's rollout: the machine's speed drifts.
+    near = [a["limit_s"] / b["s"] for a, b in zip(runs.get("limit", []), rows.get("ours", []), strict=False)]
+    names = ["ours", "hf", "vllm", *(["vllm-compiled"] if "vllm-compiled" in rows else [])]
+    result = {
+        **{f"vs_{n.replace('-', '_')}": versus(wall, n) for n in names[1:]},
+        **{f"vs_{n.replace('-', '_')}_cpu": versus(cpu, n) for n in names[1:]},
+        "limit_frac": round(statistics.median(near), 3) if near else None,
+        "tokens_per_s": {n: wall.get(n) for n in names},
+        "tokens_per_cpu_s": {n: cpu.get(n) for n in names},
+        "rounds": args.rounds,
+        "threads": THREADS,
+        "versions": {n: _words(a) for n, a in about.items()},
+        "limit": runs.get("limit"),
+        "rows": rows,
+    }
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()
