@@ -3,6 +3,7 @@
 import json
 import random
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -47,6 +48,31 @@ def sums(n: int) -> Iterator[dict[str, str]]:
     for _ in range(n):
         a, b = rng.randrange(100), rng.randrange(100)
         yield {"prompt": f"What is {a} + {b}? Answer: ", "answer": str(a + b)}
+
+
+@dataclass(frozen=True)
+class Matrices:
+    """What a token is multiplied with, as (in, out); `head` only where a token is predicted."""
+
+    layer: list[tuple[int, int]]
+    head: tuple[int, int]
+    layers: int
+    hidden: int
+    kv: int  # width of the keys of a token in one layer
+
+    @property
+    def body(self) -> list[tuple[int, int]]:
+        return self.layer * self.layers
+
+
+def matrices(folder: Path) -> Matrices:
+    """Of the Qwen2 in this folder."""
+    config = json.loads((folder / "config.json").read_text())
+    hidden, ffn = config["hidden_size"], config["intermediate_size"]
+    kv = hidden * config["num_key_value_heads"] // config["num_attention_heads"]
+    attention = [(hidden, hidden), (hidden, kv), (hidden, kv), (hidden, hidden)]
+    layer = [*attention, (hidden, ffn), (hidden, ffn), (ffn, hidden)]
+    return Matrices(layer, (hidden, config["vocab_size"]), config["num_hidden_layers"], hidden, kv)
 
 
 def _one_per_character(texts: list[str]) -> PreTrainedTokenizerFast:

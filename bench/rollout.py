@@ -1,13 +1,13 @@
 """Rollouts: 256 prompts of 16–64 tokens, 128 new tokens each, a tiny Qwen2 in float32; one process with 2 threads.
 
-    python bench/rollout.py [--rounds 5] [--only ours hf vllm] [--peers DIR]
+    python bench/rollout.py [--rounds 5] [--only ours,hf,vllm] [--peers DIR]
 
 Each engine is a process of its own, warm before it is measured; they take turns, round after round:
   ours    distflow's built-in engine; it also gives the log-prob of every token
   hf      Hugging Face `generate`, dynamic cache, prompts sorted by length and padded left, in batches of the best size
           (tried while it warms up)
   vllm    vLLM for CPU, eager, in the environment DIR/vllm; absent if that is not there
-  vllm-compiled    the same, compiled (only if asked for)
+  vllm-compiled    the same, compiled
   limit   what this machine's arithmetic and memory allow, see `Limit`
 Tokens are real ones. Medians of the rounds; the last line is one JSON object.
 """
@@ -29,11 +29,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from assets import make_model
+from assets import make_model, matrices
 from serve import Served, keep_stdout_for_answers, serve
 
 PROMPTS, SHORTEST, LONGEST, NEW, VOCAB = 256, 16, 64, 128, 1024
 THREADS = 2
+ALL = ("ours", "hf", "vllm", "vllm-compiled")
 BATCHES = (32, 64, 128, 256)  # that are tried for Hugging Face
 HERE = Path(__file__).resolve().parent
 Work = dict[str, Any]
@@ -115,22 +116,18 @@ class Limit:
     """
 
     def __init__(self, model: str, work: Work) -> None:
-        config = json.loads((Path(model) / "config.json").read_text())
-        hidden, ffn = config["hidden_size"], config["intermediate_size"]
-        kv = hidden * config["num_key_value_heads"] // config["num_attention_heads"]
-        layers, vocab = config["num_hidden_layers"], config["vocab_size"]
-        layer = [(hidden, hidden + 2 * kv), (hidden, hidden), (hidden, ffn), (hidden, ffn), (ffn, hidden)]
-        self.body = [torch.randn(n_out, n_in) for _ in range(layers) for n_in, n_out in layer]
-        self.head = torch.randn(vocab, hidden)
+        shapes = matrices(Path(model))
+        self.body = [torch.randn(n_out, n_in) for n_in, n_out in shapes.body]
+        self.head = torch.randn(shapes.head[1], shapes.head[0])
         self.lengths = [len(p) for p in work["prompts"]]
         self.new = work["new_tokens"]
         self.flying = len(self.lengths)
         rows = sum(self.lengths)
-        self.inputs = {n: torch.randn(rows, n) for n in (hidden, ffn)}
+        self.inputs = {n: torch.randn(rows, n) for n in {w.shape[1] for w in self.body}}
         self.outputs = {w.shape[0]: torch.zeros(rows, w.shape[0]) for w in [*self.body, self.head]}
         # The first new token comes from the prompt; the one after attends to the prompt and itself; and so on.
         seen = sum(n * (self.new - 1) + (self.new - 1) * self.new // 2 for n in self.lengths)
-        self.kv_bytes = seen * 2 * layers * kv * 4
+        self.kv_bytes = seen * 2 * shapes.layers * shapes.kv * 4
         self.memory = torch.ones(64 << 20)  # 256 MiB: more than the caches
 
     def __call__(self) -> Work:
@@ -204,7 +201,7 @@ def measure(args: argparse.Namespace, folder: Path) -> tuple[dict[str, list[Work
     about: dict[str, Work] = {}
     runs: dict[str, list[Work]] = {}
     try:
-        for name, command in commands(args.peers, args.only, model, file).items():
+        for name, command in commands(args.peers, args.only.split(","), model, file).items():
             if command is None:
                 print(f"  {name}: not installed", flush=True)
                 continue
@@ -238,7 +235,7 @@ def _words(about: Work) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--only", nargs="+", default=["ours", "hf", "vllm"], help="engines: vllm-compiled is one, too")
+    parser.add_argument("--only", default=",".join(ALL), help="some of the engines, separated by commas")
     parser.add_argument("--peers", type=Path, default=HERE.parent / ".peers", help="folder of the peers' environments")
     parser.add_argument("--new-tokens", type=int, default=NEW, help="fewer, to try things out")
     parser.add_argument("--hf-batches", type=int, nargs="+", default=BATCHES)
@@ -265,13 +262,12 @@ def main() -> None:
 
     # A round's limit was measured beside a round's rollout: the machine's speed drifts.
     near = [a["limit_s"] / b["s"] for a, b in zip(runs.get("limit", []), rows.get("ours", []), strict=False)]
-    names = ["ours", "hf", "vllm", *(["vllm-compiled"] if "vllm-compiled" in rows else [])]
     result = {
-        **{f"vs_{n.replace('-', '_')}": versus(wall, n) for n in names[1:]},
-        **{f"vs_{n.replace('-', '_')}_cpu": versus(cpu, n) for n in names[1:]},
+        **{f"vs_{n.replace('-', '_')}": versus(wall, n) for n in ALL[1:]},
+        **{f"vs_{n.replace('-', '_')}_cpu": versus(cpu, n) for n in ALL[1:]},
         "limit_frac": round(statistics.median(near), 3) if near else None,
-        "tokens_per_s": {n: wall.get(n) for n in names},
-        "tokens_per_cpu_s": {n: cpu.get(n) for n in names},
+        "tokens_per_s": {n: wall.get(n) for n in ALL},
+        "tokens_per_cpu_s": {n: cpu.get(n) for n in ALL},
         "rounds": args.rounds,
         "threads": THREADS,
         "versions": {n: _words(a) for n, a in about.items()},

@@ -4,8 +4,10 @@ import multiprocessing
 import os
 import socket
 import sys
+import time
 import traceback
 from dataclasses import dataclass
+from multiprocessing.connection import wait
 from pathlib import Path
 
 import spawn  # noqa: F401 (all tests share one server, and who asks last says what it imports: after spawn, then)
@@ -16,9 +18,12 @@ _context.set_forkserver_preload(
 )
 
 
+_GRACE_S = 3.0  # for the others, when one has failed; torchrun ends them, too
+
+
 @dataclass(frozen=True)
 class Ended:
-    codes: list[int]  # of the workers
+    codes: list[int]  # of the workers; −9 of one that was still there after another had failed
     out: str  # of rank 0
     err: str  # of all of them
 
@@ -36,11 +41,15 @@ def distflow_run(path: Path, *overrides: str, workers: int = 1, timeout_s: float
     ]
     for w in made:
         w.start()
-    for w in made:
-        w.join(timeout_s)
-    stuck = [r for r, w in enumerate(made) if w.exitcode is None]
+    end, failed = time.monotonic() + timeout_s, False
+    while time.monotonic() < end and (left := [w.sentinel for w in made if w.exitcode is None]):
+        wait(left, end - time.monotonic())
+        if not failed and any(w.exitcode for w in made):
+            failed, end = True, time.monotonic() + _GRACE_S
+    stuck = [r for r, w in enumerate(made) if w.exitcode is None and not failed]
     for w in made:
         w.kill()
+        w.join()
     err = "".join(Path(f"{s}.err").read_text() for s in says)
     assert not stuck, f"ranks {stuck} of {workers} did not end\n{err}"
     return Ended([w.exitcode or 0 for w in made], Path(f"{says[0]}.out").read_text(), err)

@@ -1,13 +1,16 @@
 """Everything that can go wrong before the first step, tried in one process: what `distflow check` prints."""
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from distflow.config import REWARD, Config
 from distflow.data.rows import Rows
 from distflow.data.view import View
 from distflow.errors import ConfigError
+from distflow.plan import Plan
 from distflow.plan.units import human_bytes
 
 
@@ -18,25 +21,30 @@ def check(config: Config) -> Iterator[str]:
     nodes = ", ".join(n.id for n in plan.flow.order)
     yield f"flow      {plan.flow.name}: {nodes}"
     yield f"plan      {workers} workers, {plan.samples} samples a step ({config.data.batch} prompts × {config.repeat})"
-    rows = View(Rows(config.files, on_bad_row=config.data.on_bad_row), config.data.rename)
+    rows = config.rows(plan)
     yield f"data      {len(rows)} rows, {rows.rows.skipped_count} skipped; columns {', '.join(rows.names)}"
+    held_out = None
+    if config.eval:
+        held_out = View(Rows(config.eval_files), config.data.rename)
+        held_out = held_out.keep(np.arange(min(len(held_out), config.eval.limit or len(held_out))))
+        config.eval_plan(workers, len(held_out))
+        yield f"eval      {len(held_out)} rows every {config.eval.every} steps"
+    first = rows[0]
     if config.model:
-        yield from _model(config, rows)
+        first = yield from _model(config, plan, rows, held_out)
     for n in plan.flow.nodes:
         if isinstance(n.params.get("loss"), str):
             from distflow.flow.call import load
 
             load(n.params["loss"], f"node '{n.id}': loss", config.base)
     if config.reward and config.cast["reward"].call == REWARD:
-        yield from _reward(config, rows[0])
-    if config.eval:
-        held_out = Rows(config.eval_files)
-        config.eval_plan(workers, len(held_out))
-        yield f"eval      {len(held_out)} rows every {config.eval.every} steps"
+        yield from _reward(config, first)
 
 
-def _model(config: Config, rows: View) -> Iterator[str]:
+def _model(config: Config, plan: Plan, rows: View, held_out: View | None) -> Generator[str, None, dict[str, Any]]:
+    """Returns the first row whose prompt the model can read."""
     from distflow.engine.model import DTYPES, kv_bytes, open_model
+    from distflow.engine.parallel import styles
     from distflow.engine.policy import prompt_limit
     from distflow.engine.screen import screen, texts
     from distflow.engine.text import Text
@@ -46,20 +54,30 @@ def _model(config: Config, rows: View) -> Iterator[str]:
     skeleton = source.skeleton()
     count = sum(p.numel() for p in skeleton.parameters())
     yield f"model     {source.name}: {source.config.model_type}, {count:,} parameters, {len(source.tokenizer)} tokens"
+    layouts = {n.id: plan.partition_of(n.id).layout for n in plan.flow.nodes if n.role in ("actor", "reference")}
+    for node, layout in layouts.items():
+        styles(skeleton, layout.tp, f"placement of {node}")
     text = Text(source, prompt_limit(config, source))
     text.stop_tokens(source, config.rollout.stop)
     seen = screen(rows, text, config.data.on_bad_row == "skip", 0, 1)
-    first = text.encode(rows[0]["prompt"])
-    yield f"prompts   {len(seen.rows)} of at most {text.limit} tokens, {seen.count} skipped; the first has {len(first)}"
-    per_token = kv_bytes(source.config, DTYPES[config.train.dtype], 1)
-    need = per_token * (len(first) + config.rollout.max_tokens)
-    room = int(config.rollout.kv_cache_gb * (1 << 30))
-    if need > room:
-        raise ConfigError(
-            f"rollout.kv_cache_gb: the first prompt and its response need {human_bytes(need)} of KV cache and there"
-            f" are {human_bytes(room)}; raise it, or lower rollout.max_tokens"
-        )
-    yield f"kv cache  {human_bytes(room)}: {room // need} sequences like the first"
+    if held_out:
+        screen(held_out, text, False, 0, 1)
+    first = seen.rows[0]
+    tokens = len(text.encode(first["prompt"]))
+    told = f"have at most {text.limit} tokens, {seen.count} skipped; the first has {tokens}"
+    yield f"prompts   all {len(seen.rows)} {told}"
+    if generates := layouts.get("actor.generate"):
+        per_token = kv_bytes(source.config, DTYPES[config.train.dtype], generates.tp)
+        room = int(config.rollout.kv_cache_gb * (1 << 30))
+        need = per_token * (tokens + config.rollout.max_tokens)
+        if need > room:
+            raise ConfigError(
+                f"rollout.kv_cache_gb: the first prompt and its response need {human_bytes(need)} of KV cache and there"
+                f" are {human_bytes(room)}; raise it, or lower rollout.max_tokens"
+            )
+        most = per_token * (text.limit + config.rollout.max_tokens)
+        yield f"kv cache  {human_bytes(room)}, {human_bytes(most)} for the longest sequence allowed"
+    return first
 
 
 def _reward(config: Config, row: dict[str, Any]) -> Iterator[str]:

@@ -1,11 +1,12 @@
 """One YAML file plus dotted overrides, typed and checked before anything is loaded. Imports no torch."""
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from types import UnionType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 from pydantic import BaseModel, Field, ValidationError, field_validator
@@ -15,7 +16,7 @@ from distflow.flow import Flow, FlowFunction, from_list
 from distflow.flow.call import load
 from distflow.flow.graph import SOURCE
 from distflow.flows import BUILT_IN
-from distflow.plan import Place, Placement, Plan, Workload, plan
+from distflow.plan import Load, Place, Placement, Plan, Workload, plan
 from distflow.sections import (
     DataConfig,
     EvalConfig,
@@ -28,6 +29,9 @@ from distflow.sections import (
     Section,
     TrainConfig,
 )
+
+if TYPE_CHECKING:
+    from distflow.data.view import View
 
 # Who plays a role of a built-in flow, unless the config says otherwise.
 ACTOR, REFERENCE = "distflow.engine.actor:Actor", "distflow.engine.actor:Reference"
@@ -151,7 +155,11 @@ class Config(Section):
         for f in self.bytes:
             if f not in self.graph.writer:
                 raise ConfigError(f"bytes: there is no field '{f}'{suggest(f, self.graph.writer)}")
-        for n in self.graph.nodes:
+        for n in (n for n in self.graph.nodes if n.type == "train"):
+            for key in ("mini_batches", "epochs"):
+                count = n.params.get(key, 1)
+                if not isinstance(count, int) or count < 1:
+                    raise ConfigError(f"algo.{key}: {count!r}; a step has 1 or more of them")
             parts = n.params.get("mini_batches", 1)
             if self.data.batch % parts:
                 fits = ", ".join(str(k) for k in range(1, self.data.batch + 1) if self.data.batch % k == 0)
@@ -198,6 +206,15 @@ class Config(Section):
         assert self.eval is not None
         return [str(self.base / Path(f).expanduser()) for f in self.eval.files]
 
+    def rows(self, plan: Plan) -> "View":
+        """The data, with the columns that the plan loads."""
+        from distflow.data.rows import Rows
+        from distflow.data.view import View
+
+        fields = next(t.fields for t in plan.tasks if isinstance(t, Load))
+        back = {new: old for old, new in self.data.rename.items()}
+        return View(Rows(self.files, [back.get(f, f) for f in fields], self.data.on_bad_row), self.data.rename)
+
     def columns(self, files: Sequence[str]) -> tuple[str, ...]:
         """What the flow sees of the files, by the names it knows."""
         from distflow.data.rows import Rows
@@ -238,9 +255,18 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
         raise ConfigError(f"{path}: {_explain(e)}") from None
 
 
+class _Yaml(yaml.SafeLoader):
+    """For PyYAML alone, 1e-6 would be a text."""
+
+
+_Yaml.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+\Z"), list("-+.0123456789")
+)
+
+
 def _parse(text: str) -> Any:
     """YAML in which a key that is written twice is a mistake."""
-    todo, seen = [yaml.compose(text, yaml.SafeLoader)], set()
+    todo, seen = [yaml.compose(text, _Yaml)], set()
     while todo:
         node = todo.pop()
         if node is None or id(node) in seen:  # an alias leads to a node that was looked at
@@ -256,7 +282,7 @@ def _parse(text: str) -> Any:
                 todo.append(value)
         elif isinstance(node, yaml.SequenceNode):
             todo += node.value
-    return yaml.safe_load(text)
+    return yaml.load(text, _Yaml)
 
 
 def _override(raw: dict[str, Any], text: str) -> None:

@@ -95,7 +95,7 @@ def open_model(given: ModelConfig, texts: Callable[[], Iterator[str]], base: Pat
         config = AutoConfig.from_pretrained(folder, trust_remote_code=given.trust_remote_code)
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=given.trust_remote_code)
     except (OSError, ValueError) as e:
-        raise ConfigError(f"model: '{given.path}' cannot be loaded: {_first_line(e)}") from e
+        raise ConfigError(f"model: '{given.path}' cannot be loaded: {_first_line(e)}") from None
     _without_dropout(config)
     if tokenizer.eos_token_id is None:
         raise ConfigError(f"model: the tokenizer of '{given.path}' has no eos_token; responses could not end")
@@ -122,11 +122,11 @@ def _fresh(given: ModelConfig, texts: Callable[[], Iterator[str]], seed: int) ->
             eos_token_id=tokenizer.eos_token_id,
             pad_token_id=tokenizer.pad_token_id,
         )
-    except ValueError as e:
+    except ValueError:
         known = ("gemma", "llama", "mistral", "qwen2", "qwen3")
         raise ConfigError(
             f"model.arch: '{given.arch}' is not one of transformers{suggest(str(given.arch), known)}"
-        ) from e
+        ) from None
     _without_dropout(config)
     return Source(f"{given.arch} at random", config, tokenizer, seed=seed)
 
@@ -150,7 +150,7 @@ def _folder(name: str, base: Path) -> Path:
         raise ConfigError(
             f"model: '{name}' is neither a directory ({path}) nor a model that the hub gives us: {_first_line(e)};"
             " check the name, your access (HF_TOKEN) and the network, or give a directory"
-        ) from e
+        ) from None
 
 
 def _without_dropout(config: PreTrainedConfig) -> None:

@@ -30,7 +30,7 @@ from distflow.observe.metrics import Metrics, Tally
 from distflow.observe.progress import Progress
 from distflow.observe.report import Kind, Report
 from distflow.observe.watch import PACKAGE, Watch
-from distflow.plan import Layout, Load, Plan, Run, Weights, format_ranks
+from distflow.plan import Layout, Plan, Run, Weights, format_ranks
 from distflow.worker import Worker
 
 LAUNCHED = "DISTFLOW_LAUNCHED"  # set by `distflow run`: it tells the cause of a failure, once, so that workers need not
@@ -84,7 +84,7 @@ def _run(config: Config, plan: Plan, rank: int, board: Board) -> None:
     # The watchdog is to speak first: a collective gives up by itself only much later.
     timeout = timedelta(seconds=2 * config.wait_limit_s + 60)
     everybody = tuple(range(plan.workers))
-    rows = _rows(config, plan, config.files)
+    rows = config.rows(plan)
     held_out = None
     if config.eval:
         held_out = View(Rows(config.eval_files), config.data.rename)
@@ -115,6 +115,8 @@ def _run(config: Config, plan: Plan, rank: int, board: Board) -> None:
         text = Text(source, prompt_limit(config, source))
         with board.waiting(everybody):
             seen = screen(rows, text, config.data.on_bad_row == "skip", rank, plan.workers)
+            if held_out:
+                screen(held_out, text, False, rank, plan.workers)
         rows, skipped, skipped_count = seen.rows, [*skipped, *seen.skipped], skipped_count + seen.count
     steps = max(1, len(rows) // config.data.batch) if config.steps is None else config.steps
     board.doing(-1, "load models")
@@ -174,13 +176,6 @@ def _run(config: Config, plan: Plan, rank: int, board: Board) -> None:
     if progress:
         progress.close()
     dist.destroy_process_group()
-
-
-def _rows(config: Config, plan: Plan, files: list[str]) -> View:
-    """The columns that the plan loads."""
-    fields = next(t.fields for t in plan.tasks if isinstance(t, Load))
-    back = {new: old for old, new in config.data.rename.items()}
-    return View(Rows(files, [back.get(f, f) for f in fields], config.data.on_bad_row), config.data.rename)
 
 
 def _roles(plans: list[Plan], rank: int) -> list[str]:

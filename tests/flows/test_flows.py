@@ -1,0 +1,143 @@
+"""The built-in flows as graphs: what they do, in which order, and that planning them needs no torch."""
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from distflow.engine.actor import Actor, Reference
+from distflow.flow import Flow, FlowFunction
+from distflow.flow.call import load
+from distflow.flows import BUILT_IN
+from distflow.reward.reward import Reward
+
+PLAYERS = {"actor": Actor, "reference": Reference, "reward": Reward}
+
+
+def built_in(name: str) -> FlowFunction:
+    found = load(BUILT_IN[name], "flow", Path())
+    assert isinstance(found, FlowFunction)
+    return found
+
+
+def graph(name: str, *columns: str, **constants: Any) -> Flow:
+    function = built_in(name)
+    return function.trace(columns, {r: PLAYERS[r] for r in function.roles}, constants)
+
+
+def edges(flow: Flow) -> set[tuple[str, str, str]]:
+    """(writer, field, reader)"""
+    return {(flow.writer[f], f, n.id) for n in flow.nodes for f in n.reads}
+
+
+TOKENS = ("prompt_tokens", "response_tokens")
+GRPO = {
+    ("data", "prompt", "actor.generate"),
+    ("data", "prompt", "reward.score"),
+    ("data", "answer", "reward.score"),
+    ("actor.generate", "response", "reward.score"),
+    ("actor.generate", "response_tokens", "reward.score"),
+    ("reward.score", "score", "group_advantage"),
+    ("group_advantage", "advantage", "actor.update"),
+    ("actor.generate", "prompt_tokens", "actor.update"),
+    ("actor.generate", "response_tokens", "actor.update"),
+    ("actor.generate", "rollout_logprobs", "actor.update"),
+}
+
+
+def test_grpo_generates_scores_compares_and_learns() -> None:
+    flow = graph("grpo", "prompt", "answer")
+    assert [n.id for n in flow.order] == ["actor.generate", "reward.score", "group_advantage", "actor.update"]
+    assert edges(flow) == GRPO
+    assert {n.id: n.role for n in flow.nodes} == {
+        "actor.generate": "actor",
+        "reward.score": "reward",
+        "group_advantage": "advantage",
+        "actor.update": "actor",
+    }
+    assert [n.id for n in flow.nodes if n.hand_over] == ["actor.generate"]
+    assert [n.id for n in flow.nodes if n.whole_groups] == ["group_advantage"]
+    assert [(n.id, n.balance) for n in flow.nodes if n.balance] == [("actor.update", "response_tokens")]
+    assert [n.id for n in flow.nodes if n.type == "train"] == ["actor.update"]
+
+
+def test_the_reference_is_asked_only_if_its_word_has_weight() -> None:
+    assert "reference.logprobs" not in {n.id for n in graph("grpo", "prompt", kl=0).nodes}
+    flow = graph("grpo", "prompt", "answer", kl=0.01)
+    asked = {("actor.generate", f, "reference.logprobs") for f in TOKENS}
+    assert edges(flow) == GRPO | asked | {("reference.logprobs", "ref_logprobs", "actor.update")}
+    assert flow.node("actor.update").params["kl"] == 0.01
+
+
+def test_old_logprobs_may_come_from_the_trainer() -> None:
+    flow = graph("grpo", "prompt", "answer", recompute_old=True)
+    asked = {("actor.generate", f, "actor.logprobs") for f in TOKENS}
+    assert edges(flow) == GRPO | asked | {("actor.logprobs", "old_logprobs", "actor.update")}
+    order = [n.id for n in flow.order]
+    assert order.index("actor.logprobs") < order.index("actor.update")
+
+
+def test_constants_reach_the_nodes_they_are_for() -> None:
+    given = {"scale": "none", "clip": 0.1, "clip_high": 0.3, "kl": 0.5, "kl_kind": "k2", "entropy": 0.01}
+    flow = graph("grpo", "prompt", mini_batches=2, epochs=3, aggregate="seq-mean-token-mean", **given)
+    assert flow.node("group_advantage").params == {"scale": given.pop("scale")}
+    assert flow.node("actor.update").params == {
+        "loss": "distflow.algo.losses:policy",
+        "aggregate": "seq-mean-token-mean",
+        "mini_batches": 2,
+        "epochs": 3,
+        **given,
+    }
+
+
+def test_sft_encodes_and_learns() -> None:
+    flow = graph("sft", "prompt", "response")
+    assert [n.id for n in flow.order] == ["actor.encode", "actor.update"]
+    assert edges(flow) == {
+        ("data", "prompt", "actor.encode"),
+        ("data", "response", "actor.encode"),
+        *(("actor.encode", f, "actor.update") for f in TOKENS),
+    }
+    assert flow.node("actor.update").params["loss"] == "distflow.algo.losses:nll"
+
+
+def test_evaluation_learns_nothing() -> None:
+    flow = graph("evaluate", "prompt", "answer", temperature=0.5, rows=7, n=3)
+    assert [n.id for n in flow.order] == ["actor.generate", "reward.score", "report"]
+    assert {n.type for n in flow.nodes} == {"inference", "compute"}
+    assert flow.node("actor.generate").params == {"temperature": 0.5, "held_out": True}
+    assert flow.node("report").params == {"rows": 7, "n": 3}
+    assert set(flow.node("report").reads) == {"score", "response", "prompt"}
+    assert "data_source" in graph("evaluate", "prompt", "data_source").node("report").reads
+
+
+@pytest.mark.parametrize(("name", "roles"), [("grpo", ["actor", "reference", "reward"]), ("sft", ["actor"])])
+def test_every_other_parameter_is_a_constant(name: str, roles: list[str]) -> None:
+    assert built_in(name).roles == roles
+    assert built_in(name).constants["aggregate"] == "token-mean"
+
+
+@pytest.mark.parametrize("flow", sorted(BUILT_IN))
+def test_planning_imports_no_torch(tmp_path: Path, flow: str) -> None:
+    (tmp_path / "data.jsonl").write_text('{"prompt": "a", "response": "b"}\n')
+    config: dict[str, Any] = {
+        "flow": flow,
+        "data": {"files": "data.jsonl", "batch": 4, **({"fields": ["prompt"]} if flow != "sft" else {})},
+        "model": "any/model",
+        "reward": "reward.py:never_loaded",
+        "eval": "data.jsonl",
+        "workers": 2,
+        **({"algo": {"kl": 0.1, "recompute_old": True}} if flow == "grpo" else {}),
+    }
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(config))
+    code = (
+        "import sys; from distflow.config import load_config; from distflow.plan.table import render;"
+        "c = load_config(sys.argv[1]); render(c.plan(2)); c.eval_plan(2, 3);"
+        "print(*{m.partition('.')[0] for m in sys.modules} & {'torch', 'transformers', 'tokenizers'})"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, text=True, timeout=60)
+    assert (done.stdout, done.stderr, done.returncode) == ("\n", "", 0)
