@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers.utils import logging
 
 from distflow.engine.tokenizer import train_tokenizer
 
@@ -27,6 +28,7 @@ SHAPE = {
 def make_model(folder: Path, vocab: int, pad: int = 0, eos: int = 1) -> None:
     """About 4M parameters, at random: every token is about as likely as any other."""
     torch.manual_seed(0)
+    logging.disable_progress_bar()
     config = Qwen2Config(vocab_size=vocab, bos_token_id=None, eos_token_id=eos, pad_token_id=pad, **SHAPE)  # type: ignore[arg-type]
     Qwen2ForCausalLM(config).save_pretrained(folder)
 

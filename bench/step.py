@@ -1,15 +1,15 @@
 """Whole GRPO steps: 8 prompts × 8 responses, a tiny Qwen2 in float32, two workers of one thread; ours and the peers'.
 
-    python bench/step.py [--rounds 2] [--steps 5] [--only ours,trl] [--work even,kl,ragged] [--peers DIR] [--scripts DIR]
+    python bench/step.py [--rounds 2] [--steps 5] [--only ours,trl] [--work even,ragged] [--scripts DIR] [--peers DIR]
 
   even     every response has 128 tokens
   kl       the same, with a penalty for moving away from a reference model
   ragged   a response ends where the model ends it, after 256 tokens at the latest; about 40 on average
 
-Ours is `distflow run` on a config, as a user would; its times are those of its metrics.jsonl. The peers are scripts in the
-folder given by --scripts (or PEER_SCRIPTS), named `trl_grpo_cpu.py` and so on, each run in its environment in --peers
-(`trl`, `verl05`, `siirl`); what is missing is null. They take turns, round after round. verl and siiRL run with and without
-the all-reduce for every token that Hugging Face's `generate` does under FSDP, and the better counts.
+Ours is `distflow run` on a config, as a user would; its times are those of its metrics.jsonl. The peers are scripts in
+the folder given by --scripts (or PEER_SCRIPTS), `trl_grpo_cpu.py` and so on, each run in its environment in --peers
+(`trl`, `verl05`, `siirl`); what is missing is null. They take turns, round after round. verl and siiRL run with and
+without the all-reduce for every token that Hugging Face's `generate` does under FSDP, and the better counts.
 Medians over all steps but the first two of a run. The last line is one JSON object.
 """
 
@@ -72,10 +72,13 @@ class Runs:
 
     def summary(self) -> dict[str, Any]:
         cpu = statistics.median(self.cpu_s) if self.cpu_s else None
-        found = {"s": self.s, "min_s": min(self.step_s), "cpu_s": cpu, "steps": len(self.step_s)}
-        found["tokens"] = statistics.mean(self.tokens)
-        found["tokens_per_s"] = found["tokens"] / statistics.mean(self.step_s)
-        return {k: round(v, 4) if isinstance(v, float) else v for k, v in found.items()} | {"runs": self.more}
+        tokens = statistics.mean(self.tokens)
+        speed = tokens / statistics.mean(self.step_s)
+        found = {"s": self.s, "min_s": min(self.step_s), "cpu_s": cpu, "tokens": tokens, "tokens_per_s": speed}
+        return {k: round(v, 4) if isinstance(v, float) else v for k, v in found.items()} | {
+            "steps": len(self.step_s),
+            "runs": self.more,
+        }
 
 
 # ---------------------------------------------------------------------------------------------- the frameworks

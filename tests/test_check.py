@@ -1,4 +1,4 @@
-"""`distflow check`, and what is told before any worker starts: one line that names the thing, the place, the way out."""
+"""`distflow check`, and what is told before any worker starts: in one line, with the place and the way out."""
 
 import json
 from pathlib import Path
@@ -66,7 +66,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, template in (("chatty", tokenizer.chat_template), ("plain", None)):
         tokenizer.chat_template = template
         tokenizer.save_pretrained(made / name)
-        AutoConfig.for_model("qwen2", hidden_size=32, num_attention_heads=4, vocab_size=258).save_pretrained(made / name)
+        AutoConfig.for_model("qwen2", hidden_size=32, num_attention_heads=4, vocab_size=258).save_pretrained(
+            made / name
+        )
     (made / "hollow").mkdir()
     return made
 
@@ -148,29 +150,47 @@ LONG = "long.jsonl:1: the prompt has 60 tokens, the longest allowed is 20 (data.
         (["model.arch=qwen22"], ["model.arch: 'qwen22' is not one of transformers; did you mean 'qwen2'?"]),
         (["model.path=x"], ["'model' is ", "give one of `path`", "and `arch`"]),
         (["model.heads=5"], ["hidden 32 is not a multiple of heads 5"]),
-        (["data.files=chat.jsonl", "model=plain"], ["chat.jsonl:1: ", "'plain' has no chat template", "prompts as text"]),
+        (
+            ["data.files=chat.jsonl", "model=plain"],
+            ["chat.jsonl:1: ", "'plain' has no chat template", "prompts as text"],
+        ),
         (["data.files=long.jsonl", "data.max_prompt=20"], [LONG, "mend the row or set `data.on_bad_row: skip`"]),
         (["eval=long.jsonl", "data.max_prompt=20"], [LONG]),
-        (["data.max_prompt=2", "data.on_bad_row=skip"], ["all 12 rows were skipped: ", "data.jsonl:1: the prompt has 10"]),
+        (
+            ["data.max_prompt=2", "data.on_bad_row=skip"],
+            ["all 12 rows were skipped: ", "data.jsonl:1: the prompt has 10"],
+        ),
         (["data.files=empty.jsonl"], ["empty.jsonl:2: the prompt is empty"]),
         (["data.files=numbers.jsonl"], ["numbers.jsonl:1: the prompt is '1'", "text or a list of chat messages"]),
-        (["reward=rewards.py:raises"], ["'raises' (rewards.py:raises) raised ValueError: no idea", "rewards.py:11", "mend"]),
+        (
+            ["reward=rewards.py:raises"],
+            ["'raises' (rewards.py:raises) raised ValueError: no idea", "rewards.py:11", "mend"],
+        ),
         (["reward=rewards.py:nan"], ["'nan' (rewards.py:nan) returned nan; a score is a finite number"]),
         (["reward=rewards.py:text"], ["'text' (rewards.py:text) returned 'good' (str) as a score; return a number"]),
-        (["reward=rewards.py:many"], ["'many' (rewards.py:many) returned 2 scores for 1 samples; return one per sample"]),
+        (
+            ["reward=rewards.py:many"],
+            ["'many' (rewards.py:many) returned 2 scores for 1 samples; return one per sample"],
+        ),
         (["reward=rewards.py:fin"], ["'rewards.py:fin' has no 'fin'; did you mean 'fine'?"]),
         (["reward=rewards.py:truth", "data.fields=[prompt]"], ["needs a ground truth", "`reward.answer`"]),
         (
             ["reward={functions: rewards.py:hangs, time_limit_s: 0.2}"],
             ["'hangs' (rewards.py:hangs) took longer than 0.2 s; if it may, raise `reward.time_limit_s`"],
         ),
-        (["workers=4", "placement.roles.actor.tp=4"], ["placement of actor.generate: tp 4 does not divide", "2 num_key_val"]),
-        (["rollout.kv_cache_gb=1e-6"], ["rollout.kv_cache_gb: ", "4.5 KiB", "1.0 KiB; raise it, or lower rollout.max_tokens"]),
+        (
+            ["workers=4", "placement.roles.actor.tp=4"],
+            ["placement of actor.generate: tp 4 does not divide", "2 num_key_val"],
+        ),
+        (
+            ["rollout.kv_cache_gb=1e-6"],
+            ["rollout.kv_cache_gb: ", "4.5 KiB", "1.0 KiB; raise it, or lower rollout.max_tokens"],
+        ),
         (["rollout.max_tokens=5000"], ["rollout.max_tokens: 5000 leaves no room for a prompt in the model's 4096"]),
         (["rollout.stop=[END]"], ["rollout.stop: 'END' is 3 tokens"]),
         (["eval=missing.jsonl"], ["missing.jsonl: no such file"]),
     ],
-)  # fmt: skip
+)
 def test_what_does_not_hold_is_told_in_one_line(
     folder: Path, capsys: Output, overrides: list[str], parts: list[str]
 ) -> None:
@@ -183,8 +203,16 @@ def test_what_does_not_hold_is_told_in_one_line(
 @pytest.mark.parametrize(
     ("overrides", "without", "said"),
     [
-        (["data.batch=5"], "", "5 prompts of a step do not divide over its 2 data-parallel cells; use a batch of 4 or 6"),
-        (["algo.mini_batches=3"], "", "algo.mini_batches: 3 does not divide the 4 prompts of data.batch; what fits: 1, 2, 4"),
+        (
+            ["data.batch=5"],
+            "",
+            "5 prompts of a step do not divide over its 2 data-parallel cells; use a batch of 4 or 6",
+        ),
+        (
+            ["algo.mini_batches=3"],
+            "",
+            "algo.mini_batches: 3 does not divide the 4 prompts of data.batch; what fits: 1, 2, 4",
+        ),
         (["algo.mini_batches=0"], "", "algo.mini_batches: 0; a step has 1 or more"),
         (["algo.epochs=many"], "", "algo.epochs: 'many'; a step has 1 or more"),
         (["algo.cilp=0.1"], "", "algo: flow 'grpo' has no constant 'cilp'; did you mean 'clip'?"),
@@ -197,7 +225,7 @@ def test_what_does_not_hold_is_told_in_one_line(
         (["placement.roles.reference.tp=2"], "", "placement.roles: no node has the role 'reference'"),
         (["placement.roles.actor.tp=3"], "", "placement.roles.actor: tp 3 does not fit group 'all' of 2 ranks"),
     ],
-)  # fmt: skip
+)
 def test_every_command_tells_it_before_anything_starts(
     folder: Path, capsys: Output, monkeypatch: pytest.MonkeyPatch, overrides: list[str], without: str, said: str
 ) -> None:

@@ -1,4 +1,4 @@
-"""`distflow run` as each of N workers, the way torchrun starts it, in forks of a process that has imported everything."""
+"""`distflow run` as each of N workers, the way torchrun starts it, in forks of one that has imported everything."""
 
 import multiprocessing
 import os

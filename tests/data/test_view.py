@@ -4,7 +4,7 @@ import json
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distflow.data.rows import Rows
@@ -39,6 +39,7 @@ def test_names_may_be_exchanged(rows: Rows) -> None:
     assert view[1] == {"answer": "q1", "question": 1}
 
 
+@settings(deadline=None)
 @given(st.lists(st.lists(st.booleans(), min_size=10, max_size=10), max_size=4))
 def test_what_is_kept_of_what_was_kept_is_what_a_list_would_be(rows: Rows, choices: list[list[bool]]) -> None:
     view, left = View(rows, {"question": "prompt"}), list(range(10))

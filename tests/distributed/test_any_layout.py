@@ -153,3 +153,12 @@ def test_any_size_of_micro_batches_gives_the_same_run(folder: Path, alone: Run, 
     tokens = 32 * (20 + 16) // 2  # about what each of two workers has in a step
     got = run(folder, f"micro {share}", 2, train={"lr": 1e-3, "micro_tokens": tokens // share})
     check_same(f"1/{share} of the tokens at once", got, alone)
+
+
+def test_several_updates_of_a_step_are_the_same_on_two_workers(folder: Path) -> None:
+    """With the old log-probs of the trainer, and a model in two halves while it learns."""
+    algo = {"kl": 0.01, "recompute_old": True, "mini_batches": 2, "epochs": 2}
+    want = run(folder, "updates", 1, algo=algo, steps=3)
+    placement = {"nodes": {"actor.update": {"tp": 2}, "actor.logprobs": {"tp": 2}}}
+    check_same("updates of a step", run(folder, "updates halved", 2, algo=algo, steps=3, placement=placement), want)
+    assert all(m["actor/ppo_kl"] != 0 for m in want.metrics)  # the weights change within a step

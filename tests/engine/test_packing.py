@@ -13,6 +13,7 @@ SAMPLES = st.lists(st.tuples(st.integers(1, 6), st.integers(0, 6)), min_size=1, 
 BUSY = settings(deadline=None)
 
 
+@BUSY
 @given(LENGTHS, st.integers(1, 50))
 @example([7, 0, 0, 60], 5)
 def test_every_sample_is_in_one_micro_batch(lengths: list[int], budget: int) -> None:
@@ -21,6 +22,7 @@ def test_every_sample_is_in_one_micro_batch(lengths: list[int], budget: int) -> 
     assert all(len(part) for part in parts)
 
 
+@BUSY
 @given(LENGTHS, st.integers(1, 50))
 @example([7, 0, 0, 60], 5)
 def test_a_micro_batch_keeps_the_budget_unless_one_sample_exceeds_it(lengths: list[int], budget: int) -> None:
@@ -28,12 +30,14 @@ def test_a_micro_batch_keeps_the_budget_unless_one_sample_exceeds_it(lengths: li
         assert sum(lengths[i] for i in part) <= budget or len(part) == 1
 
 
+@BUSY
 @given(LENGTHS, st.integers(1, 50))
 def test_no_two_micro_batches_would_fit_into_one(lengths: list[int], budget: int) -> None:
     sums = sorted(sum(lengths[i] for i in part) for part in micro_batches(np.array(lengths, np.int64), budget))
     assert len(sums) < 2 or sums[0] + sums[1] > budget
 
 
+@BUSY
 @given(LENGTHS, st.integers(1, 50))
 def test_the_longest_come_first(lengths: list[int], budget: int) -> None:
     first = [lengths[part[0]] for part in micro_batches(np.array(lengths, np.int64), budget)]

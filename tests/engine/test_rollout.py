@@ -1,6 +1,6 @@
 """The rollout engine says what a plain loop without a cache would: whoever else is in the batch, however it is cut."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
@@ -8,11 +8,10 @@ from functools import cache
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 from distflow.engine import rollout
 from distflow.engine.model import kv_bytes
-from distflow.engine.rollout import Completions, Rollout
+from distflow.engine.rollout import Agree, Completions, Rollout
 from distflow.engine.sampling import Sampling, choose
 from distflow.errors import ConfigError
 from engine.tiny import ARCHITECTURES, VOCABULARY, pair
@@ -30,11 +29,11 @@ EVERYBODY = range(len(IDS))
 Said = tuple[list[int], list[float], bool]
 
 
-def engine(arch: str, max_sequences: int = 64, tokens: int = 10_000, **more: Callable[[Tensor], Tensor]) -> Rollout:
+def engine(arch: str, max_sequences: int = 64, tokens: int = 10_000, agree: Agree = lambda tokens: tokens) -> Rollout:
     """With a cache for so many tokens."""
     models = pair(arch)
     per_token = kv_bytes(models.config, torch.float32, 1)
-    return Rollout(models.ours, per_token, tokens * per_token, max_sequences, **more)
+    return Rollout(models.ours, per_token, tokens * per_token, max_sequences, agree=agree)
 
 
 @cache
@@ -73,11 +72,12 @@ def same(got: list[Said], want: list[Said]) -> bool:
 
 
 @contextmanager
-def passes(made: Rollout) -> Iterator[list[int]]:
-    """The tokens of each pass through the model, in the order of passes."""
-    seen: list[int] = []
+def passes(made: Rollout) -> Iterator[dict[str, list[int]]]:
+    """How many tokens each pass through the model computes."""
+    seen: dict[str, list[int]] = {"Prefill": [], "Decode": []}
     hook = made.model.register_forward_pre_hook(
-        lambda _, args, given: seen.append(given["input_ids"].numel()), with_kwargs=True
+        lambda _, args, given: seen[type(given["distflow"]).__name__].append(given["input_ids"].numel()),
+        with_kwargs=True,
     )
     try:
         yield seen
@@ -195,19 +195,18 @@ def test_a_prompt_is_computed_once_for_all_of_its_samples() -> None:
     made = engine("qwen2", 64)
     with passes(made) as seen:
         made.generate([PROMPTS[5], PROMPTS[1]], np.arange(16) % 2, np.arange(16), replace(HOW, max_tokens=1), SEED)
-    assert seen == [len(PROMPTS[5]) + len(PROMPTS[1])]
+    assert seen == {"Prefill": [len(PROMPTS[5]) + len(PROMPTS[1])], "Decode": []}
 
 
 def test_a_freed_place_is_taken_by_who_waits() -> None:
-    made = engine("qwen2", 3)
+    made, how = engine("qwen2", 3), replace(HOW, min_tokens=1)  # nobody leaves right after the prompt
     with passes(made) as seen:
-        got = generate(made, replace(HOW, max_tokens=6))
-    decoded = sum(len(tokens) - 1 for tokens, _, _ in got)
-    prefills = len(seen) - sum(n <= 3 for n in seen)
-    assert prefills > 3  # whoever waits need not wait for all three
-    steps = [n for n in seen if n <= 3]
-    assert len(steps) < decoded / 2  # and they run together
-    assert same(got, expected("qwen2", replace(HOW, max_tokens=6)))
+        got = generate(made, how)
+    assert sum(seen["Decode"]) == sum(len(tokens) - 1 for tokens, _, _ in got)
+    full = [n == 3 for n in seen["Decode"]]
+    assert all(full[: full.index(False)])
+    assert not any(full[full.index(False) :])  # until nobody waits, every pass is full
+    assert same(got, expected("qwen2", how))
 
 
 def test_long_prompts_are_computed_in_several_passes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -215,9 +214,9 @@ def test_long_prompts_are_computed_in_several_passes(monkeypatch: pytest.MonkeyP
     made = engine("gemma2", 64)
     with passes(made) as seen:
         got = generate(made, replace(HOW, max_tokens=1))
-    assert max(seen) == 21  # the one prompt that is longer than a pass should be, alone
-    assert sorted(seen)[-2] <= 12
-    assert sum(seen) == sum(map(len, PROMPTS))
+    assert max(seen["Prefill"]) == 21  # the one prompt that is longer than a pass should be, alone
+    assert sorted(seen["Prefill"])[-2] <= 12
+    assert sum(seen["Prefill"]) == sum(map(len, PROMPTS))
     assert same(got, expected("gemma2", replace(HOW, max_tokens=1)))
     assert same(generate(made), expected("gemma2"))
 
@@ -230,7 +229,7 @@ def test_the_memory_of_the_cache_bounds_the_batch() -> None:
     held = sum(x.nbytes for layer in made._cache.layers.values() for x in layer)
     assert made._cache.slots == 2
     assert held <= made.cache_bytes
-    assert sum(n <= 2 for n in seen) > len(seen) / 2
+    assert max(seen["Decode"]) == 2
     assert same(got, expected("llama"))
 
 

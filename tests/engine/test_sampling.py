@@ -67,6 +67,14 @@ def test_neighbouring_draws_know_nothing_of_each_other(apart: str, by: int) -> N
     assert abs(surprise(4 * one + other, torch.full((16,), 1 / 16))) < 4.5
 
 
+def test_every_bit_of_a_key_counts() -> None:
+    logits, noise = torch.zeros(50, 300), keys(0, np.arange(50), np.arange(50))
+    before = race(logits, noise)
+    for bit in range(64):
+        other = race(logits, noise ^ np.array(1 << bit, np.uint64).view(np.int64))
+        assert (other == before).sum() <= 3  # one in 300 by chance
+
+
 def test_the_surprise_of_a_wrong_distribution_is_great() -> None:
     tokens = draw(LOGITS, *along("both", 0))
     assert surprise(tokens, (1.2 * LOGITS).softmax(0)) > 10

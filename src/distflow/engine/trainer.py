@@ -218,6 +218,6 @@ class Trainer:
                 group["lr"] = lr
             self.optimizer.step()
         else:
-            tally.log("actor/skipped_updates", 1 / self.dp, reduce="sum")
+            tally.log("actor/skipped_updates", 1 / len(self.layout.ranks), reduce="sum")
         self.updates += 1
         self.model.zero_grad()

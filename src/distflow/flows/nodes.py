@@ -39,7 +39,7 @@ def report(batch: "Batch", ctx: "Context", rows: int, n: int) -> None:
         ctx.metrics.log(f"val/{source}/score", float(score[mine].mean()), len(mine))
         if n > 1:
             ctx.metrics.log(f"val/{source}/pass@{n}", float(score[mine].max()))
-        if group < SHOWN:
+        if group < SHOWN and ctx.lead:
             _show(ctx, batch, mine[0])
 
 

@@ -1,0 +1,472 @@
+"""Training on real workers: the gradient of any layout is the plain one, what is learnt is there, kept and judged."""
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from distflow import checkpoint, cli
+from distflow.algo.losses import policy
+from distflow.data.batch import Batch, Column, Ragged
+from distflow.engine.model import Source
+from distflow.engine.tokenizer import train_tokenizer
+from distflow.engine.trainer import Recipe, Trainer
+from distflow.observe.metrics import Tally
+from distflow.plan.layout import Layout
+from distflow.sections import TrainConfig
+from engine.tiny import VOCABULARY, config_of, pair
+from spawn import spawn
+from warm import distflow_run
+
+ARCHITECTURES = ("qwen2", "qwen3")  # the one with tied embeddings, the other with norms that all heads share
+TEMPERATURE = 0.8
+CONSTANTS: dict[str, Any] = {"clip": 0.1, "kl": 0.05, "entropy": 0.02}
+WHOLE = 1 << 20  # tokens: all samples at once
+
+
+def samples() -> Batch:
+    """Of unequal lengths, one of them without a response."""
+    draw = np.random.default_rng(3)
+    prompts, responses = draw.integers(1, 9, 10), draw.integers(1, 12, 10)
+    responses[4] = 0
+
+    def ragged(lengths: Any, value: Callable[[int], Any]) -> Ragged:
+        return Ragged.of([torch.tensor(value(n)) for n in lengths])
+
+    tokens = partial(draw.integers, 0, VOCABULARY)
+    columns: dict[str, Column] = {
+        "prompt_tokens": ragged(prompts, tokens),
+        "response_tokens": ragged(responses, tokens),
+        "old_logprobs": ragged(responses, lambda n: -4 - draw.random(n, np.float32)),
+        "ref_logprobs": ragged(responses, lambda n: -4 - draw.random(n, np.float32)),
+        "advantage": torch.tensor(draw.normal(size=10), dtype=torch.float32),
+    }
+    return Batch(np.arange(10), np.arange(10) // 2, columns)
+
+
+@dataclass(frozen=True)
+class Case:
+    """How the work is cut."""
+
+    arch: str
+    dp: int = 1
+    tp: int = 1
+    micro_tokens: int = WHOLE
+    dtype: str = "float32"
+    recompute: bool = False
+
+    def __str__(self) -> str:
+        more = f"{' recomputed' * self.recompute}{' bfloat16' * (self.dtype != 'float32')}"
+        return (
+            f"{self.arch} dp{self.dp} tp{self.tp} {'whole' if self.micro_tokens == WHOLE else self.micro_tokens}{more}"
+        )
+
+    @property
+    def layout(self) -> Layout:
+        return Layout(tuple(range(self.dp * self.tp)), self.dp, self.tp)
+
+
+LAYOUTS = ((1, 1, 24), (2, 1, 24), (1, 2, WHOLE), (2, 2, 16))  # dp, tp, tokens at once
+CASES = [
+    *(Case(arch, dp, tp, tokens) for arch in ARCHITECTURES for dp, tp, tokens in LAYOUTS),
+    Case("qwen2", recompute=True),
+    Case("qwen3", 2, 2, 16, recompute=True),
+]
+ROUGH = [Case("qwen3", dtype="bfloat16"), Case("qwen2", 2, 2, 24, dtype="bfloat16")]
+
+Parts = dict[str, tuple[tuple[slice, ...], Any]]  # of a worker: which part of a parameter, and its values
+
+
+def trainer(case: Case, rank: int, folder: Path, config: TrainConfig) -> Trainer | None:
+    """None on a worker that has no part in it."""
+    layout = case.layout
+    mesh = DeviceMesh("cpu", torch.tensor(layout.ranks).view(layout.dp, layout.tp), mesh_dim_names=("dp", "tp"))
+    if rank not in layout.ranks:
+        return None
+    return Trainer(
+        source(case.arch, folder),
+        layout,
+        mesh,
+        rank,
+        TEMPERATURE,
+        case.micro_tokens,
+        case.dtype,
+        config,
+        case.recompute,
+    )
+
+
+def source(arch: str, folder: Path) -> Source:
+    return Source(arch, config_of(arch), train_tokenizer(iter(["so it is"]), 0), folder / arch)
+
+
+def mine(batch: Batch, made: Trainer, rank: int) -> Batch:
+    """The share of a data-parallel cell, with more samples for the first."""
+    cell, cells = made.layout.cell_of(rank), made.layout.dp
+    return batch if cells == 1 else batch.select(np.arange(7) if cell == 0 else np.arange(7, 10))
+
+
+def recipe(mini_batches: int = 1, epochs: int = 1) -> Recipe:
+    return Recipe(policy, CONSTANTS, "token-mean", 12, mini_batches, epochs)
+
+
+def in_parts(made: Trainer, rank: int, values: list[Tensor]) -> Parts:
+    specs = [spec for spec, _ in made.named]
+    boxes = [tuple(slice(lo, hi) for lo, hi in made.held.box(spec, rank)) for spec in specs]
+    return {s.name: (box, v.numpy()) for s, box, v in zip(specs, boxes, values, strict=True)}
+
+
+def gradient(rank: int, case: Case, folder: Path) -> tuple[Parts, list[str], float] | None:
+    """This worker's part of it, the dtypes of its weights, and the norm that was told."""
+    made = trainer(case, rank, folder, TrainConfig(clip_grad=0.0))
+    if made is None:
+        return None
+    grads: list[Tensor] = []
+
+    def keep() -> None:
+        grads.extend(s.grad.detach().clone() for s in made.shards)  # type: ignore[union-attr]
+
+    assert made.optimizer is not None
+    made.optimizer.step = keep  # type: ignore[method-assign, assignment]
+    batch = mine(samples(), made, rank)
+    tally = Tally()
+    made.update(batch, np.zeros(len(batch), np.int64), recipe(), 1, tally)
+    norm, count = tally.totals["actor/grad_norm", "mean"]
+    dtypes = [str(t.dtype) for t in (*made.parts().values(), *grads)]
+    return in_parts(made, rank, grads), dtypes, norm / count
+
+
+def learn(rank: int, case: Case, folder: Path) -> tuple[Parts, list[Any]] | None:
+    """Two mini-batches, twice over, in two steps; the weights afterwards, and what they say of its samples."""
+    made = trainer(case, rank, folder, TrainConfig(lr=1e-2, eps=1e-2, warmup=2))
+    if made is None:
+        return None
+    batch = mine(samples(), made, rank)
+    for _ in range(2):
+        made.update(batch, batch.groups * 2 // 5, recipe(2, 2), 8, Tally())
+    assert made.updates == 8
+    logprobs = made.logprobs(batch)[0]
+    if case.dp == case.tp == 2:
+        weights = {spec.name: p.detach() for spec, p in made.named}
+        kept, origin = folder / f"{case.arch}-run" / "checkpoints", source(case.arch, folder)
+        for step in (3, 7):
+            checkpoint.save(kept, step, weights, origin, torch.distributed.group.WORLD)
+    values = [made.parts()[spec.name] for spec, _ in made.named]
+    return in_parts(made, rank, values), [row.numpy() for row in logprobs]
+
+
+def on_a_worker(rank: int, folder: Path) -> tuple[list[Any], list[Any]]:
+    learners = [Case(arch, dp, tp, 24) for arch in ARCHITECTURES for dp, tp in ((1, 1), (2, 2))]
+    return [gradient(rank, c, folder) for c in [*CASES, *ROUGH]], [learn(rank, c, folder) for c in learners]
+
+
+@dataclass(frozen=True)
+class Results:
+    folder: Path
+    gradients: dict[Case, list[tuple[Parts, list[str], float]]]  # of the workers that have a part in it
+    learnt: list[list[tuple[Parts, list[Any]]]]  # of each architecture, by one worker and by four
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
+    """Everything that four processes do, in one go."""
+    folder = tmp_path_factory.mktemp("training")
+    for arch in ARCHITECTURES:
+        pair(arch).eager.save_pretrained(folder / arch)
+    of_ranks = spawn(4, on_a_worker, folder)
+    gradients = {case: [g[i] for g, _ in of_ranks if g[i] is not None] for i, case in enumerate([*CASES, *ROUGH])}
+    return Results(folder, gradients, [[w[i] for _, w in of_ranks if w[i] is not None] for i in range(4)])
+
+
+def whole(shapes: dict[str, Any], parts: list[Parts], rtol: float = 1e-5) -> dict[str, Tensor]:
+    """Parameters from the parts of all workers, of which some are there more than once."""
+    made = {}
+    for name, shape in shapes.items():
+        value = torch.full(shape, torch.nan)
+        for worker in parts:
+            box, part = worker[name]
+            there = value[box]
+            known = ~there.isnan()
+            assert torch.allclose(there[known], torch.from_numpy(part)[known], rtol=rtol, atol=1e-7), name
+            value[box] = torch.from_numpy(part)
+        assert not value.isnan().any(), name
+        made[name] = value
+    return made
+
+
+def by_hand(arch: str) -> dict[str, Tensor]:
+    """The gradient of a plain model, sample by sample, in float64."""
+    model = AutoModelForCausalLM.from_config(config_of(arch), attn_implementation="eager", dtype=torch.float64).eval()
+    model.load_state_dict(pair(arch).eager.state_dict())
+    batch = samples()
+    loss = torch.zeros((), dtype=torch.float64)
+    for i in range(len(batch)):
+        prompt, response = batch["prompt_tokens"][i], batch["response_tokens"][i]
+        if not len(response):
+            continue
+        logits = model(torch.cat((prompt, response))[None], use_cache=False).logits[0, len(prompt) - 1 : -1]
+        log_p = torch.log_softmax(logits / TEMPERATURE, -1)
+        new = log_p.gather(1, response[:, None])[:, 0]
+        ratio = torch.exp(new - batch["old_logprobs"][i])
+        advantage = batch["advantage"][i]
+        gain = torch.minimum(ratio * advantage, ratio.clamp(0.9, 1.1) * advantage)
+        far = batch["ref_logprobs"][i] - new
+        entropy = -(log_p.exp() * log_p).sum(-1)
+        loss = loss + (-gain + 0.05 * (far.exp() - 1 - far) - 0.02 * entropy).sum()
+    (loss / int(batch["response_tokens"].lengths.sum())).backward()
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.fixture(scope="module")
+def expected() -> dict[str, dict[str, Tensor]]:
+    return {arch: by_hand(arch) for arch in ARCHITECTURES}
+
+
+def shapes(arch: str) -> dict[str, Any]:
+    return {name: p.shape for name, p in pair(arch).eager.named_parameters()}
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_the_gradient_of_any_layout_is_that_of_a_plain_model(
+    results: Results, expected: dict[str, dict[str, Tensor]], case: Case
+) -> None:
+    found = results.gradients[case]
+    assert len(found) == case.dp * case.tp
+    got, want = whole(shapes(case.arch), [parts for parts, _, _ in found]), expected[case.arch]
+    assert got.keys() == want.keys()
+    for name, grad in want.items():
+        assert grad.abs().max() > 0, name
+        assert torch.allclose(got[name].double(), grad, rtol=1e-3, atol=1e-5 * float(grad.abs().max())), name
+    norm = float(torch.cat([g.flatten() for g in want.values()]).norm())
+    assert {round(told / norm, 4) for _, _, told in found} == {1.0}
+
+
+@pytest.mark.parametrize("case", ROUGH, ids=str)
+def test_in_bfloat16_only_the_computation_is_rough(
+    results: Results, expected: dict[str, dict[str, Tensor]], case: Case
+) -> None:
+    found = results.gradients[case]
+    assert {d for _, dtypes, _ in found for d in dtypes} == {"torch.float32"}
+    joined = whole(shapes(case.arch), [parts for parts, _, _ in found], rtol=1e-2)
+    got, want = (torch.cat([g[n].double().flatten() for n in joined]) for g in (joined, expected[case.arch]))
+    assert float((got - want).norm() / want.norm()) < 0.1
+    assert not torch.allclose(got, want, rtol=1e-4)
+
+
+@pytest.mark.parametrize("number", range(len(ARCHITECTURES)))
+def test_mini_batches_and_epochs_change_the_weights_alike_in_any_layout(results: Results, number: int) -> None:
+    arch = ARCHITECTURES[number]
+    alone, four = (whole(shapes(arch), [w for w, _ in results.learnt[2 * number + k]]) for k in (0, 1))
+    for name, before in pair(arch).eager.named_parameters():
+        assert (alone[name] - before).abs().max() > 1e-3, name
+        assert torch.allclose(alone[name], four[name], atol=2e-5), name
+    said = [np.concatenate(rows) for (_, rows) in results.learnt[2 * number]]
+    told = [np.concatenate(rows) for (_, rows) in results.learnt[2 * number + 1]]
+    assert np.allclose(said[0], np.concatenate([told[0], told[2]]), atol=1e-4)
+    assert np.array_equal(told[0], told[1])  # of one tensor-parallel cell
+
+
+@pytest.mark.parametrize("number", range(len(ARCHITECTURES)))
+def test_what_is_exported_says_what_the_trainer_says(
+    results: Results, number: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arch = ARCHITECTURES[number]
+    run, out = results.folder / f"{arch}-run", tmp_path / "out"
+    assert exported(run, out) == 0
+    loaded: Any = AutoModelForCausalLM.from_pretrained(out, dtype="auto", output_loading_info=True)
+    model, info = loaded
+    assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert model.dtype == torch.float32
+    assert (model.get_input_embeddings().weight is model.get_output_embeddings().weight) == (arch == "qwen2")
+    batch, rows = samples(), [row for _, r in results.learnt[2 * number + 1][::2] for row in r]
+    for i in range(len(batch)):
+        prompt, response = batch["prompt_tokens"][i], batch["response_tokens"][i]
+        with torch.no_grad():
+            logits = model(torch.cat((prompt, response))[None]).logits[0, len(prompt) - 1 : -1]
+        log_p = torch.log_softmax(logits / TEMPERATURE, -1)[: len(response)]
+        assert np.allclose(log_p.gather(1, response[:, None])[:, 0].numpy(), rows[i], atol=1e-4)
+    tokenizer = AutoTokenizer.from_pretrained(out)
+    theirs = source(arch, results.folder).tokenizer
+    assert tokenizer("so it is: 42 ü").input_ids == theirs("so it is: 42 ü").input_ids
+    assert (tokenizer.eos_token_id, tokenizer.chat_template) == (theirs.eos_token_id, theirs.chat_template)
+
+    capsys.readouterr()
+    assert exported(run, out) == 2
+    assert "is not empty; choose another directory" in capsys.readouterr().err
+    assert exported(run, tmp_path / "third", "--step", "3") == 0
+    assert exported(run, tmp_path / "fourth", "--step", "4") == 2
+    assert "has no checkpoint of step 4; there are: 3, 7" in capsys.readouterr().err
+
+
+def exported(*args: Path | str) -> int:
+    with pytest.raises(SystemExit) as e:
+        cli.main(["export", *map(str, args)])
+    assert isinstance(e.value.code, int)
+    return e.value.code
+
+
+PAIRS = {"one and one is ": "two", "two and one is ": "three", "two and two is ": "four", "one and two is ": "thr33"}
+REWARDS = """
+import json
+from pathlib import Path
+
+def same(solution_str, ground_truth):
+    return float(solution_str == ground_truth)
+
+def noted(solution_str, ground_truth):
+    score = len(solution_str) % 4 / 3
+    with open(Path(__file__).parent / "noted.jsonl", "a") as file:
+        file.write(json.dumps([ground_truth, score]) + "\\n")
+    return score
+
+def unnoted(solution_str, ground_truth):
+    return len(solution_str) % 4 / 3
+"""
+CONFIG: dict[str, Any] = {
+    "model": {"arch": "qwen2", "hidden": 32, "layers": 2, "heads": 4, "kv_heads": 2},
+    "rollout": {"n": 2, "max_tokens": 8},
+    "wait_limit_s": 60,
+}
+
+
+def run(folder: Path, name: str, *overrides: str, workers: int, **config: Any) -> list[dict[str, Any]]:
+    """The metrics of its steps."""
+    path = folder / f"{name}.yaml"
+    path.write_text(yaml.safe_dump({**CONFIG, "run_dir": str(folder / name), **config}))
+    ended = distflow_run(path, *overrides, workers=workers)
+    assert ended.codes == [0] * workers, ended.err
+    return read(folder / name / "metrics.jsonl")
+
+
+def read(path: Path) -> list[Any]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def write(path: Path, rows: Iterator[dict[str, Any]]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_model_learns_what_it_is_shown_and_takes_it_along(tmp_path: Path, dtype: str) -> None:
+    write(tmp_path / "pairs.jsonl", ({"prompt": p, "response": r, "answer": r} for p, r in PAIRS.items()))
+    (tmp_path / "rewards.py").write_text(REWARDS)
+    metrics = run(
+        tmp_path,
+        "sft",
+        workers=2,
+        flow="sft",
+        data={"files": "pairs.jsonl", "batch": 4},
+        steps=60,
+        train={"lr": 1e-2, "warmup": 5, "dtype": dtype},
+        reward="rewards.py:same",
+        eval={"files": "pairs.jsonl", "every": 100},
+    )
+    assert [m["step"] for m in metrics] == [-1, *range(60)]
+    losses = [m["actor/loss"] for m in metrics[1:]]
+    assert losses[0] > 4
+    assert losses[-1] < 0.2
+    assert [m["step"] for m in metrics if "val/all/score" in m] == [-1, 59]
+    assert metrics[0]["val/all/score"] == 0
+    assert metrics[-1]["val/all/score"] == 1
+
+    assert exported(tmp_path / "sft", tmp_path / "out") == 0
+    model: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert model.dtype == torch.float32
+    for prompt, response in PAIRS.items():
+        tokens = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
+        said = model.generate(**tokens, max_new_tokens=8, do_sample=False)[0, tokens.input_ids.shape[1] :]
+        assert tokenizer.decode(said, skip_special_tokens=True) == response
+        assert said[-1] == tokenizer.eos_token_id
+
+
+GRPO: dict[str, Any] = {
+    "flow": "grpo",
+    "data": {"files": "train.jsonl", "batch": 4},
+    "steps": 5,
+    "train": {"lr": 1e-2},
+    "reward": "rewards.py:unnoted",
+    "eval": {"files": "held_out.jsonl", "every": 2, "n": 3, "temperature": 1.0},
+}
+
+
+@pytest.fixture(scope="module")
+def judged(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a run of one worker: five held-out rows, each judged by three responses."""
+    folder = tmp_path_factory.mktemp("judged")
+    (folder / "rewards.py").write_text(REWARDS)
+    write(folder / "train.jsonl", ({"prompt": f"say {i}", "answer": "train"} for i in range(8)))
+    kinds = ("even", "odd")
+    held_out = ({"prompt": f"tell {i}", "answer": str(i), "data_source": kinds[i % 2]} for i in range(5))
+    write(folder / "held_out.jsonl", held_out)
+    run(folder, "alone", workers=1, **{**GRPO, "reward": "rewards.py:noted"})
+    return folder
+
+
+def judgements(metrics: list[dict[str, Any]]) -> dict[int, dict[str, float]]:
+    found = {m["step"]: {k: v for k, v in m.items() if k.startswith("val/")} for m in metrics}
+    return {step: numbers for step, numbers in found.items() if numbers}
+
+
+def test_a_held_out_set_is_judged_before_in_between_and_at_the_end(judged: Path) -> None:
+    found = judgements(read(judged / "alone" / "metrics.jsonl"))
+    assert list(found) == [-1, 1, 3, 4]
+    noted = [(int(truth), score) for truth, score in read(judged / "noted.jsonl") if truth != "train"]
+    assert len(noted) == 4 * 5 * 3
+    for k, numbers in enumerate(found.values()):
+        scores = [[s for truth, s in noted[15 * k : 15 * k + 15] if truth == row] for row in range(5)]
+        assert [len(s) for s in scores] == [3] * 5
+        for kind, rows in (("even", scores[::2]), ("odd", scores[1::2])):
+            assert numbers[f"val/{kind}/score"] == pytest.approx(np.mean(rows))
+            assert numbers[f"val/{kind}/pass@3"] == pytest.approx(np.mean([max(s) for s in rows]))
+        assert numbers.keys() >= {"val/response_length/mean", "val/response_length/clip_ratio"}
+    assert len({tuple(numbers.values()) for numbers in found.values()}) > 1  # the model changes
+
+
+@pytest.mark.parametrize(
+    ("workers", "placement"),
+    [
+        (2, {}),
+        (2, {"default": {"tp": 2}}),
+        (4, {"nodes": {"actor.generate": {"tp": 2}}}),
+        (
+            4,
+            {"groups": {"g": "0-1", "t": "2-"}, "default": {"group": "t"}, "nodes": {"actor.generate": {"group": "g"}}},
+        ),
+    ],
+    ids=["dp2", "tp2", "dp4 generating tp2", "split"],
+)
+def test_every_held_out_row_counts_once_on_any_number_of_workers(
+    judged: Path, workers: int, placement: dict[str, Any]
+) -> None:
+    """Five rows divide over no number of workers."""
+    want = judgements(read(judged / "alone" / "metrics.jsonl"))
+    name = f"{workers} {'-'.join(placement)}"
+    got = judgements(run(judged, name, workers=workers, placement=placement, **GRPO))
+    names = [f"val/{kind}/{what}" for kind in ("even", "odd") for what in ("score", "pass@3")]
+    assert got.keys() == want.keys()
+    for step, numbers in want.items():
+        assert {n: got[step][n] for n in names} == pytest.approx({n: numbers[n] for n in names})
+    shown = [(row["step"], row["prompt"]) for row in read(judged / name / "samples.jsonl")]
+    assert sorted(shown) == [(step, f"tell {i}") for step in want for i in range(5)]
+
+
+def test_a_model_is_judged_without_being_trained(judged: Path) -> None:
+    """As `distflow eval` does it: the same numbers as before training."""
+    before = judgements(read(judged / "alone" / "metrics.jsonl"))[-1]
+    found = run(judged, "eval", "steps=0", workers=2, **GRPO)
+    assert [m["step"] for m in found] == [-1]
+    numbers = judgements(found)[-1]
+    for name in ("val/even/score", "val/odd/score", "val/even/pass@3"):
+        assert numbers[name] == pytest.approx(before[name])
+    assert not (judged / "eval" / "checkpoints").exists()
