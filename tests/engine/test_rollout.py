@@ -142,7 +142,7 @@ def test_the_likeliest_tokens_do_not_depend_on_the_seed() -> None:
 
 def test_the_order_of_samples_does_not_matter() -> None:
     want = generate(engine("qwen2", 4))
-    for seed in range(5):
+    for seed in range(3):
         order = np.random.default_rng(seed).permutation(len(IDS)).tolist()
         assert same(generate(engine("qwen2", 4), samples=order), [want[i] for i in order])
 

@@ -16,7 +16,7 @@ from distflow.engine.weights import HandOver, Held, Spec, overlap, size, within
 from distflow.plan import Layout
 from simulate import simulate
 
-BUSY = settings(max_examples=150, deadline=None)
+BUSY = settings(max_examples=100, deadline=None)
 
 
 @st.composite
