@@ -84,7 +84,7 @@ def metrics(folder: Path, name: str) -> list[dict[str, float]]:
         (
             ["placement.roles.actor.tp=4"],
             4,
-            "placement: tp 4 does not divide the model's 2 num_key_value_heads; use a tp",
+            "placement: tp 4 does not divide the model's num_key_value_heads, 2; use a tp",
         ),
         (
             ["rollout.kv_cache_gb=1e-6"],

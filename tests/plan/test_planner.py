@@ -11,7 +11,7 @@ import pytest
 from cases import random_plan
 from distflow.errors import PlacementError
 from distflow.flow import Flow, Node
-from distflow.plan import Free, Layout, Load, Move, Partition, Place, Placement, Plan, Run, Workload, plan
+from distflow.plan import Free, Layout, Load, Move, Partition, Place, Placement, Plan, Run, Weights, Workload, plan
 
 ROOT = Path(__file__).parents[2]
 PLANS = [random_plan(random.Random(seed), workers=seed % 8 + 1) for seed in range(200)]
@@ -52,7 +52,7 @@ def test_every_task_stands_in_the_chains_of_all_its_ranks_and_of_no_other() -> N
         for t in p.tasks:
             if isinstance(t, Move):
                 assert set(t.ranks) == {*t.src.layout.ranks, *t.dst.layout.ranks}
-            else:
+            elif not isinstance(t, Weights):
                 assert t.ranks == t.partition.layout.ranks
             assert {r for r in range(p.workers) if id(t) in chains[r]} == set(t.ranks)
 
@@ -107,7 +107,7 @@ def test_every_read_is_satisfied_at_its_place_and_every_field_is_freed_once_afte
                     assert not gone & freed, "freed twice"
                     held -= gone
                     freed |= gone
-            if not isinstance(t, Free):
+            if not isinstance(t, Free | Weights):
                 assert not freed & {(q.id, f) for q, f in t.touches()}, "used after it was freed"
                 latest = t
         assert ran == {n.id for n in p.flow.nodes}

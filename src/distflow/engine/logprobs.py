@@ -53,7 +53,9 @@ class _Head(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, d_logprobs: Tensor, d_entropy: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, targets = ctx.saved_tensors
-        d_hidden, d_weight = torch.empty_like(hidden), torch.zeros_like(weight)
+        d_hidden = torch.empty_like(hidden)
+        # Summed over chunks in float32: many small terms would be lost in bfloat16.
+        d_weight = torch.zeros_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32))
         d_bias = None if bias is None else torch.zeros_like(bias)
         sharpen = bool(d_entropy.any())  # most losses leave the entropy alone
         for part in _parts(len(hidden), len(weight)):
@@ -73,10 +75,13 @@ class _Head(torch.autograd.Function):
                 d_logits /= ctx.temperature
             d_logits = d_logits.to(hidden.dtype)
             torch.mm(d_logits, weight, out=d_hidden[part])
-            d_weight.addmm_(d_logits.T, hidden[part])
+            if d_weight.dtype == d_logits.dtype:
+                d_weight.addmm_(d_logits.T, hidden[part])
+            else:
+                d_weight += d_logits.T @ hidden[part]
             if d_bias is not None:
                 d_bias += d_logits.sum(0)
-        return d_hidden, d_weight, d_bias, None, None, None
+        return d_hidden, d_weight.to(weight.dtype), d_bias, None, None, None
 
 
 def _parts(tokens: int, vocabulary: int) -> list[slice]:

@@ -122,7 +122,7 @@ def _fresh(given: ModelConfig, texts: Callable[[], Iterator[str]], seed: int) ->
             eos_token_id=tokenizer.eos_token_id,
             pad_token_id=tokenizer.pad_token_id,
         )
-    except ValueError:
+    except Exception:  # each architecture has its own way to refuse
         known = ("gemma", "llama", "mistral", "qwen2", "qwen3")
         raise ConfigError(
             f"model.arch: '{given.arch}' is not one of transformers{suggest(str(given.arch), known)}"
@@ -136,10 +136,9 @@ def _folder(name: str, base: Path) -> Path:
     path = base / Path(name).expanduser()
     if path.is_dir():
         return path
-    if name.startswith((".", "/", "~")) or name.count("/") > 1 or (path.parent.is_dir() and "/" not in name):
-        near = suggest(path.name, (p.name for p in path.parent.iterdir() if p.is_dir()) if path.parent.is_dir() else ())
-        if name.startswith((".", "/", "~")) or name.count("/") > 1:
-            raise ConfigError(f"model: there is no directory {path}{near}")
+    if name.startswith((".", "/", "~")) or name.count("/") > 1:  # no name on the hub looks like this
+        near = suggest(path.name, (p.name for p in path.parent.iterdir() if p.is_dir())) if path.parent.is_dir() else ""
+        raise ConfigError(f"model: there is no directory {path}{near}")
     from huggingface_hub import snapshot_download
 
     try:

@@ -27,10 +27,10 @@ def styles(model: PreTrainedModel, tp: int, where: str) -> dict[str, str]:
         if tp == 1:
             return {}
         raise ConfigError(f"{where}: tensor parallelism is not known for {config.model_type} models; use tp 1")
-    for what in ("num_attention_heads", "num_key_value_heads"):
+    for what in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
         count = getattr(config, what, tp)
         if count % tp:
-            raise ConfigError(f"{where}: tp {tp} does not divide the model's {count} {what}; use a tp that does")
+            raise ConfigError(f"{where}: tp {tp} does not divide the model's {what}, {count}; use a tp that does")
     prefix = re.escape(model.base_model_prefix + ".")
     patterns = {re.compile(prefix + re.escape(k).replace(r"\*", r"\d+")): v for k, v in given.items()}
     return {
