@@ -4,10 +4,8 @@ BIN := .venv/bin
 
 .PHONY: demo test lint slow bench setup clean
 
-demo: setup  ## an example flow on four workers: its plan, and what moved
-	$(BIN)/distflow plan examples/diamond/config.yaml
-	$(BIN)/distflow plan examples/diamond/config.yaml --svg runs/diamond.svg
-	$(BIN)/distflow run examples/diamond/config.yaml
+demo: setup  ## a small model learns to sort: SFT, then GRPO, on two workers
+	OMP_NUM_THREADS=1 $(BIN)/python examples/sorting/demo.py
 
 test: setup lint  ## what CI runs
 	$(BIN)/pytest
@@ -24,6 +22,9 @@ bench: setup  ## each prints one JSON object as its last line
 	$(BIN)/python bench/routes.py
 	$(BIN)/python bench/scale.py
 	$(BIN)/python bench/exchange.py
+	$(BIN)/python bench/memory.py
+	$(BIN)/python bench/rollout.py
+	$(BIN)/python bench/step.py
 
 setup: .venv/ready
 

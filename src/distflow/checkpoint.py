@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -44,6 +45,7 @@ def save(
 def export(run: Path, out: Path, step: int | None = None) -> Path:
     """The weights of a run as a directory that `from_pretrained` loads; the newest, or those of a step."""
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging
 
     folder = run / "checkpoints"
     pointer = folder / LATEST
@@ -59,7 +61,10 @@ def export(run: Path, out: Path, step: int | None = None) -> Path:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     weights: dict[str, Any] = {n: torch.empty(p.shape, dtype=torch.float32) for n, p in model.named_parameters()}
-    dcp.load(weights, checkpoint_id=place / "weights", no_dist=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that this is one process is meant
+        dcp.load(weights, checkpoint_id=place / "weights", no_dist=True)
+    logging.disable_progress_bar()
     model.save_pretrained(out, state_dict=weights)
     AutoTokenizer.from_pretrained(place / "model").save_pretrained(out)
     if (place / "model" / "generation_config.json").exists():
