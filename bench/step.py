@@ -16,6 +16,7 @@ Medians over all steps but the first two of a run. The last line is one JSON obj
 import argparse
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -389,6 +390,7 @@ def main() -> None:
         assets, tokens, responses, seconds = args.matmul
         matmul_worker(args.worker, assets, int(tokens), int(responses), float(seconds))
         return
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # and what was started is ended
     with tempfile.TemporaryDirectory() as folder:
         found, limits, notes = measure(args, Path(folder))
 
