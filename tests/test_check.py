@@ -180,7 +180,7 @@ LONG = "long.jsonl:1: the prompt has 60 tokens, the longest allowed is 20 (data.
         ),
         (
             ["workers=4", "placement.roles.actor.tp=4"],
-            ["placement of actor.generate: tp 4 does not divide", "2 num_key_val"],
+            ["placement of actor.generate: tp 4 does not divide", "num_key_value_heads, 2"],
         ),
         (
             ["rollout.kv_cache_gb=1e-6"],

@@ -18,9 +18,10 @@ from distflow.reward.reward import Reward
 from reward.helpers import FILE, HERE, batch_of, context, metrics_of, rewarding, score
 
 
-def test_a_verl_function_by_file_and_by_import() -> None:
+def test_a_verl_function_by_file_and_by_import(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(HERE)
     batch = batch_of(["4", " 4 ", "5"], ground_truth=["4"] * 3)
-    for ref in (f"{FILE}:compute_score", f"{HERE / FILE}:compute_score", "reward.user_rewards:compute_score"):
+    for ref in (f"{FILE}:compute_score", f"{HERE / FILE}:compute_score", "user_rewards:compute_score"):
         with rewarding({"call": ref}) as reward:
             assert score(reward, batch) == [1.0, 1.0, 0.0]
 
