@@ -35,13 +35,8 @@ def sums(out: Path, held_out: int = 100) -> None:
     pairs = [(a, b) for a in range(10, 100) for b in range(1, 10)]
     random.Random(0).shuffle(pairs)
     for name, part in (("held_out", pairs[:held_out]), ("train", pairs[held_out:])):
-        rows = [
-            {
-                "prompt": [{"role": "user", "content": f"What is {a} + {b}? Reply with the number."}],
-                "answer": str(a + b),
-            }
-            for a, b in part
-        ]
+        asked = [[{"role": "user", "content": f"What is {a} + {b}? Reply with the number."}] for a, b in part]
+        rows = [{"prompt": q, "answer": str(a + b)} for q, (a, b) in zip(asked, part, strict=True)]
         (out / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
