@@ -12,7 +12,14 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    CONFIG_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from distflow.engine import attention
@@ -103,8 +110,11 @@ def open_model(given: ModelConfig, texts: Callable[[], Iterator[str]], base: Pat
 
 
 def _fresh(given: ModelConfig, texts: Callable[[], Iterator[str]], seed: int) -> Source:
-    tokenizer = train_tokenizer(texts(), given.vocab)
     assert given.arch is not None
+    if given.arch not in CONFIG_MAPPING:
+        known = ("gemma", "llama", "mistral", "qwen2", "qwen3")
+        raise ConfigError(f"model.arch: '{given.arch}' is not one of transformers{suggest(given.arch, known)}")
+    tokenizer = train_tokenizer(texts(), given.vocab)
     heads = given.heads or max(1, given.hidden // 64)
     try:
         config = AutoConfig.for_model(
@@ -122,11 +132,8 @@ def _fresh(given: ModelConfig, texts: Callable[[], Iterator[str]], seed: int) ->
             eos_token_id=tokenizer.eos_token_id,
             pad_token_id=tokenizer.pad_token_id,
         )
-    except Exception:  # each architecture has its own way to refuse
-        known = ("gemma", "llama", "mistral", "qwen2", "qwen3")
-        raise ConfigError(
-            f"model.arch: '{given.arch}' is not one of transformers{suggest(str(given.arch), known)}"
-        ) from None
+    except Exception as e:  # each architecture has its own way to refuse
+        raise ConfigError(f"model.arch: a small '{given.arch}' cannot be made: {_first_line(e)}") from None
     _without_dropout(config)
     return Source(f"{given.arch} at random", config, tokenizer, seed=seed)
 

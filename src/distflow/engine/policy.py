@@ -70,9 +70,8 @@ class Policy:
 
     def generate(self, batch: Batch, ctx: Context, temperature: float | None, held_out: bool) -> dict[str, Any]:
         assert self.generator is not None
-        first, prompt_of = np.unique(batch.groups, return_inverse=True)
-        rows = {g: i for i, g in reversed(list(enumerate(batch.groups.tolist())))}
-        prompts = [self.text.encode(batch["prompt"][rows[g]]) for g in first.tolist()]
+        _, first, prompt_of = np.unique(batch.groups, return_index=True, return_inverse=True)
+        prompts = [self.text.encode(batch["prompt"][i]) for i in first.tolist()]
         seed = ctx.seed ^ _HELD_OUT if held_out else ctx.seed
         done = self.generator.generate(prompts, prompt_of, batch.ids, seed, temperature)
         if self.transfer:
