@@ -2,13 +2,14 @@
 
 from copy import deepcopy
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from distflow.engine.attention import How, Packed
+from distflow.engine.attention import How, Packed, Spread
 from engine.tiny import ARCHITECTURES, WINDOW, Pair, pair
 
 DIM = 6
@@ -63,6 +64,36 @@ def test_a_sequence_sees_its_own_past_and_nothing_else(
     weight = torch.randn(sum(lengths), heads[0], DIM, generator=noise, dtype=torch.float64)
     got, want = Packed(lengths)(0, q, k, v, how), one_by_one(lengths, q, k, v, how)
     close = 1e-12 if how.softcap is None else 1e-5  # capped scores are float32
+    assert torch.allclose(got, want, atol=close, rtol=close)
+    grads = [torch.autograd.grad((out * weight).sum(), given) for out in (got, want)]
+    for ours, theirs in zip(*grads, strict=True):
+        assert torch.allclose(ours, theirs, atol=10 * close, rtol=10 * close)
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    prompt=st.integers(1, 4),
+    responses=st.lists(st.integers(0, 5), min_size=2, max_size=5),
+    how=HOWS,
+    seed=st.integers(0, 99),
+)
+def test_sequences_that_share_a_prompt_see_what_they_would_see_alone(
+    prompt: int, responses: list[int], how: How, seed: int
+) -> None:
+    """Rows: the prompt, then all responses."""
+    starts = np.cumsum([prompt, *responses]).tolist()
+    sequences = [[*range(prompt), *range(a, a + n)] for a, n in zip(starts, responses, strict=False)]
+    rows = [r for s in sequences for r in s]
+    places = [rows.index(r) for r in range(starts[-1])]
+    spread = Spread(*(torch.tensor(x) for x in (rows, places, sorted({*range(len(rows))} - {*places}))))
+    noise = torch.Generator().manual_seed(seed)
+    given = [torch.randn(h, starts[-1], DIM, generator=noise, dtype=torch.float64).requires_grad_() for h in (4, 2, 2)]
+    weight = torch.randn(starts[-1], 4, DIM, generator=noise, dtype=torch.float64)
+    lengths = [len(s) for s in sequences]
+    got = Packed(lengths, spread)(0, given[0], given[1], given[2], how)
+    q, k, v = (x[:, torch.tensor(rows)] for x in given)
+    want = one_by_one(lengths, q, k, v, how)[spread.places]
+    close = 1e-12 if how.softcap is None else 1e-5
     assert torch.allclose(got, want, atol=close, rtol=close)
     grads = [torch.autograd.grad((out * weight).sum(), given) for out in (got, want)]
     for ours, theirs in zip(*grads, strict=True):

@@ -2,14 +2,21 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import replace
-from functools import cache
+from functools import cache as once
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
 
-from distflow.engine import rollout
+from distflow.engine import cache, rollout
+from distflow.engine.attention import Attention, Packed
+from distflow.engine.lean import Full, Lean, forward_of
 from distflow.engine.model import kv_bytes
 from distflow.engine.rollout import Agree, Completions, Rollout
 from distflow.engine.sampling import Sampling, choose
@@ -36,7 +43,7 @@ def engine(arch: str, max_sequences: int = 64, tokens: int = 10_000, agree: Agre
     return Rollout(models.ours, per_token, tokens * per_token, max_sequences, agree=agree)
 
 
-@cache
+@once
 def plainly(arch: str, prompt: tuple[int, ...], sample: int, how: Sampling, seed: int) -> Said:
     """Token after token, each from a pass over all that was said so far."""
     said: list[int] = []
@@ -75,14 +82,14 @@ def same(got: list[Said], want: list[Said]) -> bool:
 def passes(made: Rollout) -> Iterator[dict[str, list[int]]]:
     """How many tokens each pass through the model computes."""
     seen: dict[str, list[int]] = {"Prefill": [], "Decode": []}
-    hook = made.model.register_forward_pre_hook(
-        lambda _, args, given: seen[type(given["distflow"]).__name__].append(given["input_ids"].numel()),
-        with_kwargs=True,
-    )
-    try:
+    logits = made.logits
+
+    def told(tokens: Tensor, positions: Tensor, attention: Attention, keep: Tensor | None = None) -> Tensor:
+        seen[type(attention).__name__].append(len(tokens))
+        return logits(tokens, positions, attention, keep)
+
+    with patch.object(made, "logits", told):
         yield seen
-    finally:
-        hook.remove()
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
@@ -91,6 +98,37 @@ def test_it_says_what_a_plain_loop_says_in_a_batch_of_any_size(arch: str) -> Non
     assert len({len(tokens) for tokens, _, _ in want}) > 3  # they end at different times
     for max_sequences in (1, 3, 8, 64):
         assert same(generate(engine(arch, max_sequences)), want), max_sequences
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_reading_the_cache_in_blocks_says_the_same(arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cache, "_CALL", 0)
+    monkeypatch.setattr(cache, "_SMALLEST", 1)
+    assert same(generate(engine(arch, 8)), expected(arch))
+
+
+@given(st.lists(st.integers(1, 200), min_size=1, max_size=200), st.sampled_from([0, 40, 512]))
+@settings(deadline=None)
+def test_blocks_cover_the_slots_and_read_no_more_than_one_would(lengths: list[int], call: int) -> None:
+    with patch.object(cache, "_CALL", call):
+        cost, blocks = cache._cut(np.array(lengths), 0, len(lengths))
+    assert [i for lo, hi in blocks for i in range(lo, hi)] == list(range(len(lengths)))
+    assert cost == sum((hi - lo) * max(lengths[lo:hi]) + call for lo, hi in blocks)
+    assert cost <= len(lengths) * max(lengths) + call
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_the_short_way_through_a_model_gives_what_its_own_modules_give(arch: str) -> None:
+    model = pair(arch).ours
+    lengths = [9, 9, 4, 1]
+    tokens, positions = torch.arange(3, 26), torch.cat([torch.arange(n) for n in lengths])
+    short = forward_of(model)
+    assert isinstance(short, Lean if arch in ("qwen2", "llama", "qwen3", "mistral") else Full)
+    for keep in (None, torch.tensor([8, 17, 21, 22])):
+        with torch.no_grad():
+            got, want = (f(tokens, positions, Packed(lengths), keep) for f in (short, Full(model)))
+        assert got.shape == want.shape == (4 if keep is not None else 23, VOCABULARY)
+        assert torch.allclose(got, want, atol=3e-5)
 
 
 @pytest.mark.parametrize(
@@ -185,10 +223,16 @@ def test_the_cache_grows_with_what_it_must_hold() -> None:
 
 
 def test_weights_may_change_between_calls() -> None:
-    made = engine("qwen2", 8)
-    generate(made)
-    made.model = pair("qwen3").ours  # of the same shape of cache
-    assert same(generate(made), expected("qwen3"))
+    model = deepcopy(pair("qwen2").ours)
+    made = Rollout(model, kv_bytes(model.config, torch.float32, 1), 1 << 22, 8)
+    assert same(generate(made), expected("qwen2"))
+    for module in list(model.modules()):  # new tensors in old modules
+        for name, p in list(module.named_parameters(recurse=False)):
+            setattr(module, name, torch.nn.Parameter(p.flip(0), requires_grad=False))
+    model.tie_weights()
+    after = generate(made)
+    assert not same(after, expected("qwen2"))
+    assert same(after, generate(Rollout(model, made.bytes_per_token, 1 << 22, 8)))
 
 
 def test_a_prompt_is_computed_once_for_all_of_its_samples() -> None:

@@ -27,7 +27,7 @@ def surprise(tokens: Tensor, p: Tensor) -> float:
 
 def draw(logits: Tensor, seed: int, samples: np.ndarray, positions: np.ndarray) -> Tensor:
     """One draw from the same logits for each (sample, position)."""
-    return race(logits.expand(len(samples), -1), keys(seed, samples, positions))
+    return race(logits.expand(len(samples), -1), keys(seed, samples, positions))[0]
 
 
 def along(what: str, seed: int, first: int = 0) -> tuple[int, np.ndarray, np.ndarray]:
@@ -44,7 +44,7 @@ def test_draws_are_from_the_softmax(what: str, seed: int) -> None:
 
 def test_draws_over_seeds_are_from_the_softmax() -> None:
     noise = np.concatenate([keys(seed, np.array([3]), np.array([4])) for seed in range(DRAWS)])
-    assert abs(surprise(race(LOGITS.expand(DRAWS, -1), noise), LOGITS.softmax(0))) < 4.5
+    assert abs(surprise(race(LOGITS.expand(DRAWS, -1), noise)[0], LOGITS.softmax(0))) < 4.5
 
 
 def test_no_token_of_a_large_vocabulary_is_favoured() -> None:
@@ -69,9 +69,9 @@ def test_neighbouring_draws_know_nothing_of_each_other(apart: str, by: int) -> N
 
 def test_every_bit_of_a_key_counts() -> None:
     logits, noise = torch.zeros(50, 300), keys(0, np.arange(50), np.arange(50))
-    before = race(logits, noise)
+    before, _ = race(logits, noise)
     for bit in range(64):
-        other = race(logits, noise ^ np.array(1 << bit, np.uint64).view(np.int64))
+        other, _ = race(logits, noise ^ np.array(1 << bit, np.uint64).view(np.int64))
         assert (other == before).sum() <= 3  # one in 300 by chance
 
 
@@ -87,7 +87,7 @@ def test_the_impossible_never_happens() -> None:
     logits[:, 1::2] = -math.inf
     logits[:, 6] = 0.0
     for seed in range(3):
-        assert (race(logits, keys(seed, np.arange(512), np.zeros(512, np.int64))) == 6).all()
+        assert (race(logits, keys(seed, np.arange(512), np.zeros(512, np.int64)))[0] == 6).all()
 
 
 @settings(max_examples=30, deadline=None)
@@ -107,10 +107,13 @@ def test_a_draw_depends_on_seed_sample_and_position_only(
 
 def test_how_the_work_is_cut_does_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
     logits, n = torch.randn(100, 30), np.arange(100)
-    whole = race(logits, keys(0, n, n))
+    whole, totals = race(logits, keys(0, n, n))
+    assert torch.allclose(totals, logits.logsumexp(-1))
     for block in (1, 31, 64, 1000):
         monkeypatch.setattr(sampling, "_BLOCK", block)
-        assert torch.equal(race(logits, keys(0, n, n)), whole)
+        tokens, same = race(logits, keys(0, n, n))
+        assert torch.equal(tokens, whole)
+        assert torch.equal(same, totals)
 
 
 def kept(logits: list[float], top_k: int, top_p: float) -> set[int]:

@@ -53,29 +53,86 @@ def _attend(
 AttentionInterface.register(NAME, _attend)
 
 
-class Packed:
-    """Sequences of these lengths, one after the other, each attending to its own past."""
+@dataclass(frozen=True)
+class Spread:
+    """Rows that several sequences share, and the sequences in full: which is where."""
 
-    def __init__(self, lengths: Sequence[int]) -> None:
+    rows: Tensor  # [places]: the row of each token of the sequences
+    places: Tensor  # [rows]: where a row is first
+    again: Tensor  # [some places]: where rows are again
+
+    def to(self, device: torch.device) -> "Spread":
+        return Spread(self.rows.to(device), self.places.to(device), self.again.to(device))
+
+    def out(self, x: Tensor) -> Tensor:
+        """[rows, …] → [places, …]"""
+        return _Out.apply(x, self)  # type: ignore[no-any-return, no-untyped-call]
+
+    def back(self, x: Tensor) -> Tensor:
+        """[places, …] → [rows, …]; of a row that is there again, what was computed first."""
+        return _Back.apply(x, self)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _Out(torch.autograd.Function):
+    """Its gradient is a sum over places; but nearly all rows have only one, and a sum over all is slow."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, spread: Spread) -> Tensor:
+        ctx.spread = spread
+        return x.index_select(0, spread.rows)
+
+    @staticmethod
+    def backward(ctx: Any, d: Tensor) -> tuple[Tensor, None]:
+        s: Spread = ctx.spread
+        total = d.index_select(0, s.places)
+        return total.index_add_(0, s.rows[s.again], d.index_select(0, s.again)), None
+
+
+class _Back(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, spread: Spread) -> Tensor:
+        ctx.spread = spread
+        return x.index_select(0, spread.places)
+
+    @staticmethod
+    def backward(ctx: Any, d: Tensor) -> tuple[Tensor, None]:
+        s: Spread = ctx.spread
+        return d.new_zeros(len(s.rows), *d.shape[1:]).index_copy_(0, s.places, d), None
+
+
+class Packed:
+    """Sequences of these lengths, one after the other, each attending to its own past; or, with `spread`, the rows
+    they share."""
+
+    def __init__(self, lengths: Sequence[int], spread: Spread | None = None) -> None:
         self.runs = [(len(list(run)), length) for length, run in groupby(lengths)]  # those of one length go together
+        self.spread = spread
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, how: How) -> Tensor:
+        whole = [x.transpose(0, 1) for x in (q, k, v)]  # [tokens, heads, dim]
+        if self.spread:
+            whole = [self.spread.out(x) for x in whole]
         sizes = [count * length for count, length in self.runs]
         parts = []
         # Split at once: the gradient of a split is one join, that of many slices as many tensors of full size.
-        for (count, length), *run in zip(self.runs, *(x.split(sizes, 1) for x in (q, k, v)), strict=True):
-            q_run, k_run, v_run = (x.unflatten(1, (count, length)).transpose(0, 1) for x in run)
+        for (count, length), *run in zip(self.runs, *(x.split(sizes) for x in whole), strict=True):
+            q_run, k_run, v_run = (x.unflatten(0, (count, length)).transpose(1, 2) for x in run)
             out = attend(q_run, k_run, v_run, how, causal=True)  # [count, heads, length, dim]
             parts.append(out.transpose(1, 2).flatten(0, 1))
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+        joined = parts[0] if len(parts) == 1 else torch.cat(parts)
+        return self.spread.back(joined) if self.spread else joined
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, how: How, *, causal: bool = False, mask: Tensor | None = None) -> Tensor:
-    """q [n, heads, queries, dim] on k, v [n, kv heads, keys, dim]; `mask` is true where a query may look."""
+    """q [n, heads, queries, dim] on k, v [n, kv heads, keys, dim]; `mask` is added to the scores."""
     queries, keys = q.shape[2], k.shape[2]
     if causal and how.window is not None and how.window < keys:
         distance = torch.arange(queries, device=q.device)[:, None] - torch.arange(keys, device=q.device)
-        causal, mask = False, (distance >= 0) & (distance < how.window)
+        outside = (distance < 0) | (distance >= how.window)
+        causal, mask = (
+            False,
+            torch.zeros(outside.shape, dtype=q.dtype, device=q.device).masked_fill_(outside, -torch.inf),
+        )
     if how.softcap is None:
         return scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=causal, scale=how.scale, enable_gqa=q.shape[1] != k.shape[1]
@@ -85,7 +142,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, how: How, *, causal: bool = False, m
     scores = (q @ k.transpose(2, 3)).float() * (how.scale or q.shape[-1] ** -0.5)
     scores = how.softcap * torch.tanh(scores / how.softcap)
     if causal:
-        mask = torch.ones(queries, keys, dtype=torch.bool, device=q.device).tril()
+        mask = torch.full((queries, keys), -torch.inf, dtype=scores.dtype, device=q.device).triu(1)
     if mask is not None:
-        scores = scores.masked_fill(~mask, -torch.inf)
+        scores = scores + mask
     return torch.softmax(scores, -1).to(v.dtype) @ v

@@ -3,7 +3,10 @@
 import torch
 from torch import Tensor
 
+from distflow.data.balance import Ints
 from distflow.engine.attention import How, Packed, attend
+
+_CALL, _SMALLEST = 512, 16  # a call of attention costs as much as reading so many keys; slots not worth cutting
 
 
 class Cache:
@@ -49,35 +52,62 @@ class Decode:
 
     def __init__(self, cache: Cache, positions: Tensor) -> None:
         self.cache, self.positions = cache, positions
-        self.count = len(positions)
-        self.keys = int(positions.max()) + 1
-        self.even = int(positions.min()) + 1 == self.keys
+        _, cut = _cut(positions.cpu().numpy() + 1, 0, len(positions))
+        self.blocks = [_Block(lo, hi, positions[lo:hi]) for lo, hi in cut]
         self._rows: Tensor | None = None
-        self._masks: dict[int | None, Tensor | None] = {}
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, how: How) -> Tensor:
         cached = self.cache.layer(layer, k)
         rows = self._where(k.shape[0])
         for x, new in zip(cached, (k, v), strict=True):
             x.view(-1, x.shape[-1]).index_copy_(0, rows, new.transpose(0, 1).flatten(0, 1))
-        keys, values = (x[: self.count, :, : self.keys] for x in cached)
-        out = attend(q.transpose(0, 1)[:, :, None], keys, values, how, mask=self._mask(how.window))
-        return out[:, :, 0]
+        queries = q.transpose(0, 1)[:, :, None]
+        parts = [block(queries, *cached, how) for block in self.blocks]
+        return (parts[0] if len(parts) == 1 else torch.cat(parts))[:, :, 0]
 
     def _where(self, heads: int) -> Tensor:
         """The row of each (slot, head) in the cache seen as one list of vectors."""
-        if self._rows is None or len(self._rows) != self.count * heads:
-            pairs = torch.arange(self.count * heads, device=self.positions.device)
-            self._rows = pairs * self.cache.longest + self.positions.repeat_interleave(heads)
+        pairs = len(self.positions) * heads
+        if self._rows is None or len(self._rows) != pairs:
+            every = torch.arange(pairs, device=self.positions.device)
+            self._rows = every * self.cache.longest + self.positions.repeat_interleave(heads)
         return self._rows
 
-    def _mask(self, window: int | None) -> Tensor | None:
+
+def _cut(lengths: Ints, lo: int, hi: int) -> tuple[int, list[tuple[int, int]]]:
+    """Slots in blocks, each of which reads as many keys as its longest sequence has: in halves where that reads less.
+
+    The keys read, counting a call as some more, and the blocks.
+    """
+    whole = (hi - lo) * int(lengths[lo:hi].max()) + _CALL
+    if hi - lo <= _SMALLEST:
+        return whole, [(lo, hi)]
+    middle = (lo + hi) // 2
+    (one, first), (other, second) = _cut(lengths, lo, middle), _cut(lengths, middle, hi)
+    return (whole, [(lo, hi)]) if whole <= one + other else (one + other, first + second)
+
+
+class _Block:
+    """Some slots, and as many keys as the longest of them has."""
+
+    def __init__(self, lo: int, hi: int, positions: Tensor) -> None:
+        self.lo, self.hi, self.positions = lo, hi, positions
+        self.keys = int(positions.max()) + 1
+        self.even = int(positions.min()) + 1 == self.keys
+        self._masks: dict[int | None, Tensor | None] = {}
+
+    def __call__(self, queries: Tensor, keys: Tensor, values: Tensor, how: How) -> Tensor:
+        k, v = (x[self.lo : self.hi, :, : self.keys] for x in (keys, values))
+        return attend(queries[self.lo : self.hi], k, v, how, mask=self._mask(how.window, queries.dtype))
+
+    def _mask(self, window: int | None, dtype: torch.dtype) -> Tensor | None:
         if self.even and (window is None or window >= self.keys):
             return None
         if window not in self._masks:
             place = torch.arange(self.keys, device=self.positions.device)
-            seen = place <= self.positions[:, None]
+            hidden = place > self.positions[:, None]
             if window is not None:
-                seen &= place > self.positions[:, None] - window
-            self._masks[window] = seen[:, None, None]  # [count, 1, 1, keys]
+                hidden |= place <= self.positions[:, None] - window
+            mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, -torch.inf)
+            self._masks[window] = mask[:, None, None]  # [slots, 1, 1, keys]
         return self._masks[window]

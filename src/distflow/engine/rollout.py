@@ -12,7 +12,9 @@ from transformers import PreTrainedModel
 
 from distflow.data.balance import Ints
 from distflow.data.batch import Ragged
+from distflow.engine.attention import Attention
 from distflow.engine.cache import Cache, Decode, Prefill
+from distflow.engine.lean import forward_of
 from distflow.engine.sampling import Sampling, choose
 from distflow.errors import ConfigError
 from distflow.plan.units import human_bytes
@@ -49,6 +51,7 @@ class Rollout:
         self.model, self.bytes_per_token, self.agree = model, bytes_per_token, agree
         self.device = device or torch.device("cpu")
         self.cache_bytes, self.max_sequences = cache_bytes, max_sequences
+        self._forward = forward_of(model)
         self._cache = Cache(0, 0)
 
     @torch.inference_mode()
@@ -63,6 +66,9 @@ class Rollout:
             if batch.count:
                 batch.decode()
         return batch.completions()
+
+    def logits(self, tokens: Tensor, positions: Tensor, attention: Attention, keep: Tensor | None = None) -> Tensor:
+        return self._forward(tokens.to(self.device), positions.to(self.device), attention, keep)
 
     def cache(self, sequences: int, longest: int) -> Cache:
         """Room for as many sequences as fit; kept from call to call."""
@@ -132,9 +138,9 @@ class _Running:
         prompts = [self.prompts[self.prompt_of[g[0][1]]] for g in groups]
         sizes = [len(p) for p in prompts]
         tokens = torch.tensor([t for p in prompts for t in p])
-        positions = torch.cat([torch.arange(n) for n in sizes]).to(self.engine.device)
+        positions = torch.cat([torch.arange(n) for n in sizes])
         attention = Prefill(self.cache, sizes, [g[0][0] for g in groups])
-        logits = self._forward(tokens, positions, attention, torch.tensor(sizes).cumsum(0) - 1)
+        logits = self.engine.logits(tokens, positions, attention, torch.tensor(sizes).cumsum(0) - 1)
         pairs = [(g[0][0], slot, i) for i, g in enumerate(groups) for slot, _ in g]
         if copies := [(a, b) for a, b, _ in pairs if a != b]:
             sources, targets = torch.tensor(copies).T
@@ -148,20 +154,8 @@ class _Running:
         sample = self.sample[: self.count]
         positions = torch.from_numpy(self.sizes[self.prompt_of[sample]] + self.made[sample] - 1)
         positions = positions.to(self.engine.device)
-        self._choose(slots, self._forward(self.last[: self.count], positions, Decode(self.cache, positions)))
+        self._choose(slots, self.engine.logits(self.last[: self.count], positions, Decode(self.cache, positions)))
         self._leave()
-
-    def _forward(
-        self, tokens: Tensor, positions: Tensor, attention: Prefill | Decode, keep: Tensor | int = 0
-    ) -> Tensor:
-        out = self.engine.model(
-            input_ids=tokens[None].to(self.engine.device),
-            position_ids=positions[None],
-            use_cache=False,
-            logits_to_keep=keep,
-            distflow=attention,
-        )
-        return out.logits[0]  # type: ignore[no-any-return]
 
     def _choose(self, slots: Ints, logits: Tensor) -> None:
         sample = self.sample[slots]

@@ -41,11 +41,13 @@ def choose(logits: Tensor, how: Sampling, seed: int, samples: Ints, positions: I
         allowed = scaled.clone()
         allowed[torch.from_numpy(early)[:, None], torch.tensor(sorted(how.stop))] = -math.inf
     if how.temperature == 0:
-        tokens = allowed.argmax(-1)
+        tokens, total = allowed.argmax(-1), scaled.logsumexp(-1)
     else:
-        tokens = race(_truncate(allowed, how) if how.truncated else allowed, keys(seed, samples, positions))
-    picked = scaled.gather(1, tokens[:, None])[:, 0]
-    return tokens, picked - scaled.logsumexp(-1)
+        entering = _truncate(allowed, how) if how.truncated else allowed
+        tokens, total = race(entering, keys(seed, samples, positions))
+        if entering is not scaled:
+            total = scaled.logsumexp(-1)
+    return tokens, scaled.gather(1, tokens[:, None])[:, 0] - total
 
 
 def keys(seed: int, samples: Ints, positions: Ints) -> Ints:
@@ -55,26 +57,32 @@ def keys(seed: int, samples: Ints, positions: Ints) -> Ints:
         return mix(word + positions.astype(np.uint64)).view(np.int64)
 
 
-def race(logits: Tensor, keys: Ints) -> Tensor:
-    """argmax of logits + Gumbel noise: a draw from their softmax, which rounding changes only where two tie."""
+def race(logits: Tensor, keys: Ints) -> tuple[Tensor, Tensor]:
+    """A draw from the softmax of each row, which rounding changes only where two tie; and their logsumexp.
+
+    Every token runs for a time that is exponential, at the speed of its odds; the first to arrive is the draw.
+    """
     n, vocabulary = logits.shape
     halves = torch.from_numpy(keys.view(np.int32).reshape(n, 2).copy()).to(logits.device)
     rows = max(1, _BLOCK // vocabulary)
     column = _column(vocabulary, logits.device)
-    return torch.cat([_race(logits[i : i + rows], halves[i : i + rows], column) for i in range(0, n, rows)])
+    runs = [_race(logits[i : i + rows], halves[i : i + rows], column) for i in range(0, n, rows)]
+    if len(runs) == 1:
+        return runs[0]
+    return torch.cat([tokens for tokens, _ in runs]), torch.cat([total for _, total in runs])
 
 
-def _race(logits: Tensor, halves: Tensor, column: Tensor) -> Tensor:
-    x = column + halves[:, :1]  # [n, vocabulary], a word of 32 bits each
-    for shift, factor in ((16, -2048144789), (13, -1028477387), (16, 0x2C1B3C6D), (12, 0x297A2D39)):
-        # A logical shift, as integers here are signed; then a product that wraps around.
-        x = x.bitwise_xor_(x.bitwise_right_shift(shift).bitwise_and_((1 << (32 - shift)) - 1)).mul_(factor)
-        if shift == 13:
-            x ^= halves[:, 1:]
-    x = x.bitwise_xor_(x.bitwise_right_shift(15).bitwise_and_((1 << 17) - 1))
-    # 23 bits: of 24 and a half, float32 would round the highest up to 1, whose noise is infinite.
+def _race(logits: Tensor, halves: Tensor, column: Tensor) -> tuple[Tensor, Tensor]:
+    peak = logits.amax(-1, keepdim=True)
+    odds = (logits - peak).exp_()
+    total = odds.sum(-1).log_().add_(peak[:, 0])
+    # A word of 32 random bits each. Integers here are signed: a logical shift takes a mask, a product wraps around.
+    x = column + halves[:, :1]
+    x = x.bitwise_xor_((x >> 16).bitwise_and_(0xFFFF)).mul_(0x21F0AAAD).bitwise_xor_(halves[:, 1:])
+    x = x.bitwise_xor_((x >> 15).bitwise_and_(0x1FFFF)).mul_(0x735A2D97)
+    # 23 bits: of 24 and a half, float32 would round the highest up to 1, whose logarithm is 0.
     uniform = x.bitwise_right_shift_(9).bitwise_and_((1 << 23) - 1).float().add_(0.5).mul_(2.0**-23)
-    return uniform.log_().neg_().log_().neg_().add_(logits).argmax(-1)
+    return odds.div_(uniform.log_()).argmin(-1), total  # quotients are negative: the least is the fastest
 
 
 _columns: dict[tuple[int, torch.device], Tensor] = {}
@@ -83,8 +91,8 @@ _columns: dict[tuple[int, torch.device], Tensor] = {}
 def _column(vocabulary: int, device: torch.device) -> Tensor:
     key = vocabulary, device
     if key not in _columns:
-        spread = np.arange(vocabulary, dtype=np.uint32) * np.uint32(0x9E3779B1)
-        _columns[key] = torch.from_numpy(spread.view(np.int32)).to(device)
+        words = mix(np.arange(vocabulary, dtype=np.uint64)) >> np.uint64(32)
+        _columns[key] = torch.from_numpy(words.astype(np.uint32).view(np.int32)).to(device)
     return _columns[key]
 
 

@@ -21,7 +21,7 @@ from distflow.engine import parallel
 from distflow.engine.attention import Packed
 from distflow.engine.logprobs import token_logprobs
 from distflow.engine.model import DTYPES, Source
-from distflow.engine.packing import RESPONSE, ROLLOUT, Pack, micro_batches, nothing, pack, sequence_lengths
+from distflow.engine.packing import RESPONSE, ROLLOUT, Pack, micro_batches, nothing, pack
 from distflow.engine.schedule import learning_rate
 from distflow.engine.weights import Held, slices
 from distflow.observe.metrics import Tally
@@ -44,7 +44,7 @@ class Scorer(nn.Module):
             input_ids=pack.tokens[None],
             position_ids=pack.positions[None],
             use_cache=False,
-            distflow=Packed(pack.lengths),
+            distflow=Packed(pack.lengths, pack.spread),
         ).last_hidden_state[0]
         head = self.lm.get_output_embeddings()
         # A pack without a response still passes through all layers, so that everybody takes part in the collectives.
@@ -162,8 +162,8 @@ class Trainer:
 
     def _agree(self, batch: Batch, minis: list[Ints]) -> list[tuple[list[Ints], tuple[int, int]]]:
         """Micro-batches of each mini-batch, as many on every rank, and its tokens and samples over all ranks."""
-        lengths, responses = sequence_lengths(batch), batch[RESPONSE].lengths
-        micros = [[m[part] for part in micro_batches(lengths[m], self.micro_tokens)] for m in minis]
+        responses = batch[RESPONSE].lengths
+        micros = [micro_batches(batch, m, self.micro_tokens) for m in minis]
         sums = torch.tensor([[int(responses[m].sum()), int((responses[m] > 0).sum())] for m in minis])
         most = torch.tensor([max(1, len(parts)) for parts in micros])
         if self.dp > 1:
