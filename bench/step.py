@@ -196,7 +196,7 @@ def run_ours(work: Work, assets: Path, seed: int, args: argparse.Namespace) -> R
     run = {
         "timing_s": timings,  # means over workers
         "update_s": statistics.median(column("timing_max_s/actor.update")),
-        "overhead_frac": statistics.median(1 - _in_model(row) / row["timing_s/step"] for row in rows),
+        "overhead_frac": statistics.median(1 - _in_model(row) / row["timing_max_s/step"] for row in rows),
         # The workers' CPU seconds are in the metrics. This is the whole tree's, with reward processes and launcher, and
         # between steps; a mean.
         "tree_cpu_s": everything / len(rows) if everything is not None else None,
@@ -205,7 +205,8 @@ def run_ours(work: Work, assets: Path, seed: int, args: argparse.Namespace) -> R
 
 
 def _in_model(row: dict[str, float]) -> float:
-    return sum(row.get(f"timing_s/{name}", 0.0) for name in MODEL)
+    """Of each stage the slowest worker's time: that others wait for it is not overhead, but its model's work."""
+    return sum(row.get(f"timing_max_s/{name}", 0.0) for name in MODEL)
 
 
 def _our_versions() -> str:
