@@ -139,10 +139,24 @@ def attend(q: Tensor, k: Tensor, v: Tensor, how: How, *, causal: bool = False, m
         )
     repeat = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(repeat, 1), v.repeat_interleave(repeat, 1)
-    scores = (q @ k.transpose(2, 3)).float() * (how.scale or q.shape[-1] ** -0.5)
-    scores = how.softcap * torch.tanh(scores / how.softcap)
     if causal:
-        mask = torch.full((queries, keys), -torch.inf, dtype=scores.dtype, device=q.device).triu(1)
+        mask = torch.full((queries, keys), -torch.inf, device=q.device).triu(1)
+    return _plainly(q, k, v, how, mask)
+
+
+def attend_once(q: Tensor, k: Tensor, v: Tensor, how: How, mask: Tensor | None) -> Tensor:
+    """One query a sequence: q [n, heads, dim] on k, v [n, kv heads, keys, dim]; `mask` [n, 1, 1, keys] is added.
+
+    Heads that share keys are the queries of one small product: for so few of them that is faster than a kernel made
+    for many.
+    """
+    return _plainly(q.unflatten(1, (k.shape[1], -1)), k, v, how, mask).flatten(1, 2)
+
+
+def _plainly(q: Tensor, k: Tensor, v: Tensor, how: How, mask: Tensor | None) -> Tensor:
+    scores = ((q * (how.scale or q.shape[-1] ** -0.5)) @ k.transpose(2, 3)).float()
+    if how.softcap is not None:
+        scores = how.softcap * torch.tanh(scores / how.softcap)
     if mask is not None:
         scores = scores + mask
     return torch.softmax(scores, -1).to(v.dtype) @ v

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from distflow.data.balance import Ints
-from distflow.engine.attention import How, Packed, attend
+from distflow.engine.attention import How, Packed, attend_once
 
 _CALL, _SMALLEST = 512, 16  # a call of attention costs as much as reading so many keys; slots not worth cutting
 
@@ -61,9 +61,9 @@ class Decode:
         rows = self._where(k.shape[0])
         for x, new in zip(cached, (k, v), strict=True):
             x.view(-1, x.shape[-1]).index_copy_(0, rows, new.transpose(0, 1).flatten(0, 1))
-        queries = q.transpose(0, 1)[:, :, None]
+        queries = q.transpose(0, 1)
         parts = [block(queries, *cached, how) for block in self.blocks]
-        return (parts[0] if len(parts) == 1 else torch.cat(parts))[:, :, 0]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _where(self, heads: int) -> Tensor:
         """The row of each (slot, head) in the cache seen as one list of vectors."""
@@ -98,9 +98,9 @@ class _Block:
 
     def __call__(self, queries: Tensor, keys: Tensor, values: Tensor, how: How) -> Tensor:
         k, v = (x[self.lo : self.hi, :, : self.keys] for x in (keys, values))
-        return attend(queries[self.lo : self.hi], k, v, how, mask=self._mask(how.window, queries.dtype))
+        return attend_once(queries[self.lo : self.hi], k, v, how, self._mask(how.window))
 
-    def _mask(self, window: int | None, dtype: torch.dtype) -> Tensor | None:
+    def _mask(self, window: int | None) -> Tensor | None:
         if self.even and (window is None or window >= self.keys):
             return None
         if window not in self._masks:
@@ -108,6 +108,6 @@ class _Block:
             hidden = place > self.positions[:, None]
             if window is not None:
                 hidden |= place <= self.positions[:, None] - window
-            mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, -torch.inf)
+            mask = torch.zeros(hidden.shape, device=hidden.device).masked_fill_(hidden, -torch.inf)
             self._masks[window] = mask[:, None, None]  # [slots, 1, 1, keys]
         return self._masks[window]
