@@ -1,0 +1,163 @@
+"""What one worker does in a run: open data and models with the others, walk the steps, save, close."""
+
+import inspect
+from typing import Any
+
+import numpy as np
+import torch.distributed as dist
+
+from distflow.config import Config
+from distflow.data.coordinator import Coordinator
+from distflow.data.loader import Loader
+from distflow.data.rows import Rows
+from distflow.data.view import View
+from distflow.engine.setup import Setup
+from distflow.errors import ConfigError
+from distflow.evaluation import Evaluation
+from distflow.launch.network import Network
+from distflow.observe.board import Board
+from distflow.observe.metrics import Metrics, Tally
+from distflow.observe.progress import Progress
+from distflow.plan import Layout, Plan, Run, Weights
+from distflow.worker import Worker
+
+
+class Job:
+    def __init__(self, config: Config, plan: Plan, rank: int, board: Board) -> None:
+        self.config, self.plan, self.rank, self.board = config, plan, rank, board
+        self.rows = config.rows(plan)
+        self.skipped, self.skipped_count = self.rows.rows.skipped, self.rows.rows.skipped_count
+        self.held_out = _held_out(config)
+        self.eval_plan = config.eval_plan(plan.workers, len(self.held_out)) if self.held_out else None
+        if config.steps == 0 and not self.eval_plan:
+            raise ConfigError("steps: 0 only evaluates, and there is no `eval` section; add one, or give steps")
+        self.plans = [p for p in (plan if config.steps != 0 else None, self.eval_plan) if p]
+        self.network = Network(config, self.plans, self._model_layouts(), board)
+        self.network.agree(config, plan)
+        self.source = self._open_model()
+        self.steps = max(1, len(self.rows) // config.data.batch) if config.steps is None else config.steps
+        board.doing(-1, "load models")
+        self.players = {role: self._player(role) for role in _roles(self.plans, rank)}
+        self.data = self._coordinator(plan, Loader(self.rows, config.data.batch, config.repeat, config.seed))
+        shown = Progress(config.run_folder, self.steps, self.skipped, self.skipped_count) if rank == 0 else None
+        self.progress = shown
+        self.metrics = Metrics(self.network.group(self.network.everybody) if plan.workers > 1 else None, shown)
+
+    def run(self) -> None:
+        evaluation = self._evaluation()
+        self.board.doing(-1, "start together")  # loading models takes some longer than others
+        self.network.wait_for_all()
+        drive = self.network.comm.drive
+        if evaluation:
+            before = Tally()
+            drive(evaluation(-1, before))
+            self._end_of_step(-1, before)
+        if self.steps:
+            worker = self._worker(self.plan, self.data)
+            drive(worker.steps(0, self.steps, self._end_of_step, *([evaluation] if evaluation else [])))
+        self.board.doing(self.steps, "finish")
+        for player in self.players.values():
+            if self.steps and hasattr(player, "save"):
+                player.save(self.config.run_folder / "checkpoints", self.steps)
+        with self.board.waiting(self.network.everybody):
+            self.metrics.wait(0)
+            dist.barrier()
+
+    def close(self) -> None:
+        self.metrics.close()
+        self.data.close()
+        for player in self.players.values():
+            if hasattr(player, "close"):
+                player.close()
+        if self.progress:
+            self.progress.close()
+        dist.destroy_process_group()
+
+    def _open_model(self) -> Any:
+        """The model that the config names, if it does; prompts that it could not take are found now."""
+        if not self.config.model:
+            return None
+        from distflow.engine.model import open_model
+        from distflow.engine.policy import prompt_limit
+        from distflow.engine.screen import screen, texts
+        from distflow.engine.text import Text
+
+        config, everybody = self.config, self.network.everybody
+        self.board.doing(-1, "look at the prompts")
+        source = open_model(self.config.model, lambda: texts(self.rows), config.base, config.seed)
+        text = Text(source, prompt_limit(config, source))
+        with self.board.waiting(everybody):
+            seen = screen(self.rows, text, config.data.on_bad_row == "skip", self.rank, len(everybody))
+            if self.held_out:
+                screen(self.held_out, text, False, self.rank, len(everybody))
+        self.rows, self.skipped = seen.rows, [*self.skipped, *seen.skipped]
+        self.skipped_count += seen.count
+        return source
+
+    def _player(self, role: str) -> Any:
+        config, net = self.config, self.network
+        extra: dict[str, Any] = {}
+        if takes_setup(config.player(role)):
+            layouts = _layouts(self.plans, role)
+            extra["setup"] = Setup(
+                role, self.rank, config, self.steps, layouts, net.meshes, net.groups, net.device, self.source
+            )
+        return config.player(role)(**config.cast[role].args, **extra)
+
+    def _model_layouts(self) -> list[Layout]:
+        """Of the roles that ask for their setup."""
+        roles = {n.role for p in self.plans for n in p.flow.nodes if n.method}
+        wanted = [r for r in sorted(roles) if takes_setup(self.config.player(r))]
+        return list(dict.fromkeys(layout for r in wanted for layout in _layouts(self.plans, r).values()))
+
+    def _coordinator(self, plan: Plan, loader: Loader) -> Coordinator:
+        return Coordinator(self.rank, plan, loader, self.network.device)
+
+    def _worker(self, plan: Plan, data: Coordinator) -> Worker:
+        config = self.config
+        return Worker(self.rank, plan, data, self.players, config.seed, config.run_folder, self.board.doing)
+
+    def _evaluation(self) -> Evaluation | None:
+        plan = self.eval_plan
+        if not (plan and self.held_out and self.config.eval):
+            return None
+        loader = Loader(self.held_out, plan.samples // plan.repeat, plan.repeat, 0)
+        return Evaluation(self._worker(plan, self._coordinator(plan, loader)), self.config.eval.every, self.steps)
+
+    def _end_of_step(self, step: int, tally: Tally) -> None:
+        self.metrics.submit(step, tally)
+        with self.board.waiting(self.network.everybody):
+            self.metrics.wait()
+
+
+def _held_out(config: Config) -> View | None:
+    if not config.eval:
+        return None
+    rows = View(Rows(config.eval_files), config.data.rename)
+    return rows.keep(np.arange(min(len(rows), config.eval.limit or len(rows))))
+
+
+def _roles(plans: list[Plan], rank: int) -> list[str]:
+    """Roles that are played by an object, and of which this rank's chains call a method or hand over weights."""
+    found: dict[str, None] = {}
+    for plan in plans:
+        for t in plan.chain(rank):
+            if isinstance(t, Weights):
+                found[t.role] = None
+            elif isinstance(t, Run) and plan.flow.node(t.node).method:
+                found[plan.flow.node(t.node).role] = None
+    return list(found)
+
+
+def _layouts(plans: list[Plan], role: str) -> dict[str, Layout]:
+    """Method → where the role's nodes of that name run."""
+    return {
+        n.call.rpartition(".")[2]: p.partition_of(n.id).layout
+        for p in plans
+        for n in p.flow.nodes
+        if n.role == role and n.method
+    }
+
+
+def takes_setup(player: Any) -> bool:
+    return "setup" in inspect.signature(player).parameters
