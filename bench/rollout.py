@@ -50,9 +50,14 @@ def ours(model: str, work: Work) -> None:
     from distflow.engine.model import kv_bytes
     from distflow.engine.rollout import Rollout
     from distflow.engine.sampling import Sampling
+    from distflow.launch.process import keep_freed_memory
 
     lm = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation=attention.NAME)
     lm.eval().requires_grad_(False)
+    # As in a worker: weights in memory of their own (those in a file are badly aligned), freed memory is kept.
+    keep_freed_memory()
+    for p in lm.parameters():
+        p.data = p.data.clone()
     engine = Rollout(lm, kv_bytes(lm.config, torch.float32, 1), 2 << 30, PROMPTS)
     calls = 0
 

@@ -8,17 +8,27 @@ from torch import Tensor
 from distflow.errors import ConfigError, suggest
 
 Scale = Literal["std", "none"]
+Baseline = Literal["mean", "others", "length"]
 
 
-def group_advantages(scores: Tensor, groups: Tensor, scale: Scale = "std", eps: float = 1e-6) -> Tensor:
-    """GRPO: how much better than the mean of its group a sample is, in standard deviations (n − 1) of the group.
+def group_advantages(
+    scores: Tensor,
+    groups: Tensor,
+    scale: Scale = "std",
+    baseline: Baseline = "mean",
+    lengths: Tensor | None = None,
+    eps: float = 1e-6,
+) -> Tensor:
+    """How much better than its group a sample is; GRPO: than the mean, in standard deviations (n − 1) of the group.
 
     `scores` [n] and `groups` [n] (any integers; equal means same group, in any order) -> [n] in the dtype of scores.
-    `scale="none"` leaves out the division (Dr. GRPO). Where all scores of a group are equal, and so in a group of
-    one, there is nothing to learn: the advantage is exactly 0.
+    `scale="none"` leaves out the division (Dr. GRPO). `baseline` is the mean of the group, that of the `others`
+    (RLOO), or the mean weighted by the `lengths` of the responses, which has the least variance (OPO). Where all scores
+    of a group are equal, and so in a group of one, there is nothing to learn: the advantage is exactly 0.
     """
-    if scale not in get_args(Scale):
-        raise ConfigError(f"unknown scale of advantages '{scale}'{suggest(scale, get_args(Scale))}")
+    for name, value, kind in (("scale", scale, Scale), ("baseline", baseline, Baseline)):
+        if value not in get_args(kind):
+            raise ConfigError(f"unknown {name} of advantages '{value}'{suggest(value, get_args(kind))}")
     if not eps > 0:
         raise ConfigError(f"eps of advantages is {eps}; it must be above 0, or equal scores would be divided by 0")
     dtype = scores.dtype if scores.is_floating_point() else torch.get_default_dtype()
@@ -27,11 +37,22 @@ def group_advantages(scores: Tensor, groups: Tensor, scale: Scale = "std", eps: 
     # Measured from the lowest, equal scores are exactly 0, and so is their mean; a rounded mean would leave crumbs.
     values = values - _per_group(values, group, len(sizes), "amin")[group]
     mean: Tensor = _per_group(values, group, len(sizes), "sum") / sizes  # [groups]
-    centred = values - mean[group]  # [n]
+    centred: Tensor = values - mean[group]  # [n]
+    better: Tensor
+    if baseline == "others":
+        better = centred * (sizes / (sizes - 1).clamp(min=1))[group]
+    elif baseline == "length":
+        if lengths is None:
+            raise ConfigError("the baseline 'length' of advantages needs the lengths of the responses")
+        # Where all responses are empty, none of them has a token to learn from.
+        total = _per_group(lengths.double(), group, len(sizes), "sum").clamp(min=1)
+        better = values - (_per_group(values * lengths, group, len(sizes), "sum") / total)[group]
+    else:
+        better = centred
     if scale == "none":
-        return centred.to(dtype)
+        return better.to(dtype)
     variance: Tensor = _per_group(centred.square(), group, len(sizes), "sum") / (sizes - 1).clamp(min=1)  # [groups]
-    return (centred / (variance.sqrt() + eps)[group]).to(dtype)
+    return (better / (variance.sqrt() + eps)[group]).to(dtype)
 
 
 def zero_std_fraction(scores: Tensor, groups: Tensor) -> float:

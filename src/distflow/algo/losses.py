@@ -1,5 +1,6 @@
 """Losses per token. What a token weighs in the loss of the step is for `aggregate` to say."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -40,30 +41,129 @@ def policy(
     Without a field `old_logprobs` the tokens count as drawn by these very weights: the ratio is 1, and the gradient
     that of the policy. `clip` bounds the ratio to 1 − clip … 1 + clip_high (`clip` if not given). `entropy` is a bonus.
     """
-    for name, value in (("clip", clip), ("clip_high", clip_high), ("kl", kl)):
+    ratio = _log_ratio(tokens).exp()
+    return _finish(tokens, *_clipped(tokens, ratio, clip, clip_high), kl, kl_kind, entropy)
+
+
+def gspo(
+    tokens: Tokens,
+    clip: float = 3e-4,
+    clip_high: float | None = 4e-4,
+    kl: float = 0.0,
+    kl_kind: Kind = "k3",
+    entropy: float = 0.0,
+) -> Loss:
+    """GSPO: as `policy`, with one ratio per response, the geometric mean of its tokens' (arXiv 2507.18071).
+
+    Its value is that of the response, its gradient at each token that of the token: with every token of a response
+    weighing the same, the sum is the gradient of the mean.
+    """
+    log_ratio = _log_ratio(tokens)
+    mean = tokens.spread(tokens.sums(log_ratio.detach()) / tokens.lengths.clamp(min=1))
+    ratio = (mean + tokens.logprobs - tokens.logprobs.detach()).exp()
+    return _finish(tokens, *_clipped(tokens, ratio, clip, clip_high), kl, kl_kind, entropy)
+
+
+def cispo(
+    tokens: Tokens,
+    clip: float = 1.0,
+    clip_high: float | None = 0.2,
+    kl: float = 0.0,
+    kl_kind: Kind = "k3",
+    entropy: float = 0.0,
+) -> Loss:
+    """CISPO: the ratio is clipped and then only a weight, so that every token keeps its gradient (arXiv 2506.13585)."""
+    low, high = _bounds(clip, clip_high)
+    ratio = _log_ratio(tokens).exp().detach()
+    weight = ratio.clamp(low, high)
+    per_token = -weight * tokens["advantage"] * tokens.logprobs
+    metrics = {"actor/pg_loss": per_token, "actor/clip_frac": (weight != ratio).to(ratio.dtype), "actor/ratio": ratio}
+    return _finish(tokens, per_token, metrics, kl, kl_kind, entropy)
+
+
+def cpgd(
+    tokens: Tokens,
+    clip: float = 0.2,
+    clip_high: float | None = None,
+    drift: float = 0.1,
+    kl: float = 0.0,
+    kl_kind: Kind = "k3",
+    entropy: float = 0.0,
+) -> Loss:
+    """CPGD: the log of the ratio takes the ratio's place, and leaving the old policy costs `drift` (arXiv 2505.12504).
+
+    A ratio far off then pulls no harder than one close by.
+    """
+    low, high = _bounds(clip, clip_high)
+    log_ratio = _log_ratio(tokens)
+    advantage = tokens["advantage"]
+    free = -log_ratio * advantage
+    clipped = -log_ratio.clamp(math.log(max(low, 1e-6)), math.log(high)) * advantage
+    per_token = torch.maximum(free, clipped)
+    left = log_ratio.exp() - 1 - log_ratio  # of samples from the old policy, its divergence from the new one
+    metrics = {
+        "actor/pg_loss": per_token,
+        "actor/clip_frac": (clipped > free).to(log_ratio.dtype),
+        "actor/drift": left,
+        "actor/ratio": log_ratio.exp(),
+    }
+    return _finish(tokens, per_token + drift * left, metrics, kl, kl_kind, entropy)
+
+
+def reinforce(tokens: Tokens, kl: float = 0.0, kl_kind: Kind = "k3", entropy: float = 0.0) -> Loss:
+    """The policy gradient as it is, without ratio and clip: of tokens that these weights have drawn."""
+    per_token = -tokens["advantage"] * tokens.logprobs
+    return _finish(tokens, per_token, {"actor/pg_loss": per_token}, kl, kl_kind, entropy)
+
+
+def _old(tokens: Tokens) -> Tensor:
+    return tokens["old_logprobs"] if "old_logprobs" in tokens else tokens.logprobs.detach()
+
+
+def _log_ratio(tokens: Tokens) -> Tensor:
+    """Of the new policy over the old one; 0 where there is no old one."""
+    return (tokens.logprobs - _old(tokens)).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+
+
+def _bounds(clip: float, clip_high: float | None) -> tuple[float, float]:
+    for name, value in (("clip", clip), ("clip_high", clip_high)):
         if value is not None and not value >= 0:
             raise ConfigError(f"the policy loss has {name} = {value}; it must be 0 or more")
-    new = tokens.logprobs  # [tokens]
-    old = tokens["old_logprobs"] if "old_logprobs" in tokens else new.detach()
+    return max(0.0, 1 - clip), 1 + (clip if clip_high is None else clip_high)
+
+
+def _clipped(
+    tokens: Tokens, ratio: Tensor, clip: float, clip_high: float | None
+) -> tuple[Tensor, Mapping[str, Tensor]]:
+    """PPO's pessimistic choice between the ratio and its clipped self."""
+    low, high = _bounds(clip, clip_high)
     advantage = tokens["advantage"]
-    ratio = (new - old).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
-    free = -ratio * advantage
-    clipped = -ratio.clamp(1 - clip, 1 + (clip if clip_high is None else clip_high)) * advantage
+    free, clipped = -ratio * advantage, -ratio.clamp(low, high) * advantage
     per_token = torch.maximum(free, clipped)
     metrics = {
         "actor/pg_loss": per_token,
-        "actor/clip_frac": (clipped > free).to(new.dtype),
-        "actor/ppo_kl": old - new,
+        "actor/clip_frac": (clipped > free).to(ratio.dtype),
+        "actor/ppo_kl": _old(tokens) - tokens.logprobs,
         "actor/ratio": ratio,
     }
+    return per_token, metrics
+
+
+def _finish(
+    tokens: Tokens, per_token: Tensor, metrics: Mapping[str, Tensor], kl: float, kl_kind: Kind, entropy: float
+) -> Loss:
+    """What any of them may be given on top: a divergence from the reference model, a bonus for entropy."""
+    told = dict(metrics)
+    if not kl >= 0:
+        raise ConfigError(f"the policy loss has kl = {kl}; it must be 0 or more")
     if kl > 0:
-        divergence = kl_estimate(kl_kind, new, tokens["ref_logprobs"])
+        divergence = kl_estimate(kl_kind, tokens.logprobs, tokens["ref_logprobs"])
         per_token = per_token + kl * divergence
-        metrics["actor/kl"] = divergence
+        told["actor/kl"] = divergence
     if tokens.entropy is not None:
-        metrics["actor/entropy"] = tokens.entropy
+        told["actor/entropy"] = tokens.entropy
     if entropy:
         if tokens.entropy is None:
             raise ConfigError(f"the policy loss has entropy = {entropy}, but no entropy was computed for it")
         per_token = per_token - entropy * tokens.entropy
-    return Loss(per_token, {name: values.detach() for name, values in metrics.items()})
+    return Loss(per_token, {name: values.detach() for name, values in told.items()})

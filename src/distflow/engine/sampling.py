@@ -10,7 +10,7 @@ from torch import Tensor
 from distflow.data.balance import Ints
 from distflow.data.order import mix
 
-_BLOCK = 1 << 17  # elements worked on at once: they stay in the cache of a core
+_BLOCK = 1 << 20  # elements worked on at once
 
 
 @dataclass(frozen=True)

@@ -13,14 +13,18 @@ SHOWN = 8  # prompts of the held-out set whose responses are written down
 
 
 @node(role="advantage", whole_groups=True, writes="advantage")
-def group_advantage(batch: "Batch", ctx: "Context", scale: str = "std") -> Any:
-    """A score against the others of its group: all responses to one prompt are in one place."""
+def group_advantage(batch: "Batch", ctx: "Context", scale: str = "std", baseline: str = "mean") -> Any:
+    """A score against the others of its group: all responses to one prompt are in one place.
+
+    The baseline `length` also reads `response_tokens`.
+    """
     import torch
 
     from distflow.algo.advantages import group_advantages, zero_std_fraction
 
     groups = torch.from_numpy(batch.groups)
-    advantage = group_advantages(batch["score"], groups, scale)  # type: ignore[arg-type]
+    lengths = torch.from_numpy(batch["response_tokens"].lengths) if baseline == "length" else None
+    advantage = group_advantages(batch["score"], groups, scale, baseline, lengths)  # type: ignore[arg-type]
     ctx.metrics.log("advantage/mean", float(advantage.mean()), len(batch))
     ctx.metrics.log("reward/zero_std_frac", zero_std_fraction(batch["score"], groups), len(groups.unique()))
     return advantage

@@ -68,9 +68,13 @@ def _prepare_process(workers: int) -> None:
     if "OMP_NUM_THREADS" not in os.environ:
         local = int(os.environ.get("LOCAL_WORLD_SIZE", workers))
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // local))
+    keep_freed_memory()
+
+
+def keep_freed_memory() -> None:
+    """Large tensors come and go with every layer. By default their pages go back to the system each time, and coming
+    back they have to be cleared: some percent of a step."""
     if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "mallopt"):
-        # Large tensors come and go with every layer. By default their pages go back to the system each time, and
-        # coming back they have to be cleared: some percent of a step.
         libc.mallopt(-3, 32 << 20)  # M_MMAP_THRESHOLD, the highest there is
         libc.mallopt(-1, -1)  # M_TRIM_THRESHOLD: never
 
