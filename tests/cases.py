@@ -140,6 +140,7 @@ def random_plan(rng: random.Random, workers: int) -> Plan:
                 writes=writes,
                 after=(f"n{rng.randrange(i)}",) if i and rng.random() < 0.2 else (),
                 whole_groups=whole,
+                whole_batch=rng.random() < 0.1,
                 balance=rng.choice(reads) if reads and rng.random() < 0.3 else None,
                 params={"node": f"n{i}", "writes": list(writes), "whole": whole, "repeat": repeat},
                 fn=check_and_write,

@@ -47,6 +47,64 @@ def reference(case: Case, eps: float) -> list[float]:
     return out
 
 
+def mates(case: Case, i: int) -> list[int]:
+    return [k for k, g in enumerate(case[1]) if g == case[1][i]]
+
+
+@BUSY
+@given(CASES)
+def test_against_the_mean_of_the_others(case: Case) -> None:
+    """RLOO"""
+    scores, groups = case
+    got = group_advantages(tensor(scores), ids(groups), "none", "others")
+    for i, score in enumerate(scores):
+        others = [scores[k] for k in mates(case, i) if k != i]
+        want = score - math.fsum(others) / len(others) if others else 0.0
+        assert float(got[i]) == pytest.approx(want, abs=1e-9)
+
+
+@BUSY
+@given(CASES, st.data())
+def test_against_the_mean_weighted_by_length(case: Case, data: st.DataObject) -> None:
+    """OPO"""
+    scores, groups = case
+    lengths = data.draw(st.lists(st.integers(0, 9), min_size=len(scores), max_size=len(scores)))
+    got = group_advantages(tensor(scores), ids(groups), "none", "length", ids(lengths))
+    assert got.isfinite().all()
+    for i, score in enumerate(scores):
+        total = sum(lengths[k] for k in mates(case, i))
+        if total:
+            mean = math.fsum(scores[k] * lengths[k] for k in mates(case, i)) / total
+            assert float(got[i]) == pytest.approx(score - mean, abs=1e-9)
+    # Of one length, it is the plain mean.
+    plain = group_advantages(tensor(scores), ids(groups), "none")
+    assert torch.allclose(
+        group_advantages(tensor(scores), ids(groups), "none", "length", ids([7] * len(scores))), plain
+    )
+
+
+@BUSY
+@given(CASES)
+def test_scales_of_a_whole_batch(case: Case) -> None:
+    scores, groups = case
+    plain = group_advantages(tensor(scores), ids(groups), "none").numpy()
+    batch = group_advantages(tensor(scores), ids(groups), "batch", eps=1e-9).numpy()  # REINFORCE++
+    spread = float(np.std(plain, ddof=1)) if len(plain) > 1 else 0.0
+    np.testing.assert_allclose(batch, plain / (spread + 1e-9), rtol=1e-6, atol=1e-9)
+    teaching = sum(len({s for s, g in zip(scores, groups, strict=True) if g == group}) > 1 for group in set(groups))
+    informative = group_advantages(tensor(scores), ids(groups), "informative").numpy()  # GPG
+    np.testing.assert_allclose(informative, plain * len(set(groups)) / max(1, teaching), rtol=1e-12, atol=1e-12)
+
+
+def test_other_baselines_by_hand() -> None:
+    scores, groups = torch.tensor([1.0, 0.0, 0.0, 5.0]), torch.tensor([1, 1, 1, 2])
+    assert group_advantages(scores, groups, "none", "others").tolist() == [1, -0.5, -0.5, 0]
+    lengths = torch.tensor([6, 1, 1, 3])
+    assert group_advantages(scores, groups, "none", "length", lengths).tolist() == [0.25, -0.75, -0.75, 0]
+    got = group_advantages(scores, groups, "informative")
+    assert got.tolist() == pytest.approx([4 / 3, -2 / 3, -2 / 3, 0])  # one of two groups teaches
+
+
 def test_by_hand() -> None:
     # Group 5: 1 0 0 1, mean 1/2, variance (4 · 1/4) / 3. Group 2: 3 1, mean 2, variance 2. Group 9: alone.
     scores = torch.tensor([1.0, 3.0, 0.0, 0.0, 8.0, 1.0, 1.0])
@@ -154,6 +212,13 @@ def test_dtypes() -> None:
 def test_no_samples() -> None:
     assert group_advantages(torch.zeros(0), torch.zeros(0, dtype=torch.int64)).shape == (0,)
     assert zero_std_fraction(torch.zeros(0), torch.zeros(0, dtype=torch.int64)) == 0
+
+
+def test_a_baseline_without_its_lengths_is_told() -> None:
+    with pytest.raises(ConfigError, match="needs the lengths"):
+        group_advantages(torch.zeros(1), torch.zeros(1, dtype=torch.int64), baseline="length")
+    with pytest.raises(ConfigError, match="unknown baseline of advantages 'oters'; did you mean 'others'"):
+        group_advantages(torch.zeros(1), torch.zeros(1, dtype=torch.int64), baseline="oters")  # type: ignore[arg-type]
 
 
 def test_fraction_of_groups_that_teach_nothing() -> None:

@@ -411,3 +411,20 @@ def test_inside_a_flow_a_node_is_traced_and_never_run(call: Callable[[Any], Any]
 )
 def test_inside_a_flow_a_wrong_call_is_refused_and_never_run(call: Callable[[Any], Any], message: str) -> None:
     assert message in refusal(use(call))
+
+
+def ending(value: Any, *, shared: float = 1.0, own: str = "theirs", **rest: Any) -> None:
+    score(value, scale=shared, **rest)
+
+
+def test_a_flow_takes_the_constants_of_what_it_ends_in() -> None:
+    @flow(also=ending)
+    def made(data: Any, *, scale: str = "std", own: str = "mine", **rest: Any) -> None:
+        ending(data, **rest)
+
+    assert made.roles == []
+    assert made.constants == {"shared": 1.0, "own": "mine", "scale": "std"}
+    assert made.trace(("x",)).node("score").params == {"scale": 1.0}
+    assert made.trace(("x",), {}, {"shared": 2.0}).node("score").params == {"scale": 2.0}
+    with pytest.raises(FlowError, match="has no constant 'sharde'; did you mean 'shared'"):
+        made.trace(("x",), {}, {"sharde": 1})

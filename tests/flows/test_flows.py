@@ -1,5 +1,6 @@
 """The built-in flows as graphs: what they do, in which order, and that planning them needs no torch."""
 
+import inspect
 import subprocess
 import sys
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
+from distflow.algo import losses
 from distflow.engine.actor import Actor, Reference
 from distflow.flow import Flow, FlowFunction
 from distflow.flow.call import load
@@ -85,12 +87,44 @@ def test_constants_reach_the_nodes_they_are_for() -> None:
     flow = graph("grpo", "prompt", mini_batches=2, epochs=3, aggregate="seq-mean-token-mean", **given)
     assert flow.node("group_advantage").params == {"scale": given.pop("scale")}
     assert flow.node("actor.update").params == {
-        "loss": "distflow.algo.losses:policy",
+        "loss": "policy",
         "aggregate": "seq-mean-token-mean",
         "mini_batches": 2,
         "epochs": 3,
         **given,
     }
+
+
+OWN: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {  # its loss; what it tells the advantage, the update
+    "grpo": ("policy", {"scale": "std"}, {"clip": 0.2, "clip_high": None, "aggregate": "token-mean"}),
+    "dr_grpo": ("policy", {"scale": "none"}, {"clip": 0.2, "aggregate": "seq-mean-token-sum-norm"}),
+    "rloo": ("policy", {"scale": "none", "baseline": "others"}, {"clip": 0.2, "aggregate": "seq-mean-token-sum"}),
+    "opo": ("reinforce", {"scale": "none", "baseline": "length"}, {"aggregate": "seq-mean-token-sum-norm"}),
+    "gpg": ("reinforce", {"scale": "informative"}, {"aggregate": "token-mean"}),
+    "reinforce_baseline": ("policy", {"scale": "batch"}, {"clip": 0.2, "aggregate": "token-mean", "kl_kind": "k2"}),
+    "gspo": ("gspo", {}, {"clip": 3e-4, "clip_high": 4e-4, "aggregate": "seq-mean-token-mean"}),
+    "cispo": ("cispo", {}, {"clip": 1.0, "clip_high": 0.2, "aggregate": "token-mean"}),
+    "cpgd": ("cpgd", {}, {"clip": 0.2, "drift": 0.1, "aggregate": "token-mean"}),
+}
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_what_is_its_own_in_each_of_the_family(name: str) -> None:
+    flow = graph(name, "prompt", "answer", kl=0.1, epochs=2)
+    loss, told, learned = OWN[name]
+    advantage = next(n for n in flow.nodes if n.role == "advantage")
+    assert advantage.params == told
+    assert (
+        advantage.whole_batch == (advantage.id == "batch_advantage") == (told.get("scale") in ("batch", "informative"))
+    )
+    assert ("response_tokens" in advantage.reads) == (told.get("baseline") == "length")
+    update = flow.node("actor.update").params
+    assert update["loss"] == loss
+    assert {k: update[k] for k in learned} == learned
+    assert (update["kl"], update["epochs"]) == (0.1, 2)
+    assert "reference.logprobs" in {n.id for n in flow.nodes}
+    taken = set(inspect.signature(getattr(losses, loss)).parameters)
+    assert set(update) - {"loss", "aggregate", "mini_batches", "epochs"} <= taken
 
 
 def test_sft_encodes_and_learns() -> None:
@@ -101,7 +135,7 @@ def test_sft_encodes_and_learns() -> None:
         ("data", "response", "actor.encode"),
         *(("actor.encode", f, "actor.update") for f in TOKENS),
     }
-    assert flow.node("actor.update").params["loss"] == "distflow.algo.losses:nll"
+    assert flow.node("actor.update").params["loss"] == "nll"
 
 
 def test_evaluation_learns_nothing() -> None:

@@ -135,9 +135,14 @@ def test_the_wishes_of_a_node_are_kept() -> None:
         for n in p.flow.nodes:
             place = p.partition_of(n.id)
             assert place.whole or not n.whole_groups
+            assert place.layout.dp == 1 or not n.whole_batch
             assert n.balance is None or place.balance == n.balance
             assert p.samples % place.layout.dp == 0
             assert not place.whole or (p.samples // p.repeat) % place.layout.dp == 0
+
+
+def test_some_plan_has_a_node_that_sees_the_whole_batch() -> None:
+    assert any(n.whole_batch and len(p.partition_of(n.id).layout.ranks) > 1 for p in PLANS for n in p.flow.nodes)
 
 
 def test_samples_are_dealt_once_by_the_move_that_knows_the_lengths() -> None:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from distflow.errors import ConfigError, suggest
 
-Scale = Literal["std", "none"]
+Scale = Literal["std", "none", "batch", "informative"]
 Baseline = Literal["mean", "others", "length"]
 
 
@@ -22,9 +22,11 @@ def group_advantages(
     """How much better than its group a sample is; GRPO: than the mean, in standard deviations (n − 1) of the group.
 
     `scores` [n] and `groups` [n] (any integers; equal means same group, in any order) -> [n] in the dtype of scores.
-    `scale="none"` leaves out the division (Dr. GRPO). `baseline` is the mean of the group, that of the `others`
-    (RLOO), or the mean weighted by the `lengths` of the responses, which has the least variance (OPO). Where all scores
-    of a group are equal, and so in a group of one, there is nothing to learn: the advantage is exactly 0.
+    `scale="none"` leaves out the division (Dr. GRPO); `batch` divides by the standard deviation over all samples given
+    (REINFORCE++); `informative` multiplies by groups / groups that teach something (GPG). `baseline` is the mean of the
+    group, that of the `others` (RLOO), or the mean weighted by the `lengths` of the responses, which has the least
+    variance (OPO). Where all scores of a group are equal, and so in a group of one, there is nothing to learn: the
+    advantage is exactly 0.
     """
     for name, value, kind in (("scale", scale, Scale), ("baseline", baseline, Baseline)):
         if value not in get_args(kind):
@@ -40,7 +42,7 @@ def group_advantages(
     centred: Tensor = values - mean[group]  # [n]
     better: Tensor
     if baseline == "others":
-        better = centred * (sizes / (sizes - 1).clamp(min=1))[group]
+        better = centred * (sizes.double() / (sizes - 1).clamp(min=1))[group]
     elif baseline == "length":
         if lengths is None:
             raise ConfigError("the baseline 'length' of advantages needs the lengths of the responses")
@@ -49,8 +51,13 @@ def group_advantages(
         better = values - (_per_group(values * lengths, group, len(sizes), "sum") / total)[group]
     else:
         better = centred
-    if scale == "none":
+    if scale == "none" or not len(sizes):
         return better.to(dtype)
+    if scale == "batch":
+        return (better / (better.std(correction=min(1, len(better) - 1)) + eps)).to(dtype)
+    if scale == "informative":
+        highest = _per_group(values, group, len(sizes), "amax")  # the lowest is 0
+        return (better * len(sizes) / int((highest > 0).sum().clamp(min=1))).to(dtype)
     variance: Tensor = _per_group(centred.square(), group, len(sizes), "sum") / (sizes - 1).clamp(min=1)  # [groups]
     return (better / (variance.sqrt() + eps)[group]).to(dtype)
 

@@ -61,7 +61,8 @@ class Actor:
         epochs: int = 1,
         **constants: Any,
     ) -> None:
-        """Optimiser steps: `loss` is a function of tokens (see distflow.algo.losses), `constants` are its own.
+        """Optimiser steps: `loss` is a function of tokens, one of distflow.algo.losses by name or any as
+        `file.py:name`; `constants` are its own.
 
         Every step sees `epochs` × `mini_batches` updates. With more than one, and no field `old_logprobs`, the
         log-probs of the rollout are the old ones.

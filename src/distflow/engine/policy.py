@@ -105,7 +105,7 @@ class Policy:
         if mini_batches * epochs > 1 and "old_logprobs" not in batch and "rollout_logprobs" in batch:
             batch = Batch(batch.ids, batch.groups, {**batch.columns, "old_logprobs": batch["rollout_logprobs"]})
         recipe = Recipe(
-            load(loss, "actor.update: loss", self.config.base),
+            load(loss if ":" in loss else f"distflow.algo.losses:{loss}", "actor.update: loss", self.config.base),
             constants,
             aggregate,
             self.config.rollout.max_tokens,

@@ -31,6 +31,7 @@ class Node:
     whole_groups: bool = False  # samples of one prompt must be together
     balance: str | None = None  # deal samples so that the lengths of this field even out
     hand_over: bool = False  # its role's newest weights are brought to it first
+    whole_batch: bool = False  # all samples of a step must be together: each of the node's ranks has them all
     method: bool = False  # `fn` is a method of the object that plays the role
     fn: Callable[..., Any] | None = field(default=None, compare=False, repr=False)
 

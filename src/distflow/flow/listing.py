@@ -11,7 +11,20 @@ from distflow.flow.call import load
 from distflow.flow.graph import SOURCE, Flow
 from distflow.flow.trace import NodeSpec, method_of, names, spec_of
 
-KEYS = ("id", "role", "type", "deps", "reads", "writes", "call", "after", "params", "whole_groups", "balance")
+KEYS = (
+    "id",
+    "role",
+    "type",
+    "deps",
+    "reads",
+    "writes",
+    "call",
+    "after",
+    "params",
+    "whole_groups",
+    "whole_batch",
+    "balance",
+)
 
 
 @dataclass(frozen=True)
@@ -81,6 +94,7 @@ def _read(entry: Mapping[str, Any], index: int, roles: Mapping[str, Any], base: 
         ("type", str, "a text"),
         ("balance", str, "the name of a field"),
         ("whole_groups", bool, "true or false"),
+        ("whole_batch", bool, "true or false"),
     ):
         if entry.get(key) is not None and not isinstance(entry[key], kind):
             raise FlowError(f"{where}: '{key}' is {entry[key]!r}, not {what}")
@@ -92,6 +106,7 @@ def _read(entry: Mapping[str, Any], index: int, roles: Mapping[str, Any], base: 
         "reads": _names(entry, "reads", where),
         "writes": _names(entry, "writes", where),
         "whole_groups": entry.get("whole_groups"),
+        "whole_batch": entry.get("whole_batch"),
         "balance": entry.get("balance"),
     }
     return _Row(

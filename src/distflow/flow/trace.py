@@ -31,6 +31,7 @@ class NodeSpec:
     reads: tuple[str, ...] | None = None
     writes: tuple[str, ...] | None = None
     whole_groups: bool | None = None
+    whole_batch: bool | None = None
     balance: str | None = None
     hand_over: bool | None = None
 
@@ -46,6 +47,7 @@ class NodeSpec:
             writes=(node_id,) if self.writes is None else self.writes,
             call=reference(fn),
             whole_groups=bool(self.whole_groups),
+            whole_batch=bool(self.whole_batch),
             balance=self.balance,
             hand_over=bool(self.hand_over),
             fn=fn,
@@ -62,6 +64,7 @@ def node(
     reads: Names | None = None,
     writes: Names | None = None,
     whole_groups: bool | None = None,
+    whole_batch: bool | None = None,
     balance: str | None = None,
     hand_over: bool | None = None,
 ) -> Any:
@@ -69,7 +72,8 @@ def node(
 
     It takes one `Batch` (with the fields it reads) and returns a dict of the fields it writes, or the one column
     itself. `reads` defaults to all fields of the values it is called with; `writes` to one field called like the node.
-    `whole_groups` keeps the samples of a prompt together, `balance` names the field whose lengths are evened out over
+    `whole_groups` keeps the samples of a prompt together, `whole_batch` gives each of the node's workers all samples of
+    the step, which is for small fields; `balance` names the field whose lengths are evened out over
     the workers, `hand_over` (of a method) brings the role's newest weights first.
 
     Also an expression, to rename what a node is or writes: `node(score, id="strict", writes="strict")(rollout)`.
@@ -81,6 +85,7 @@ def node(
         "reads": names(reads),
         "writes": names(writes),
         "whole_groups": whole_groups,
+        "whole_batch": whole_batch,
         "balance": balance,
         "hand_over": hand_over,
     }
@@ -162,16 +167,18 @@ class FlowFunction:
     """What `@flow` returns. `trace` binds the roles and gives the graph."""
 
     fn: Callable[..., Any]
+    also: Callable[..., Any] | None = None
 
     @property
     def roles(self) -> list[str]:
         """Its parameters after the data, as far as they have no default."""
-        return [p.name for p in self._parameters[1:] if p.default is p.empty]
+        return [p.name for p in self._parameters[1:] if p.default is p.empty and p.kind is not p.VAR_KEYWORD]
 
     @property
     def constants(self) -> dict[str, Any]:
-        """What the algorithm can be told: parameters that have a default."""
-        return {p.name: p.default for p in self._parameters[1:] if p.default is not p.empty}
+        """What the algorithm can be told: parameters that have a default, its own and those of `also`."""
+        shared = inspect.signature(self.also).parameters.values() if self.also else ()
+        return {p.name: p.default for p in (*shared, *self._parameters[1:]) if p.default is not p.empty}
 
     @property
     def _parameters(self) -> list[inspect.Parameter]:
@@ -211,9 +218,13 @@ class FlowFunction:
         return Flow(name, columns, tuple(nodes))
 
 
-def flow(fn: Callable[..., Any]) -> FlowFunction:
-    """The decorator: the first parameter is the data, the others are roles (functions or classes)."""
-    return FlowFunction(fn)
+def flow(fn: Callable[..., Any] | None = None, *, also: Callable[..., Any] | None = None) -> Any:
+    """The decorator: the first parameter is the data, the others are roles (functions or classes), or constants if they
+    have a default.
+
+    A flow that ends in `**rest` takes the constants of `also` as well: the function it passes them on to.
+    """
+    return functools.partial(flow, also=also) if fn is None else FlowFunction(fn, also)
 
 
 _nodes: ContextVar[list[Node] | None] = ContextVar("nodes", default=None)

@@ -30,6 +30,9 @@ def group_advantage(batch: "Batch", ctx: "Context", scale: str = "std", baseline
     return advantage
 
 
+batch_advantage = node(group_advantage, id="batch_advantage", whole_batch=True)  # for scales that look at all groups
+
+
 @node(role="report", whole_groups=True, writes=())
 def report(batch: "Batch", ctx: "Context", rows: int, n: int) -> None:
     """`val/<source>/score` and, of several responses, the best one's; prompts beyond `rows` are repeats, to fill up."""

@@ -6,4 +6,4 @@ from distflow.flow import flow
 @flow
 def sft(data, actor, *, aggregate="token-mean", mini_batches=1, epochs=1):
     tokens = actor.encode(data["prompt", "response"])
-    actor.update(tokens, loss="distflow.algo.losses:nll", aggregate=aggregate, mini_batches=mini_batches, epochs=epochs)
+    actor.update(tokens, loss="nll", aggregate=aggregate, mini_batches=mini_batches, epochs=epochs)

@@ -115,7 +115,8 @@ class _Planner:
         return self._new_partition(layout, whole, n.balance, n.id)
 
     def _layout(self, n: Node) -> Layout:
-        return self.placement.layout(n.id, n.role)
+        layout = self.placement.layout(n.id, n.role)
+        return Layout(layout.ranks, 1, len(layout.ranks)) if n.whole_batch else layout
 
     def _new_partition(self, layout: Layout, whole: bool, balance: str | None, where: str) -> Partition:
         units = self.workload.prompts if whole else self.workload.samples

@@ -1,0 +1,155 @@
+"""The relatives of the clipped objective: values and gradients as loops over samples and tokens give them."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from algo.test_losses import cases, flat, tokens_of
+from distflow.algo.losses import Loss, cispo, cpgd, gspo, policy, reinforce
+from distflow.errors import ConfigError
+
+BUSY = settings(deadline=None)
+Case = dict[str, list]
+Reference = Callable[[Case], tuple[list[float], list[float]]]  # of each token: the loss, its gradient
+
+
+def one(log_ratio: float, advantage: float) -> Case:
+    """A single token."""
+    return {"new": [[log_ratio - 1]], "old": [[-1.0]], "ref": [[0.0]], "entropy": [[0.0]], "advantage": [advantage]}
+
+
+def each(case: Case) -> list[tuple[int, int]]:
+    return [(i, t) for i, row in enumerate(case["new"]) for t in range(len(row))]
+
+
+def log_ratio(case: Case, i: int, t: int) -> float:
+    return case["new"][i][t] - case["old"][i][t]
+
+
+def by_gspo(case: Case) -> tuple[list[float], list[float]]:
+    losses, slopes = [], []
+    for i, _ in each(case):
+        n = len(case["new"][i])
+        ratio = math.exp(math.fsum(log_ratio(case, i, t) for t in range(n)) / n)
+        advantage = case["advantage"][i]
+        bounded = min(max(ratio, 0.9), 1.2)
+        losses.append(-min(ratio * advantage, bounded * advantage))
+        slopes.append(0.0 if bounded * advantage < ratio * advantage else -ratio * advantage)
+    return losses, slopes
+
+
+def by_cispo(case: Case) -> tuple[list[float], list[float]]:
+    weights = [min(max(math.exp(log_ratio(case, i, t)), 0.5), 1.3) for i, t in each(case)]
+    slopes = [-w * case["advantage"][i] for w, (i, _) in zip(weights, each(case), strict=True)]
+    return [s * case["new"][i][t] for s, (i, t) in zip(slopes, each(case), strict=True)], slopes
+
+
+def by_cpgd(case: Case) -> tuple[list[float], list[float]]:
+    losses, slopes = [], []
+    for i, t in each(case):
+        x, advantage = log_ratio(case, i, t), case["advantage"][i]
+        bounded = min(max(x, math.log(0.8)), math.log(1.2))
+        clipped = bounded * advantage < x * advantage
+        losses.append(-min(x * advantage, bounded * advantage) + 0.1 * (math.exp(x) - 1 - x))
+        slopes.append((0.0 if clipped else -advantage) + 0.1 * (math.exp(x) - 1))
+    return losses, slopes
+
+
+def by_reinforce(case: Case) -> tuple[list[float], list[float]]:
+    slopes = [-case["advantage"][i] for i, _ in each(case)]
+    return [s * case["new"][i][t] for s, (i, t) in zip(slopes, each(case), strict=True)], slopes
+
+
+KINDS: list[tuple[Callable[..., Loss], dict[str, Any], Reference]] = [
+    (gspo, {"clip": 0.1, "clip_high": 0.2}, by_gspo),
+    (cispo, {"clip": 0.5, "clip_high": 0.3}, by_cispo),
+    (cpgd, {"clip": 0.2, "drift": 0.1}, by_cpgd),
+    (reinforce, {}, by_reinforce),
+]
+NAMES = [kind[0].__name__ for kind in KINDS]
+
+
+@pytest.mark.parametrize(("loss", "constants", "reference"), KINDS, ids=NAMES)
+@settings(max_examples=60, deadline=None)
+@given(case=cases())
+def test_as_the_reference_says(
+    loss: Callable[..., Loss], constants: dict[str, Any], reference: Reference, case: Case
+) -> None:
+    new = flat(case["new"]).requires_grad_()
+    got = loss(tokens_of(case, new), **constants).per_token
+    got.sum().backward()
+    want, slopes = reference(case)
+    np.testing.assert_allclose(got.detach().numpy(), want, rtol=1e-9, atol=1e-12)
+    assert new.grad is not None
+    # At a kink, where ratio and bound are equal, either slope is right.
+    close = np.isclose(new.grad.numpy(), slopes, rtol=1e-9, atol=1e-12)
+    assert close.all() or all(
+        abs(log_ratio(case, i, t)) in KINKS for (i, t), c in zip(each(case), close, strict=True) if not c
+    )
+
+
+KINKS = {math.log(1.2), -math.log(0.8), math.log(1.3), -math.log(0.9), -math.log(0.5)}
+
+
+@pytest.mark.parametrize(("loss", "constants", "reference"), KINDS, ids=NAMES)
+@BUSY
+@given(case=cases(limit=1e4))
+def test_always_finite(loss: Callable[..., Loss], constants: dict[str, Any], reference: Reference, case: Case) -> None:
+    for dtype in (torch.float32, torch.float64):
+        new = flat(case["new"]).to(dtype).requires_grad_()
+        made = loss(tokens_of(case, new), **constants, kl=0.1, entropy=0.01)
+        made.per_token.sum().backward()
+        assert new.grad is not None
+        for values in (made.per_token, new.grad, *made.metrics.values()):
+            assert values.isfinite().all()
+
+
+@pytest.mark.parametrize("loss", [gspo, cispo, cpgd, reinforce])
+@BUSY
+@given(case=cases())
+def test_on_policy_all_of_them_have_the_gradient_of_the_policy(loss: Callable[..., Loss], case: Case) -> None:
+    grads = []
+    for one in (loss, policy):
+        new = flat(case["new"]).requires_grad_()
+        tokens = tokens_of({**case, "old": case["new"]}, new)
+        one(tokens).per_token.sum().backward()
+        assert new.grad is not None
+        grads.append(new.grad)
+    assert torch.allclose(grads[0], grads[1], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("loss", [gspo, cispo, cpgd, reinforce])
+@BUSY
+@given(case=cases(), bonus=st.floats(-0.1, 0.1), kl=st.sampled_from([0.0, 0.2]))
+def test_divergence_and_entropy_come_on_top(loss: Callable[..., Loss], case: Case, bonus: float, kl: float) -> None:
+    plain, more = loss(tokens_of(case)), loss(tokens_of(case), kl=kl, kl_kind="k2", entropy=bonus)
+    x = flat(case["new"]) - flat(case["ref"])
+    want = plain.per_token + kl * x * x / 2 - bonus * flat(case["entropy"])
+    assert torch.allclose(more.per_token, want, rtol=1e-10, atol=1e-12)
+    assert ("actor/kl" in more.metrics) == (kl > 0)
+
+
+def test_a_response_far_off_pulls_no_harder_under_cpgd() -> None:
+    near, far = one(0.1, -1.0), one(5.0, -1.0)
+    slopes = []
+    for case in (near, far):
+        new = flat(case["new"]).requires_grad_()
+        cpgd(tokens_of(case, new), drift=0.0).per_token.sum().backward()
+        assert new.grad is not None
+        slopes.append(float(new.grad[0]))
+    assert slopes == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("loss", [gspo, cispo, cpgd])
+def test_a_negative_bound_is_refused(loss: Callable[..., Loss]) -> None:
+    case = one(0.0, 1.0)
+    with pytest.raises(ConfigError, match=r"clip = -0\.1"):
+        loss(tokens_of(case), clip=-0.1)
+    with pytest.raises(ConfigError, match="kl = -1"):
+        loss(tokens_of(case), kl=-1)
