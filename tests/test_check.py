@@ -216,7 +216,7 @@ def test_what_does_not_hold_is_told_in_one_line(
         (["algo.mini_batches=0"], "", "algo.mini_batches: 0; a step has 1 or more"),
         (["algo.epochs=many"], "", "algo.epochs: 'many'; a step has 1 or more"),
         (["algo.cilp=0.1"], "", "algo: flow 'grpo' has no constant 'cilp'; did you mean 'clip'?"),
-        (["flow=gpro"], "", "flow: there is no built-in flow 'gpro'; did you mean 'grpo'?"),
+        (["flow=grpoo"], "", "flow: there is no built-in flow 'grpoo'; did you mean 'grpo'?"),
         ([], "model", "'model' is missing; the flow 'grpo' needs one: `model: "),
         ([], "reward", "'reward' is missing; the flow 'grpo' needs one: `reward: file.py:function`"),
         (["data.rename={prompt: question}"], "", "the data has no column 'prompt'"),

@@ -9,6 +9,7 @@ import numpy as np
 from distflow.config import REWARD, Config
 from distflow.data.rows import Rows
 from distflow.data.view import View
+from distflow.engine.actor import find_loss
 from distflow.errors import ConfigError
 from distflow.plan import Plan
 from distflow.plan.units import human_bytes
@@ -34,9 +35,7 @@ def check(config: Config) -> Iterator[str]:
         first = yield from _model(config, plan, rows, held_out)
     for n in plan.flow.nodes:
         if isinstance(n.params.get("loss"), str):
-            from distflow.flow.call import load
-
-            load(n.params["loss"], f"node '{n.id}': loss", config.base)
+            find_loss(n.params["loss"], f"node '{n.id}': loss", config.base)
     if config.reward and config.cast["reward"].call == REWARD:
         yield from _reward(config, first)
 

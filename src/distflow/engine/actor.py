@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from distflow.engine.setup import Setup
+from distflow.flow.call import load
 from distflow.flow.trace import node
 
 if TYPE_CHECKING:
@@ -68,6 +69,11 @@ class Actor:
         log-probs of the rollout are the old ones.
         """
         self.policy.update(batch, ctx, loss, aggregate, mini_batches, epochs, constants)
+
+
+def find_loss(name: str, where: str, base: "Path") -> Any:
+    """A built-in one by its name, any other as `package.module:name` or `file.py:name`."""
+    return load(name if ":" in name else f"distflow.algo.losses:{name}", where, base)
 
 
 class Reference:

@@ -17,6 +17,7 @@ from distflow.data.balance import Ints
 from distflow.data.batch import Batch, Ragged
 from distflow.data.exchange import Collective
 from distflow.engine import parallel
+from distflow.engine.actor import find_loss
 from distflow.engine.model import DTYPES, Source, kv_bytes
 from distflow.engine.rollout import Completions, Rollout
 from distflow.engine.sampling import Sampling
@@ -25,7 +26,6 @@ from distflow.engine.text import Text, ragged
 from distflow.engine.trainer import Recipe, Trainer
 from distflow.engine.weights import HandOver, Held, slices
 from distflow.errors import ConfigError
-from distflow.flow.call import load
 from distflow.observe.metrics import Tally
 from distflow.plan.layout import Layout
 from distflow.worker import Context
@@ -105,7 +105,7 @@ class Policy:
         if mini_batches * epochs > 1 and "old_logprobs" not in batch and "rollout_logprobs" in batch:
             batch = Batch(batch.ids, batch.groups, {**batch.columns, "old_logprobs": batch["rollout_logprobs"]})
         recipe = Recipe(
-            load(loss if ":" in loss else f"distflow.algo.losses:{loss}", "actor.update: loss", self.config.base),
+            find_loss(loss, "actor.update: loss", self.config.base),
             constants,
             aggregate,
             self.config.rollout.max_tokens,
