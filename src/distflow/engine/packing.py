@@ -107,11 +107,11 @@ class _Rows:
     """Where the tokens of each sample with a response are: those of its prompt, and those of its response."""
 
     def __init__(self, prompts: Ragged, responses: Ragged) -> None:
-        self.live = np.flatnonzero(responses.lengths)
-        self.prompts, self.responses = prompts.select(self.live), responses.select(self.live)
+        live = np.flatnonzero(responses.lengths)
+        self.prompts, self.responses = prompts.select(live), responses.select(live)
         self.p, self.r = self.prompts.lengths, self.responses.lengths - 1
         _, first, same = np.unique(prompt_ids(self.prompts), return_index=True, return_inverse=True)
-        self.brings = np.zeros(len(self.live), bool)  # its prompt is there for the first time
+        self.brings = np.zeros(len(live), bool)  # its prompt is there for the first time
         self.brings[first] = True
         sizes = np.where(self.brings, self.p, 0) + self.r
         self.count = int(sizes.sum())

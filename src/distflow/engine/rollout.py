@@ -48,7 +48,7 @@ class Rollout:
         agree: Agree = lambda tokens: tokens,
         device: torch.device | None = None,
     ) -> None:
-        self.model, self.bytes_per_token, self.agree = model, bytes_per_token, agree
+        self.bytes_per_token, self.agree = bytes_per_token, agree
         self.device = device or torch.device("cpu")
         self.cache_bytes, self.max_sequences = cache_bytes, max_sequences
         self._forward = forward_of(model)

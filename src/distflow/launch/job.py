@@ -39,9 +39,11 @@ class Job:
         board.doing(-1, "load models")
         self.players = {role: self._player(role) for role in _roles(self.plans, rank)}
         self.data = self._coordinator(plan, Loader(self.rows, config.data.batch, config.repeat, config.seed))
-        shown = Progress(config.run_folder, self.steps, self.skipped, self.skipped_count) if rank == 0 else None
-        self.progress = shown
-        self.metrics = Metrics(self.network.group(self.network.everybody) if plan.workers > 1 else None, shown)
+        self.progress = None
+        if rank == 0:
+            self.progress = Progress(config.run_folder, self.steps, self.skipped, self.skipped_count)
+        group = self.network.group(self.network.everybody) if plan.workers > 1 else None
+        self.metrics = Metrics(group, self.progress)
 
     def run(self) -> None:
         evaluation = self._evaluation()
@@ -97,7 +99,7 @@ class Job:
     def _player(self, role: str) -> Any:
         config, net = self.config, self.network
         extra: dict[str, Any] = {}
-        if takes_setup(config.player(role)):
+        if _takes_setup(config.player(role)):
             layouts = _layouts(self.plans, role)
             extra["setup"] = Setup(
                 role, self.rank, config, self.steps, layouts, net.meshes, net.groups, net.device, self.source
@@ -107,7 +109,7 @@ class Job:
     def _model_layouts(self) -> list[Layout]:
         """Of the roles that ask for their setup."""
         roles = {n.role for p in self.plans for n in p.flow.nodes if n.method}
-        wanted = [r for r in sorted(roles) if takes_setup(self.config.player(r))]
+        wanted = [r for r in sorted(roles) if _takes_setup(self.config.player(r))]
         return list(dict.fromkeys(layout for r in wanted for layout in _layouts(self.plans, r).values()))
 
     def _coordinator(self, plan: Plan, loader: Loader) -> Coordinator:
@@ -159,5 +161,5 @@ def _layouts(plans: list[Plan], role: str) -> dict[str, Layout]:
     }
 
 
-def takes_setup(player: Any) -> bool:
+def _takes_setup(player: Any) -> bool:
     return "setup" in inspect.signature(player).parameters
