@@ -6,10 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from distflow.config import REWARD, Config
+from distflow.config import MODELS, REWARD, Config
 from distflow.data.rows import Rows
 from distflow.data.view import View
-from distflow.engine.actor import find_loss
+from distflow.engine.roles import find_loss
 from distflow.errors import ConfigError
 from distflow.plan import Plan
 from distflow.plan.units import human_bytes
@@ -36,7 +36,7 @@ def check(config: Config) -> Iterator[str]:
     for n in plan.flow.nodes:
         if isinstance(n.params.get("loss"), str):
             find_loss(n.params["loss"], f"node '{n.id}': loss", config.base)
-    if config.reward and config.cast["reward"].call == REWARD:
+    if config.reward and "reward" in config.cast and config.cast["reward"].call == REWARD:
         yield from _reward(config, first)
 
 
@@ -53,7 +53,7 @@ def _model(config: Config, plan: Plan, rows: View, held_out: View | None) -> Gen
     skeleton = source.skeleton()
     count = sum(p.numel() for p in skeleton.parameters())
     yield f"model     {source.name}: {source.config.model_type}, {count:,} parameters, {len(source.tokenizer)} tokens"
-    layouts = {n.id: plan.partition_of(n.id).layout for n in plan.flow.nodes if n.role in ("actor", "reference")}
+    layouts = {n.id: plan.partition_of(n.id).layout for n in plan.flow.nodes if n.role in MODELS}
     for node, layout in layouts.items():
         styles(skeleton, layout.tp, f"placement of {node}")
     text = Text(source, prompt_limit(config, source))

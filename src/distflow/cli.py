@@ -51,6 +51,7 @@ def _parser() -> argparse.ArgumentParser:
     export.add_argument("run", type=Path, metavar="RUN", help="the folder of a run")
     export.add_argument("out", type=Path, metavar="OUT", help="a directory that is new or empty")
     export.add_argument("--step", type=int, metavar="N", help="the weights after this step, instead of the newest")
+    export.add_argument("--role", metavar="ROLE", help="another model of the run than the actor, such as critic")
     return parser
 
 
@@ -109,7 +110,7 @@ def _eval(args: argparse.Namespace) -> int:
 def _export(args: argparse.Namespace) -> int:
     from distflow.checkpoint import export
 
-    print(f"wrote {export(args.run, args.out, args.step)}")
+    print(f"wrote {export(args.run, args.out, args.step, args.role)}")
     return 0
 
 

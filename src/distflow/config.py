@@ -18,6 +18,7 @@ from distflow.flow.graph import SOURCE
 from distflow.flows import BUILT_IN
 from distflow.plan import Load, Place, Placement, Plan, Workload, plan
 from distflow.sections import (
+    CriticConfig,
     DataConfig,
     EvalConfig,
     ModelConfig,
@@ -34,7 +35,8 @@ if TYPE_CHECKING:
     from distflow.data.view import View
 
 # Who plays a role of a built-in flow, unless the config says otherwise.
-ACTOR, REFERENCE = "distflow.engine.actor:Actor", "distflow.engine.actor:Reference"
+MODELS = {"actor": "Actor", "reference": "Reference", "critic": "Critic", "reward_model": "RewardModel"}
+ROLES = "distflow.engine.roles"
 REWARD = "distflow.reward.reward:Reward"
 
 
@@ -49,6 +51,7 @@ class Config(Section):
     model: ModelConfig | None = None
     rollout: RolloutConfig = RolloutConfig()
     train: TrainConfig = TrainConfig()
+    critic: CriticConfig = CriticConfig()
     reward: RewardConfig | None = None
     eval: EvalConfig | None = None
     workers: int | None = Field(None, gt=0)
@@ -98,9 +101,15 @@ class Config(Section):
         """Role → who plays it: as the config says, or what comes with DistFlow for the sections that are given."""
         own: dict[str, RoleConfig] = {}
         if self.model is not None:
-            own |= {"actor": RoleConfig(call=ACTOR), "reference": RoleConfig(call=REFERENCE)}
-        if self.reward is not None:
-            args = self.reward.model_dump() | {"base": self.base, "log": self.run_folder / "rewards.log"}
+            own |= {role: RoleConfig(call=f"{ROLES}:{name}") for role, name in MODELS.items()}
+        if self.reward is not None and self.reward.model is not None:
+            given = self.reward.model.model_dump()
+            own["reward"] = RoleConfig(call=f"{ROLES}:RewardModel", args={"model": given})
+        elif self.reward is not None:
+            args = self.reward.model_dump(exclude={"model"}) | {
+                "base": self.base,
+                "log": self.run_folder / "rewards.log",
+            }
             own["reward"] = RoleConfig(call=REWARD, args=args)
         return own | self.roles
 

@@ -78,6 +78,11 @@ class ModelConfig(Section):
         return self
 
 
+def _path(value: Any) -> Any:
+    """A model may be given by its path alone."""
+    return {"path": value} if isinstance(value, str) else value
+
+
 class RolloutConfig(Section):
     """How responses are drawn."""
 
@@ -107,6 +112,18 @@ class TrainConfig(Section):
     recompute: bool = False  # activations in the backward pass, instead of keeping them
 
 
+class CriticConfig(TrainConfig):
+    """The critic's own optimiser, and where it starts from."""
+
+    lr: float = Field(1e-5, ge=0)
+    model: ModelConfig | None = None  # default: the model of the config
+
+    @field_validator("model", mode="before")
+    @classmethod
+    def _path_alone(cls, value: Any) -> Any:
+        return _path(value)
+
+
 class RewardFunction(Section):
     call: str
     weight: float = 1.0
@@ -114,9 +131,10 @@ class RewardFunction(Section):
 
 
 class RewardConfig(Section):
-    """Functions with verl's or TRL's signature, run in processes of their own that can be killed."""
+    """Functions with verl's or TRL's signature, run in processes of their own that can be killed; or a `model`."""
 
-    functions: list[RewardFunction] = Field(min_length=1)
+    functions: list[RewardFunction] = []
+    model: ModelConfig | None = None  # one with a single number for a head
     processes: int = Field(1, gt=0)  # of each worker
     time_limit_s: float = Field(30.0, gt=0)  # for a sample
     on_failure: Literal["error"] | float = "error"  # or the score of a sample for which a function fails
@@ -127,6 +145,19 @@ class RewardConfig(Section):
     def _short(cls, value: Any) -> Any:
         many = value if isinstance(value, list) else [value]
         return [{"call": v} if isinstance(v, str) else v for v in many]
+
+    @field_validator("model", mode="before")
+    @classmethod
+    def _path_alone(cls, value: Any) -> Any:
+        return _path(value)
+
+    @model_validator(mode="after")
+    def _one_of_two(self) -> "RewardConfig":
+        if bool(self.functions) == bool(self.model):
+            raise ValueError(
+                "give one of `functions` (file.py:function) and `model` (a directory, or a name on the hub)"
+            )
+        return self
 
     @field_validator("on_failure", mode="before")
     @classmethod

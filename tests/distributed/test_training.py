@@ -94,6 +94,7 @@ def trainer(case: Case, rank: int, folder: Path, config: TrainConfig) -> Trainer
     if rank not in layout.ranks:
         return None
     return Trainer(
+        "actor",
         source(case.arch, folder),
         layout,
         mesh,
@@ -155,12 +156,14 @@ def learn(rank: int, case: Case, folder: Path) -> tuple[Parts, list[Any]] | None
     for _ in range(2):
         made.update(batch, batch.groups * 2 // 5, recipe(2, 2), 8, Tally())
     assert made.updates == 8
-    logprobs = made.logprobs(batch)[0]
+    logprobs = made.ask(batch)
     if case.dp == case.tp == 2:
         weights = {spec.name: p.detach() for spec, p in made.named}
         kept, origin = folder / f"{case.arch}-run" / "checkpoints", source(case.arch, folder)
         for step in (3, 7):
-            checkpoint.save(kept, step, weights, origin, torch.distributed.group.WORLD)
+            making = checkpoint.begin(kept, step, rank == 0)
+            checkpoint.save_model(making / "actor", weights, origin, torch.distributed.group.WORLD)
+            checkpoint.commit(kept, step, rank == 0)
     values = [made.parts()[spec.name] for spec, _ in made.named]
     return in_parts(made, rank, values), [row.numpy() for row in logprobs]
 

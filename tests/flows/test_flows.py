@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from distflow.algo import losses
-from distflow.engine.actor import Actor, Reference
+from distflow.engine.roles import Actor, Reference
 from distflow.flow import Flow, FlowFunction
 from distflow.flow.call import load
 from distflow.flows import BUILT_IN

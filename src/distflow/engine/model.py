@@ -4,10 +4,11 @@ and weights; the weights are read in parts, so that a worker never holds more th
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from copy import copy
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from safetensors import safe_open
@@ -16,6 +17,7 @@ from transformers import (
     CONFIG_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
     AutoTokenizer,
     PreTrainedConfig,
     PreTrainedModel,
@@ -29,6 +31,8 @@ from distflow.sections import ModelConfig
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 Read = Callable[[str, tuple[slice, ...]], Tensor]
+Kind = Literal["words", "values"]  # what a model gives for a token: log-probs of a vocabulary, or one number
+HEAD = "score.weight"  # of a model that gives one number
 
 
 @dataclass(frozen=True)
@@ -41,11 +45,27 @@ class Source:
     folder: Path | None = None  # where the weights are; None: drawn at random, from `seed`
     seed: int = 0
     remote_code: bool = False
+    kind: Kind = "words"
+
+    def of_values(self) -> "Source":
+        """The same model with one number for a head; where it never had such a head, that number is 0 at first."""
+        config = copy(self.config)
+        config.num_labels = 1
+        return replace(self, config=config, kind="values")
+
+    @property
+    def has_head(self) -> bool:
+        """Whether it comes with a head for values."""
+        return self.folder is not None and HEAD in self._files
+
+    @property
+    def _class(self) -> Any:
+        return AutoModelForCausalLM if self.kind == "words" else AutoModelForSequenceClassification
 
     def skeleton(self) -> PreTrainedModel:
         """The model without memory for its parameters."""
         with _parameters_on_meta():
-            model = AutoModelForCausalLM.from_config(
+            model = self._class.from_config(
                 self.config, attn_implementation=attention.NAME, dtype=torch.float32, trust_remote_code=self.remote_code
             )
         if not getattr(model, "_supports_attention_backend", False):
@@ -58,6 +78,10 @@ class Source:
     def reader(self, names: Sequence[str]) -> Read:
         """A function that reads a part of a parameter, by its name in the skeleton."""
         files = self._files if self.folder else {}
+        if self.kind == "values" and HEAD not in files:
+            rest = replace(self, kind="words").reader([n for n in names if n != HEAD])
+            head = torch.zeros(1, self.config.get_text_config().hidden_size)
+            return lambda name, part: head[part] if name == HEAD else rest(name, part)
         if files and all(n in files for n in names):
             opened = {f: safe_open(f, "pt") for f in set(files.values())}
             return lambda name, part: opened[files[name]].get_slice(name)[part]

@@ -15,19 +15,19 @@ from distflow.engine.attention import Spread
 PROMPT, RESPONSE, ROLLOUT = "prompt_tokens", "response_tokens", "rollout_logprobs"
 
 
-def micro_batches(batch: Batch, index: Ints, budget: int) -> list[Ints]:
+def micro_batches(batch: Batch, index: Ints, budget: int, together: bool = False) -> list[Ints]:
     """These samples, at most `budget` tokens together; a sample longer than that is alone. Largest first.
 
-    Samples of one prompt stay together where they can.
+    Samples of one prompt stay together where they can; `together`: those of one group always.
     """
     shared = batch[PROMPT].lengths[index]
     own = np.maximum(batch[RESPONSE].lengths[index] - 1, 0)
-    prompt = prompt_ids(batch[PROMPT].select(index))
+    prompt = batch.groups[index] if together else prompt_ids(batch[PROMPT].select(index))
     pieces: list[list[int]] = []  # samples of one prompt
     sizes: list[int] = []
     last = -1
     for i in np.lexsort((-own, prompt)).tolist():
-        if prompt[i] == last and sizes[-1] + own[i] <= budget:
+        if prompt[i] == last and (together or sizes[-1] + own[i] <= budget):
             pieces[-1].append(i)
             sizes[-1] += int(own[i])
         else:

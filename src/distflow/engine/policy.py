@@ -10,15 +10,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from distflow import checkpoint
 from distflow.algo.aggregate import Mode
+from distflow.checkpoint import save_model
 from distflow.config import Config
 from distflow.data.balance import Ints
 from distflow.data.batch import Batch, Ragged
 from distflow.data.exchange import Collective
 from distflow.engine import parallel
-from distflow.engine.actor import find_loss
 from distflow.engine.model import DTYPES, Source, kv_bytes
+from distflow.engine.roles import find_loss
 from distflow.engine.rollout import Completions, Rollout
 from distflow.engine.sampling import Sampling
 from distflow.engine.setup import Setup
@@ -28,6 +28,7 @@ from distflow.engine.weights import HandOver, Held, slices
 from distflow.errors import ConfigError
 from distflow.observe.metrics import Tally
 from distflow.plan.layout import Layout
+from distflow.sections import TrainConfig
 from distflow.worker import Context
 
 _HELD_OUT = 0x5EED  # evaluation draws its own noise
@@ -36,13 +37,14 @@ _HELD_OUT = 0x5EED  # evaluation draws its own noise
 class Policy:
     def __init__(self, setup: Setup) -> None:
         self.setup, self.config = setup, setup.config
-        source = _source(setup)
+        source = source_of(setup)
         self.text = Text(source, prompt_limit(setup.config, source))
-        trains = _one_layout(setup, ("update", "logprobs"))
+        trains = one_layout(setup, ("update", "update_pairs", "logprobs"))
         generates = setup.layouts.get("generate")
         self.trainer = None
         if trains and setup.rank in trains.ranks:
-            self.trainer = _trainer(setup, source, trains, learns="update" in setup.layouts)
+            learns = not {"update", "update_pairs"}.isdisjoint(setup.layouts)
+            self.trainer = trainer_of(setup, source, trains, setup.config.train if learns else None)
         self.generator = None
         if generates and setup.rank in generates.ranks:
             self.generator = Generator(setup, source, generates)
@@ -57,11 +59,9 @@ class Policy:
             specs = (self.trainer or self.generator).specs  # type: ignore[union-attr]
             self.transfer = HandOver(specs, Held(trains, True), Held(generates, False), setup.rank, dtype)
 
-    def save(self, folder: Path, step: int) -> None:
+    def save(self, folder: Path) -> None:
         if self.trainer and self.trainer.config:
-            group = self.setup.groups[self.trainer.layout]
-            weights = {spec.name: p.detach() for spec, p in self.trainer.named}
-            checkpoint.save(folder, step, weights, _source(self.setup), group)
+            save_trainer(self.setup, self.trainer, source_of(self.setup), folder)
 
     def hand_over(self) -> Iterator[Collective]:
         if self.transfer:
@@ -89,32 +89,42 @@ class Policy:
 
     def logprobs(self, batch: Batch) -> Ragged:
         assert self.trainer is not None
-        return self.trainer.logprobs(batch)[0]
+        return self.trainer.ask(batch)
 
-    def update(
-        self,
-        batch: Batch,
-        ctx: Context,
-        loss: str,
-        aggregate: Mode,
-        mini_batches: int,
-        epochs: int,
-        constants: Mapping[str, Any],
-    ) -> None:
+    def update(self, batch: Batch, ctx: Context, how: Mapping[str, Any], together: bool = False) -> None:
         assert self.trainer is not None
-        if mini_batches * epochs > 1 and "old_logprobs" not in batch and "rollout_logprobs" in batch:
-            batch = Batch(batch.ids, batch.groups, {**batch.columns, "old_logprobs": batch["rollout_logprobs"]})
-        recipe = Recipe(
-            find_loss(loss, "actor.update: loss", self.config.base),
-            constants,
-            aggregate,
-            self.config.rollout.max_tokens,
-            mini_batches,
-            epochs,
-        )
-        place = batch.groups - ctx.step * self.config.data.batch  # of a prompt among those of the step
-        total = self.setup.steps * mini_batches * epochs
-        self.trainer.update(batch, place * mini_batches // self.config.data.batch, recipe, total, ctx.metrics)
+        several = how.get("mini_batches", 1) * how.get("epochs", 1) > 1
+        if several and "old_logprobs" not in batch and "rollout_logprobs" in batch:
+            batch = with_column(batch, "old_logprobs", batch["rollout_logprobs"])
+        update(self.setup, self.trainer, batch, ctx, together, **how)
+
+
+def update(
+    setup: Setup,
+    trainer: Trainer,
+    batch: Batch,
+    ctx: Context,
+    together: bool = False,
+    *,
+    loss: str,
+    aggregate: Mode = "token-mean",
+    mini_batches: int = 1,
+    epochs: int = 1,
+    **constants: Any,
+) -> None:
+    """An update as a flow asks for it. `together`: the loss compares the samples of a prompt, called a `pair`."""
+    config = setup.config
+    if together:
+        batch = with_column(batch, "pair", torch.from_numpy(batch.groups))
+    found = find_loss(loss, f"{setup.role}.update: loss", config.base)
+    recipe = Recipe(found, constants, aggregate, config.rollout.max_tokens, mini_batches, epochs, together)
+    place = batch.groups - ctx.step * config.data.batch  # of a prompt among those of the step
+    total = setup.steps * mini_batches * epochs
+    trainer.update(batch, place * mini_batches // config.data.batch, recipe, total, ctx.metrics)
+
+
+def with_column(batch: Batch, name: str, column: Any) -> Batch:
+    return Batch(batch.ids, batch.groups, {**batch.columns, name: column})
 
 
 class Generator:
@@ -191,9 +201,9 @@ class Generator:
 
 def frozen(setup: Setup) -> Trainer:
     """A model that is only asked for log-probs."""
-    layout = _one_layout(setup, ("logprobs",))
+    layout = one_layout(setup, ("logprobs",))
     assert layout is not None
-    return _trainer(setup, _source(setup), layout, learns=False)
+    return trainer_of(setup, source_of(setup), layout, None)
 
 
 def prompt_limit(config: Config, source: Source) -> int:
@@ -207,15 +217,16 @@ def prompt_limit(config: Config, source: Source) -> int:
     return min(config.data.max_prompt or room, room)
 
 
-def _source(setup: Setup) -> Source:
+def source_of(setup: Setup) -> Source:
     if setup.source is None:
         raise ConfigError(f"role '{setup.role}' needs a model; say which: `model: name-or-directory`")
     return setup.source
 
 
-def _trainer(setup: Setup, source: Source, layout: Layout, learns: bool) -> Trainer:
-    train = setup.config.train
+def trainer_of(setup: Setup, source: Source, layout: Layout, learns: TrainConfig | None) -> Trainer:
+    train = learns or setup.config.train
     return Trainer(
+        setup.role,
         source,
         layout,
         setup.meshes[layout],
@@ -223,12 +234,18 @@ def _trainer(setup: Setup, source: Source, layout: Layout, learns: bool) -> Trai
         setup.config.rollout.temperature or 1.0,
         train.micro_tokens,
         train.dtype,
-        train if learns else None,
-        train.recompute and learns,
+        learns,
+        train.recompute and learns is not None,
     )
 
 
-def _one_layout(setup: Setup, methods: tuple[str, ...]) -> Layout | None:
+def save_trainer(setup: Setup, trainer: Trainer, source: Source, folder: Path) -> None:
+    """The weights of a model, each worker its part."""
+    weights = {spec.name: p.detach() for spec, p in trainer.named}
+    save_model(folder, weights, source, setup.groups[trainer.layout])
+
+
+def one_layout(setup: Setup, methods: tuple[str, ...]) -> Layout | None:
     """Nodes that share a model run in one place."""
     found = {m: setup.layouts[m] for m in methods if m in setup.layouts}
     if len(set(found.values())) > 1:

@@ -3,11 +3,12 @@
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import GenerationConfig
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from distflow.data.batch import Ragged
+from distflow.data.batch import Batch, Ragged
 from distflow.engine.model import Source
 from distflow.errors import ConfigError, DataError
 
@@ -61,6 +62,13 @@ class Text:
             "prompt_tokens": ragged([self.encode(p) for p in prompts]),
             "response_tokens": ragged(answers),
         }
+
+    def encode_preferences(self, batch: Batch) -> dict[str, Any]:
+        """Of the two samples of a prompt the first has the response `chosen` (+1), the other one `rejected` (−1)."""
+        first = batch.ids == 2 * batch.groups
+        answers = [batch["chosen" if one else "rejected"][i] for i, one in enumerate(first.tolist())]
+        preferred = torch.from_numpy(np.where(first, 1.0, -1.0).astype(np.float32))
+        return {**self.encode_pairs(batch["prompt"], answers), "preferred": preferred}
 
     def decode(self, tokens: Ragged) -> list[str]:
         return self.tokenizer.batch_decode([t.tolist() for t in tokens], skip_special_tokens=True)

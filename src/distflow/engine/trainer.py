@@ -1,4 +1,4 @@
-"""The training engine: a model sharded over its layout, its optimiser, log-probs and updates."""
+"""The training engine: a model sharded over its layout, its optimiser, what it says of tokens, and updates."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -20,7 +20,7 @@ from distflow.data.batch import Batch, Ragged
 from distflow.engine import parallel
 from distflow.engine.attention import Packed
 from distflow.engine.logprobs import token_logprobs
-from distflow.engine.model import DTYPES, Source
+from distflow.engine.model import DTYPES, Kind, Source
 from distflow.engine.packing import RESPONSE, ROLLOUT, Pack, micro_batches, nothing, pack
 from distflow.engine.schedule import learning_rate
 from distflow.engine.weights import Held, slices
@@ -29,30 +29,45 @@ from distflow.plan.layout import Layout
 from distflow.sections import TrainConfig
 
 
-class Scorer(nn.Module):
-    """What FSDP wraps: the model, called for log-probs of chosen tokens. Its logits never leave it."""
+class _Reader(nn.Module):
+    """What FSDP wraps: a model, asked about the tokens of responses."""
 
     def __init__(self, lm: Any) -> None:
         super().__init__()
         self.lm = lm
-        config = lm.config.get_text_config()
-        self.softcap: float | None = getattr(config, "final_logit_softcapping", None)
 
-    def forward(self, pack: Pack, temperature: float) -> tuple[Tensor, Tensor]:
-        """Log-probs and entropy [responses]."""
+    def _hidden(self, pack: Pack) -> Tensor:
+        """[responses, hidden]: of the row before each response token."""
         hidden = self.lm.base_model(
             input_ids=pack.tokens[None],
             position_ids=pack.positions[None],
             use_cache=False,
             distflow=Packed(pack.lengths, pack.spread),
         ).last_hidden_state[0]
-        head = self.lm.get_output_embeddings()
         # A pack without a response still passes through all layers, so that everybody takes part in the collectives.
-        keep = pack.keep if len(pack.keep) else pack.keep.new_zeros(1)
-        targets = pack.targets if len(pack.keep) else keep
-        hidden = hidden.index_select(0, keep)
-        logprobs, entropy = token_logprobs(hidden, head.weight, head.bias, targets, temperature, self.softcap)
-        return logprobs, entropy
+        return hidden.index_select(0, pack.keep if len(pack.keep) else pack.keep.new_zeros(1))  # type: ignore[no-any-return]
+
+
+class Scorer(_Reader):
+    """Of a language model: log-prob and entropy of each token. The logits never leave it."""
+
+    def forward(self, pack: Pack, temperature: float) -> tuple[Tensor, ...]:
+        hidden = self._hidden(pack)
+        head = self.lm.get_output_embeddings()
+        targets = pack.targets if len(pack.targets) else pack.targets.new_zeros(1)
+        softcap: float | None = getattr(self.lm.config.get_text_config(), "final_logit_softcapping", None)
+        return token_logprobs(hidden, head.weight, head.bias, targets, temperature, softcap)
+
+
+class Valuer(_Reader):
+    """Of a model with one number for a head: the value of what stands before each token."""
+
+    def forward(self, pack: Pack, temperature: float) -> tuple[Tensor, ...]:
+        hidden = self._hidden(pack)
+        return (self.lm.score(hidden).squeeze(-1).float(),)
+
+
+READERS: dict[Kind, type[_Reader]] = {"words": Scorer, "values": Valuer}
 
 
 @dataclass(frozen=True)
@@ -65,13 +80,18 @@ class Recipe:
     horizon: int
     mini_batches: int = 1
     epochs: int = 1
+    together: bool = False  # samples of one prompt are in one micro-batch: the loss compares them
 
 
 class Trainer:
-    """One rank's part of a model that `layout` trains, or only asks (`config` None). Parameters are float32 shards."""
+    """One rank's part of a model that `layout` trains, or only asks (`config` None). Parameters are float32 shards.
+
+    `name` is what its metrics begin with.
+    """
 
     def __init__(
         self,
+        name: str,
         source: Source,
         layout: Layout,
         mesh: DeviceMesh,
@@ -82,6 +102,7 @@ class Trainer:
         config: TrainConfig | None,
         recompute: bool = False,
     ) -> None:
+        self.name = name
         self.layout, self.mesh, self.config = layout, mesh, config
         self.device = torch.device(mesh.device_type)
         self.temperature, self.micro_tokens = temperature, micro_tokens
@@ -95,7 +116,7 @@ class Trainer:
         if recompute:
             lm.gradient_checkpointing_enable({"use_reentrant": False})
             lm.train()
-        self.model = Scorer(lm)
+        self.model = READERS[source.kind](lm)
         if config is None:
             self.model.requires_grad_(False)
         parallel.shard(self.model, lm, mesh, DTYPES[compute])
@@ -131,25 +152,25 @@ class Trainer:
                 parallel.local(p).copy_(read(spec.name, slices(self.held.box(spec, rank))))
 
     @torch.no_grad()
-    def logprobs(self, batch: Batch) -> tuple[Ragged, Ragged]:
-        """Of every response token, and the entropy there."""
+    def ask(self, batch: Batch) -> Ragged:
+        """What the model says of every response token: its log-prob, or a value."""
         lengths = batch[RESPONSE].lengths
         starts = np.cumsum(lengths) - lengths
-        results = [torch.empty(int(lengths.sum())) for _ in range(2)]
+        result = torch.empty(int(lengths.sum()))
         micros, _ = self._agree(batch, [np.arange(len(batch))])[0]
         for index in micros:
             packed = self._pack(batch, index)
             count = len(packed.targets)  # a pack without a response gives a value all the same
-            for whole, values in zip(results, self.model(packed, self.temperature), strict=True):
-                for i, part in zip(packed.index, values[:count].cpu().split(packed.responses.tolist()), strict=True):
-                    whole[starts[i] : starts[i] + len(part)] = part
+            values = self.model(packed, self.temperature)[0][:count].cpu()
+            for i, part in zip(packed.index, values.split(packed.responses.tolist()), strict=True):
+                result[starts[i] : starts[i] + len(part)] = part
         self.model.reshard()  # type: ignore[operator]
-        return Ragged.packed(results[0], lengths), Ragged.packed(results[1], lengths)
+        return Ragged.packed(result, lengths)
 
     def update(self, batch: Batch, mini_of: Ints, recipe: Recipe, total_updates: int, tally: Tally) -> None:
         """Optimiser steps on the samples of each mini-batch (`mini_of`), `epochs` times over."""
         minis = [np.flatnonzero(mini_of == m) for m in range(recipe.mini_batches)]
-        agreed = self._agree(batch, minis)
+        agreed = self._agree(batch, minis, recipe.together)
         for epoch in range(recipe.epochs):
             for k, (micros, counts) in enumerate(agreed):
                 fresh = epoch == k == 0  # the weights are still those that generated
@@ -160,10 +181,12 @@ class Trainer:
     def _pack(self, batch: Batch, index: Ints) -> Pack:
         return (pack(batch, index) if len(index) else nothing()).to(self.device)
 
-    def _agree(self, batch: Batch, minis: list[Ints]) -> list[tuple[list[Ints], tuple[int, int]]]:
+    def _agree(
+        self, batch: Batch, minis: list[Ints], together: bool = False
+    ) -> list[tuple[list[Ints], tuple[int, int]]]:
         """Micro-batches of each mini-batch, as many on every rank, and its tokens and samples over all ranks."""
         responses = batch[RESPONSE].lengths
-        micros = [micro_batches(batch, m, self.micro_tokens) for m in minis]
+        micros = [micro_batches(batch, m, self.micro_tokens, together) for m in minis]
         sums = torch.tensor([[int(responses[m].sum()), int((responses[m] > 0).sum())] for m in minis])
         most = torch.tensor([max(1, len(parts)) for parts in micros])
         if self.dp > 1:
@@ -179,24 +202,25 @@ class Trainer:
     def _accumulate(self, batch: Batch, index: Ints, counts: Counts, recipe: Recipe, fresh: bool, tally: Tally) -> None:
         """Add the gradient of some samples."""
         packed = self._pack(batch, index)
-        logprobs, entropy = self.model(packed, self.temperature)
+        said, *more = self.model(packed, self.temperature)
         count = len(packed.targets)
         if not count:
-            (0.0 * logprobs.sum()).backward()
+            (0.0 * said.sum()).backward()
             return
-        tokens = Tokens(logprobs, packed.responses, packed.per_token, packed.per_sample, entropy)
+        entropy = more[0] if more else None
+        tokens = Tokens(said, packed.responses, packed.per_token, packed.per_sample, entropy)
         loss = recipe.loss(tokens, **recipe.constants)
-        weights = token_weights(recipe.mode, packed.responses, counts).to(logprobs.device)
+        weights = token_weights(recipe.mode, packed.responses, counts).to(said.device)
         total = (weights * loss.per_token).sum()
         (total * self.dp).backward()  # FSDP takes the mean over ranks, and the weights are already global
         for name, values in loss.metrics.items():
             tally.log(name, float(values.mean()), count)
-        if "actor/entropy" not in loss.metrics:
-            tally.log("actor/entropy", float(entropy.detach().mean()), count)
+        if entropy is not None and f"{self.name}/entropy" not in loss.metrics:
+            tally.log(f"{self.name}/entropy", float(entropy.detach().mean()), count)
         if self.lead:
-            tally.log("actor/loss", float(total.detach()), reduce="sum")
+            tally.log(f"{self.name}/loss", float(total.detach()), reduce="sum")
         if fresh and ROLLOUT in packed.per_token:
-            theirs, ours = packed.per_token[ROLLOUT], logprobs.detach()
+            theirs, ours = packed.per_token[ROLLOUT], said.detach()
             tally.log("rollout/mismatch_kl", float(kl("k3", theirs, ours).mean()), count)
             tally.log("rollout/mismatch_max", float((theirs - ours).abs().max()), reduce="max")
 
@@ -205,9 +229,9 @@ class Trainer:
         assert self.optimizer is not None
         parallel.sum_shared_grads(self.model.lm, self.cut, self.mesh)
         norm = float(parallel.grad_norm(self.named, self.mesh))
-        tally.log("actor/grad_norm", norm)
+        tally.log(f"{self.name}/grad_norm", norm)
         lr = learning_rate(self.config, self.updates, total_updates)
-        tally.log("actor/lr", lr)
+        tally.log(f"{self.name}/lr", lr)
         if math.isfinite(norm):
             for (_, p), shard in zip(self.named, self.shards, strict=True):
                 shard.grad = None if p.grad is None else parallel.local(p.grad)
@@ -218,6 +242,6 @@ class Trainer:
                 group["lr"] = lr
             self.optimizer.step()
         else:
-            tally.log("actor/skipped_updates", 1 / len(self.layout.ranks), reduce="sum")
+            tally.log(f"{self.name}/skipped_updates", 1 / len(self.layout.ranks), reduce="sum")
         self.updates += 1
         self.model.zero_grad()

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import torch.distributed as dist
 
+from distflow import checkpoint
 from distflow.config import Config
 from distflow.data.coordinator import Coordinator
 from distflow.data.loader import Loader
@@ -58,9 +59,8 @@ class Job:
             worker = self._worker(self.plan, self.data)
             drive(worker.steps(0, self.steps, self._end_of_step, *([evaluation] if evaluation else [])))
         self.board.doing(self.steps, "finish")
-        for player in self.players.values():
-            if self.steps and hasattr(player, "save"):
-                player.save(self.config.run_folder / "checkpoints", self.steps)
+        if self.steps:
+            self._save(self.steps)
         with self.board.waiting(self.network.everybody):
             self.metrics.wait(0)
             dist.barrier()
@@ -74,6 +74,16 @@ class Job:
         if self.progress:
             self.progress.close()
         dist.destroy_process_group()
+
+    def _save(self, step: int) -> None:
+        """What the roles have learned; what is there under its final name is complete."""
+        folder = self.config.run_folder / "checkpoints"
+        with self.board.waiting(self.network.everybody):
+            making = checkpoint.begin(folder, step, self.rank == 0)
+            for role, player in self.players.items():
+                if hasattr(player, "save"):
+                    player.save(making / role)
+            checkpoint.commit(folder, step, self.rank == 0)
 
     def _open_model(self) -> Any:
         """The model that the config names, if it does; prompts that it could not take are found now."""

@@ -1,0 +1,100 @@
+"""Models with one number for a head: the critic, which tells it of every token, and the reward model, of the last."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from distflow.data.batch import Batch, Ragged
+from distflow.engine.model import Source, open_model
+from distflow.engine.policy import one_layout, prompt_limit, save_trainer, source_of, trainer_of, update, with_column
+from distflow.engine.setup import Setup
+from distflow.engine.text import Text
+from distflow.errors import ConfigError
+from distflow.sections import ModelConfig, TrainConfig
+from distflow.worker import Context
+
+RESPONSE = "response_tokens"
+
+
+class ValueModel:
+    """One rank's part of it; `learns` None: it is only asked."""
+
+    def __init__(self, setup: Setup, source: Source, methods: tuple[str, ...], learns: TrainConfig | None) -> None:
+        self.setup, self.source = setup, source
+        layout = one_layout(setup, methods)
+        assert layout is not None
+        self.trainer = trainer_of(setup, source, layout, learns)
+
+    def save(self, folder: Path) -> None:
+        if self.trainer.config:
+            save_trainer(self.setup, self.trainer, self.source, folder)
+
+    def update(self, batch: Batch, ctx: Context, how: Mapping[str, Any]) -> None:
+        update(self.setup, self.trainer, batch, ctx, **how)
+
+
+class Judge(ValueModel):
+    """Scores whole responses. The last token is read, too, so it is followed by one that nobody looks at."""
+
+    def __init__(self, setup: Setup, source: Source, learns: TrainConfig | None) -> None:
+        super().__init__(setup, source, ("score", "update_pairs"), learns)
+        self.text = Text(source, prompt_limit(setup.config, source))
+
+    def score(self, batch: Batch, ctx: Context) -> Tensor:
+        values = self.trainer.ask(_one_more(batch))
+        score = torch.stack([v[-1] for v in values]) if len(batch) else torch.zeros(0)
+        if len(batch):
+            ctx.metrics.log("reward/mean", float(score.mean()), len(batch))
+            ctx.metrics.log("reward/min", float(score.min()), reduce="min")
+            ctx.metrics.log("reward/max", float(score.max()), reduce="max")
+        return score
+
+    def update_pairs(self, batch: Batch, ctx: Context, how: Mapping[str, Any]) -> None:
+        update(self.setup, self.trainer, _one_more(batch), ctx, together=True, **how)
+
+
+def critic(setup: Setup) -> ValueModel:
+    config = setup.config
+    source = _open(setup, config.critic.model) if config.critic.model else source_of(setup)
+    learns = config.critic if "update" in setup.layouts else None
+    return ValueModel(setup, source.of_values(), ("values", "update"), learns)
+
+
+def reward_model(setup: Setup, model: Mapping[str, Any] | None) -> Judge:
+    source = _open(setup, ModelConfig(**model)) if model else source_of(setup)
+    learns = setup.config.train if "update_pairs" in setup.layouts else None
+    if learns is None and not source.has_head:
+        raise ConfigError(
+            f"role '{setup.role}': '{source.name}' is no reward model, it has no head that gives one number;"
+            " train one with `flow: reward_model`, or give a sequence-classification model with one label"
+        )
+    return Judge(setup, source.of_values(), learns)
+
+
+def _open(setup: Setup, given: ModelConfig) -> Source:
+    """Another model than the config's; it reads the same tokens."""
+    if given.path is None:
+        raise ConfigError(f"role '{setup.role}': its model is given by `path`; only the main one is made on the spot")
+    source = open_model(given, lambda: iter(()), setup.config.base, setup.config.seed)
+    main = setup.source
+    if main is not None and source.tokenizer.get_vocab() != main.tokenizer.get_vocab():
+        raise ConfigError(
+            f"role '{setup.role}': '{source.name}' has another vocabulary than '{main.name}', and reads its tokens;"
+            " give a model of the same family, or write a node that encodes the text anew"
+        )
+    return source
+
+
+def _one_more(batch: Batch) -> Batch:
+    """Every response followed by a token, whose place tells of all that stands before it."""
+    responses: Ragged = batch[RESPONSE]
+    lengths = responses.lengths + 1
+    values = torch.zeros(int(lengths.sum()), dtype=responses.dtype)
+    own = np.ones(len(values), bool)
+    own[np.cumsum(lengths) - 1] = False
+    values[torch.from_numpy(own)] = responses.joined()
+    return with_column(batch, RESPONSE, Ragged.packed(values, lengths))
