@@ -82,10 +82,19 @@ def same(a: Any, b: Any) -> bool:
 
 
 def check_and_write(
-    batch: Batch, ctx: Context, node: str, writes: list[str], whole: bool, repeat: int
+    batch: Batch,
+    ctx: Context,
+    node: str,
+    writes: list[str],
+    whole: bool,
+    repeat: int,
+    chosen: list[list[int]] | None = None,
 ) -> dict[str, Column]:
-    """The function of every node of a random graph."""
+    """The function of every node of a random graph. `chosen`: the prompts of each step, where that was refilled."""
     assert len(batch) > 0
+    if chosen:
+        assert ctx.groups.tolist() == chosen[ctx.step]
+        assert set(batch.groups.tolist()) <= set(chosen[ctx.step])
     assert list(batch.ids) == sorted(set(batch.ids.tolist()))
     assert (batch.groups == batch.ids // repeat).all()
     for name, col in batch.columns.items():
@@ -124,14 +133,35 @@ def expected(name: str, sample: int, repeat: int) -> Any:
     return value(name, int(permute(np.array([at]), ROWS, 0, epoch)[0]))
 
 
+def chosen_prompts(flag: str, repeat: int, wanted: int, rounds: int, steps: int) -> list[list[int]]:
+    """The prompts of each step when those are replaced of which a sample is refused: one after the other."""
+    found, position = [], 0
+    for _ in range(steps):
+        good: list[int] = []
+        others: list[int] = []
+        at = position
+        while len(good) < wanted and at < position + wanted * rounds:
+            keep = all(value(flag, at * repeat + j) for j in range(repeat))
+            (good if keep else others).append(at)
+            at += 1
+        found.append(sorted(good + others[: wanted - len(good)]))
+        position = at
+    return found
+
+
 def random_plan(rng: random.Random, workers: int) -> Plan:
     """Fan-out, joins, diamonds; overlapping and disjoint groups; dp × tp mixes that change along the way."""
     nodes: list[Node] = []
     fields: list[str] = list(Source.names)
     repeat = rng.choice([1, 1, 2, 3])
-    for i in range(rng.randint(1, 8)):
+    count = rng.randint(1, 8)
+    refills = rng.randrange(count) if rng.random() < 0.25 else None
+    for i in range(count):
         reads = tuple(rng.sample(fields, rng.randint(0, min(4, len(fields)))))
         writes = tuple(f"f{i}{j}.{rng.choice(KINDS).replace(' ', '_')}" for j in range(rng.randint(0, 3)))
+        refill = rng.randint(1, 4) if i == refills else 0
+        if refill:
+            writes = (f"f{i}0.flag",)
         whole = rng.random() < 0.25
         nodes.append(
             Node(
@@ -143,6 +173,7 @@ def random_plan(rng: random.Random, workers: int) -> Plan:
                 whole_batch=rng.random() < 0.1,
                 balance=rng.choice(reads) if reads and rng.random() < 0.3 else None,
                 params={"node": f"n{i}", "writes": list(writes), "whole": whole, "repeat": repeat},
+                refill=refill,
                 fn=check_and_write,
             )
         )
@@ -164,4 +195,9 @@ def random_plan(rng: random.Random, workers: int) -> Plan:
     cells = [sizes[p.group] // p.tp for p in (*places.values(), default)]
     prompts = math.lcm(*cells) * rng.randint(1, 2)
     flow = Flow("random", Source.names, tuple(nodes))
+    if flow.refill:
+        chosen = chosen_prompts(flow.refill.writes[0], repeat, prompts, flow.refill.refill, 2)
+        for n in nodes:
+            if n.id not in flow.drawn:
+                n.params["chosen"] = chosen  # type: ignore[index]
     return plan(flow, Placement(workers, groups, default, nodes=places), Workload(prompts, repeat))

@@ -43,7 +43,9 @@ def check_random_plan(rng: random.Random, workers: int) -> None:
                 handled[name.removeprefix("samples/")] += int(total)
     for task in plan.tasks:
         if isinstance(task, Run):  # each replica handles each of its samples once
-            assert handled[task.node] == steps * plan.samples * task.partition.layout.tp
+            once = steps * plan.samples * task.partition.layout.tp
+            drawn = task.node in plan.flow.drawn
+            assert handled[task.node] >= once if drawn else handled[task.node] == once
 
 
 CASES = {"rng": st.randoms(use_true_random=False), "workers": st.sampled_from([1, 2, 2, 3, 4, 4, 6, 8])}

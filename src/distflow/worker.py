@@ -4,13 +4,14 @@ import functools
 import inspect
 import resource
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
+from distflow.data.balance import Ints
 from distflow.data.batch import Batch, Column, Ragged
 from distflow.data.comm import lost, reason
 from distflow.data.coordinator import Coordinator
@@ -19,7 +20,7 @@ from distflow.errors import DistflowError, NodeError, PeerLostError
 from distflow.flow.graph import Node
 from distflow.observe.metrics import Tally
 from distflow.plan.layout import Layout, format_ranks
-from distflow.plan.tasks import Free, Load, Move, Plan, Run, Weights
+from distflow.plan.tasks import Free, Load, Move, Plan, Refill, Run, Task, Weights
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,7 @@ class Context:
     seed: int
     metrics: Tally
     folder: Path  # of the run
+    groups: Ints  # of all prompts of the step, ascending
 
     @property
     def lead(self) -> bool:
@@ -80,7 +82,24 @@ class Worker:
     def walk(self, step: int, tally: Tally, now: int | None = None) -> Generator[Collective, Tensor, None]:
         """The chain once, on the samples of `step`; `now` is the step of the run, where that is another."""
         now = step if now is None else now
-        for task in self.chain:
+        took: dict[str, float] = {}
+        first, refill, rest = _sections(self.chain)
+        if refill:
+            self.data.begin(refill)
+            full = False
+            while not full:
+                yield from self._do(first, step, now, tally, took)
+                self.doing(now, refill.name)
+                full = yield from self.data.refill(step, refill)
+            tally.sampling(self.data.drawn)
+        yield from self._do(rest, step, now, tally, took)
+        for name, seconds in took.items():
+            tally.time(name, seconds)
+
+    def _do(
+        self, tasks: Iterable[Task], step: int, now: int, tally: Tally, took: dict[str, float]
+    ) -> Generator[Collective, Tensor, None]:
+        for task in tasks:
             start = time.perf_counter()
             self.doing(now, task.name)
             match task:
@@ -96,13 +115,15 @@ class Worker:
                     self.data.free(step, task)
             if not isinstance(task, Free):
                 name = "move" if isinstance(task, Move) else task.name.replace(" ", "_")
-                tally.time(name, time.perf_counter() - start)
+                took[name] = took.get(name, 0.0) + time.perf_counter() - start
 
     def run_node(self, step: int, now: int, task: Run, tally: Tally) -> None:
         node, fn = self.plan.flow.node(task.node), self.functions[task.node]
         batch = self.data.inputs(step, task)
         before = {f: _version(c) for f, c in batch.columns.items()}
-        context = Context(now, self.rank, self.plan.workers, task.partition.layout, self.seed, tally, self.folder)
+        metrics = tally.under(node.prefix) if node.prefix else tally
+        layout, groups = task.partition.layout, self.data.groups(step)
+        context = Context(now, self.rank, self.plan.workers, layout, self.seed, metrics, self.folder, groups)
         try:
             result = fn(batch, context)
             _check_unchanged(node, batch, before)
@@ -115,6 +136,14 @@ class Worker:
             raise NodeError(f"{where}: {what}") from e
 
 
+def _sections(chain: tuple[Task, ...]) -> tuple[tuple[Task, ...], Refill | None, tuple[Task, ...]]:
+    """What is run again until the step is full, and what comes after it."""
+    for i, task in enumerate(chain):
+        if isinstance(task, Refill):
+            return chain[:i], task, chain[i + 1 :]
+    return (), None, chain
+
+
 def _bind(node: Node, players: Mapping[str, Any]) -> Callable[[Batch, Context], Any]:
     """The node's function as called here: with its object, its constants, and the context if it asks for it."""
     assert node.fn is not None
@@ -123,7 +152,12 @@ def _bind(node: Node, players: Mapping[str, Any]) -> Callable[[Batch, Context], 
 
     def call(batch: Batch, context: Context) -> Any:
         extra = {"ctx": context} if wants_context else {}
-        return fn(batch, **node.params, **extra)
+        if not node.prefix:
+            return fn(batch, **node.params, **extra)
+        shown = Batch(batch.ids, batch.groups, {node.shown(f): c for f, c in batch.columns.items()})
+        result = fn(shown, **node.params, **extra)
+        result = result.columns if isinstance(result, Batch) else result
+        return {node.prefix + f: c for f, c in result.items()} if isinstance(result, Mapping) else result
 
     return call
 

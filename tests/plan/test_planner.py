@@ -11,7 +11,21 @@ import pytest
 from cases import random_plan
 from distflow.errors import PlacementError
 from distflow.flow import Flow, Node
-from distflow.plan import Free, Layout, Load, Move, Partition, Place, Placement, Plan, Run, Weights, Workload, plan
+from distflow.plan import (
+    Free,
+    Layout,
+    Load,
+    Move,
+    Partition,
+    Place,
+    Placement,
+    Plan,
+    Refill,
+    Run,
+    Weights,
+    Workload,
+    plan,
+)
 
 ROOT = Path(__file__).parents[2]
 PLANS = [random_plan(random.Random(seed), workers=seed % 8 + 1) for seed in range(200)]
@@ -52,7 +66,7 @@ def test_every_task_stands_in_the_chains_of_all_its_ranks_and_of_no_other() -> N
         for t in p.tasks:
             if isinstance(t, Move):
                 assert set(t.ranks) == {*t.src.layout.ranks, *t.dst.layout.ranks}
-            elif not isinstance(t, Weights):
+            elif not isinstance(t, Weights | Refill):
                 assert t.ranks == t.partition.layout.ranks
             assert {r for r in range(p.workers) if id(t) in chains[r]} == set(t.ranks)
 
@@ -79,7 +93,7 @@ def test_every_read_is_satisfied_at_its_place_and_every_field_is_freed_once_afte
         held: set[tuple[str, str]] = set()
         freed: set[tuple[str, str]] = set()
         ran: set[str] = set()
-        latest: Load | Move | Run | None = None
+        latest: Load | Move | Run | Refill | None = None
         for t in p.tasks:
             match t:
                 case Load():
@@ -94,11 +108,21 @@ def test_every_read_is_satisfied_at_its_place_and_every_field_is_freed_once_afte
                     assert t.partition is p.partition_of(n.id)
                     assert t.reads == n.reads
                     assert {(t.partition.id, f) for f in n.reads} <= held
-                    assert t.writes == tuple(f for f in n.writes if p.flow.readers[f]), "keeps what nobody reads"
+                    assert n.refill or t.writes == tuple(f for f in n.writes if p.flow.readers[f]), (
+                        "keeps what nobody reads"
+                    )
                     assert ran.issuperset(p.flow.parents(n))
                     assert n.id not in ran
                     ran.add(n.id)
                     held |= {(t.partition.id, f) for f in t.writes}
+                case Refill():
+                    assert t.taken() <= held
+                    held -= t.taken()
+                    freed |= t.taken()
+                    held |= {(dst.id, f) for _, dst, fields in t.carried for f in fields}
+                    latest = t
+                    assert held == {(dst.id, f) for _, dst, fields in t.carried for f in fields}, "left behind"
+                    continue
                 case Free():
                     gone = {(t.partition.id, f) for f in t.fields}
                     assert latest is not None

@@ -113,6 +113,18 @@ def select(column: Column, index: Ints) -> Column:
     return [column[i] for i in index]
 
 
+def join(columns: Sequence[Column]) -> Column:
+    """One column after the other, in memory of its own."""
+    first = columns[0]
+    if isinstance(first, Ragged):
+        rows = [c for c in columns if isinstance(c, Ragged)]
+        values = torch.cat([c.joined().reshape(-1) for c in rows])
+        return Ragged.packed(values, np.concatenate([c.lengths for c in rows]), first.trail)
+    if isinstance(first, Tensor):
+        return torch.cat([c for c in columns if isinstance(c, Tensor)])
+    return [value for c in columns for value in c]
+
+
 def as_column(value: Any, samples: int, where: str) -> Column:
     """What a node wrote, as a column of `samples` values; `where` names node and field in errors."""
     if isinstance(value, np.ndarray):

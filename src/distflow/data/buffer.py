@@ -25,6 +25,13 @@ class Buffer:
     def get(self, key: Key) -> Column:
         return self._columns[key]
 
+    def pop(self, key: Key) -> Column:
+        """The last reader takes it along."""
+        return self._columns.pop(key)
+
+    def drop(self, key: Key) -> None:
+        self._columns.pop(key, None)
+
     def free(self, step: int, partition: str, fields: tuple[str, ...]) -> None:
         dead = [self._columns.pop(Key(step, partition, f)) for f in fields]
         # Unmapping large memory takes milliseconds: the last reference is dropped in the background.

@@ -9,13 +9,14 @@ import torch
 from torch import Tensor
 
 from distflow.data.balance import Ints
-from distflow.data.batch import Batch, Column, Ragged, as_column, own_copy, stride_of
+from distflow.data.batch import Batch, Column, Ragged, as_column, join, own_copy, select, stride_of
 from distflow.data.buffer import Buffer, Key
-from distflow.data.exchange import Collective, Slabs, exchange
+from distflow.data.draw import Draw, Drawn
+from distflow.data.exchange import AllGather, Collective, Slabs, exchange
 from distflow.data.loader import Loader
 from distflow.data.routes import contiguous
 from distflow.errors import DataError, suggest
-from distflow.plan.tasks import Free, Load, Move, Partition, Plan, Run
+from distflow.plan.tasks import Free, Load, Move, Partition, Plan, Refill, Run
 
 
 @dataclass
@@ -38,15 +39,22 @@ class Coordinator:
         self.traffic = Traffic()
         self._slots: dict[tuple[int, str], Ints] = {}  # (step, partition) → the slots this rank has there
         self._moved: set[Key] = set()  # columns that came by a move, not from a node here
+        self.position = 0  # in the stream of prompts, where the next step begins, if the plan has a refill
+        self._draw: Draw | None = None  # while prompts are being drawn
+        self.drawn: Drawn | None = None  # the prompts of the step, afterwards
+        self._stash: dict[str, list[tuple[Ints, dict[str, Column]]]] = {}  # partition → what the rounds have brought
 
     def load(self, step: int, task: Load) -> None:
         """Take what was loaded behind the last step, and start loading the next one."""
         layout = task.partition.layout
         cell = layout.cell_of(self.rank)
         assert cell is not None
-        ids, columns = self.loader.load(step, cell, layout.dp)
-        self.loader.prefetch(step + 1, cell, layout.dp)
-        self._slots[step, task.partition.id] = ids - self.loader.first_id(step)
+        if self._draw:
+            ids, columns = self.loader.draw(self._draw.position, self._draw.count, cell, layout.dp)
+        else:
+            ids, columns = self.loader.load(step, cell, layout.dp)
+            self.loader.prefetch(step + 1, cell, layout.dp)
+        self._slots[step, task.partition.id] = ids - self.groups(step)[0] * self.plan.repeat
         for f in task.fields:
             self.buffer.put(Key(step, task.partition.id, f), as_column(columns[f], len(ids), f"data column '{f}'"))
 
@@ -58,7 +66,8 @@ class Coordinator:
         wanted = None
         if not task.deals and dst.layout.cell_of(self.rank) is not None:
             wanted = self.slots(step, dst)
-        moved = yield from exchange(self.rank, task, self.plan.samples, self.plan.repeat, held, wanted, self.slabs)
+        samples = len(self.groups(step)) * self.plan.repeat
+        moved = yield from exchange(self.rank, task, samples, self.plan.repeat, held, wanted, self.slabs)
         self.traffic.sent += moved.sent
         self.traffic.received += moved.received
         self.traffic.local += moved.kept
@@ -72,7 +81,8 @@ class Coordinator:
 
     def inputs(self, step: int, task: Run) -> Batch:
         """What a node reads. Tensors are shared with other readers and must not be changed; objects are its own."""
-        ids = self.slots(step, task.partition) + self.loader.first_id(step)
+        groups, place = np.divmod(self.slots(step, task.partition), self.plan.repeat)
+        ids = self.groups(step)[groups] * self.plan.repeat + place
         columns: dict[str, Column] = {}
         for f in task.reads:
             key = Key(step, task.partition.id, f)
@@ -107,6 +117,7 @@ class Coordinator:
         if left:
             raise DataError(f"step {step} is over, but these fields were never freed: {left}")
         self._slots = {k: v for k, v in self._slots.items() if k[0] != step}
+        self.drawn = None
         traffic, self.traffic = self.traffic, Traffic()
         return traffic
 
@@ -114,12 +125,85 @@ class Coordinator:
         """The slots this rank has in a partition; one that nothing was moved to is dealt in contiguous runs."""
         key = step, partition.id
         if key not in self._slots:
-            cells = contiguous(self.plan.samples, partition.layout.dp)
+            cells = contiguous(len(self.groups(step)) * self.plan.repeat, partition.layout.dp)
             self._slots[key] = np.flatnonzero(cells == partition.layout.cell_of(self.rank))
         return self._slots[key]
 
+    def groups(self, step: int) -> Ints:
+        """The prompts of a step, ascending; while prompts are drawn, those of the present round."""
+        if self.drawn:
+            return self.drawn.positions
+        first, count = step * self.loader.prompts, self.loader.prompts
+        if self._draw:
+            first, count = self._draw.position, self._draw.count
+        return np.arange(first, first + count, dtype=np.int64)
+
+    def begin(self, task: Refill) -> None:
+        """Before the first round of a step."""
+        self._draw = Draw(self.position, self.loader.prompts, task.rounds, task.unit)
+
+    def refill(self, step: int, task: Refill) -> Generator[Collective, Tensor, bool]:
+        """Keep what a round has brought; False if there has to be another one."""
+        assert self._draw is not None
+        keep = yield from self._keep(step, task)
+        prompts = self.groups(step)
+        full = self._draw.add(keep)
+        for src, _, fields in task.carried:
+            if src.layout.cell_of(self.rank) is not None:
+                groups, place = np.divmod(self.slots(step, src), self.plan.repeat)
+                columns = {f: self.buffer.pop(Key(step, src.id, f)) for f in fields}
+                rounds = self._stash.setdefault(src.id, [])
+                rounds.append((prompts[groups] * self.plan.repeat + place, columns))
+                useful = self._draw.useful()
+                self._stash[src.id] = [_only(part, useful, self.plan.repeat) for part in rounds]
+        self.buffer.drop(Key(step, task.partition.id, task.field))  # if nobody has it who reads it later
+        self._slots = {k: v for k, v in self._slots.items() if k[0] != step}
+        self._moved.clear()
+        if full:
+            self.drawn, self._draw = self._draw.result(), None
+            self.position = self.drawn.next
+            for src, dst, fields in task.carried:
+                if src.layout.cell_of(self.rank) is not None:
+                    self._put_together(step, dst, fields, self._stash.pop(src.id))
+        return full
+
+    def _keep(self, step: int, task: Refill) -> Generator[Collective, Tensor, Any]:
+        """Of every prompt of the round, whether all of its samples are to be kept."""
+        layout, samples = task.partition.layout, len(self.groups(step)) * self.plan.repeat
+        told = torch.full((-(-samples // layout.dp),), -1, dtype=torch.int32)
+        if layout.cell_of(self.rank) is not None:
+            column = self.buffer.get(Key(step, task.partition.id, task.field))
+            if isinstance(column, Ragged) or len(torch.as_tensor(column).shape) != 1:
+                raise DataError(f"node '{task.node}': field '{task.field}' is not one truth value per sample")
+            slots = torch.from_numpy(self.slots(step, task.partition))
+            told[: len(slots)] = 2 * slots + torch.as_tensor(column).bool()
+        everybody = (yield AllGather(task.ranks, told)).cpu().flatten()
+        known = everybody[everybody >= 0].numpy()
+        keep = np.ones(samples, bool)
+        keep[known // 2] = known % 2
+        return keep.reshape(-1, self.plan.repeat).all(1)
+
+    def _put_together(
+        self, step: int, into: Partition, fields: tuple[str, ...], rounds: list[tuple[Ints, dict[str, Column]]]
+    ) -> None:
+        ids = np.concatenate([ids for ids, _ in rounds])
+        order = np.argsort(ids)
+        groups, place = np.divmod(ids[order], self.plan.repeat)
+        self._slots[step, into.id] = np.searchsorted(self.groups(step), groups) * self.plan.repeat + place
+        for f in fields:
+            self.buffer.put(Key(step, into.id, f), select(join([columns[f] for _, columns in rounds]), order))
+
     def close(self) -> None:
         self.buffer.close()
+
+
+def _only(part: tuple[Ints, dict[str, Column]], prompts: Ints, repeat: int) -> tuple[Ints, dict[str, Column]]:
+    """What belongs to these prompts; the memory of the rest is given back."""
+    ids, columns = part
+    index = np.flatnonzero(np.isin(ids // repeat, prompts))
+    if len(index) == len(ids):
+        return part
+    return ids[index], {f: join([select(c, index)]) for f, c in columns.items()}
 
 
 def size_of(column: Column) -> int:

@@ -107,8 +107,12 @@ def exchange(
     weights = sizes
     if move.dst.balance in move.fields and strips:
         weights = strips[move.fields.index(move.dst.balance)].lengths
-    gathered = yield AllGather(move.ranks, _header(rank, move, samples, held, weights, sizes, wanted, where))
-    owner, new, size, cell_imbalance = _agree(gathered.cpu().numpy(), move, samples, group)
+    share = _share(samples, move.src.layout)
+    if move.src.uneven:  # then who has most has to be asked
+        counts = yield AllGather(move.ranks, torch.tensor([0 if held is None else len(held[0])], dtype=torch.int32))
+        share = math.ceil(int(counts.max()) / move.src.layout.tp)
+    gathered = yield AllGather(move.ranks, _header(rank, move, share, samples, held, weights, sizes, wanted, where))
+    owner, new, size, cell_imbalance = _agree(gathered.cpu().numpy(), move, share, samples, group)
 
     mine = route(rank, move.src.layout, move.dst.layout, owner, new)
 
@@ -146,6 +150,7 @@ def _segments(slots: Sequence[Ints], sizes: Sequence[int]) -> Segments:
 def _header(
     rank: int,
     move: Move,
+    share: int,
     samples: int,
     held: tuple[Ints, Mapping[str, Column]] | None,
     weights: Ints,
@@ -156,7 +161,7 @@ def _header(
     """This rank's share of what everybody must know, int32: slot, weight, bytes of each sample of its cell, and, where
     the target is dealt already, the slots it takes. Replicas share the telling."""
     src, dst = move.src.layout, move.dst.layout
-    told = np.full((_share(samples, src), 3), -1, np.int32)
+    told = np.full((share, 3), -1, np.int32)
     if held is not None:
         part = slice(_replica(rank, src) * len(told), (_replica(rank, src) + 1) * len(told))
         rows = np.stack([held[0], weights, sizes], axis=1)[part]
@@ -174,12 +179,11 @@ def _header(
     return torch.from_numpy(np.concatenate([told.reshape(-1), takes]))
 
 
-def _agree(heads: Any, move: Move, samples: int, group: int) -> tuple[Ints, Ints, Ints, float | None]:
+def _agree(heads: Any, move: Move, share: int, samples: int, group: int) -> tuple[Ints, Ints, Ints, float | None]:
     """From everybody's header: old cell, new cell and bytes of every slot; and how even the new cells are."""
     src, dst = move.src.layout, move.dst.layout
     at = {r: i for i, r in enumerate(move.ranks)}
-    share = 3 * _share(samples, src)
-    told = heads[[at[r] for r in src.ranks], :share].reshape(-1, 3).astype(np.int64)
+    told = heads[[at[r] for r in src.ranks], : 3 * share].reshape(-1, 3).astype(np.int64)
     cell = np.repeat(np.arange(src.dp), len(told) // src.dp)
     real = told[:, 0] >= 0
     slot, weight, size = told[real].T
@@ -189,7 +193,7 @@ def _agree(heads: Any, move: Move, samples: int, group: int) -> tuple[Ints, Ints
     if move.deals:
         new = deal(owner, src, dst, weights, group if move.dst.whole else 1, move.dst.balance is not None)
         return owner, new, sizes, imbalance(new, weights, dst.dp)
-    takes = heads[[at[r] for r in dst.ranks], share:].reshape(-1).astype(np.int64)
+    takes = heads[[at[r] for r in dst.ranks], 3 * share :].reshape(-1).astype(np.int64)
     cell = np.repeat(np.arange(dst.dp), len(takes) // dst.dp)
     return owner, _scatter(samples, takes[takes >= 0], cell[takes >= 0]), sizes, None
 

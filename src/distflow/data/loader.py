@@ -32,10 +32,6 @@ class Loader:
         self.rows, self.prompts, self.repeat, self.seed = rows, prompts, repeat, seed
         self._ahead: tuple[tuple[int, int, int], Future[_Loaded]] | None = None
 
-    def first_id(self, step: int) -> int:
-        """The smallest sample id of a step; the ids of all its samples follow without a gap."""
-        return step * self.prompts * self.repeat
-
     def epoch_of(self, step: int) -> int:
         """The epoch in which a step begins; it may end in a later one."""
         return step * self.prompts // len(self.rows)
@@ -70,13 +66,17 @@ class Loader:
         Thread(target=fill, name=f"prefetch step {step}", daemon=True).start()  # daemon: never holds up the exit
 
     def _load(self, step: int, cell: int, cells: int) -> _Loaded:
-        share, rest = divmod(self.prompts, cells)
+        return self.draw(step * self.prompts, self.prompts, cell, cells)
+
+    def draw(self, position: int, prompts: int, cell: int, cells: int) -> _Loaded:
+        """The share of `cell` of any stretch of the stream."""
+        share, rest = divmod(prompts, cells)
         if rest:
             fits = " or ".join(str(k * cells) for k in (share, share + 1) if k)
-            raise DataError(f"{self.prompts} prompts per step do not divide by {cells} workers; make it {fits}")
+            raise DataError(f"{prompts} prompts per step do not divide by {cells} workers; make it {fits}")
         if not 0 <= cell < cells:
             raise IndexError(f"cell {cell} of {cells}")
-        first = step * self.prompts + cell * share
+        first = position + cell * share
         rows = [self.rows[i] for i in self._order(first, share)]
         ids = np.arange(first * self.repeat, (first + share) * self.repeat, dtype=np.int64)
         return ids, {name: [row[name] for row in rows for _ in range(self.repeat)] for name in self.rows.names}

@@ -118,9 +118,9 @@ def update(
         batch = with_column(batch, "pair", torch.from_numpy(batch.groups))
     found = find_loss(loss, f"{setup.role}.update: loss", config.base)
     recipe = Recipe(found, constants, aggregate, config.rollout.max_tokens, mini_batches, epochs, together)
-    place = batch.groups - ctx.step * config.data.batch  # of a prompt among those of the step
+    place = np.searchsorted(ctx.groups, batch.groups)  # of a prompt among those of the step
     total = setup.steps * mini_batches * epochs
-    trainer.update(batch, place * mini_batches // config.data.batch, recipe, total, ctx.metrics)
+    trainer.update(batch, place * mini_batches // len(ctx.groups), recipe, total, ctx.metrics)
 
 
 def with_column(batch: Batch, name: str, column: Any) -> Batch:

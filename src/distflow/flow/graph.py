@@ -32,6 +32,8 @@ class Node:
     balance: str | None = None  # deal samples so that the lengths of this field even out
     hand_over: bool = False  # its role's newest weights are brought to it first
     whole_batch: bool = False  # all samples of a step must be together: each of the node's ranks has them all
+    refill: int = 0  # prompts it refuses are replaced, by at most so many times the batch; see `node`
+    prefix: str = ""  # what the fields it writes begin with; those it reads it sees without
     method: bool = False  # `fn` is a method of the object that plays the role
     fn: Callable[..., Any] | None = field(default=None, compare=False, repr=False)
 
@@ -49,11 +51,23 @@ class Node:
             raise FlowError(f"node '{SOURCE}': this id is taken by the loader; choose another")
         if self.type not in NODE_TYPES:
             raise FlowError(f"node '{self.id}': unknown type '{self.type}'{suggest(self.type, NODE_TYPES)}")
+        shown = [self.shown(f) for f in self.reads]
+        for f in shown:
+            if shown.count(f) > 1:
+                raise FlowError(
+                    f"node '{self.id}': reads '{f}' and '{self.prefix}{f}', which its prefix makes one; read one"
+                )
+        if self.refill and len(self.writes) != 1:
+            raise FlowError(f"node '{self.id}': refills the batch, so it writes one field: which samples to keep")
         if self.balance is not None and self.balance not in self.reads:
             raise FlowError(
                 f"node '{self.id}': balance names field '{self.balance}', which the node does not read"
                 f"{suggest(self.balance, self.reads)}"
             )
+
+    def shown(self, field: str) -> str:
+        """What the function knows a field as."""
+        return field.removeprefix(self.prefix) if self.prefix else field
 
 
 @dataclass(frozen=True)
@@ -70,6 +84,7 @@ class Flow:
         self._check_ids()
         self._check_fields()
         _ = self.depth  # a cycle is found while computing depths
+        self._check_refill()
 
     def node(self, node_id: str) -> Node:
         return self._by_id[node_id]
@@ -116,8 +131,23 @@ class Flow:
 
     @cached_property
     def order(self) -> tuple[Node, ...]:
-        """The one global order: by depth, ties in declaration order."""
-        return tuple(sorted(self.nodes, key=lambda n: self.depth[n.id]))
+        """The one global order: by depth, ties in declaration order; what leads to a refill comes before all else."""
+        return tuple(sorted(self.nodes, key=lambda n: (n.id not in self.drawn, self.depth[n.id])))
+
+    @cached_property
+    def refill(self) -> Node | None:
+        """The node that has prompts replaced, if there is one."""
+        return next((n for n in self.nodes if n.refill), None)
+
+    @cached_property
+    def drawn(self) -> frozenset[str]:
+        """Ids of the nodes that are run again for further prompts: the one that refills, and all that lead to it."""
+        found: set[str] = set()
+        waiting = [self.refill.id] if self.refill else []
+        while waiting:
+            found.add(i := waiting.pop())
+            waiting += [p for p in self.parents(self.node(i)) if p not in found]
+        return frozenset(found)
 
     def _check_ids(self) -> None:
         seen: set[str] = set()
@@ -148,6 +178,16 @@ class Flow:
             for f in n.reads:
                 if f not in writer:
                     raise FlowError(f"node '{n.id}': reads unknown field '{f}'{suggest(f, writer)}")
+
+    def _check_refill(self) -> None:
+        many = [n.id for n in self.nodes if n.refill]
+        if len(many) > 1:
+            raise FlowError(f"flow '{self.name}': '{many[0]}' and '{many[1]}' both refill the batch; one node can")
+        for n in self.nodes:
+            if n.type == "train" and n.id in self.drawn:
+                raise FlowError(
+                    f"node '{n.id}': trains, and '{many[0]}', which refills the batch, comes after it; train afterwards"
+                )
 
     def _describe_cycle(self, waiting: Iterable[str], parents: Mapping[str, tuple[str, ...]]) -> str:
         stuck = set(waiting)

@@ -24,6 +24,8 @@ KEYS = (
     "whole_groups",
     "whole_batch",
     "balance",
+    "refill",
+    "prefix",
 )
 
 
@@ -39,10 +41,12 @@ class _Row:
     params: dict[str, Any]
     fn: Callable[..., Any]
     method: bool
+    said: dict[str, Any]  # refill, prefix
 
     @property
     def writes(self) -> tuple[str, ...]:
-        return (self.id,) if self.spec.writes is None else self.spec.writes
+        prefix = self.said.get("prefix", "")
+        return tuple(prefix + f for f in ((self.id,) if self.spec.writes is None else self.spec.writes))
 
 
 def from_list(
@@ -71,7 +75,7 @@ def from_list(
             reads = tuple(dict.fromkeys(f for d in row.deps for f in written[d]))
         order = [d for d in row.deps if not set(written[d]) & set(reads)]
         after = tuple(i for i in dict.fromkeys((*row.after, *order)) if i != SOURCE)
-        rest = {"role": row.role, "after": after, "params": row.params, "method": row.method}
+        rest = {"role": row.role, "after": after, "params": row.params, "method": row.method, **row.said}
         nodes.append(row.spec.node(row.id, inspect.unwrap(row.fn), reads, **rest))
     return Flow(name, columns, tuple(nodes))
 
@@ -95,6 +99,8 @@ def _read(entry: Mapping[str, Any], index: int, roles: Mapping[str, Any], base: 
         ("balance", str, "the name of a field"),
         ("whole_groups", bool, "true or false"),
         ("whole_batch", bool, "true or false"),
+        ("refill", int, "a number of rounds"),
+        ("prefix", str, "a text"),
     ):
         if entry.get(key) is not None and not isinstance(entry[key], kind):
             raise FlowError(f"{where}: '{key}' is {entry[key]!r}, not {what}")
@@ -118,6 +124,7 @@ def _read(entry: Mapping[str, Any], index: int, roles: Mapping[str, Any], base: 
         params=dict(entry.get("params") or {}),
         fn=fn,
         method=method,
+        said={k: entry[k] for k in ("refill", "prefix") if entry.get(k) is not None},
     )
 
 

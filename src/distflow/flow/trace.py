@@ -44,7 +44,7 @@ class NodeSpec:
             type=self.type or "compute",
             reads=reads if self.reads is None else self.reads,
             # A function that declares nothing writes one field, called like its node.
-            writes=(node_id,) if self.writes is None else self.writes,
+            writes=tuple(rest.get("prefix", "") + f for f in ((node_id,) if self.writes is None else self.writes)),
             call=reference(fn),
             whole_groups=bool(self.whole_groups),
             whole_batch=bool(self.whole_batch),
@@ -75,6 +75,12 @@ def node(
     `whole_groups` keeps the samples of a prompt together, `whole_batch` gives each of the node's workers all samples of
     the step, which is for small fields; `balance` names the field whose lengths are evened out over
     the workers, `hand_over` (of a method) brings the role's newest weights first.
+
+    A call inside a flow may also say: `after=value`, to come after another node without reading of it;
+    `prefix="greedy_"`, to begin all fields it writes with that, and to see fields that begin so without it, which lets
+    a flow use a node twice; and `refill=k` of a node that writes a truth value per sample: prompts of which any sample
+    is refused are replaced by further ones, until the step is full or k times as many were drawn. All that leads to
+    such a node is then run again; all other nodes come after it and see a full step.
 
     Also an expression, to rename what a node is or writes: `node(score, id="strict", writes="strict")(rollout)`.
     """
@@ -294,6 +300,8 @@ def _record(
         if node_id not in taken:
             break
         node_id = f"{name}_{k}"
+    # What a call says of its node, unless the function has a parameter of that name.
+    said = {k: kwargs.pop(k) for k in ("refill", "prefix") if k in kwargs and k not in inspect.signature(fn).parameters}
     after = kwargs.pop("after", ())
     after = list(after) if isinstance(after, list | tuple) else [after]
     for a in (*args, *after):
@@ -307,7 +315,7 @@ def _record(
     # A value of which nothing is read still says "after this".
     order = [a.node for a in after] + [a.node for a in args if not read & set(a.fields)]
     order = [i for i in dict.fromkeys(order) if i != SOURCE]
-    made = spec.node(node_id, fn, reads, after=tuple(order), params=kwargs, **extra)
+    made = spec.node(node_id, fn, reads, after=tuple(order), params=kwargs, **said, **extra)
     nodes.append(made)
     return Value(node_id, made.writes)
 

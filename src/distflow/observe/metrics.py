@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from distflow.data.comm import all_gather
 from distflow.data.coordinator import Traffic
+from distflow.data.draw import Drawn
 from distflow.errors import DistflowError, PeerLostError, suggest
 
 Reduce = Literal["mean", "sum", "max", "min"]
@@ -45,6 +46,16 @@ class Tally:
         self.log(f"timing_s/{name}", seconds)
         self.log(f"timing_max_s/{name}", seconds, reduce="max")
 
+    def under(self, prefix: str) -> "Tally":
+        """The same tally, for names that begin with `prefix`."""
+        return _Under(self, prefix)
+
+    def sampling(self, drawn: Drawn | None) -> None:
+        """How the prompts of a step were found; every worker knows the same."""
+        assert drawn is not None
+        for name in ("rounds", "discarded", "filled"):
+            self.log(f"sampling/{name}", getattr(drawn, name))
+
     def traffic(self, t: Traffic) -> None:
         """Bytes: the mean over workers, and the busiest one."""
         for name, value in (("bytes_sent", t.sent), ("bytes_received", t.received), ("bytes_local", t.local)):
@@ -52,6 +63,14 @@ class Tally:
             self.log(f"data/{name}_max", value, reduce="max")
         if t.imbalance is not None:
             self.log("data/imbalance", t.imbalance)
+
+
+class _Under(Tally):
+    def __init__(self, whole: Tally, prefix: str) -> None:
+        self.totals, self.prefix = whole.totals, prefix
+
+    def log(self, name: str, value: float, count: float = 1, reduce: Reduce = "mean") -> None:
+        super().log(self.prefix + name, value, count, reduce)
 
 
 Sink = Callable[[int, dict[str, float]], None]

@@ -3,7 +3,7 @@
 from distflow.plan.layout import Layout, format_ranks, parse_ranks
 from distflow.plan.placement import Place, Placement
 from distflow.plan.planner import Workload, plan
-from distflow.plan.tasks import Edge, Free, Load, Move, Partition, Plan, Run, Task, Weights
+from distflow.plan.tasks import Edge, Free, Load, Move, Partition, Plan, Refill, Run, Task, Weights
 
 __all__ = [
     "Edge",
@@ -15,6 +15,7 @@ __all__ = [
     "Place",
     "Placement",
     "Plan",
+    "Refill",
     "Run",
     "Task",
     "Weights",

@@ -13,7 +13,7 @@ from distflow.errors import PlacementError
 from distflow.flow.graph import SOURCE, Flow, Node
 from distflow.plan.layout import Layout
 from distflow.plan.placement import Placement
-from distflow.plan.tasks import Free, Load, Move, Partition, Plan, Run, Task, Weights
+from distflow.plan.tasks import Free, Load, Move, Partition, Plan, Refill, Run, Task, Weights
 
 
 @dataclass(frozen=True)
@@ -50,6 +50,7 @@ class _Planner:
         self.partitions: list[Partition] = []
         self.home: dict[str, Partition] = {}  # node → the partition it runs in
         self.held: dict[str, list[Partition]] = {}  # field → the partitions that hold it, writer's first
+        self.closed: set[str] = set()  # partitions of before a refill, in which nothing runs any more
         self.assigned: set[str] = set()  # partitions whose samples are already dealt out
         self.tasks: list[Task] = []
 
@@ -59,6 +60,8 @@ class _Planner:
         self.home[SOURCE] = source
         for n in self.flow.order:  # partitions first: a move carries all that its target will ever read
             self.home[n.id] = self._choose_partition(n)
+            if n.refill:
+                self.closed = {p.id for p in self.partitions}
         self.tasks.append(Load(source, self._kept(self.flow.source)))
         self._hold(self.flow.source, source)
         for i, n in enumerate(self.flow.order):
@@ -66,8 +69,11 @@ class _Planner:
             if n.hand_over:
                 own = (r for m in self.flow.nodes if m.role == n.role and m.method for r in self._layout(m).ranks)
                 self.tasks.append(Weights(n.role, tuple(sorted({*own, *self.members.get(n.role, ())}))))
-            self.tasks.append(Run(n.id, self.home[n.id], n.reads, self._kept(n.writes)))
+            kept = n.writes if n.refill else self._kept(n.writes)
+            self.tasks.append(Run(n.id, self.home[n.id], n.reads, kept))
             self._hold(n.writes, self.home[n.id])
+            if n.refill:
+                self._refill(n, self.flow.order[i + 1 :])
         return Plan(
             flow=self.flow,
             workers=self.placement.workers,
@@ -79,6 +85,25 @@ class _Planner:
             home={k: p.id for k, p in self.home.items()},
             tasks=_with_frees(self.tasks),
         )
+
+    def _refill(self, n: Node, later: tuple[Node, ...]) -> None:
+        """From here on every field that is still read is where it was written, in uneven shares."""
+        wanted = {f for m in later for f in m.reads}
+        places: dict[Partition, list[str]] = {}
+        for f, held in self.held.items():
+            if f in wanted:
+                places.setdefault(held[0], []).append(f)
+        carried = [
+            (p, Partition(f"{p.id}+", p.layout, p.whole, None, uneven=True), tuple(fields))
+            for p, fields in places.items()
+        ]
+        repeat = self.workload.repeat
+        section = [p for p in self.partitions if p.id in self.closed]
+        unit = math.lcm(*(p.layout.dp if p.whole else p.layout.dp // math.gcd(p.layout.dp, repeat) for p in section))
+        everybody = tuple(range(self.placement.workers))
+        self.tasks.append(Refill(n.id, self.home[n.id], n.writes[0], n.refill, unit, tuple(carried), everybody))
+        self.held = {f: [dst] for _, dst, fields in carried for f in fields}
+        self.partitions += [dst for _, dst, _ in carried]
 
     def _kept(self, fields: tuple[str, ...]) -> tuple[str, ...]:
         """Fields that somebody reads; the others are dropped where they are written."""
@@ -101,11 +126,12 @@ class _Planner:
             nearest = sorted(inputs.values(), key=lambda p: -weight[p.id])
             others = [p for p in reversed(self.partitions) if p.balance is None]
             for p in (*nearest, *others):
-                if p.layout == layout and (p.whole or not n.whole_groups):
+                if p.id not in self.closed and p.layout == layout and (p.whole or not n.whole_groups):
                     return p
         else:
             for p in self.partitions:
-                if p.layout == layout and p.balance == n.balance and (p.whole or not n.whole_groups):
+                fits = p.layout == layout and p.balance == n.balance
+                if fits and p.id not in self.closed and (p.whole or not n.whole_groups):
                     return p
         # If a later node of the same layout wants whole groups, deal whole groups now and spare it a move.
         whole = n.whole_groups or (
@@ -204,7 +230,7 @@ def _with_frees(tasks: list[Task]) -> tuple[Task, ...]:
         out.append(t)
         dead: dict[str, list[str]] = {}
         for p, f in dict.fromkeys(t.touches()):
-            if last[p.id, f] == i:
+            if last[p.id, f] == i and not (isinstance(t, Refill) and (p.id, f) in t.taken()):
                 dead.setdefault(p.id, []).append(f)
         out += [Free(places[p], tuple(fields)) for p, fields in dead.items()]
     return tuple(out)

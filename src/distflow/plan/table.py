@@ -9,7 +9,7 @@ from rich.text import Text
 
 from distflow.flow.graph import SOURCE, Node
 from distflow.plan.layout import Layout
-from distflow.plan.tasks import Free, Load, Move, Plan, Run, Task, Weights
+from distflow.plan.tasks import Free, Load, Move, Plan, Refill, Run, Task, Weights
 from distflow.plan.units import clean, human_bytes, names, ranks_text
 
 
@@ -35,6 +35,8 @@ def origins(plan: Plan) -> dict[str | Move, dict[str, str | Move]]:
             case Run():
                 found[t.node] = {f: at[t.partition.id, f] for f in t.reads}
                 at.update(((t.partition.id, f), t.node) for f in t.writes)
+            case Refill():
+                at.update(((dst.id, f), at[src.id, f]) for src, dst, fields in t.carried for f in fields)
     return found
 
 
@@ -140,3 +142,5 @@ def _step(t: Task, rank: int) -> Text:
             return Text(t.name, "bold")
         case Weights():
             return Text(t.name, "cyan")
+        case Refill():
+            return Text(f"↺ up to {t.rounds} times", "cyan")

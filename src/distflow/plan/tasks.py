@@ -19,6 +19,7 @@ class Partition:
     layout: Layout
     whole: bool  # samples of one prompt are together
     balance: str | None  # the field whose lengths are evened out over the cells
+    uneven: bool = False  # cells may have any number of samples: what a refill has left where
 
     def __str__(self) -> str:
         wishes = [w for w, on in (("whole groups", self.whole), (f"balanced by {self.balance}", self.balance)) if on]
@@ -127,7 +128,38 @@ class Free:
         return iter(())
 
 
-Task = Load | Move | Run | Weights | Free
+@dataclass(frozen=True)
+class Refill:
+    """Samples that `field` refuses are dropped; all tasks before this one are run again, until the step is full.
+
+    What was kept stays where it was: `carried` says which fields, from which partition to which uneven one.
+    """
+
+    node: str
+    partition: Partition
+    field: str
+    rounds: int
+    unit: int  # a draw is a multiple of so many prompts
+    carried: tuple[tuple[Partition, Partition, tuple[str, ...]], ...]
+    ranks: tuple[int, ...]
+
+    @property
+    def name(self) -> str:
+        return "refill"
+
+    def touches(self) -> Iterator[Touch]:
+        yield self.partition, self.field
+        for src, dst, fields in self.carried:
+            for f in fields:
+                yield src, f
+                yield dst, f
+
+    def taken(self) -> set[tuple[str, str]]:
+        """(partition, field) that are gone when it is done."""
+        return {(self.partition.id, self.field), *((p.id, f) for p, _, fields in self.carried for f in fields)}
+
+
+Task = Load | Move | Run | Weights | Refill | Free
 
 
 @dataclass(frozen=True)
@@ -164,6 +196,10 @@ class Plan:
     @cached_property
     def _partition(self) -> dict[str, Partition]:
         return {p.id: p for p in self.partitions}
+
+    @cached_property
+    def refill(self) -> Refill | None:
+        return next((t for t in self.tasks if isinstance(t, Refill)), None)
 
     @property
     def moves(self) -> tuple[Move, ...]:
@@ -224,6 +260,7 @@ class Plan:
                         "after": list(n.after),
                         "params": dict(n.params),
                         "partition": self.home[n.id],
+                        **({"prefix": n.prefix} if n.prefix else {}),
                     }
                     for n in self.flow.order
                 ),
@@ -266,6 +303,8 @@ def _task_json(t: Task) -> dict[str, Any]:
             return {"do": "run", "node": t.node, "partition": t.partition.id}
         case Weights():
             return {"do": "weights", "role": t.role, "ranks": format_ranks(t.ranks)}
+        case Refill():
+            return {"do": "refill", "keep": t.field, "rounds": t.rounds, "unit": t.unit}
         case Free():
             return {"do": "free", "partition": t.partition.id, "fields": list(t.fields)}
 
