@@ -13,6 +13,7 @@ from distflow.algo.tokens import Tokens
 from distflow.errors import ConfigError
 
 MAX_LOG_RATIO = 20.0  # beyond it e^x helps nobody; the ratio stays finite and its gradient is 0
+MAX_DRIFT = 2.0  # how hard a token can be pulled back to the old policy, however far it has gone
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,7 @@ def cpgd(
 ) -> Loss:
     """CPGD: the log of the ratio takes the ratio's place, and leaving the old policy costs `drift` (arXiv 2505.12504).
 
-    A ratio far off then pulls no harder than one close by.
+    A ratio far off then pulls no harder than one close by, and is pulled back by min(ratio − 1, 2) at most.
     """
     low, high = _bounds(clip, clip_high)
     log_ratio = _log_ratio(tokens)
@@ -100,7 +101,9 @@ def cpgd(
     free = -log_ratio * advantage
     clipped = -log_ratio.clamp(math.log(max(low, 1e-6)), math.log(high)) * advantage
     per_token = torch.maximum(free, clipped)
-    left = log_ratio.exp() - 1 - log_ratio  # of samples from the old policy, its divergence from the new one
+    # Of samples from the old policy, its divergence from the new one; beyond a ratio of 3 the tangent there.
+    near = log_ratio.clamp(max=math.log1p(MAX_DRIFT))
+    left = near.expm1() - near + MAX_DRIFT * (log_ratio - near)
     metrics = {
         "actor/pg_loss": per_token,
         "actor/clip_frac": (clipped > free).to(log_ratio.dtype),
