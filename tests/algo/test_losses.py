@@ -94,6 +94,24 @@ def test_kl_and_entropy_by_hand() -> None:
     assert policy(tokens, kl=0.1).metrics["actor/kl"].tolist() == pytest.approx([0.10653066, 0.71828183])  # k3
 
 
+def test_a_controller_weighs_the_divergence() -> None:
+    new = torch.tensor([-1.0, -2.0, -2.0])
+    fields = {"ref_logprobs": torch.tensor([-1.5, -1.0, -1.0]), "advantage": torch.zeros(3)}
+    lengths = torch.tensor([1, 0, 2])
+
+    def losses(kl: float, **weights: dict[str, Tensor]) -> list[float]:
+        per_token = {**fields, **weights.get("per_token", {})}
+        made = policy(Tokens(new, lengths, per_token, weights.get("per_sample", {})), kl=kl, kl_kind="k2")
+        if kl:
+            assert made.metrics["actor/kl"].tolist() == [0.125, 0.5, 0.5]  # what is measured is not weighed
+        return made.per_token.tolist()
+
+    assert losses(2.0) == [0.25, 1, 1]
+    assert losses(1.0, per_sample={"kl_weight": torch.tensor([4.0, 9.0, 3.0])}) == [0.5, 1.5, 1.5]
+    assert losses(2.0, per_token={"kl_weight": torch.tensor([4.0, 0.0, 3.0])}) == [1, 0, 3]
+    assert losses(0.0, per_sample={"kl_weight": torch.ones(3)}) == [0, 0, 0]  # kl says whether there is any
+
+
 def test_nothing_is_read_that_is_not_used() -> None:
     tokens = Tokens(torch.zeros(1), torch.tensor([1]), per_sample={"advantage": torch.ones(1)})
     assert policy(tokens).per_token.tolist() == [-1]  # neither old nor reference log-probabilities

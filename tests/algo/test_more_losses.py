@@ -56,8 +56,10 @@ def by_cpgd(case: Case) -> tuple[list[float], list[float]]:
         x, advantage = log_ratio(case, i, t), case["advantage"][i]
         bounded = min(max(x, math.log(0.8)), math.log(1.2))
         clipped = bounded * advantage < x * advantage
-        losses.append(-min(x * advantage, bounded * advantage) + 0.1 * (math.exp(x) - 1 - x))
-        slopes.append((0.0 if clipped else -advantage) + 0.1 * (math.exp(x) - 1))
+        far = x - math.log(3)  # the drift pulls by ratio − 1, at most 2, and so is a line from there on
+        drift = math.exp(x) - 1 - x if far <= 0 else 2 - math.log(3) + 2 * far
+        losses.append(-min(x * advantage, bounded * advantage) + 0.1 * drift)
+        slopes.append((0.0 if clipped else -advantage) + 0.1 * min(math.exp(x) - 1, 2))
     return losses, slopes
 
 
@@ -144,6 +146,16 @@ def test_a_response_far_off_pulls_no_harder_under_cpgd() -> None:
         assert new.grad is not None
         slopes.append(float(new.grad[0]))
     assert slopes == [1.0, 1.0]
+
+
+@pytest.mark.parametrize(("ratio", "pull"), [(0.25, -0.75), (1.0, 0.0), (2.0, 1.0), (3.5, 2.0), (1e6, 2.0)])
+def test_the_drift_of_cpgd_pulls_back_only_so_hard(ratio: float, pull: float) -> None:
+    new = flat([[math.log(ratio) - 1]]).requires_grad_()
+    made = cpgd(tokens_of(one(math.log(ratio), 0.0), new), drift=0.5)
+    made.per_token.sum().backward()
+    assert new.grad is not None
+    assert new.grad.tolist() == pytest.approx([0.5 * pull])
+    assert made.per_token.tolist() == pytest.approx([0.5 * float(made.metrics["actor/drift"][0])])
 
 
 @pytest.mark.parametrize("loss", [gspo, cispo, cpgd])

@@ -1,1 +1,4 @@
-"""The mathematics of learning: advantages, KL, losses, and how tokens weigh in one. Pure tensors, no workers."""
+"""The mathematics of learning: rewards and advantages, KL and its weight, losses, and how tokens weigh in one.
+
+Pure functions of tensors, no workers.
+"""

@@ -1,26 +1,24 @@
-"""Losses per token. What a token weighs in the loss of the step is for `aggregate` to say."""
+"""Losses per token. What a token weighs in the loss of the step is for `aggregate` to say.
+
+A flow names a loss by its name in here: those of pairs, which are written next door, too.
+"""
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from distflow.algo.kl import Kind
 from distflow.algo.kl import kl as kl_estimate
-from distflow.algo.tokens import Tokens
+from distflow.algo.preferences import dpo, preference
+from distflow.algo.tokens import Loss, Tokens
 from distflow.errors import ConfigError
 
+__all__ = ["Loss", "cispo", "cpgd", "dpo", "gspo", "nll", "policy", "preference", "reinforce", "value"]
+
 MAX_LOG_RATIO = 20.0  # beyond it e^x helps nobody; the ratio stays finite and its gradient is 0
-
-
-@dataclass(frozen=True)
-class Loss:
-    """What the training engine multiplies by token weights, sums, and differentiates; metrics only for the log."""
-
-    per_token: Tensor  # [tokens]
-    metrics: Mapping[str, Tensor] = field(default_factory=dict)  # [tokens] each, detached
+MAX_DRIFT = 2.0  # how hard a token can be pulled back to the old policy, however far it has gone
 
 
 def nll(tokens: Tokens) -> Loss:
@@ -92,7 +90,7 @@ def cpgd(
 ) -> Loss:
     """CPGD: the log of the ratio takes the ratio's place, and leaving the old policy costs `drift` (arXiv 2505.12504).
 
-    A ratio far off then pulls no harder than one close by.
+    A ratio far off then pulls no harder than one close by, and is pulled back by min(ratio − 1, 2) at most.
     """
     low, high = _bounds(clip, clip_high)
     log_ratio = _log_ratio(tokens)
@@ -100,7 +98,9 @@ def cpgd(
     free = -log_ratio * advantage
     clipped = -log_ratio.clamp(math.log(max(low, 1e-6)), math.log(high)) * advantage
     per_token = torch.maximum(free, clipped)
-    left = log_ratio.exp() - 1 - log_ratio  # of samples from the old policy, its divergence from the new one
+    # Of samples from the old policy, its divergence from the new one; beyond a ratio of 3 the tangent there.
+    near = log_ratio.clamp(max=math.log1p(MAX_DRIFT))
+    left = near.expm1() - near + MAX_DRIFT * (log_ratio - near)
     metrics = {
         "actor/pg_loss": per_token,
         "actor/clip_frac": (clipped > free).to(log_ratio.dtype),
@@ -114,6 +114,26 @@ def reinforce(tokens: Tokens, kl: float = 0.0, kl_kind: Kind = "k3", entropy: fl
     """The policy gradient as it is, without ratio and clip: of tokens that these weights have drawn."""
     per_token = -tokens["advantage"] * tokens.logprobs
     return _finish(tokens, per_token, {"actor/pg_loss": per_token}, kl, kl_kind, entropy)
+
+
+def value(tokens: Tokens, clip: float | None = None) -> Loss:
+    """Of a critic: half the squared distance of `values` from the field `returns`.
+
+    With `clip`, also that of the value moved from the field `old_values` by no more than `clip`; the larger counts.
+    """
+    values, returns = tokens.values, tokens["returns"]
+    per_token = free = (values - returns).square() / 2
+    if clip is not None:
+        if not clip >= 0:
+            raise ConfigError(f"the value loss has clip = {clip}; it must be 0 or more")
+        old = tokens["old_values"]
+        per_token = torch.maximum(free, (values.clamp(old - clip, old + clip) - returns).square() / 2)
+    metrics = {
+        "critic/vf_loss": per_token,
+        "critic/clip_frac": (per_token > free).to(free.dtype),
+        "critic/value": values,
+    }
+    return Loss(per_token, {name: told.detach() for name, told in metrics.items()})
 
 
 def _old(tokens: Tokens) -> Tensor:
@@ -152,13 +172,17 @@ def _clipped(
 def _finish(
     tokens: Tokens, per_token: Tensor, metrics: Mapping[str, Tensor], kl: float, kl_kind: Kind, entropy: float
 ) -> Loss:
-    """What any of them may be given on top: a divergence from the reference model, a bonus for entropy."""
+    """What any of them may be given on top: a divergence from the reference model, a bonus for entropy.
+
+    A field `kl_weight`, which a controller writes, multiplies the weight of the divergence.
+    """
     told = dict(metrics)
     if not kl >= 0:
         raise ConfigError(f"the policy loss has kl = {kl}; it must be 0 or more")
     if kl > 0:
         divergence = kl_estimate(kl_kind, tokens.logprobs, tokens["ref_logprobs"])
-        per_token = per_token + kl * divergence
+        weight = kl * tokens["kl_weight"] if "kl_weight" in tokens else kl
+        per_token = per_token + weight * divergence
         told["actor/kl"] = divergence
     if tokens.entropy is not None:
         told["actor/entropy"] = tokens.entropy

@@ -1,4 +1,4 @@
-"""What a loss sees: the response tokens of some samples, and the fields that go with them."""
+"""What a loss sees, the response tokens of some samples and the fields that go with them; and what it gives."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -42,6 +42,11 @@ class Tokens:
         if self.entropy is not None and self.entropy.shape != tokens:
             raise DataError(f"entropy is {list(self.entropy.shape)}; one value per token is {list(tokens)}")
 
+    @property
+    def values(self) -> Tensor:
+        """[tokens]: of a critic or a reward model, what it is asked for is a value per token, in place of logprobs."""
+        return self.logprobs
+
     def __contains__(self, name: str) -> bool:
         return name in self.per_token or name in self.per_sample
 
@@ -68,3 +73,11 @@ class Tokens:
         samples = torch.arange(len(self.lengths), device=self.lengths.device)
         # The size is told, so that no device has to be waited for.
         return samples.repeat_interleave(self.lengths, output_size=len(self.logprobs))
+
+
+@dataclass(frozen=True)
+class Loss:
+    """What the training engine multiplies by token weights, sums, and differentiates; metrics only for the log."""
+
+    per_token: Tensor  # [tokens]
+    metrics: Mapping[str, Tensor] = field(default_factory=dict)  # [tokens] each, detached
