@@ -124,7 +124,10 @@ def test_ranks_may_be_a_number(folder: Path) -> None:
     ("changed", "message"),
     [
         ({"step": 3}, "unknown key 'step'; did you mean 'steps'?"),
-        ({"zzzzzz": 3}, "unknown key 'zzzzzz'; known: algo, bytes, data, eval, flow, model, name, placement, reward"),
+        (
+            {"zzzzzz": 3},
+            "unknown key 'zzzzzz'; known: algo, bytes, critic, data, eval, flow, model, name, placement, reward",
+        ),
         ({"base": "/"}, "unknown key 'base'"),
         ({"data": {"files": "x", "bacth": 4, "batch": 4}}, "unknown key 'data.bacth'; did you mean 'batch'?"),
         ({"placement": {"group": {}}}, "unknown key 'placement.group'; did you mean 'groups'?"),

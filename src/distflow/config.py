@@ -139,6 +139,7 @@ class Config(Section):
             raise ConfigError(f"flow: '{self.flow}' is a {type(found).__name__}; mark the function with @flow")
         for role, key, example in (
             ("actor", "model", "a name on the hub, or a directory"),
+            ("reward_model", "model", "a name on the hub, or a directory"),
             ("reward", "reward", "file.py:function"),
         ):
             if self.flow in BUILT_IN and role in found.roles and role not in self.cast:
@@ -158,7 +159,10 @@ class Config(Section):
     def repeat(self) -> int:
         """How often a prompt is in a step: once, or as often as it is to be answered."""
         generates = any(n.method and n.hand_over for n in self.graph.nodes)
-        return self.data.repeat or (self.rollout.n if generates else 1)
+        pairs = any(n.method and n.call.endswith(".encode_pair") for n in self.graph.nodes)
+        if pairs and self.data.repeat not in (None, 2):
+            raise ConfigError(f"data.repeat: {self.data.repeat}; a flow on pairs has 2 samples of each row")
+        return self.data.repeat or (self.rollout.n if generates else 2 if pairs else 1)
 
     def plan(self, workers: int) -> Plan:
         for f in self.bytes:

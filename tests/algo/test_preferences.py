@@ -16,7 +16,7 @@ from distflow.algo import losses
 from distflow.algo.aggregate import Counts, token_weights
 from distflow.algo.losses import Loss, dpo, preference
 from distflow.algo.tokens import Tokens
-from distflow.engine.actor import find_loss
+from distflow.engine.roles import find_loss
 from distflow.errors import ConfigError, DataError
 
 BUSY = settings(deadline=None)  # the first example waits for torch
@@ -53,7 +53,7 @@ def tokens_of(case: list[Sample], dtype: torch.dtype = torch.float64) -> Tokens:
         {"ref_logprobs": flat([s.ref for s in case])},
         {
             "pair": torch.tensor([s.pair for s in case], dtype=torch.int64),
-            "chosen": torch.tensor([s.chosen for s in case], dtype=torch.int64),
+            "preferred": torch.tensor([s.chosen for s in case], dtype=torch.int64),
         },
     )
 
@@ -224,7 +224,7 @@ def test_what_cannot_be_is_refused() -> None:
             loss(tokens_of([sample(1), sample(-1), sample(-1, 6)]))
         with pytest.raises(DataError, match="pair 4 has 2 responses that are the preferred one"):
             loss(tokens_of([sample(1), sample(-1), sample(1)]))
-        with pytest.raises(DataError, match="field 'chosen' is 1 for the preferred"):
+        with pytest.raises(DataError, match="field 'preferred' is 1 for the better"):
             loss(tokens_of([sample(1), sample(0)]))
         ref = {"ref_logprobs": torch.zeros(1)}
         with pytest.raises(ConfigError, match="needs field 'pair'"):

@@ -11,13 +11,15 @@ import yaml
 
 from warm import distflow_run
 
-STEPS = 8
+STEPS = 10
 CURVES = ("reward/mean", "actor/loss", "actor/grad_norm", "actor/kl", "actor/entropy", "response_length/mean")
 FLOW = """
 import json
 
 from distflow import flow, node
+from distflow.flows.dapo import dapo
 from distflow.flows.grpo import grpo
+from distflow.flows.ppo import ppo
 
 
 @node(writes=())
@@ -38,6 +40,16 @@ class Tapped:
 
 
 @flow
+def tapped_ppo(prompts, actor, critic, reference, reward):
+    ppo.fn(prompts, Tapped(actor), critic, reference, reward, kl_reward=0.05, lam=0.9, mini_batches=2)
+
+
+@flow
+def tapped_dapo(prompts, actor, reference, reward, *, rounds=1):
+    dapo.fn(prompts, Tapped(actor), reference, reward, rounds=rounds, long=16, long_buffer=8, correct="token")
+
+
+@flow
 def tapped(prompts, actor, reference, reward, *, kl=0.0, recompute_old=False, mini_batches=1, epochs=1):
     constants = {"recompute_old": recompute_old, "mini_batches": mini_batches, "epochs": epochs}
     grpo.fn(prompts, Tapped(actor), reference, reward, kl=kl, **constants)
@@ -45,6 +57,10 @@ def tapped(prompts, actor, reference, reward, *, kl=0.0, recompute_old=False, mi
 REWARD = """
 def digits(solution_str):
     return sum(c.isdigit() for c in solution_str) / max(1, len(solution_str))
+
+
+def any_digit(solution_str):
+    return float(any(c in "1234" for c in solution_str))
 """
 PROMPTS = [f"{'so ' * (i % 5)}what is {i} + {i * i % 17}?" for i in range(24)]
 CONFIG: dict[str, Any] = {
@@ -111,10 +127,10 @@ def alone(folder: Path) -> Run:
     return run(folder, "alone", 1)
 
 
-def check_same(name: str, got: Run, want: Run) -> None:
+def check_same(name: str, got: Run, want: Run, curves: tuple[str, ...] = CURVES) -> None:
     assert [m["step"] for m in got.metrics] == [m["step"] for m in want.metrics]
     for ours, theirs in zip(got.metrics, want.metrics, strict=True):
-        for curve in CURVES:
+        for curve in curves:
             near = pytest.approx(theirs[curve], rel=1e-3, abs=1e-6)
             assert ours[curve] == near, (name, curve, ours["step"])
     assert got.tokens.keys() == want.tokens.keys()
@@ -146,6 +162,51 @@ def test_one_worker_learns(alone: Run) -> None:
 def test_any_layout_gives_the_same_run(folder: Path, alone: Run, name: str) -> None:
     workers, placement = LAYOUTS[name]
     check_same(name, run(folder, name, workers, placement=placement), alone)
+
+
+OTHERS: dict[str, tuple[dict[str, Any], tuple[str, ...], dict[str, tuple[int, dict[str, Any]]]]] = {
+    "ppo": (  # what is another config, curves, layouts
+        {"flow": "flow.py:tapped_ppo", "critic": {"lr": 1e-2}, "algo": {}},
+        ("reward/mean", "response_length/mean", "critic/loss", "critic/grad_norm", "critic/explained_variance"),
+        {
+            "ppo dp2": (2, {}),
+            "ppo dp2 tp2": (4, {"roles": {r: {"tp": 2} for r in (*MODELS, "critic")}}),
+            "ppo, critic apart": (
+                3,
+                {"groups": {"a": "0-1", "c": "2"}, "default": {"group": "a"}, "roles": {"critic": {"group": "c"}}},
+            ),
+        },
+    ),
+    "dapo": (
+        {"flow": "flow.py:tapped_dapo", "reward": "reward.py:any_digit", "algo": {"rounds": 3}},
+        ("sampling/discarded", "sampling/filled", "rollout/correction", "reward/trained_mean", "reward/long_penalty"),
+        {
+            "dapo dp2": (2, {}),
+            "dapo tp2": (2, {"roles": {"actor": {"tp": 2}}}),
+            "dapo generate tp2": (4, {"nodes": {"actor.generate": {"tp": 2}}}),
+        },
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def others(folder: Path) -> dict[str, Run]:
+    return {name: run(folder, name, 1, steps=5, **changes) for name, (changes, _, _) in OTHERS.items()}
+
+
+@pytest.mark.parametrize(("flow", "layout"), [(f, name) for f, (_, _, layouts) in OTHERS.items() for name in layouts])
+def test_so_do_a_critic_and_a_refilled_batch(folder: Path, others: dict[str, Run], flow: str, layout: str) -> None:
+    changes, curves, layouts = OTHERS[flow]
+    workers, placement = layouts[layout]
+    got = run(folder, layout, workers, placement=placement, steps=5, **changes)
+    check_same(layout, got, others[flow], ("actor/loss", "actor/grad_norm", "actor/entropy", *curves))
+
+
+def test_prompts_were_replaced_and_the_batch_stayed_full(others: dict[str, Run]) -> None:
+    metrics, tokens = others["dapo"].metrics, others["dapo"].tokens
+    assert sum(m["sampling/discarded"] for m in metrics) > 0
+    assert len(tokens) == 5 * 8 * 4
+    assert max(tokens) // 4 + 1 == sum(8 + m["sampling/discarded"] for m in metrics)  # the stream, without a gap
 
 
 @pytest.mark.parametrize("share", [2, 8])

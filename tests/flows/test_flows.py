@@ -1,6 +1,7 @@
 """The built-in flows as graphs: what they do, in which order, and that planning them needs no torch."""
 
 import inspect
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -10,13 +11,13 @@ import pytest
 import yaml
 
 from distflow.algo import losses
-from distflow.engine.roles import Actor, Reference
+from distflow.engine.roles import Actor, Critic, Reference, RewardModel
 from distflow.flow import Flow, FlowFunction
 from distflow.flow.call import load
 from distflow.flows import BUILT_IN
 from distflow.reward.reward import Reward
 
-PLAYERS = {"actor": Actor, "reference": Reference, "reward": Reward}
+PLAYERS = {"actor": Actor, "critic": Critic, "reference": Reference, "reward": Reward, "reward_model": RewardModel}
 
 
 def built_in(name: str) -> FlowFunction:
@@ -101,10 +102,10 @@ OWN: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {  # its loss; what
     "rloo": ("policy", {"scale": "none", "baseline": "others"}, {"clip": 0.2, "aggregate": "seq-mean-token-sum"}),
     "opo": ("reinforce", {"scale": "none", "baseline": "length"}, {"aggregate": "seq-mean-token-sum-norm"}),
     "gpg": ("reinforce", {"scale": "informative"}, {"aggregate": "token-mean"}),
-    "reinforce_baseline": ("policy", {"scale": "batch"}, {"clip": 0.2, "aggregate": "token-mean", "kl_kind": "k2"}),
+    "reinforce_pp_baseline": ("policy", {"scale": "batch"}, {"clip": 0.2, "aggregate": "token-mean", "kl_kind": "k2"}),
     "gspo": ("gspo", {}, {"clip": 3e-4, "clip_high": 4e-4, "aggregate": "seq-mean-token-mean"}),
     "cispo": ("cispo", {}, {"clip": 1.0, "clip_high": 0.2, "aggregate": "token-mean"}),
-    "cpgd": ("cpgd", {}, {"clip": 0.2, "drift": 0.1, "aggregate": "token-mean"}),
+    "cpgd": ("cpgd", {}, {"clip": 0.2, "drift": 0.001, "aggregate": "token-mean"}),
 }
 
 
@@ -148,6 +149,83 @@ def test_evaluation_learns_nothing() -> None:
     assert "data_source" in graph("evaluate", "prompt", "data_source").node("report").reads
 
 
+def test_ppo_asks_the_critic_and_teaches_it() -> None:
+    flow = graph("ppo", "prompt", "answer", kl_reward=0.1, epochs=2, clip_value=0.3, lam=0.9)
+    found = edges(flow)
+    assert {
+        ("critic.values", "old_values", "gae"),
+        ("critic.values", "old_values", "critic.update"),
+        ("gae", "returns", "critic.update"),
+        ("gae", "moments", "over_all"),
+        ("over_all", "spread", "whiten"),
+        ("whiten", "advantage", "actor.update"),
+        ("reference.logprobs", "ref_logprobs", "gae"),
+    } <= found
+    assert [n.id for n in flow.nodes].count("reference.logprobs") == 1
+    assert flow.node("gae").params == {"gamma": 1.0, "lam": 0.9, "kl": 0.1}
+    assert flow.node("critic.update").params == {"clip": 0.3, "mini_batches": 1, "epochs": 2}
+    assert flow.node("actor.update").params["epochs"] == 2
+    assert [n.id for n in flow.nodes if n.whole_batch] == ["over_all"]
+    assert "reference.logprobs" not in {n.id for n in graph("ppo", "prompt").nodes}
+
+
+def test_the_reference_is_asked_once_for_reward_and_loss() -> None:
+    for name in ("ppo", "reinforce_pp"):
+        flow = graph(name, "prompt", kl_reward=0.1, kl=0.1)
+        assert ("reference.logprobs", "ref_logprobs", "actor.update") in edges(flow)
+        assert [n.role for n in flow.nodes].count("reference") == 1
+
+
+def test_remax_generates_twice_and_compares() -> None:
+    flow = graph("remax", "prompt", "answer")
+    assert {
+        ("actor.generate_2", "greedy_response", "reward.score_2"),
+        ("reward.score_2", "greedy_score", "better_than_greedy"),
+        ("reward.score", "score", "better_than_greedy"),
+    } <= edges(flow)
+    assert flow.node("actor.generate_2").params == {"temperature": 0.0}
+    assert not {"greedy_rollout_logprobs", "greedy_prompt_tokens"} & set(flow.node("reward.score_2").reads)
+
+
+def test_dapo_fills_the_batch_before_anything_is_learned() -> None:
+    flow = graph("dapo", "prompt", "answer", rounds=3, kl=0.1, long=100, long_buffer=20)
+    order = [n.id for n in flow.order]
+    assert order[:3] == ["actor.generate", "reward.score", "informative"]
+    assert flow.drawn == {"actor.generate", "reward.score", "informative"}
+    assert flow.node("informative").refill == 3
+    assert ("mark_down_long", "shaped_score", "group_advantage") in edges(flow)
+    assert flow.node("mark_down_long").params == {"limit": 100, "buffer": 20, "penalty": 1.0}
+    assert "mark_down_long" not in {n.id for n in graph("dapo", "prompt").nodes}
+
+
+@pytest.mark.parametrize(("name", "role"), [("dpo", "actor"), ("reward_model", "reward_model")])
+def test_pairs_are_compared_in_one_place(name: str, role: str) -> None:
+    flow = graph(name, "prompt", "chosen", "rejected")
+    update = flow.node(f"{role}.update_pairs")
+    assert update.whole_groups
+    assert update.balance == "response_tokens"
+    assert {*TOKENS, "preferred"} <= set(update.reads)
+    assert update.params["aggregate"] == "seq-mean-token-sum"
+    assert ("ref_logprobs" in update.reads) == (name == "dpo")
+
+
+def test_a_correction_needs_the_log_probs_of_the_trainer_where_the_weights_change_within_a_step() -> None:
+    asked = [n.id for n in graph("grpo", "prompt", correct="token").nodes]
+    assert "actor.logprobs" not in asked  # the first update knows them
+    flow = graph("grpo", "prompt", correct="token", correct_limit=3.0, epochs=2)
+    assert ("actor.logprobs", "old_logprobs", "actor.update") in edges(flow)
+    assert (flow.node("actor.update").params["correct"], flow.node("actor.update").params["correct_limit"]) == (
+        "token",
+        3.0,
+    )
+
+
+@pytest.mark.parametrize("name", sorted(BUILT_IN))
+def test_a_flow_is_a_short_file(name: str) -> None:
+    path = Path(inspect.getfile(built_in(name).fn))
+    assert len(path.read_text().splitlines()) < 60
+
+
 @pytest.mark.parametrize(("name", "roles"), [("grpo", ["actor", "reference", "reward"]), ("sft", ["actor"])])
 def test_every_other_parameter_is_a_constant(name: str, roles: list[str]) -> None:
     assert built_in(name).roles == roles
@@ -156,10 +234,12 @@ def test_every_other_parameter_is_a_constant(name: str, roles: list[str]) -> Non
 
 @pytest.mark.parametrize("flow", sorted(BUILT_IN))
 def test_planning_imports_no_torch(tmp_path: Path, flow: str) -> None:
-    (tmp_path / "data.jsonl").write_text('{"prompt": "a", "response": "b"}\n')
+    pairs = flow in ("dpo", "reward_model")
+    row = {"prompt": "a", "chosen": "b", "rejected": "c"} if pairs else {"prompt": "a", "response": "b"}
+    (tmp_path / "data.jsonl").write_text(json.dumps(row) + "\n")
     config: dict[str, Any] = {
         "flow": flow,
-        "data": {"files": "data.jsonl", "batch": 4, **({"fields": ["prompt"]} if flow != "sft" else {})},
+        "data": {"files": "data.jsonl", "batch": 4, **({"fields": ["prompt"]} if flow != "sft" and not pairs else {})},
         "model": "any/model",
         "reward": "reward.py:never_loaded",
         "eval": "data.jsonl",

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from distflow.algo.aggregate import Mode
+from distflow.algo.correction import Kind
 from distflow.checkpoint import save_model
 from distflow.config import Config
 from distflow.data.balance import Ints
@@ -73,7 +74,11 @@ class Policy:
         _, first, prompt_of = np.unique(batch.groups, return_index=True, return_inverse=True)
         prompts = [self.text.encode(batch["prompt"][i]) for i in first.tolist()]
         seed = ctx.seed ^ _HELD_OUT if held_out else ctx.seed
-        done = self.generator.generate(prompts, prompt_of, batch.ids, seed, temperature)
+        if temperature == 0:  # all responses to a prompt are the same one
+            done = self.generator.generate(prompts, np.arange(len(prompts)), batch.ids[first], seed, temperature)
+            done = done.select(prompt_of)
+        else:
+            done = self.generator.generate(prompts, prompt_of, batch.ids, seed, temperature)
         if self.transfer:
             self.generator.release()
         _tell_lengths(done.tokens, done.finished, ctx.metrics, "val/" if held_out else "")
@@ -110,6 +115,8 @@ def update(
     aggregate: Mode = "token-mean",
     mini_batches: int = 1,
     epochs: int = 1,
+    correct: Kind | None = None,
+    correct_limit: float = 2.0,
     **constants: Any,
 ) -> None:
     """An update as a flow asks for it. `together`: the loss compares the samples of a prompt, called a `pair`."""
@@ -117,7 +124,8 @@ def update(
     if together:
         batch = with_column(batch, "pair", torch.from_numpy(batch.groups))
     found = find_loss(loss, f"{setup.role}.update: loss", config.base)
-    recipe = Recipe(found, constants, aggregate, config.rollout.max_tokens, mini_batches, epochs, together)
+    correction = (correct, correct_limit) if correct else None
+    recipe = Recipe(found, constants, aggregate, config.rollout.max_tokens, mini_batches, epochs, together, correction)
     place = np.searchsorted(ctx.groups, batch.groups)  # of a prompt among those of the step
     total = setup.steps * mini_batches * epochs
     trainer.update(batch, place * mini_batches // len(ctx.groups), recipe, total, ctx.metrics)

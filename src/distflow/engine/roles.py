@@ -118,7 +118,7 @@ class RewardModel:
     def save(self, folder: "Path") -> None:
         self.model.save(folder)
 
-    @node(type="inference", writes="score")
+    @node(type="inference", reads=TOKENS, writes="score")
     def score(self, batch: "Batch", ctx: "Context") -> Any:
         """Of `response_tokens` as an answer to `prompt_tokens`."""
         return self.model.score(batch, ctx)

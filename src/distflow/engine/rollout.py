@@ -32,6 +32,11 @@ class Completions:
     logprobs: Ragged  # float32, as sampled
     finished: Tensor  # bool: ended by itself, not by the limit
 
+    def select(self, index: Ints) -> "Completions":
+        return Completions(
+            self.tokens.select(index), self.logprobs.select(index), self.finished[torch.from_numpy(index)]
+        )
+
 
 class Rollout:
     """`cache_bytes` and `max_sequences` bound how many sequences run at once; `bytes_per_token` is what one holds.

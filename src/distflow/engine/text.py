@@ -66,7 +66,7 @@ class Text:
     def encode_preferences(self, batch: Batch) -> dict[str, Any]:
         """Of the two samples of a prompt the first has the response `chosen` (+1), the other one `rejected` (−1)."""
         first = batch.ids == 2 * batch.groups
-        answers = [batch["chosen" if one else "rejected"][i] for i, one in enumerate(first.tolist())]
+        answers = [_text(batch["chosen" if one else "rejected"][i]) for i, one in enumerate(first.tolist())]
         preferred = torch.from_numpy(np.where(first, 1.0, -1.0).astype(np.float32))
         return {**self.encode_pairs(batch["prompt"], answers), "preferred": preferred}
 
@@ -87,6 +87,15 @@ class Text:
                 )
             ends.add(ids[0])
         return frozenset(ends)
+
+
+def _text(response: Any) -> str:
+    """A response may be given as chat messages, of which the last is it."""
+    if isinstance(response, list) and response and isinstance(response[-1], dict) and "content" in response[-1]:
+        response = response[-1]["content"]
+    if not isinstance(response, str):
+        raise DataError(f"a response is {str(response)[:60]!r}; it is text, or chat messages that end with it")
+    return response
 
 
 def ragged(rows: Sequence[Sequence[int]]) -> Ragged:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from distflow.algo.aggregate import Counts, Mode, token_weights
+from distflow.algo.correction import Kind, correction
 from distflow.algo.kl import kl
 from distflow.algo.losses import Loss
 from distflow.algo.tokens import Tokens
@@ -20,7 +21,8 @@ from distflow.data.batch import Batch, Ragged
 from distflow.engine import parallel
 from distflow.engine.attention import Packed
 from distflow.engine.logprobs import token_logprobs
-from distflow.engine.model import DTYPES, Kind, Source
+from distflow.engine.model import DTYPES, Source
+from distflow.engine.model import Kind as ModelKind
 from distflow.engine.packing import RESPONSE, ROLLOUT, Pack, micro_batches, nothing, pack
 from distflow.engine.schedule import learning_rate
 from distflow.engine.weights import Held, slices
@@ -67,7 +69,7 @@ class Valuer(_Reader):
         return (self.lm.score(hidden).squeeze(-1).float(),)
 
 
-READERS: dict[Kind, type[_Reader]] = {"words": Scorer, "values": Valuer}
+READERS: dict[ModelKind, type[_Reader]] = {"words": Scorer, "values": Valuer}
 
 
 @dataclass(frozen=True)
@@ -81,6 +83,7 @@ class Recipe:
     mini_batches: int = 1
     epochs: int = 1
     together: bool = False  # samples of one prompt are in one micro-batch: the loss compares them
+    correction: tuple[Kind, float] | None = None  # of the rollout's log-probs; see distflow.algo.correction
 
 
 class Trainer:
@@ -211,11 +214,17 @@ class Trainer:
         tokens = Tokens(said, packed.responses, packed.per_token, packed.per_sample, entropy)
         loss = recipe.loss(tokens, **recipe.constants)
         weights = token_weights(recipe.mode, packed.responses, counts).to(said.device)
+        metrics = dict(loss.metrics)
+        if recipe.correction:
+            kind, limit = recipe.correction
+            old = tokens["old_logprobs"] if "old_logprobs" in tokens else said.detach()
+            factor, told = correction(kind, old, tokens[ROLLOUT], packed.responses, limit)
+            weights, metrics = weights * factor, {**metrics, **told}
         total = (weights * loss.per_token).sum()
         (total * self.dp).backward()  # FSDP takes the mean over ranks, and the weights are already global
-        for name, values in loss.metrics.items():
+        for name, values in metrics.items():
             tally.log(name, float(values.mean()), count)
-        if entropy is not None and f"{self.name}/entropy" not in loss.metrics:
+        if entropy is not None and f"{self.name}/entropy" not in metrics:
             tally.log(f"{self.name}/entropy", float(entropy.detach().mean()), count)
         if self.lead:
             tally.log(f"{self.name}/loss", float(total.detach()), reduce="sum")

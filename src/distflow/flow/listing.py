@@ -70,9 +70,7 @@ def from_list(
         for d in row.deps:
             if d not in written:
                 raise FlowError(f"node '{row.id}': depends on unknown node '{d}'{suggest(d, written)}")
-        reads = row.spec.reads
-        if reads is None:
-            reads = tuple(dict.fromkeys(f for d in row.deps for f in written[d]))
+        reads = row.spec.reading((f for d in row.deps for f in written[d]), row.said.get("prefix", ""))
         order = [d for d in row.deps if not set(written[d]) & set(reads)]
         after = tuple(i for i in dict.fromkeys((*row.after, *order)) if i != SOURCE)
         rest = {"role": row.role, "after": after, "params": row.params, "method": row.method, **row.said}

@@ -34,15 +34,23 @@ class NodeSpec:
     whole_batch: bool | None = None
     balance: str | None = None
     hand_over: bool | None = None
+    ignores: tuple[str, ...] | None = None
+
+    def reading(self, given: Iterable[str], prefix: str = "") -> tuple[str, ...]:
+        """What a node reads of the fields it is given."""
+        fields = tuple(dict.fromkeys(given))
+        if self.reads is not None:
+            return tuple(prefix + f if prefix + f in fields else f for f in self.reads)
+        return tuple(f for f in fields if f.removeprefix(prefix) not in (self.ignores or ()))
 
     def node(self, node_id: str, fn: Callable[..., Any], reads: tuple[str, ...], **rest: Any) -> Node:
-        """The node this function becomes; `reads` is what it reads when the spec is silent."""
+        """The node this function becomes."""
         _check_constants(node_id, fn, rest.get("params", {}), bool(rest.get("method")))
         rest.setdefault("role", self.role or "compute")
         return Node(
             id=node_id,
             type=self.type or "compute",
-            reads=reads if self.reads is None else self.reads,
+            reads=reads,
             # A function that declares nothing writes one field, called like its node.
             writes=tuple(rest.get("prefix", "") + f for f in ((node_id,) if self.writes is None else self.writes)),
             call=reference(fn),
@@ -67,14 +75,15 @@ def node(
     whole_batch: bool | None = None,
     balance: str | None = None,
     hand_over: bool | None = None,
+    ignores: Names | None = None,
 ) -> Any:
     """Mark a function as a node: inside a flow a call to it is traced, outside it runs as usual.
 
     It takes one `Batch` (with the fields it reads) and returns a dict of the fields it writes, or the one column
-    itself. `reads` defaults to all fields of the values it is called with; `writes` to one field called like the node.
-    `whole_groups` keeps the samples of a prompt together, `whole_batch` gives each of the node's workers all samples of
-    the step, which is for small fields; `balance` names the field whose lengths are evened out over
-    the workers, `hand_over` (of a method) brings the role's newest weights first.
+    itself. `reads` defaults to all fields of the values it is called with but those it `ignores`; `writes` to one field
+    called like the node. `whole_groups` keeps the samples of a prompt together, `whole_batch` gives each of the node's
+    workers all samples of the step, which is for small fields; `balance` names the field whose lengths are evened out
+    over the workers, `hand_over` (of a method) brings the role's newest weights first.
 
     A call inside a flow may also say: `after=value`, to come after another node without reading of it;
     `prefix="greedy_"`, to begin all fields it writes with that, and to see fields that begin so without it, which lets
@@ -94,6 +103,7 @@ def node(
         "whole_batch": whole_batch,
         "balance": balance,
         "hand_over": hand_over,
+        "ignores": names(ignores),
     }
     if fn is None:
         return functools.partial(node, **given)
@@ -310,10 +320,9 @@ def _record(
                 f"node '{node_id}': positional arguments and `after` are values of other nodes, not {a!r};"
                 " pass constants by keyword"
             )
-    reads = tuple(dict.fromkeys(f for a in args for f in a.fields))
-    read = set(reads if spec.reads is None else spec.reads)
+    reads = spec.reading((f for a in args for f in a.fields), said.get("prefix", ""))
     # A value of which nothing is read still says "after this".
-    order = [a.node for a in after] + [a.node for a in args if not read & set(a.fields)]
+    order = [a.node for a in after] + [a.node for a in args if not set(reads) & set(a.fields)]
     order = [i for i in dict.fromkeys(order) if i != SOURCE]
     made = spec.node(node_id, fn, reads, after=tuple(order), params=kwargs, **said, **extra)
     nodes.append(made)

@@ -8,6 +8,6 @@ from distflow.flows.nodes import group_advantage
 @flow(also=learn)
 def cispo(prompts, actor, reference, reward, *, clip=1.0, clip_high=0.2, **rest):
     said = actor.generate(prompts["prompt"])
-    score = reward.score(prompts, said["response", "response_tokens"])
+    score = reward.score(prompts, said)
     advantage = group_advantage(score)
     learn(actor, reference, said, advantage, loss="cispo", clip=clip, clip_high=clip_high, **rest)

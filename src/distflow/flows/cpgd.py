@@ -6,8 +6,8 @@ from distflow.flows.nodes import group_advantage
 
 
 @flow(also=learn)
-def cpgd(prompts, actor, reference, reward, *, clip=0.2, drift=0.1, **rest):
+def cpgd(prompts, actor, reference, reward, *, clip=0.2, drift=0.001, **rest):
     said = actor.generate(prompts["prompt"])
-    score = reward.score(prompts, said["response", "response_tokens"])
+    score = reward.score(prompts, said)
     advantage = group_advantage(score)
     learn(actor, reference, said, advantage, loss="cpgd", clip=clip, drift=drift, **rest)

@@ -8,6 +8,6 @@ from distflow.flows.nodes import batch_advantage
 @flow(also=learn)
 def gpg(prompts, actor, reference, reward, **rest):
     said = actor.generate(prompts["prompt"])
-    score = reward.score(prompts, said["response", "response_tokens"])
+    score = reward.score(prompts, said)
     advantage = batch_advantage(score, scale="informative")  # made up for groups whose scores are all equal
     learn(actor, reference, said, advantage, loss="reinforce", **rest)

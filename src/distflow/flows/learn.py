@@ -12,15 +12,17 @@ def learn(
     kl_kind="k3",
     entropy=0.0,  # weight of the entropy bonus
     recompute_old=False,  # old log-probs by the trainer instead of the rollout engine
+    correct=None,  # for the rollout engine not being quite the trainer: token, sequence, mask-token, mask-sequence
+    correct_limit=2.0,
     mini_batches=1,
     epochs=1,
     **constants,  # of the loss
 ):
     tokens = said["prompt_tokens", "response_tokens"]
     seen = [tokens, said["rollout_logprobs"], *judged]
-    if recompute_old:
+    if recompute_old or (correct and mini_batches * epochs > 1):
         seen.append(actor.logprobs(tokens))
-    if kl:
+    if kl and not any("ref_logprobs" in value.fields for value in judged):
         seen.append(reference.logprobs(tokens))
     actor.update(
         *seen,
@@ -31,5 +33,6 @@ def learn(
         kl=kl,
         kl_kind=kl_kind,
         entropy=entropy,
+        **({"correct": correct, "correct_limit": correct_limit} if correct else {}),
         **constants,
     )

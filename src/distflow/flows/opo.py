@@ -8,6 +8,6 @@ from distflow.flows.nodes import group_advantage
 @flow(also=learn)
 def opo(prompts, actor, reference, reward, *, aggregate="seq-mean-token-sum-norm", **rest):
     said = actor.generate(prompts["prompt"])
-    score = reward.score(prompts, said["response", "response_tokens"])
+    score = reward.score(prompts, said)
     advantage = group_advantage(score, said["response_tokens"], baseline="length", scale="none")
     learn(actor, reference, said, advantage, loss="reinforce", aggregate=aggregate, **rest)

@@ -8,6 +8,6 @@ from distflow.flows.nodes import group_advantage
 @flow(also=learn)
 def rloo(prompts, actor, reference, reward, *, clip=0.2, aggregate="seq-mean-token-sum", **rest):
     said = actor.generate(prompts["prompt"])
-    score = reward.score(prompts, said["response", "response_tokens"])
+    score = reward.score(prompts, said)
     advantage = group_advantage(score, baseline="others", scale="none")
     learn(actor, reference, said, advantage, loss="policy", clip=clip, aggregate=aggregate, **rest)

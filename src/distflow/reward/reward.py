@@ -61,7 +61,7 @@ class Reward:
         self.on_failure, self.answer, self.log = on_failure, answer, log
         self.pool = Pool(self.functions, processes, time_limit_s, Path(base))
 
-    @node(type="inference", writes=["score"])
+    @node(type="inference", writes=["score"], ignores=("prompt_tokens", "rollout_logprobs", "finished"))
     def score(self, batch: "Batch", ctx: "Context") -> dict[str, Any]:
         """Reads `prompt` and `response`, and what the functions ask for of the other columns."""
         import torch

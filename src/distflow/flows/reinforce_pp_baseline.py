@@ -6,8 +6,8 @@ from distflow.flows.nodes import batch_advantage
 
 
 @flow(also=learn)
-def reinforce_baseline(prompts, actor, reference, reward, *, clip=0.2, kl_kind="k2", **rest):
+def reinforce_pp_baseline(prompts, actor, reference, reward, *, clip=0.2, kl_kind="k2", **rest):
     said = actor.generate(prompts["prompt"])
-    score = reward.score(prompts, said["response", "response_tokens"])
+    score = reward.score(prompts, said)
     advantage = batch_advantage(score, scale="batch")
     learn(actor, reference, said, advantage, loss="policy", clip=clip, kl_kind=kl_kind, **rest)

@@ -1,0 +1,97 @@
+"""Every RL algorithm on the demo's task, from the same warm-up: held-out accuracy before and after so many steps.
+
+`python bench/learn.py [--steps 60] [--only grpo,ppo] [--seed 0]`. About half a minute each on two cores.
+"""
+
+import argparse
+import json
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from distflow.observe.curve import read
+
+ROOT = Path(__file__).parents[1]
+TASK, RUNS = ROOT / "examples" / "sorting", ROOT / "runs" / "sorting"
+ACCURACY = "val/all/score"
+# What each is run with, where it is not what the demo's GRPO is.
+ALGORITHMS: dict[str, list[str]] = {
+    "ppo": ["critic.lr=2.0e-3", "algo.mini_batches=2"],
+    "grpo": [],
+    "dr_grpo": [],
+    "rloo": [],
+    "reinforce_pp": [],
+    "reinforce_pp_baseline": [],
+    "remax": [],
+    "dapo": [],
+    "gspo": ["algo.mini_batches=2"],
+    "cispo": ["algo.mini_batches=2"],
+    "cpgd": ["algo.mini_batches=2"],
+    "gpg": [],
+    "opo": [],
+}
+
+
+def distflow(*words: str) -> None:
+    command = [sys.executable, "-m", "distflow", *words]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(f"{' '.join(command)}\n{done.stdout}{done.stderr}")
+
+
+def warm_up() -> None:
+    shutil.rmtree(RUNS, ignore_errors=True)
+    subprocess.run([sys.executable, str(TASK / "data.py"), str(RUNS)], check=True)
+    distflow("run", str(TASK / "warmup.yaml"))
+    distflow("export", str(RUNS / "warmup"), str(RUNS / "model"))
+
+
+def learn(algorithm: str, steps: int, seed: int) -> dict[str, object]:
+    run = RUNS / algorithm
+    said = [f"flow={algorithm}", f"name={algorithm}", f"steps={steps}", f"seed={seed}", f"run_dir={run}"]
+    began = time.time()
+    distflow("run", str(TASK / "grpo.yaml"), *said, "eval.every=20", *ALGORITHMS[algorithm])
+    found = read(run / "metrics.jsonl")
+    accuracy = found[ACCURACY]
+    result: dict[str, object] = {
+        "algorithm": algorithm,
+        "steps": steps,
+        "before": accuracy[0][1],
+        "after": accuracy[-1][1],
+        "s": round(time.time() - began, 1),
+    }
+    for name in ("critic/vf_loss", "critic/explained_variance"):
+        if values := [v for _, v in found.get(name, [])]:
+            third = max(1, len(values) // 3)  # of the steps, the first and the last: single ones are noisy
+            result[name.partition("/")[2]] = [round(sum(x) / third, 4) for x in (values[:third], values[-third:])]
+    if discarded := [v for _, v in found.get("sampling/discarded", [])]:
+        result["discarded"] = int(sum(discarded))
+    return result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--only", default=",".join(ALGORITHMS))
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--keep-model", action="store_true", help="the warm-up of an earlier run")
+    args = parser.parse_args()
+    if not (args.keep_model and (RUNS / "model").is_dir()):
+        warm_up()
+    rows = []
+    print(f"{'':22} {'steps':>5} {'before':>7} {'after':>7}")
+    for algorithm in args.only.split(","):
+        row = learn(algorithm, args.steps, args.seed)
+        rows.append(row)
+        more = "  ".join(f"{k} {v}" for k, v in row.items() if k not in ("algorithm", "steps", "before", "after", "s"))
+        print(
+            f"{algorithm:22} {row['steps']:5} {row['before']:7.1%} {row['after']:7.1%}  {row['s']} s  {more}",
+            flush=True,
+        )
+    print(json.dumps(rows))
+
+
+if __name__ == "__main__":
+    main()
