@@ -1,0 +1,145 @@
+"""Two responses of which one is better: a reward model learns to tell them apart, then judges; DPO learns at once."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from transformers import AutoModelForSequenceClassification
+
+from distflow.checkpoint import export
+from distflow.errors import ConfigError
+from warm import Ended, distflow_run
+
+ROWS = [{"prompt": f"count to {i}:", "chosen": str(i) * (1 + i % 3), "rejected": "no" * (1 + i % 4)} for i in range(16)]
+MODEL = {"arch": "qwen2", "hidden": 32, "layers": 2, "heads": 4, "kv_heads": 2}
+CONFIG: dict[str, Any] = {
+    "data": {"files": "pairs.jsonl", "batch": 8},
+    "steps": 8,
+    "model": MODEL,
+    "train": {"lr": 1e-2, "micro_tokens": 100},
+    "wait_limit_s": 60,
+}
+FLOW = """
+import json
+
+from distflow import flow, node
+
+
+@node(writes=())
+def keep(batch, ctx):
+    for i, row in enumerate(batch["response_tokens"]):
+        told = [batch["prompt_tokens"][i].tolist() + row.tolist(), float(batch["score"][i])]
+        with open(ctx.folder / f"scores.{ctx.rank}.jsonl", "a") as file:
+            file.write(json.dumps(told) + "\\n")
+
+
+@flow
+def judged(prompts, actor, reward):
+    said = actor.generate(prompts["prompt"])
+    keep(said, reward.score(prompts, said))
+"""
+
+
+def run(folder: Path, name: str, workers: int, **changes: Any) -> tuple[Path, Ended]:
+    path, run_dir = folder / f"{name}.yaml", folder / name
+    path.write_text(yaml.safe_dump(CONFIG | {"run_dir": str(run_dir)} | changes))
+    return run_dir, distflow_run(path, workers=workers)
+
+
+def curve(run_dir: Path, name: str) -> list[float]:
+    return [json.loads(line)[name] for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("pairs")
+    (made / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    (made / "flow.py").write_text(FLOW)
+    return made
+
+
+@pytest.fixture(scope="module")
+def judge(folder: Path) -> Path:
+    """The run that trained a reward model, on two workers."""
+    run_dir, ended = run(folder, "judge", 2, flow="reward_model")
+    assert ended.codes == [0, 0], ended.err
+    export(run_dir, folder / "reward-model")
+    return run_dir
+
+
+def test_a_reward_model_learns_to_tell_them_apart(judge: Path) -> None:
+    loss, accuracy = curve(judge, "reward_model/loss"), curve(judge, "reward_model/accuracy")
+    assert loss[0] == pytest.approx(0.6931, abs=1e-3)  # it starts without an opinion
+    assert loss[-1] < 0.1
+    assert accuracy[-1] > 0.95
+
+
+def test_it_is_the_same_on_one_worker_and_in_two_halves(folder: Path, judge: Path) -> None:
+    whole = {"lr": 1e-2, "micro_tokens": 10_000}
+    for name, workers, changes in (
+        ("judge-alone", 1, {"train": whole}),
+        ("judge-tp", 2, {"placement": {"roles": {"reward_model": {"tp": 2}}}}),
+    ):
+        run_dir, ended = run(folder, name, workers, flow="reward_model", steps=4, **changes)
+        assert ended.codes == [0] * workers, ended.err
+        for metric in ("reward_model/loss", "reward_model/grad_norm"):
+            assert curve(run_dir, metric) == pytest.approx(curve(judge, metric)[:4], rel=1e-3, abs=1e-6)
+
+
+def test_it_is_a_sequence_classification_model_and_scores_as_one(folder: Path, judge: Path) -> None:
+    """The judge of another run, on the tokens of that run; what is saved is what was learned."""
+    placement = {"groups": {"a": "0", "b": "1"}, "default": {"group": "a"}, "roles": {"reward": {"group": "b"}}}
+    changes = {"flow": "flow.py:judged", "reward": {"model": "reward-model"}, "placement": placement, "steps": 1}
+    changes["model"] = "reward-model"  # the same vocabulary
+    run_dir, ended = run(folder, "judged", 2, **changes, rollout={"n": 2, "max_tokens": 12})
+    assert ended.codes == [0, 0], ended.err
+    model = AutoModelForSequenceClassification.from_pretrained(folder / "reward-model")
+    assert model.config.num_labels == 1
+    told = [json.loads(x) for file in run_dir.glob("scores.*.jsonl") for x in file.read_text().splitlines()]
+    assert len(told) == 16
+    for tokens, score in told:
+        with torch.no_grad():
+            logits = model.score(model.model(torch.tensor([tokens])).last_hidden_state[0, -1])
+        assert score == pytest.approx(float(logits), abs=1e-4)
+    assert len({score for _, score in told}) > 8
+
+
+def test_a_model_without_such_a_head_is_no_reward_model(folder: Path) -> None:
+    run_dir, ended = run(folder, "sft", 1, flow="reward_model", steps=1)
+    assert ended.codes == [0], ended.err
+    export(run_dir, folder / "head")
+    state = folder / "head" / "model.safetensors"
+    from safetensors.torch import load_file, save_file
+
+    save_file({k: v for k, v in load_file(state).items() if k != "score.weight"}, state, {"format": "pt"})
+    _, ended = run(folder, "headless", 1, flow="flow.py:judged", model="head", reward={"model": "head"}, steps=1)
+    assert ended.codes == [1]
+    assert "role 'reward': 'head' is no reward model, it has no head that gives one number; train one with" in ended.err
+
+
+def test_dpo_makes_the_better_one_likelier_the_same_on_any_layout(folder: Path) -> None:
+    runs = []
+    for name, workers, placement in (
+        ("dpo", 1, {}),
+        ("dpo-dp2", 2, {}),
+        ("dpo-tp2", 2, {"roles": {"actor": {"tp": 2}, "reference": {"tp": 2}}}),
+    ):
+        changes = {"flow": "dpo", "train": {"lr": 3e-3, "micro_tokens": 64}, "algo": {"beta": 0.5, "mini_batches": 2}}
+        run_dir, ended = run(folder, name, workers, **changes, steps=4, placement=placement)
+        assert ended.codes == [0] * workers, ended.err
+        runs.append(run_dir)
+    loss = curve(runs[0], "actor/loss")
+    assert loss[-1] < loss[0]
+    assert curve(runs[0], "actor/margin")[-1] > 0.5
+    assert curve(runs[0], "actor/accuracy")[-1] > 0.9
+    for other in runs[1:]:
+        for metric in ("actor/loss", "actor/grad_norm", "actor/margin"):
+            assert curve(other, metric) == pytest.approx(curve(runs[0], metric), rel=1e-3, abs=1e-6)
+
+
+def test_another_role_can_be_exported_by_name(folder: Path, judge: Path) -> None:
+    with pytest.raises(ConfigError, match="has no role 'critc'"):
+        export(judge, folder / "nothing", role="critc")
