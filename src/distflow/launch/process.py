@@ -10,7 +10,8 @@ from typing import NoReturn
 import torch
 
 from distflow.config import Config
-from distflow.errors import ConfigError, DistflowError, PeerLostError, StuckError
+from distflow.data.comm import lost
+from distflow.errors import ConfigError, DistflowError, NodeError, PeerLostError, StuckError
 from distflow.launch.job import Job
 from distflow.observe.board import Board
 from distflow.observe.report import Kind, Report
@@ -29,15 +30,12 @@ def run_worker(config: Config) -> int:
         old.unlink(missing_ok=True)
 
     def fail(error: BaseException) -> None:
-        kind: Kind = (
-            "echo" if isinstance(error, PeerLostError) else "stuck" if isinstance(error, StuckError) else "cause"
-        )
-        message = explain(error, rank)
-        Report(rank, kind, message).save(folder)
-        if LAUNCHED not in os.environ:
+        step, message = board.record.step, explain(error, rank)
+        saved = Report(rank, kind_of(error, step), message, step).save(folder)
+        if LAUNCHED not in os.environ or not saved:
             print(f"distflow: {message}", file=sys.stderr, flush=True)
 
-    def end_stuck(error: StuckError) -> NoReturn:
+    def end_stuck(error: DistflowError) -> NoReturn:
         fail(error)
         os._exit(1)  # the main thread is inside a collective that will never return
 
@@ -52,6 +50,7 @@ def run_worker(config: Config) -> int:
         job.run()
         job.close()
         watch.stop()
+        board.finish()
         return 0
     except Exception as e:
         fail(e)
@@ -77,6 +76,20 @@ def keep_freed_memory() -> None:
     if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "mallopt"):
         libc.mallopt(-3, 32 << 20)  # M_MMAP_THRESHOLD, the highest there is
         libc.mallopt(-1, -1)  # M_TRIM_THRESHOLD: never
+
+
+def kind_of(error: BaseException, step: int) -> Kind:
+    """What a failure tells about starting again; `step` is −1 before the first one."""
+    match error:
+        case StuckError():
+            return "stuck"
+        case PeerLostError():
+            return "echo"
+        case NodeError():
+            return "node"
+        case DistflowError():
+            return "mistake" if step < 0 else "node"
+    return "echo" if lost(error) else "cause"
 
 
 def explain(error: BaseException, rank: int) -> str:

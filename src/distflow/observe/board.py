@@ -7,11 +7,13 @@ import json
 import mmap
 import os
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from distflow.plan.layout import format_ranks
 
@@ -28,6 +30,7 @@ class Record:
     waits_for: str = ""  # ranks, while in a collective
     since: float = 0.0  # when it began to do or to wait for this
     beat: float = 0.0  # when its watchdog last ran: an old one means stopped, or the machine is gone
+    done: bool = False  # it has ended as it should, and beats no more
 
 
 class Board:
@@ -40,44 +43,52 @@ class Board:
             f.truncate(SIZE)
         with open(_path(folder, rank), "r+b") as f:
             self._map = mmap.mmap(f.fileno(), SIZE)
+        self._lock = threading.Lock()  # the watchdog beats while the worker works
         now = time.time()
-        self.record = Record(rank, os.getpid(), socket.gethostname(), since=now, beat=now)
-        self._write()
+        self.record = Record(rank, os.getpid(), socket.gethostname())
+        self._change(since=now, beat=now)
 
     def doing(self, step: int, task: str) -> None:
-        self.record = replace(self.record, step=step, task=task, waits_for="", since=time.time())
-        self._write()
+        self._change(step=step, task=task, waits_for="", since=time.time())
 
     @contextmanager
     def waiting(self, ranks: tuple[int, ...]) -> Iterator[None]:
         others = tuple(r for r in ranks if r != self.record.rank)
-        self.record = replace(self.record, waits_for=format_ranks(others), since=time.time())
-        self._write()
+        self._change(waits_for=format_ranks(others), since=time.time())
         yield
-        self.record = replace(self.record, waits_for="", since=time.time())
-        self._write()
+        self._change(waits_for="", since=time.time())
 
     def beat(self) -> None:
-        self.record = replace(self.record, beat=time.time())
-        self._write()
+        self._change(beat=time.time())
 
-    def _write(self) -> None:
-        text = json.dumps(vars(self.record)).encode()
-        if len(text) > SIZE:  # a long list of fields in the task's name
-            text = json.dumps(vars(replace(self.record, task=self.record.task[:200]))).encode()
-        self._map[:] = text[:SIZE].ljust(SIZE)
+    def finish(self) -> None:
+        self._change(done=True)
+
+    def flush(self) -> None:
+        """Other hosts that share the folder see a record only then, or half a minute later."""
+        with open(_path(self.folder, self.record.rank), "r+b") as f:
+            os.fsync(f.fileno())
+
+    def _change(self, **changes: Any) -> None:
+        with self._lock:
+            self.record = replace(self.record, **changes)
+            text = json.dumps(vars(self.record)).encode()
+            if len(text) > SIZE:  # a long list of fields in the task's name
+                text = json.dumps(vars(replace(self.record, task=self.record.task[:200]))).encode()
+            self._map[:] = text[:SIZE].ljust(SIZE)
 
 
 def read_all(folder: Path, workers: int) -> list[Record | None]:
     """The records of all ranks; None where there is none (a worker that never started, or a folder of another host)."""
-    return [_read(_path(folder, r)) for r in range(workers)]
+    return [read(folder, r) for r in range(workers)]
 
 
-def _read(path: Path) -> Record | None:
+def read(folder: Path, rank: int) -> Record | None:
+    """The record of one rank, if it is there and can be read."""
     for _ in range(5):  # a record may be caught half written
         try:
-            return Record(**json.loads(path.read_bytes()))
-        except FileNotFoundError:
+            return Record(**json.loads(_path(folder, rank).read_bytes()))
+        except OSError:
             return None
         except (json.JSONDecodeError, UnicodeDecodeError, TypeError):
             time.sleep(0.002)

@@ -6,27 +6,34 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
-Kind = Literal["cause", "stuck", "echo"]
+Kind = Literal["mistake", "node", "cause", "stuck", "echo"]
 
 
 @dataclass(frozen=True)
 class Report:
-    """`echo`: this worker only noticed that another one is gone."""
+    """`mistake`: what the user has to mend before the first step; `node`: their code or data failed in a step;
+    `cause`: anything else that was raised; `echo`: this worker only noticed that another one is gone."""
 
     rank: int
     kind: Kind
     message: str
+    step: int = -1
     time: float = 0.0
 
-    def save(self, folder: Path) -> None:
+    def save(self, folder: Path) -> bool:
+        """Whether it could be written: the disk may be full, and that the cause."""
         path = folder / f"{self.rank}.error"
         temporary = path.with_suffix(".part")
-        temporary.write_text(json.dumps(asdict(self) | {"time": time.time()}))
-        temporary.rename(path)
+        try:
+            temporary.write_text(json.dumps(asdict(self) | {"time": time.time()}))
+            temporary.rename(path)
+        except OSError:
+            return False
+        return True
 
 
 def read_reports(folder: Path) -> list[Report]:
     """Causes first, then stuck waits, then echoes; each in the order of time."""
     found = [Report(**json.loads(p.read_text())) for p in folder.glob("*.error")]
-    order: dict[Kind, int] = {"cause": 0, "stuck": 1, "echo": 2}
-    return sorted(found, key=lambda r: (order[r.kind], r.time))
+    order = {"stuck": 1, "echo": 2}
+    return sorted(found, key=lambda r: (order.get(r.kind, 0), r.time))

@@ -1,4 +1,4 @@
-"""A watchdog in every worker: a wait that takes too long ends the run with a table of who waits for whom."""
+"""A watchdog in every worker: too long a wait, or a worker that is not heard of, ends the run with a table."""
 
 import contextlib
 import os
@@ -8,12 +8,12 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 
 import distflow
-from distflow.errors import StuckError
-from distflow.observe.board import Board, Record, read_all
+from distflow.errors import DistflowError, PeerLostError, StuckError
+from distflow.observe.board import Board, Record, read, read_all
 from distflow.plan.layout import parse_ranks
 
 START_S = 300.0  # how long workers may wait for each other before the first step: they do not start at one moment
@@ -21,12 +21,20 @@ PACKAGE = str(Path(distflow.__file__).parent)
 
 
 class Watch:
-    """`on_stuck` is called, in the watchdog's thread, with the error that ends this worker; it must not return."""
+    """`on_stuck` is called, in the watchdog's thread, with the error that ends this worker; it must not return.
 
-    def __init__(self, board: Board, workers: int, limit_s: float, on_stuck: Callable[[StuckError], None]) -> None:
+    It looks at how long this worker waits, and at the record of the next rank: one that hangs inside a model's own
+    collective does not know that it waits, but a worker that was stopped does not beat.
+    """
+
+    def __init__(self, board: Board, workers: int, limit_s: float, on_stuck: Callable[[DistflowError], None]) -> None:
         self.board, self.workers, self.limit_s, self.on_stuck = board, workers, limit_s, on_stuck
         self.tick_s = min(1.0, limit_s / 10)
-        self._alarm = board.folder / "alarm"
+        rank = board.record.rank
+        self._next = Neighbour(board.folder, (rank + 1) % workers, 5 * self.tick_s + 2)
+        self._seen_by = (rank - 1) % workers
+        self._flushed = 0.0
+        self._alarm, self._alarm_seen = board.folder / "alarm", 0.0
         self._stop = threading.Event()
         self._main = threading.get_ident()
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
@@ -41,53 +49,90 @@ class Watch:
     def _run(self) -> None:
         while not self._stop.wait(self.tick_s):
             self.board.beat()
-            record = self.board.record
-            if (raised := self._raised()) is not None:
+            self._flush()
+            record, now = self.board.record, time.monotonic()
+            limit_s = self.limit_s if record.step >= 0 else max(self.limit_s, START_S)
+            still_s = self._next.still_s(now) if self.workers > 1 else 0.0
+            if os.path.exists(self._alarm):  # unlike a Path, false where a shared folder fails
                 self._leave_stack()
-                if time.time() - raised > 5 * self.tick_s + 2:  # nobody else has ended us
-                    self.on_stuck(StuckError(f"rank {record.rank} ends: another worker has raised the alarm"))
-            elif record.waits_for and time.time() - record.since > self._limit(record):
-                self._raise_alarm()
+                self._alarm_seen = self._alarm_seen or now
+                if now - self._alarm_seen > 5 * self.tick_s + 5:  # nobody else has ended us
+                    self.on_stuck(PeerLostError(f"rank {record.rank} ends: another worker has raised the alarm"))
+            elif record.waits_for and time.time() - record.since > limit_s:
+                self._raise_alarm(f"a worker has waited for more than {limit_s:g} s (wait_limit_s)")
+            elif still_s > limit_s:
+                self._raise_alarm(f"a worker has not been heard of for more than {limit_s:g} s (wait_limit_s)")
 
-    def _raised(self) -> float | None:
-        """When somebody raised the alarm."""
-        with contextlib.suppress(FileNotFoundError):
-            return self._alarm.stat().st_mtime
-        return None
+    def _flush(self) -> None:
+        """Where another host watches this worker."""
+        if self.workers > 1 and time.monotonic() - self._flushed > self.limit_s / 4:
+            self._flushed = time.monotonic()
+            watcher = read(self.board.folder, self._seen_by)
+            if watcher and watcher.host != self.board.record.host:
+                with contextlib.suppress(OSError):
+                    self.board.flush()
 
-    def _limit(self, record: Record) -> float:
-        return self.limit_s if record.step >= 0 else max(self.limit_s, START_S)
-
-    def _raise_alarm(self) -> None:
-        with contextlib.suppress(FileExistsError):
+    def _raise_alarm(self, why: str) -> None:
+        try:
             os.close(os.open(self._alarm, os.O_CREAT | os.O_EXCL))
+        except FileExistsError:
+            return  # the one that was first tells
+        except OSError:
+            pass  # a full disk: the others see no alarm, but soon that this worker is gone
         self._leave_stack()
+        before = read_all(self.board.folder, self.workers)
         self._stop.wait(3 * self.tick_s)  # the others see the alarm and leave their stacks
-        records = read_all(self.board.folder, self.workers)
-        _wake_stopped(records, 3 * self.tick_s)
-        limit_s = self._limit(self.board.record)
-        self.on_stuck(StuckError(describe(records, self.board.folder, limit_s, 3 * self.tick_s)))
+        self.board.beat()
+        end = time.monotonic() + 2
+        while (silent := _silent(before, self.board.folder)) and time.monotonic() < end:
+            self._stop.wait(self.tick_s / 2)
+        table = describe(read_all(self.board.folder, self.workers), self.board.folder, silent)
+        _wake_stopped([before[r] for r in silent])
+        self.on_stuck(StuckError(f"{why}; who waits for whom:\n{table}"))
 
     def _leave_stack(self) -> None:
         path = self.board.folder / f"{self.board.record.rank}.stack"
-        if not path.exists():
+        with contextlib.suppress(OSError):
+            if path.exists():
+                return
             stack = traceback.extract_stack(sys._current_frames().get(self._main))
             theirs = [f for f in stack if not f.filename.startswith((PACKAGE, "<frozen"))]  # the user's own code
             path.write_text("".join(traceback.StackSummary.from_list(theirs or stack).format()[-6:]))
 
 
-def describe(records: list[Record | None], folder: Path, limit_s: float, beat_s: float) -> str:
-    """The table, and the stacks of those that others wait for and that wait for nobody."""
+class Neighbour:
+    """How long the record of another rank has stood still, by this worker's own clock: those of two hosts differ."""
+
+    def __init__(self, folder: Path, rank: int, pause_s: float) -> None:
+        self.folder, self.rank, self.pause_s = folder, rank, pause_s
+        self._beat: float | None = None
+        self._alive = False  # seen to beat; else the record may be a left-over in a folder that is not shared
+        self._since = self._looked = 0.0
+
+    def still_s(self, now: float) -> float:
+        """To be asked again and again: after a longer pause it was this worker that was stopped."""
+        record = read(self.folder, self.rank)
+        paused, self._looked = now - self._looked > self.pause_s, now
+        if record is None or record.done:
+            return 0.0
+        if record.beat != self._beat:
+            self._alive = self._beat is not None
+        if record.beat != self._beat or paused:
+            self._beat, self._since = record.beat, now
+        return now - self._since if self._alive else 0.0
+
+
+def describe(records: Sequence[Record | None], folder: Path, silent: Collection[int]) -> str:
+    """The table, those that do not beat, and the stacks of those that others wait for and that wait for nobody."""
     now = time.time()
     rows = [("rank", "host:pid", "step", "task", "for", "waits for ranks", "heard of")]
-    awaited: set[int] = set()
+    awaited = set(silent)
     for r, rec in enumerate(records):
         if rec is None:
             rows.append((str(r), "–", "–", "no record here", "", "", ""))
             continue
         if rec.waits_for:
             awaited |= set(parse_ranks(rec.waits_for, len(records), "board"))
-        heard = f"{now - rec.beat:.0f} s ago"
         rows.append(
             (
                 str(r),
@@ -96,32 +141,41 @@ def describe(records: list[Record | None], folder: Path, limit_s: float, beat_s:
                 rec.task,
                 f"{now - rec.since:.0f} s",
                 rec.waits_for or "nobody",
-                heard,
+                "has ended" if rec.done else f"{now - rec.beat:.0f} s ago",
             )
         )
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = ["  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in rows]
-    text = f"a worker has waited for more than {limit_s:g} s (wait_limit_s); who waits for whom:\n" + "\n".join(lines)
     for r in sorted(awaited):
         found = records[r]
         if found is None:
-            text += f"\nrank {r} has left no record: it never started, or runs on a host that does not share {folder}"
-        elif now - found.beat > beat_s + 2:
-            text += (
-                f"\nrank {r} has not been heard of for {now - found.beat:.0f} s: it was stopped or its machine is gone;"
+            lines.append(
+                f"rank {r} has left no record: it never started, or runs on a host that does not share {folder}"
+            )
+        elif r in silent:
+            lines.append(
+                f"rank {r} has not been heard of for {now - found.beat:.0f} s: it was stopped or its machine is gone;"
                 f" it was in step {found.step}, '{found.task}'"
             )
-        elif not found.waits_for:
-            text += f"\nrank {r} waits for nobody: it is busy with '{found.task}' of step {found.step}"
+        elif not found.waits_for and not found.done:
             stack = folder / f"{r}.stack"
-            if stack.exists():
-                text += ", here:\n" + stack.read_text().rstrip()
-    return text
+            here = f", here:\n{stack.read_text().rstrip()}" if stack.exists() else ""
+            lines.append(f"rank {r} waits for nobody: it is busy with '{found.task}' of step {found.step}{here}")
+    return "\n".join(lines)
 
 
-def _wake_stopped(records: list[Record | None], beat_s: float) -> None:
+def _silent(before: Sequence[Record | None], folder: Path) -> list[int]:
+    """The ranks that have not beaten since."""
+    return [
+        r
+        for r, old in enumerate(before)
+        if old and not old.done and (new := read(folder, r)) and not new.done and new.beat == old.beat
+    ]
+
+
+def _wake_stopped(records: Iterable[Record | None]) -> None:
     """A stopped process of this host cannot even be terminated: let it run into its termination signal."""
     for rec in records:
-        if rec and rec.host == socket.gethostname() and time.time() - rec.beat > beat_s + 2:
+        if rec and rec.host == socket.gethostname():
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(rec.pid, signal.SIGCONT)
