@@ -58,6 +58,7 @@ class Worker:
         self.rank, self.plan, self.data, self.seed, self.folder = rank, plan, data, seed, folder
         self.players, self.doing = players, doing
         self.chain = plan.chain(rank)
+        self.worked = 0.0  # seconds in nodes, of this step: all else may be waiting for others
         self.functions = {t.node: _bind(plan.flow.node(t.node), players) for t in self.chain if isinstance(t, Run)}
 
     def steps(
@@ -83,6 +84,7 @@ class Worker:
         """The chain once, on the samples of `step`; `now` is the step of the run, where that is another."""
         now = step if now is None else now
         took: dict[str, float] = {}
+        self.worked = 0.0
         first, refill, rest = _sections(self.chain)
         if refill:
             self.data.begin(refill)
@@ -95,6 +97,7 @@ class Worker:
         yield from self._do(rest, step, now, tally, took)
         for name, seconds in took.items():
             tally.time(name, seconds)
+        tally.work(self.rank, self.worked)
 
     def _do(
         self, tasks: Iterable[Task], step: int, now: int, tally: Tally, took: dict[str, float]
@@ -111,6 +114,7 @@ class Worker:
                     yield from self.players[task.role].hand_over()
                 case Run():
                     self.run_node(step, now, task, tally)
+                    self.worked += time.perf_counter() - start
                 case Free():
                     self.data.free(step, task)
             if not isinstance(task, Free):

@@ -18,6 +18,7 @@ from distflow.errors import DistflowError, PeerLostError, suggest
 Reduce = Literal["mean", "sum", "max", "min"]
 REDUCES: tuple[Reduce, ...] = get_args(Reduce)
 Key = tuple[str, Reduce]
+BUSIEST, RANKS = "perf/busiest", 1 << 20  # a time in units of 0.1 ms and below it the rank: exact in a float for days
 
 
 class Tally:
@@ -45,6 +46,11 @@ class Tally:
     def time(self, name: str, seconds: float) -> None:
         self.log(f"timing_s/{name}", seconds)
         self.log(f"timing_max_s/{name}", seconds, reduce="max")
+
+    def work(self, rank: int, seconds: float) -> None:
+        """How long this worker's nodes took, and who took longest: a number that is reduced like any other."""
+        self.log("perf/work_s", seconds)
+        self.log(BUSIEST, round(seconds * 10_000) * RANKS + rank, reduce="max")
 
     def under(self, prefix: str) -> "Tally":
         """The same tally, for names that begin with `prefix`."""

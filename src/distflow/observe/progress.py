@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 
+from distflow.observe.straggle import Stragglers
 from distflow.plan.units import human_bytes
 
 SHOWN = 4  # metrics in the line, of these first
@@ -28,6 +29,7 @@ class Progress:
             self._say(f"skipped {skipped_count} bad rows" + "".join(f"\n  {row}" for row in skipped))
             if skipped_count > len(skipped):
                 self._say(f"  … and {skipped_count - len(skipped)} more")
+        self._stragglers = Stragglers(folder / "workers")
         self._sums: dict[str, float] = {}
         self._seen = 0
         self._bar: Bar | None = None
@@ -46,6 +48,7 @@ class Progress:
     def __call__(self, step: int, metrics: dict[str, float]) -> None:
         if "perf/tokens" in metrics and "timing_max_s/step" in metrics:
             metrics["perf/tokens_per_s"] = metrics["perf/tokens"] / metrics["timing_max_s/step"]
+        self._stragglers.look(step, metrics)
         finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}  # JSON has no NaN
         self._log.write(json.dumps({"step": step, "time": time.time(), **finite}) + "\n")
         self._seen += step >= 0
@@ -66,6 +69,8 @@ class Progress:
         if self._seen:
             mean = {name: total / self._seen for name, total in self._sums.items()}
             self._say(closing(mean, self._seen))
+            if told := self._stragglers.told():
+                self._say(told)
             self._say(f"metrics: {self._log.name}")
 
     def _say(self, text: str) -> None:
