@@ -34,6 +34,7 @@ def write_config(folder: Path, **changes: Any) -> Path:
         "placement": {"groups": {"last": "1"}, "nodes": {"use": {"group": "last"}}},
         "run_dir": str(folder / "run"),
         "wait_limit_s": 3,
+        "restarts": 0,
     } | changes
     path = folder / "config.yaml"
     path.write_text(yaml.safe_dump(config))

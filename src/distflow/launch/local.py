@@ -1,39 +1,86 @@
-"""Start N workers on this machine through torchelastic, and say why if they fail."""
+"""Start N workers on this machine through torchelastic, say why if they fail, and start them again if that may help."""
 
 import fcntl
+import json
 import logging
+import math
 import os
 import shutil
 import signal
 import sys
+import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import BinaryIO
 
 from rich.console import Console
 from torch.distributed.elastic.multiprocessing.api import SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from distflow.config import Config
 from distflow.errors import ConfigError
+from distflow.launch import IF_ANY, RESUME
+from distflow.launch.failure import Failure, find, hopeless
 from distflow.launch.process import LAUNCHED
-from distflow.observe.board import read_all
-from distflow.observe.report import read_reports
+
+LONGEST_S = 30.0  # between two attempts
 
 
 def launch(config: Config, path: str, overrides: Sequence[str]) -> int:
-    """Run to the end; the exit code. On failure the one cause is printed, with its rank, step and task."""
+    """Run to the end; the exit code. Each failure is told by its one cause, with its rank, step and task."""
     workers = config.workers or 1
-    folder = config.run_folder / "workers"
     lock = _lock(config.run_folder)
-    shutil.rmtree(folder, ignore_errors=True)
     os.environ[LAUNCHED] = "1"
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // workers)))
     # All peers are here: stay off the network.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+    # Workers end by themselves within the limit; torchelastic then kills what is left.
+    os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(math.ceil(config.stop_limit_s) + 5)
     _silence_torchelastic()
+    try:
+        return _until_done(config, ["-u", "-m", "distflow", "run", path, *overrides, f"workers={workers}"])
+    except SignalException as e:
+        _tell(f"stopped by {signal.Signals(e.sigval).name}")
+        return 128 + e.sigval
+    finally:
+        lock.close()
+        Console().show_cursor()  # a worker that was killed cannot give it back to the terminal
+
+
+def _until_done(config: Config, command: Sequence[str]) -> int:
+    checkpoints, before = _Checkpoints(config.run_folder), None
+    for restart in range(1, config.restarts + 2):
+        failed = _attempt(config, command)
+        if failed is None:
+            return 0
+        if failed.kind == "stopped":
+            raise SignalException(failed.message, signal.SIGTERM)
+        _tell(failed.message)
+        newest = checkpoints.newest()
+        if not config.restarts:
+            break
+        if why := hopeless(failed, before, newest):
+            _tell(f"not started again: {why}")
+            break
+        if restart > config.restarts:
+            _tell(f"not started again: {config.restarts} restarts are used up (restarts)")
+            break
+        wait_s = min(2.0 ** (restart - 1), LONGEST_S)
+        start = checkpoints.start if newest is None else f"step {newest}"
+        _tell(f"restart {restart} of {config.restarts} in {wait_s:g} s, from {start}")
+        time.sleep(wait_s)
+        if newest is not None:
+            os.environ[RESUME] = IF_ANY
+        before = failed
+    return 1
+
+
+def _attempt(config: Config, command: Sequence[str]) -> Failure | None:
+    """All workers, from their start to their end."""
+    workers, folder = config.workers or 1, config.run_folder / "workers"
+    shutil.rmtree(folder, ignore_errors=True)
     agent = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -44,19 +91,29 @@ def launch(config: Config, path: str, overrides: Sequence[str]) -> int:
         local_addr="127.0.0.1",
         max_restarts=0,
     )
-    command = ["-u", "-m", "distflow", "run", path, *overrides, f"workers={workers}"]
     try:
         elastic_launch(agent, sys.executable)(*command)
     except ChildFailedError as e:
-        print(f"distflow: {_cause(folder, workers, e.failures)}", file=sys.stderr)
-        return 1
-    except SignalException as e:
-        print(f"distflow: stopped by {signal.Signals(e.sigval).name}", file=sys.stderr)
-        return 128 + e.sigval
-    finally:
-        lock.close()
-        Console().show_cursor()  # a worker that was killed cannot give it back to the terminal
-    return 0
+        return find(folder, e.failures)
+    return None
+
+
+class _Checkpoints:
+    """Those that this run has written. There may be some of an earlier one, which it must not go on from."""
+
+    def __init__(self, folder: Path) -> None:
+        self._pointer = folder / "checkpoints" / "latest"
+        self._old = self._written()
+        self.start = "where it began" if RESUME in os.environ else "the beginning"
+
+    def newest(self) -> int | None:
+        """The step that it is of."""
+        if self._written() in (None, self._old):
+            return None
+        return int(json.loads(self._pointer.read_text())["step"])
+
+    def _written(self) -> int | None:
+        return self._pointer.stat().st_mtime_ns if self._pointer.exists() else None
 
 
 def _lock(folder: Path) -> BinaryIO:
@@ -77,21 +134,5 @@ def _silence_torchelastic() -> None:
             logging.getLogger(name).setLevel(logging.CRITICAL)
 
 
-def _cause(folder: Path, workers: int, failures: Mapping[int, ProcessFailure]) -> str:
-    reports = read_reports(folder)
-    if reports and reports[0].kind != "echo":
-        return reports[0].message
-    # Nobody knows the cause: a worker died without a word. torchelastic itself ends the others by SIGTERM.
-    silent = [f for f in failures.values() if f.local_rank not in {r.rank for r in reports}]
-    silent.sort(key=lambda f: f.exitcode == -signal.SIGTERM)
-    if not silent:
-        return reports[0].message
-    dead = silent[0]
-    how = (
-        f"was killed by {signal.Signals(-dead.exitcode).name}" if dead.exitcode < 0 else f"exited with {dead.exitcode}"
-    )
-    hint = " (by hand, or by the system for lack of memory)" if dead.exitcode == -signal.SIGKILL else ""
-    record = read_all(folder, workers)[dead.local_rank]
-    where = f" in step {record.step}, task '{record.task}'" if record else " before it started"
-    noticed = "".join(f"\n  noticed by rank {r.rank}: {r.message}" for r in reports[:3])
-    return f"rank {dead.local_rank} (pid {dead.pid}) {how}{hint}{where}{noticed}"
+def _tell(text: str) -> None:
+    print(f"distflow: {text}", file=sys.stderr, flush=True)

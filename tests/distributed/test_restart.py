@@ -1,0 +1,129 @@
+"""The launcher starts a run again where that may help, and says why where it does not."""
+
+import json
+import os
+import re
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from distflow.observe.board import read_all
+from distributed.test_run import orphans
+from warm_launch import Launch
+
+HERE = Path(__file__).parent
+
+
+def write_config(folder: Path, params: dict[str, Any] | None = None, **changes: Any) -> Path:
+    (folder / "data.jsonl").write_text("\n".join(json.dumps({"prompt": f"p{i}"}) for i in range(8)))
+    config: dict[str, Any] = {
+        "flow": [
+            {"id": "work", "call": f"{HERE}/failing.py:work", "deps": "data", "params": params or {}},
+            {"id": "use", "call": f"{HERE}/failing.py:use", "deps": "work"},
+        ],
+        "name": "test",
+        "workers": 2,
+        "steps": 4,
+        "data": {"files": "data.jsonl", "batch": 4},
+        "placement": {"groups": {"last": "1"}, "nodes": {"use": {"group": "last"}}},
+        "run_dir": str(folder / "run"),
+        "wait_limit_s": 2,
+    } | changes
+    path = folder / "config.yaml"
+    path.write_text(yaml.safe_dump(config))
+    return path
+
+
+def told(launch: Launch) -> list[str]:
+    """What the launcher said, in its order."""
+    return re.findall(r"^distflow: (.*)", launch.err, re.M)
+
+
+def finished(folder: Path) -> bool:
+    lines = (folder / "run" / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line)["step"] for line in lines] == [0, 1, 2, 3]
+
+
+def test_a_killed_worker_is_started_again_with_all_others(tmp_path: Path) -> None:
+    path = write_config(tmp_path, {"how": "kill"})
+    launch = Launch(path)
+    assert launch.ended() == 0, launch.err
+    cause, restart = told(launch)
+    assert re.fullmatch(r"rank 1 \(pid \d+\) was killed by SIGKILL .* in step 2, task 'work'", cause)
+    assert restart == "restart 1 of 3 in 1 s, from the beginning"
+    assert finished(tmp_path)
+    assert not orphans(path)
+
+
+def test_all_killed_at_once_and_a_stale_checkpoint_of_an_earlier_run(tmp_path: Path) -> None:
+    pointer = tmp_path / "run" / "checkpoints" / "latest"
+    pointer.parent.mkdir(parents=True)
+    pointer.write_text(json.dumps({"step": 99}))
+    launch = Launch(write_config(tmp_path, {"nap_s": 0.2}, workers=4))
+    launch.until(lambda: "step 2/" in launch.out)
+    for record in read_all(tmp_path / "run" / "workers", 4):
+        assert record is not None
+        os.kill(record.pid, signal.SIGKILL)
+    assert launch.ended() == 0, launch.err
+    cause, restart = told(launch)
+    assert "was killed by SIGKILL" in cause
+    assert restart == "restart 1 of 3 in 1 s, from the beginning"
+    assert (tmp_path / "run" / "tries.0").read_text() == "--"  # nobody was told to resume
+    assert finished(tmp_path)
+
+
+def test_no_more_restarts_than_allowed_each_from_the_checkpoint(tmp_path: Path) -> None:
+    launch = Launch(write_config(tmp_path, {"how": "kill", "times": 9, "keep": 1}, restarts=2))
+    assert launch.ended() == 1
+    lines = [line for line in told(launch) if "killed" not in line]
+    assert lines == [
+        "restart 1 of 2 in 1 s, from step 1",
+        "restart 2 of 2 in 2 s, from step 1",
+        "not started again: 2 restarts are used up (restarts)",
+    ]
+    assert len(told(launch)) == 6
+    assert (tmp_path / "run" / "tries.0").read_text() == "-11"  # what the workers were told
+
+
+def test_a_mistake_is_told_once(tmp_path: Path) -> None:
+    """One that only the workers find."""
+    launch = Launch(write_config(tmp_path), "steps=0")
+    assert launch.ended() == 1
+    mistake, why = told(launch)
+    assert "there is no `eval` section" in mistake
+    assert why == "not started again: it would come again"
+
+
+def test_an_exception_in_a_node_needs_a_checkpoint_to_be_tried_again(tmp_path: Path) -> None:
+    launch = Launch(write_config(tmp_path, {"how": "raise"}))
+    assert launch.ended() == 1
+    assert told(launch) == [
+        "rank 1, step 2, node 'work': ValueError: no luck",
+        "not started again: it would come again, for there is no checkpoint yet",
+    ]
+
+
+def test_the_same_exception_twice_is_not_tried_a_third_time(tmp_path: Path) -> None:
+    launch = Launch(write_config(tmp_path, {"how": "raise", "times": 9, "keep": 1}))
+    assert launch.ended() == 1
+    error, restart = "rank 1, step 2, node 'work': ValueError: no luck", "restart 1 of 3 in 1 s, from step 1"
+    assert told(launch) == [error, restart, error, "not started again: twice at the same place"]
+
+
+@pytest.mark.parametrize(
+    ("sig", "how", "sign"), [(signal.SIGTERM, "well", "step 2/"), (signal.SIGINT, "kill", "restart 1")]
+)
+def test_a_launcher_that_is_told_to_stop_does_not_start_again(
+    tmp_path: Path, sig: signal.Signals, how: str, sign: str
+) -> None:
+    """Neither while workers run, nor between two attempts."""
+    path = write_config(tmp_path, {"how": how, "times": 9, "nap_s": 0.1}, steps=1000)
+    launch = Launch(path)
+    launch.until(lambda: sign in launch.out + launch.err)
+    os.kill(launch.pid, sig)
+    assert launch.ended(10) == 128 + sig
+    assert told(launch)[-1] == f"stopped by {sig.name}"
+    assert not orphans(path)

@@ -1,0 +1,114 @@
+"""`distflow run` in a fork that has imported everything, and its workers in forks of that: seconds less than afresh."""
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import warm  # noqa: F401 (says what the server imports)
+from distflow import cli
+
+_context = multiprocessing.get_context("forkserver")
+
+
+class Launch:
+    """A launcher that runs."""
+
+    def __init__(self, path: Path, *words: str) -> None:
+        self._says = [path.parent / "launch.out", path.parent / "launch.err"]
+        for s in self._says:
+            s.write_text("")
+        self._process = _context.Process(target=_launcher, args=(str(path), words, [str(s) for s in self._says]))
+        self._process.start()
+        assert self._process.pid is not None
+        self.pid = self._process.pid
+
+    @property
+    def out(self) -> str:
+        return self._says[0].read_text()
+
+    @property
+    def err(self) -> str:
+        return self._says[1].read_text()
+
+    @property
+    def is_over(self) -> bool:
+        return self._process.exitcode is not None
+
+    def until(self, true: Callable[[], Any], limit_s: float = 60) -> None:
+        end = time.monotonic() + limit_s
+        while not true():
+            assert self._process.exitcode is None, f"ended with {self._process.exitcode}: {self.out}{self.err}"
+            assert time.monotonic() < end, f"still waiting: {self.out}{self.err}"
+            time.sleep(0.01)
+
+    def ended(self, limit_s: float = 60) -> int:
+        """The exit code."""
+        self._process.join(limit_s)
+        code = self._process.exitcode
+        if code is None:
+            self._process.kill()
+            self._process.join()
+        assert code is not None, f"did not end: {self.out}{self.err}"
+        return code
+
+
+class _Fork:
+    """What torchelastic needs of a Popen."""
+
+    def __init__(self, args: list[str], env: dict[str, str]) -> None:
+        self.args = args
+        self.returncode: int | None = None
+        self.pid = os.fork()
+        if self.pid == 0:
+            _be_worker(args, env)
+
+    def poll(self) -> int | None:
+        if self.returncode is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            self.returncode = os.waitstatus_to_exitcode(status) if pid else None
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        end = time.monotonic() + (1e9 if timeout is None else timeout)
+        while (code := self.poll()) is None:
+            if time.monotonic() > end:
+                raise subprocess.TimeoutExpired(self.args, timeout or 0)
+            time.sleep(0.005)
+        return code
+
+
+def _be_worker(args: list[str], env: dict[str, str]) -> None:
+    """As a new process that was started with these words would."""
+    code: Any = 1
+    try:
+        os.setsid()
+        for sig in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
+            signal.signal(sig, signal.SIG_DFL)
+        os.environ.clear()
+        os.environ.update(env)
+        cli.main(args[args.index("distflow") + 1 :])
+    except SystemExit as e:
+        code = e.code or 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _launcher(path: str, words: tuple[str, ...], says: list[str]) -> None:
+    from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
+
+    for fd, name in enumerate(says, 1):
+        os.dup2(os.open(name, os.O_WRONLY | os.O_APPEND), fd)
+    os.environ["OMP_NUM_THREADS"] = "1"
+    SubprocessHandler._popen = lambda self, args, env: _Fork(list(args), env)  # type: ignore[assignment, return-value]
+    cli.main(["run", path, *words])
