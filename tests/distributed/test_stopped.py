@@ -1,0 +1,65 @@
+"""A worker that is stopped from outside while the others sit in a collective of the model."""
+
+import json
+import os
+import re
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from distflow.observe.board import read
+from warm_launch import Launch
+
+LIMIT_S, STEPS = 3.0, 60
+
+
+def write_config(folder: Path, **changes: Any) -> Path:
+    rows = [json.dumps({"prompt": f"count to {i}", "response": " ".join(map(str, range(i)))}) for i in range(4)]
+    (folder / "pairs.jsonl").write_text("\n".join(rows))
+    config: dict[str, Any] = {
+        "flow": "sft",
+        "workers": 2,
+        "model": {"arch": "qwen2", "hidden": 32, "layers": 2, "heads": 4, "kv_heads": 2},
+        "data": {"files": "pairs.jsonl", "batch": 4},
+        "steps": STEPS,
+        "run_dir": str(folder / "run"),
+        "wait_limit_s": LIMIT_S,
+    } | changes
+    path = folder / "config.yaml"
+    path.write_text(yaml.safe_dump(config))
+    return path
+
+
+def stop(launch: Launch, folder: Path, rank: int) -> None:
+    """While it updates the model in some later step."""
+
+    def stopped() -> bool:
+        record = read(folder / "run" / "workers", rank)
+        found = record is not None and record.step > 2 and record.task == "actor.update"
+        if record and found:
+            os.kill(record.pid, signal.SIGSTOP)
+        return found
+
+    launch.until(stopped)
+
+
+@pytest.mark.parametrize(("restarts", "rank"), [(0, 0), (1, 1)])
+def test_a_worker_stopped_inside_the_update_is_named(tmp_path: Path, restarts: int, rank: int) -> None:
+    launch = Launch(write_config(tmp_path, restarts=restarts))
+    stop(launch, tmp_path, rank)
+    began = time.monotonic()
+    launch.until(lambda: "distflow: " in launch.err or launch.is_over)
+    assert time.monotonic() - began < LIMIT_S + 12
+    assert launch.ended() == 1 - restarts, launch.err
+    assert re.search(r"a worker has (not been heard of|waited) for more than 3 s", launch.err), launch.err
+    where = r"it was stopped or its machine is gone; it was in step \d+, 'actor.update'"
+    assert re.search(rf"^rank {rank} has not been heard of for \d+ s: {where}", launch.err, re.M), launch.err
+    if restarts:
+        assert "distflow: restart 1 of 1 in 1 s, from the beginning\n" in launch.err
+        assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == STEPS
+    else:
+        assert launch.err.count("distflow: ") == 1
