@@ -126,7 +126,7 @@ def test_ranks_may_be_a_number(folder: Path) -> None:
         ({"step": 3}, "unknown key 'step'; did you mean 'steps'?"),
         (
             {"zzzzzz": 3},
-            "unknown key 'zzzzzz'; known: algo, bytes, critic, data, eval, flow, model, name, placement, reward",
+            "unknown key 'zzzzzz'; known: algo, bytes, critic, data, eval, flow, model, name, placement, restarts, reward",
         ),
         ({"base": "/"}, "unknown key 'base'"),
         ({"data": {"files": "x", "bacth": 4, "batch": 4}}, "unknown key 'data.bacth'; did you mean 'batch'?"),
@@ -228,6 +228,8 @@ def test_a_role_that_a_listed_flow_does_not_use_is_refused(folder: Path) -> None
         ("name=a=b", lambda c: c.name == "a=b"),
         ("workers=", lambda c: c.workers is None),
         ("wait_limit_s=5", lambda c: c.wait_limit_s == 5.0),
+        ("restarts=0", lambda c: c.restarts == 0),
+        ("stop_limit_s=5", lambda c: c.stop_limit_s == 5.0),
     ],
 )
 def test_an_override_is_a_line_of_the_file(folder: Path, override: str, found: Any) -> None:

@@ -25,6 +25,8 @@ def work(batch, ctx, how="well", rank=1, step=2, times=1, keep=0, nap_s=0.02, sl
                 raise ValueError("no luck")
             case "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
+            case "deaf":
+                signal.signal(signal.SIGTERM, signal.SIG_IGN)
     return [1.0] * len(batch)
 
 

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -126,4 +127,15 @@ def test_a_launcher_that_is_told_to_stop_does_not_start_again(
     os.kill(launch.pid, sig)
     assert launch.ended(10) == 128 + sig
     assert told(launch)[-1] == f"stopped by {sig.name}"
+    assert not orphans(path)
+
+
+def test_a_worker_that_does_not_end_when_told_is_killed_after_the_limit(tmp_path: Path) -> None:
+    path = write_config(tmp_path, {"how": "deaf", "rank": 0}, workers=1, placement={}, steps=1000, stop_limit_s=1)
+    launch = Launch(path)
+    launch.until(lambda: "step 4/" in launch.out)
+    began = time.monotonic()
+    os.kill(launch.pid, signal.SIGTERM)
+    assert launch.ended(20) == 128 + signal.SIGTERM
+    assert 1 < time.monotonic() - began < 10
     assert not orphans(path)

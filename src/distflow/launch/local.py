@@ -37,7 +37,7 @@ def launch(config: Config, path: str, overrides: Sequence[str]) -> int:
     # All peers are here: stay off the network.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
     # Workers end by themselves within the limit; torchelastic then kills what is left.
-    os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(math.ceil(config.stop_limit_s) + 5)
+    os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(math.ceil(config.stop_limit_s) + 2)
     _silence_torchelastic()
     try:
         return _until_done(config, ["-u", "-m", "distflow", "run", path, *overrides, f"workers={workers}"])
