@@ -258,7 +258,7 @@ def trainer_of(
 def save_trainer(setup: Setup, trainer: Trainer, source: Source, folder: Path) -> None:
     """The weights that a model has learned, each worker its part."""
     weights = {spec.name: p.detach() for spec, p in trainer.named}
-    save_model(folder, weights, source, setup.groups[trainer.layout])
+    save_model(folder, weights, source, setup.groups[trainer.layout], trainer.adapter)
 
 
 def one_layout(setup: Setup, methods: tuple[str, ...]) -> Layout | None:
