@@ -1,6 +1,7 @@
 """Everything that can go wrong before the first step, tried in one process: what `distflow check` prints."""
 
 from collections.abc import Generator, Iterator
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,7 @@ def check(config: Config) -> Iterator[str]:
 
 def _model(config: Config, plan: Plan, rows: View, held_out: View | None) -> Generator[str, None, dict[str, Any]]:
     """Returns the first row whose prompt the model can read."""
+    from distflow.engine.lora import Adapter
     from distflow.engine.model import DTYPES, kv_bytes, open_model
     from distflow.engine.parallel import styles
     from distflow.engine.policy import prompt_limit
@@ -52,10 +54,15 @@ def _model(config: Config, plan: Plan, rows: View, held_out: View | None) -> Gen
     source = open_model(config.model, lambda: texts(rows), config.base, config.seed)
     skeleton = source.skeleton()
     count = sum(p.numel() for p in skeleton.parameters())
-    yield f"model     {source.name}: {source.config.model_type}, {count:,} parameters, {len(source.tokenizer)} tokens"
     layouts = {n.id: plan.partition_of(n.id).layout for n in plan.flow.nodes if n.role in MODELS}
     for node, layout in layouts.items():
         styles(skeleton, layout.tp, f"placement of {node}")
+    trained = ""
+    if config.train.lora:
+        more = sum(prod(s.shape) for s in Adapter(skeleton, config.train.lora).specs)
+        trained = f" and {more:,} of an adapter, which alone are trained"
+    told = f"{source.config.model_type}, {count:,} parameters{trained}, {len(source.tokenizer)} tokens"
+    yield f"model     {source.name}: {told}"
     text = Text(source, prompt_limit(config, source))
     text.stop_tokens(source, config.rollout.stop)
     seen = screen(rows, text, config.data.on_bad_row == "skip", 0, 1)

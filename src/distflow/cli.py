@@ -52,6 +52,8 @@ def _parser() -> argparse.ArgumentParser:
     export.add_argument("out", type=Path, metavar="OUT", help="a directory that is new or empty")
     export.add_argument("--step", type=int, metavar="N", help="the weights after this step, instead of the newest")
     export.add_argument("--role", metavar="ROLE", help="another model of the run than the actor, such as critic")
+    export.add_argument("--adapter", action="store_true", help="only the adapter of train.lora, as PEFT writes it")
+    export.add_argument("--base", metavar="MODEL", help="where the model of an adapter is now, if it was moved")
     return parser
 
 
@@ -108,9 +110,13 @@ def _eval(args: argparse.Namespace) -> int:
 
 
 def _export(args: argparse.Namespace) -> int:
-    from distflow.checkpoint import export
+    from distflow.checkpoint import export, export_adapter
 
-    print(f"wrote {export(args.run, args.out, args.step, args.role)}")
+    if args.adapter:
+        out = export_adapter(args.run, args.out, args.step, args.role)
+    else:
+        out = export(args.run, args.out, args.step, args.role, args.base)
+    print(f"wrote {out}")
     return 0
 
 

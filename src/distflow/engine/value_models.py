@@ -14,7 +14,7 @@ from distflow.engine.policy import one_layout, prompt_limit, save_trainer, sourc
 from distflow.engine.setup import Setup
 from distflow.engine.text import Text
 from distflow.errors import ConfigError
-from distflow.sections import ModelConfig, TrainConfig
+from distflow.sections import LearnConfig, ModelConfig
 from distflow.worker import Context
 
 RESPONSE = "response_tokens"
@@ -23,7 +23,7 @@ RESPONSE = "response_tokens"
 class ValueModel:
     """One rank's part of it; `learns` None: it is only asked."""
 
-    def __init__(self, setup: Setup, source: Source, methods: tuple[str, ...], learns: TrainConfig | None) -> None:
+    def __init__(self, setup: Setup, source: Source, methods: tuple[str, ...], learns: LearnConfig | None) -> None:
         self.setup, self.source = setup, source
         layout = one_layout(setup, methods)
         assert layout is not None
@@ -40,7 +40,7 @@ class ValueModel:
 class Judge(ValueModel):
     """Scores whole responses. The last token is read, too, so it is followed by one that nobody looks at."""
 
-    def __init__(self, setup: Setup, source: Source, learns: TrainConfig | None) -> None:
+    def __init__(self, setup: Setup, source: Source, learns: LearnConfig | None) -> None:
         super().__init__(setup, source, ("score", "update_pairs"), learns)
         self.text = Text(source, prompt_limit(setup.config, source))
 
