@@ -28,15 +28,17 @@ class Ended:
     err: str  # of all of them
 
 
-def distflow_run(path: Path, *overrides: str, workers: int = 1, timeout_s: float = 120) -> Ended:
-    """To the end of all workers."""
+def distflow_run(
+    path: Path, *overrides: str, workers: int = 1, timeout_s: float = 120, resume: str | None = None
+) -> Ended:
+    """To the end of all workers; `resume` is where a launcher tells them to go on from."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
     says = [path.parent / f"{path.stem}.{r}" for r in range(workers)]
     # No daemons: those may not have children, and rewards are processes of their own.
     made = [
-        _context.Process(target=_worker, args=(r, workers, port, str(path), overrides, str(says[r])))
+        _context.Process(target=_worker, args=(r, workers, port, str(path), overrides, str(says[r]), resume))
         for r in range(workers)
     ]
     for w in made:
@@ -55,7 +57,9 @@ def distflow_run(path: Path, *overrides: str, workers: int = 1, timeout_s: float
     return Ended([w.exitcode or 0 for w in made], Path(f"{says[0]}.out").read_text(), err)
 
 
-def _worker(rank: int, workers: int, port: int, path: str, overrides: tuple[str, ...], says: str) -> None:
+def _worker(
+    rank: int, workers: int, port: int, path: str, overrides: tuple[str, ...], says: str, resume: str | None
+) -> None:
     import torch
 
     from distflow import cli
@@ -71,6 +75,7 @@ def _worker(rank: int, workers: int, port: int, path: str, overrides: tuple[str,
         "MASTER_PORT": str(port),
         "GLOO_SOCKET_IFNAME": "lo",
         "OMP_NUM_THREADS": "1",
+        **({"DISTFLOW_RESUME": resume} if resume else {}),
     }
     try:
         cli.main(["run", path, *overrides, f"workers={workers}"])

@@ -18,6 +18,7 @@ from distflow.flow.graph import SOURCE
 from distflow.flows import BUILT_IN
 from distflow.plan import Load, Place, Placement, Plan, Workload, plan
 from distflow.sections import (
+    CheckpointConfig,
     CriticConfig,
     DataConfig,
     EvalConfig,
@@ -54,6 +55,7 @@ class Config(Section):
     critic: CriticConfig = CriticConfig()
     reward: RewardConfig | None = None
     eval: EvalConfig | None = None
+    checkpoint: CheckpointConfig = CheckpointConfig()
     workers: int | None = Field(None, gt=0)
     roles: dict[str, RoleConfig] = Field(default_factory=dict)
     placement: PlacementConfig = PlacementConfig()
@@ -61,6 +63,7 @@ class Config(Section):
     seed: int = 0
     run_dir: str | None = None  # default: runs/<name>
     wait_limit_s: float = Field(600.0, gt=0)  # a worker that waits longer for others ends the run
+    stop_limit_s: float = Field(60.0, gt=0)  # a run that is told to end has so long for its step and its checkpoint
     base: Path = Field(Path(), exclude=True)
 
     @field_validator("roles", mode="before")

@@ -180,6 +180,15 @@ class RewardConfig(Section):
         return float(value) if isinstance(value, int) and not isinstance(value, bool) else value
 
 
+class CheckpointConfig(Section):
+    """What is kept on disk, so that a run can go on where it was."""
+
+    every: int = Field(50, ge=0)  # steps; 0: only at the end
+    keep: int = Field(2, gt=0)  # the newest ones
+    best: str | None = None  # and the one with the highest value of this metric, such as val/all/score
+    export: bool = False  # beside each, the actor as a Hugging Face directory
+
+
 class EvalConfig(Section):
     """A held-out set, judged by the same reward before training, every so many steps, and at the end."""
 

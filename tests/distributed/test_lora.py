@@ -112,7 +112,7 @@ class Actor:
     def __init__(self, case: Case, rank: int, folder: Path, setup: Setup) -> None:
         self.case, self.rank = case, rank
         self.policy = Policy(setup)
-        self.context = Context(0, rank, WORKERS, case.trains, 5, Tally(), folder)
+        self.context = Context(0, rank, WORKERS, case.trains, 5, Tally(), folder, np.arange(len(PROMPTS)))
         assert self.policy.trainer is not None
         self.trainer = self.policy.trainer
 
@@ -168,6 +168,7 @@ class Actor:
 
 def on_a_worker(rank: int, folder: Path) -> dict[str, Found]:
     comm = Comm([case.ranks for case in CASES.values()], torch.device("cpu"), lambda ranks: nullcontext())
+    everybody = checkpoint.Team(tuple(range(dist.get_world_size())), dist.new_group())
     found = {}
     for name, case in CASES.items():
         config, layouts = config_of(case, folder), {case.trains, case.generates}
@@ -182,10 +183,11 @@ def on_a_worker(rank: int, folder: Path) -> dict[str, Found]:
             setup = Setup("actor", rank, config, 1, where, meshes, groups, torch.device("cpu"), source_of(config))
             actor = Actor(case, rank, folder, setup)
             found[name] = learn(actor, comm)
-        making = checkpoint.begin(folder / name / "checkpoints", 1, rank == 0)
-        if actor:
-            actor.policy.save(making / "actor")
-        checkpoint.commit(folder / name / "checkpoints", 1, rank == 0)
+        team = checkpoint.Team(case.trains.ranks, groups[case.trains])
+        saver = checkpoint.Saver(folder / name / "checkpoints", rank, everybody, {"actor": team})
+        part = actor.policy.part() if actor else None
+        saver.save(1, {"actor": part} if part else {}, {}, lambda place: None)
+        saver.wait()
     return found
 
 
@@ -309,13 +311,14 @@ def test_a_base_that_was_moved_is_asked_for(
 ) -> None:
     shutil.copytree(results.folder / "uneven", tmp_path / "run")
     adapter = tmp_path / "run/checkpoints/step_1/actor/adapter"
-    base = json.loads((adapter / "base.json").read_text())
-    (adapter / "base.json").write_text(json.dumps({**base, "folder": "/gone/model"}))
+    here, elsewhere = results.folder / "saved", results.folder / "elsewhere"
+    here.rename(elsewhere)
     assert exported(tmp_path / "run", tmp_path / "out") == 2
-    assert "belongs to the model 'saved', which is no longer in /gone/model; say where it is: --base" in (
+    assert f"belongs to the model 'saved', which is no longer in {here}; say where it is: --base" in (
         capsys.readouterr().err
     )
-    assert exported(tmp_path / "run", tmp_path / "out", "--base", results.folder / "saved") == 0
+    assert exported(tmp_path / "run", tmp_path / "out", "--base", elsewhere) == 0
+    elsewhere.rename(here)
     shutil.rmtree(adapter)
     assert exported(tmp_path / "run", tmp_path / "alone", "--adapter") == 2
     assert "'actor' was trained without an adapter; export it without --adapter" in capsys.readouterr().err

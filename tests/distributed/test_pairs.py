@@ -9,8 +9,8 @@ import torch
 import yaml
 from transformers import AutoModelForSequenceClassification
 
-from distflow.checkpoint import export
 from distflow.errors import ConfigError
+from distflow.export import export
 from warm import Ended, distflow_run
 
 ROWS = [{"prompt": f"count to {i}:", "chosen": str(i) * (1 + i % 3), "rejected": "no" * (1 + i % 4)} for i in range(16)]

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from distflow.algo.aggregate import Mode
 from distflow.algo.correction import Kind
-from distflow.checkpoint import save_model
+from distflow.checkpoint import Part
 from distflow.config import Config
 from distflow.data.balance import Ints
 from distflow.data.batch import Batch, Ragged
@@ -28,6 +28,7 @@ from distflow.engine.text import Text, ragged
 from distflow.engine.trainer import Recipe, Trainer
 from distflow.engine.weights import HandOver, Held, slices
 from distflow.errors import ConfigError
+from distflow.export import describe
 from distflow.observe.metrics import Tally
 from distflow.plan.layout import Layout
 from distflow.sections import LearnConfig, LoraConfig
@@ -62,9 +63,8 @@ class Policy:
             specs = (self.trainer or self.generator).specs  # type: ignore[union-attr]
             self.transfer = HandOver(specs, Held(trains, True), Held(generates, False), setup.rank, dtype)
 
-    def save(self, folder: Path) -> None:
-        if self.trainer and self.trainer.config:
-            save_trainer(self.setup, self.trainer, source_of(self.setup), folder)
+    def part(self) -> Part | None:
+        return part_of(self.trainer, source_of(self.setup)) if self.trainer and self.trainer.config else None
 
     def hand_over(self) -> Iterator[Collective]:
         if self.transfer:
@@ -255,10 +255,9 @@ def trainer_of(
     )
 
 
-def save_trainer(setup: Setup, trainer: Trainer, source: Source, folder: Path) -> None:
-    """The weights that a model has learned, each worker its part."""
-    weights = {spec.name: p.detach() for spec, p in trainer.named}
-    save_model(folder, weights, source, setup.groups[trainer.layout], trainer.adapter)
+def part_of(trainer: Trainer, source: Source) -> Part:
+    """What a model has learned, for a checkpoint."""
+    return Part(*trainer.state(), partial(describe, source=source, adapter=trainer.adapter))
 
 
 def one_layout(setup: Setup, methods: tuple[str, ...]) -> Layout | None:

@@ -10,6 +10,9 @@ from distflow.flow.trace import node
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from torch.distributed import ProcessGroup
+
+    from distflow.checkpoint import Part
     from distflow.data.batch import Batch, Ragged
     from distflow.data.exchange import Collective
     from distflow.worker import Context
@@ -29,9 +32,14 @@ class Actor:
         """The newest weights to where responses are generated."""
         return self.policy.hand_over()
 
-    def save(self, folder: "Path") -> None:
-        """The weights, each worker its part."""
-        self.policy.save(folder)
+    def part(self) -> "Part | None":
+        """What it has learned, for a checkpoint; None where it does not learn."""
+        return self.policy.part()
+
+    def restore(self, folder: "Path", group: "ProcessGroup") -> None:
+        """As it was in a checkpoint. To be called where it learns."""
+        assert self.policy.trainer is not None
+        self.policy.trainer.restore(folder, group)
 
     @node(type="inference", writes=[*TOKENS, "rollout_logprobs", "response", "finished"], hand_over=True)
     def generate(
@@ -92,8 +100,11 @@ class Critic:
 
         self.model = critic(setup)
 
-    def save(self, folder: "Path") -> None:
-        self.model.save(folder)
+    def part(self) -> "Part | None":
+        return self.model.part()
+
+    def restore(self, folder: "Path", group: "ProcessGroup") -> None:
+        self.model.trainer.restore(folder, group)
 
     @node(type="inference", writes="old_values")
     def values(self, batch: "Batch") -> "Ragged":
@@ -115,8 +126,11 @@ class RewardModel:
 
         self.model = reward_model(setup, model)
 
-    def save(self, folder: "Path") -> None:
-        self.model.save(folder)
+    def part(self) -> "Part | None":
+        return self.model.part()
+
+    def restore(self, folder: "Path", group: "ProcessGroup") -> None:
+        self.model.trainer.restore(folder, group)
 
     @node(type="inference", reads=TOKENS, writes="score")
     def score(self, batch: "Batch", ctx: "Context") -> Any:

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,12 +11,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from distflow.algo.aggregate import Counts, Mode, token_weights
 from distflow.algo.correction import Kind, correction
 from distflow.algo.kl import kl
 from distflow.algo.losses import Loss
 from distflow.algo.tokens import Tokens
+from distflow.checkpoint import like, load_tensors, read_values
 from distflow.data.balance import Ints
 from distflow.data.batch import Batch, Ragged
 from distflow.engine import parallel
@@ -27,9 +30,12 @@ from distflow.engine.model import Kind as ModelKind
 from distflow.engine.packing import RESPONSE, ROLLOUT, Pack, micro_batches, nothing, pack
 from distflow.engine.schedule import learning_rate
 from distflow.engine.weights import Held, Spec, slices
+from distflow.export import WEIGHTS
 from distflow.observe.metrics import Tally
 from distflow.plan.layout import Layout
 from distflow.sections import LearnConfig, LoraConfig
+
+MOMENTS = ("exp_avg", "exp_avg_sq")  # AdamW's
 
 
 class _Reader(nn.Module):
@@ -153,6 +159,30 @@ class Trainer:
             return _local(self.base)
         beside = pairs({spec.name: p.detach() for spec, p in self.named})
         return Merged(_local(self.base), beside, self.adapter.scale)
+
+    def state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """What it takes to go on later: numbers, and this rank's shards of what is trained and of the optimiser's."""
+        assert self.optimizer is not None
+        tensors: dict[str, Tensor] = {}
+        steps = 0
+        for (spec, p), shard in zip(self.named, self.shards, strict=True):
+            assert isinstance(p, DTensor)
+            tensors[WEIGHTS + spec.name] = p.detach()
+            if known := self.optimizer.state.get(shard):
+                steps = int(known["step"])
+                tensors |= {f"{key}.{spec.name}": like(p, known[key]) for key in MOMENTS}
+        return {"updates": self.updates, "optimizer_steps": steps}, tensors
+
+    def restore(self, folder: Path, group: dist.ProcessGroup | None) -> None:
+        """As it was when its state was kept, in this layout or in another."""
+        assert self.optimizer is not None
+        values = read_values(folder)
+        if values["optimizer_steps"]:
+            for shard in self.shards:
+                moments = {key: torch.zeros_like(shard) for key in MOMENTS}
+                self.optimizer.state[shard] = {"step": torch.tensor(float(values["optimizer_steps"])), **moments}
+        load_tensors(folder, self.state()[1], group)
+        self.updates = values["updates"]
 
     def _fill(self, source: Source, rank: int) -> None:
         self.model._apply(lambda t: torch.empty_like(t, device=self.mesh.device_type) if t.is_meta else t)  # type: ignore[no-untyped-call]

@@ -1,16 +1,16 @@
 """Models with one number for a head: the critic, which tells it of every token, and the reward model, of the last."""
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from distflow.checkpoint import Part
 from distflow.data.batch import Batch, Ragged
 from distflow.engine.model import Source, open_model
-from distflow.engine.policy import one_layout, prompt_limit, save_trainer, source_of, trainer_of, update, with_column
+from distflow.engine.policy import one_layout, part_of, prompt_limit, source_of, trainer_of, update, with_column
 from distflow.engine.setup import Setup
 from distflow.engine.text import Text
 from distflow.errors import ConfigError
@@ -29,9 +29,8 @@ class ValueModel:
         assert layout is not None
         self.trainer = trainer_of(setup, source, layout, learns)
 
-    def save(self, folder: Path) -> None:
-        if self.trainer.config:
-            save_trainer(self.setup, self.trainer, self.source, folder)
+    def part(self) -> Part | None:
+        return part_of(self.trainer, self.source) if self.trainer.config else None
 
     def update(self, batch: Batch, ctx: Context, how: Mapping[str, Any]) -> None:
         update(self.setup, self.trainer, batch, ctx, **how)
