@@ -28,16 +28,19 @@ class Adapter:
 
     def __init__(self, lm: PreTrainedModel, given: LoraConfig) -> None:
         peft = _peft()
+        layers, named = _targets(lm, given.targets)
         alpha = given.alpha or 2.0 * given.rank
         self.scale = alpha / given.rank
         self.config: Any = peft.LoraConfig(
             r=given.rank,
             lora_alpha=int(alpha) if alpha.is_integer() else alpha,
-            target_modules=_targets(lm, given.targets),
+            target_modules=named,
             task_type="CAUSAL_LM",
         )
         peft.inject_adapter_in_model(self.config, lm, low_cpu_mem_usage=True)
         self.specs = [Spec(name, tuple(p.shape)) for name, p in lm.named_parameters() if p.requires_grad]
+        # What is beside anything else would not be merged.
+        assert {spec.name for spec in self.specs} == {layer + end for layer in layers for end in (_A, _B)}
 
     def at_first(self, seed: int) -> Read:
         """B is 0, and A drawn as PEFT draws it, but from its name: the same in any layout."""
@@ -106,13 +109,13 @@ def in_file(name: str) -> str:
     return "base_model.model." + name.replace(".default.", ".")
 
 
-def _targets(lm: PreTrainedModel, given: list[str]) -> list[str]:
-    """Layers as PEFT finds them: by the end of their name."""
+def _targets(lm: PreTrainedModel, given: list[str]) -> tuple[set[str], list[str]]:
+    """Layers, and what PEFT finds them by: the end of their name."""
     head = lm.get_output_embeddings()
     linear = {name for name, m in lm.named_modules() if isinstance(m, nn.Linear) and m is not head}
     leaves = {name.rpartition(".")[2] for name in linear}
     if not linear:
-        raise ConfigError(f"train.lora: a {lm.config.model_type} model has no linear layers; train it without")
+        raise ConfigError(f"train.lora: a {lm.config.model_type} model has no nn.Linear layers; leave it out")
     named = sorted(leaves) if given == [ALL_LINEAR] else given
     for target in named:
         if not any(_is(name, target) for name in linear):
@@ -121,7 +124,7 @@ def _targets(lm: PreTrainedModel, given: list[str]) -> list[str]:
                 f"train.lora.targets: '{target}' is no linear layer in the model's blocks{suggest(target, known)}"
             )
     found = {name for name, _ in lm.named_modules() if any(_is(name, target) for target in named)}
-    return named if found <= linear else sorted(found & linear)
+    return found & linear, named if found <= linear else sorted(found & linear)
 
 
 def _is(name: str, target: str) -> bool:
