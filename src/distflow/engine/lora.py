@@ -10,10 +10,11 @@ from types import ModuleType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
+from distflow.data.comm import all_gather
 from distflow.engine.model import Read
 from distflow.engine.weights import Spec
 from distflow.errors import ConfigError, suggest
@@ -30,7 +31,7 @@ class Adapter:
         peft = _peft()
         layers, named = _targets(lm, given.targets)
         alpha = given.alpha or 2.0 * given.rank
-        self.scale = alpha / given.rank
+        self.rank, self.scale = given.rank, alpha / given.rank
         self.config: Any = peft.LoraConfig(
             r=given.rank,
             lora_alpha=int(alpha) if alpha.is_integer() else alpha,
@@ -55,6 +56,16 @@ class Adapter:
             return whole[part]
 
         return read
+
+    def with_whole_a(self, parts: Mapping[str, Tensor], group: dist.ProcessGroup) -> dict[str, Tensor]:
+        """This rank's parts, but every A whole, from the rows of all ranks of `group`; in one exchange."""
+        names, ranks = [name for name in parts if name.endswith(_A)], dist.get_world_size(group)
+        rows = -(-self.rank // ranks)  # of the first ranks; the last may have fewer
+        mine = [nn.functional.pad(parts[name], (0, 0, 0, rows - len(parts[name]))).flatten() for name in names]
+        everybody = mine[0].new_empty(ranks, sum(map(len, mine)))
+        all_gather(everybody.view(-1), torch.cat(mine), group=group)
+        pieces = zip(names, everybody.split([len(a) for a in mine], 1), strict=True)
+        return {**parts, **{name: a.reshape(rows * ranks, -1)[: self.rank] for name, a in pieces}}
 
     def save(self, folder: Path, base: str | None) -> None:
         """PEFT's config of it, which says what model it belongs to."""
@@ -86,17 +97,9 @@ def merge(weight: Tensor, pair: tuple[Tensor, Tensor] | None, scale: float) -> T
 
 
 def pairs(adapter: Mapping[str, Tensor]) -> Pairs:
-    """By the weight that they are beside. Of B this rank's rows, as of the weight; A is gathered, by all at once."""
-    found = {}
-    for name, b in adapter.items():
-        if name.endswith(_B):
-            module = name.removesuffix(_B)
-            a = adapter[module + _A]
-            found[module + _WEIGHT] = (
-                b.to_local() if isinstance(b, DTensor) else b,
-                a.full_tensor() if isinstance(a, DTensor) else a,
-            )
-    return found
+    """By the weight that they are beside."""
+    layers = [name.removesuffix(_B) for name in adapter if name.endswith(_B)]
+    return {layer + _WEIGHT: (adapter[layer + _B], adapter[layer + _A]) for layer in layers}
 
 
 def plain(name: str) -> str:
