@@ -189,7 +189,18 @@ OTHERS: dict[str, tuple[dict[str, Any], tuple[str, ...], dict[str, tuple[int, di
     "adapter": (
         {"train": {"lr": 2e-2, "lora": {"rank": 3}}},  # 3: of its rows, two workers have 2 and 1
         ("reward/mean", "response_length/mean", "actor/kl"),
-        {"adapter dp2": (2, {}), "adapter dp2, generate tp2": (2, {"nodes": {"actor.generate": {"tp": 2}}})},
+        {
+            "adapter dp2": (2, {}),
+            "adapter dp2, generate tp2": (2, {"nodes": {"actor.generate": {"tp": 2}}}),
+            "adapter, generate apart": (
+                2,
+                {
+                    "groups": {"rollout": "0", "train": "1"},
+                    "default": {"group": "train"},
+                    "nodes": {"actor.generate": {"group": "rollout"}},
+                },
+            ),
+        },
     ),
 }
 

@@ -17,7 +17,7 @@ from peft import PeftModel
 from safetensors import safe_open
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from distflow import checkpoint, cli
 from distflow.config import Config
@@ -30,6 +30,7 @@ from distflow.engine.policy import Policy
 from distflow.engine.setup import Setup
 from distflow.engine.text import ragged
 from distflow.engine.weights import slices
+from distflow.errors import ConfigError
 from distflow.observe.metrics import Tally
 from distflow.plan import Layout
 from distflow.sections import LoraConfig
@@ -357,6 +358,20 @@ def test_a_run_learns_by_examples_with_an_adapter(results: Results, tmp_path: Pa
         tokens = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
         said = model.generate(**tokens, max_new_tokens=8, do_sample=False)[0, tokens.input_ids.shape[1] :]
         assert tokenizer.decode(said, skip_special_tokens=True) == response
+
+
+@pytest.mark.parametrize(
+    ("arch", "names"),
+    [("gpt_neox", {"query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"}), ("gpt2", set())],
+)
+def test_all_linear_layers_but_the_last(arch: str, names: set[str], tmp_path: Path) -> None:
+    config = AutoConfig.for_model(arch, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, vocab_size=61)
+    skeleton = Source(arch, config, source_of(config_of(CASES["alone"], tmp_path)).tokenizer).skeleton()
+    if names:
+        assert {spec.name.split(".")[-4] for spec in Adapter(skeleton, LoraConfig()).specs} == names
+    else:
+        with pytest.raises(ConfigError, match=f"a {arch} model has no nn.Linear layers; leave it out"):
+            Adapter(skeleton, LoraConfig())
 
 
 def test_an_adapter_starts_alike_in_any_part(tmp_path: Path) -> None:

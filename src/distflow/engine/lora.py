@@ -10,10 +10,11 @@ from types import ModuleType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
+from distflow.data.comm import all_gather
 from distflow.engine.model import Read
 from distflow.engine.weights import Spec
 from distflow.errors import ConfigError, suggest
@@ -28,16 +29,19 @@ class Adapter:
 
     def __init__(self, lm: PreTrainedModel, given: LoraConfig) -> None:
         peft = _peft()
+        layers, named = _targets(lm, given.targets)
         alpha = given.alpha or 2.0 * given.rank
-        self.scale = alpha / given.rank
+        self.rank, self.scale = given.rank, alpha / given.rank
         self.config: Any = peft.LoraConfig(
             r=given.rank,
             lora_alpha=int(alpha) if alpha.is_integer() else alpha,
-            target_modules=_targets(lm, given.targets),
+            target_modules=named,
             task_type="CAUSAL_LM",
         )
         peft.inject_adapter_in_model(self.config, lm, low_cpu_mem_usage=True)
         self.specs = [Spec(name, tuple(p.shape)) for name, p in lm.named_parameters() if p.requires_grad]
+        # What is beside anything else would not be merged.
+        assert {spec.name for spec in self.specs} == {layer + end for layer in layers for end in (_A, _B)}
 
     def at_first(self, seed: int) -> Read:
         """B is 0, and A drawn as PEFT draws it, but from its name: the same in any layout."""
@@ -52,6 +56,16 @@ class Adapter:
             return whole[part]
 
         return read
+
+    def with_whole_a(self, parts: Mapping[str, Tensor], group: dist.ProcessGroup) -> dict[str, Tensor]:
+        """This rank's parts, but every A whole, from the rows of all ranks of `group`; in one exchange."""
+        names, ranks = [name for name in parts if name.endswith(_A)], dist.get_world_size(group)
+        rows = -(-self.rank // ranks)  # of the first ranks; the last may have fewer
+        mine = [nn.functional.pad(parts[name], (0, 0, 0, rows - len(parts[name]))).flatten() for name in names]
+        everybody = mine[0].new_empty(ranks, sum(map(len, mine)))
+        all_gather(everybody.view(-1), torch.cat(mine), group=group)
+        pieces = zip(names, everybody.split([len(a) for a in mine], 1), strict=True)
+        return {**parts, **{name: a.reshape(rows * ranks, -1)[: self.rank] for name, a in pieces}}
 
     def save(self, folder: Path, base: str | None) -> None:
         """PEFT's config of it, which says what model it belongs to."""
@@ -83,17 +97,9 @@ def merge(weight: Tensor, pair: tuple[Tensor, Tensor] | None, scale: float) -> T
 
 
 def pairs(adapter: Mapping[str, Tensor]) -> Pairs:
-    """By the weight that they are beside. Of B this rank's rows, as of the weight; A is gathered, by all at once."""
-    found = {}
-    for name, b in adapter.items():
-        if name.endswith(_B):
-            module = name.removesuffix(_B)
-            a = adapter[module + _A]
-            found[module + _WEIGHT] = (
-                b.to_local() if isinstance(b, DTensor) else b,
-                a.full_tensor() if isinstance(a, DTensor) else a,
-            )
-    return found
+    """By the weight that they are beside."""
+    layers = [name.removesuffix(_B) for name in adapter if name.endswith(_B)]
+    return {layer + _WEIGHT: (adapter[layer + _B], adapter[layer + _A]) for layer in layers}
 
 
 def plain(name: str) -> str:
@@ -106,13 +112,13 @@ def in_file(name: str) -> str:
     return "base_model.model." + name.replace(".default.", ".")
 
 
-def _targets(lm: PreTrainedModel, given: list[str]) -> list[str]:
-    """Layers as PEFT finds them: by the end of their name."""
+def _targets(lm: PreTrainedModel, given: list[str]) -> tuple[set[str], list[str]]:
+    """Layers, and what PEFT finds them by: the end of their name."""
     head = lm.get_output_embeddings()
     linear = {name for name, m in lm.named_modules() if isinstance(m, nn.Linear) and m is not head}
     leaves = {name.rpartition(".")[2] for name in linear}
     if not linear:
-        raise ConfigError(f"train.lora: a {lm.config.model_type} model has no linear layers; train it without")
+        raise ConfigError(f"train.lora: a {lm.config.model_type} model has no nn.Linear layers; leave it out")
     named = sorted(leaves) if given == [ALL_LINEAR] else given
     for target in named:
         if not any(_is(name, target) for name in linear):
@@ -121,7 +127,7 @@ def _targets(lm: PreTrainedModel, given: list[str]) -> list[str]:
                 f"train.lora.targets: '{target}' is no linear layer in the model's blocks{suggest(target, known)}"
             )
     found = {name for name, _ in lm.named_modules() if any(_is(name, target) for target in named)}
-    return named if found <= linear else sorted(found & linear)
+    return found & linear, named if found <= linear else sorted(found & linear)
 
 
 def _is(name: str, target: str) -> bool:

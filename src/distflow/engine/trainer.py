@@ -157,7 +157,7 @@ class Trainer:
         """This rank's part of each parameter of the model, with what the adapter has learned. To be called by all."""
         if self.adapter is None:
             return _local(self.base)
-        beside = pairs({spec.name: p.detach() for spec, p in self.named})
+        beside = pairs(self.adapter.with_whole_a(self.parts(), self.dp_group))
         return Merged(_local(self.base), beside, self.adapter.scale)
 
     def state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
