@@ -220,6 +220,13 @@ def prune(folder: Path, keep: int, best: Sequence[int] = ()) -> None:
             shutil.rmtree(left, ignore_errors=True)
 
 
+def set_aside(folder: Path) -> None:
+    """Checkpoints of an earlier run in the same place keep theirs under another name."""
+    if steps_there(folder):
+        n = next(n for n in range(1, 1 << 30) if not folder.with_name(f"{folder.name}.{n}").exists())
+        folder.rename(folder.with_name(f"{folder.name}.{n}"))
+
+
 def write_whole(path: Path, text: str) -> None:
     """There is the old file or the new one, never half of it."""
     part = path.with_name(path.name + ".part")

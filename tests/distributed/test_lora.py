@@ -322,7 +322,7 @@ def test_a_base_that_was_moved_is_asked_for(
     elsewhere.rename(here)
     shutil.rmtree(adapter)
     assert exported(tmp_path / "run", tmp_path / "alone", "--adapter") == 2
-    assert "'actor' was trained without an adapter; export it without --adapter" in capsys.readouterr().err
+    assert "is missing; export another step: there is none" in capsys.readouterr().err
 
 
 PAIRS = {"one and one is ": "two", "two and one is ": "three", "two and two is ": "four"}

@@ -10,7 +10,7 @@ import yaml
 from transformers import AutoModelForSequenceClassification
 
 from distflow.errors import ConfigError
-from distflow.export import export
+from distflow.export import export, export_adapter
 from warm import Ended, distflow_run
 
 ROWS = [{"prompt": f"count to {i}:", "chosen": str(i) * (1 + i % 3), "rejected": "no" * (1 + i % 4)} for i in range(16)]
@@ -140,6 +140,8 @@ def test_dpo_makes_the_better_one_likelier_the_same_on_any_layout(folder: Path) 
             assert curve(other, metric) == pytest.approx(curve(runs[0], metric), rel=1e-3, abs=1e-6)
 
 
-def test_another_role_can_be_exported_by_name(folder: Path, judge: Path) -> None:
+def test_what_is_not_there_cannot_be_exported(folder: Path, judge: Path) -> None:
+    with pytest.raises(ConfigError, match="'reward_model' was trained without an adapter; export it without --adapter"):
+        export_adapter(judge, folder / "nothing")
     with pytest.raises(ConfigError, match="has no role 'critc'"):
         export(judge, folder / "nothing", role="critc")

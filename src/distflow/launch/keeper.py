@@ -16,6 +16,7 @@ from distflow.checkpoint import (
     prune,
     read_state,
     read_values,
+    set_aside,
     steps_there,
     write_whole,
 )
@@ -78,6 +79,8 @@ class Keeper:
     def resume(self, where: str | None) -> int:
         """The step to go on with; 0 if there is nothing to go on from."""
         if where is None:
+            if self.rank == 0:
+                set_aside(self.folder)
             return 0
         folder, steps = self._candidates(where)
         for step in steps:
