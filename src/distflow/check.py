@@ -63,6 +63,7 @@ def _model(config: Config, plan: Plan, rows: View, held_out: View | None) -> Gen
         trained = f" and {more:,} of an adapter, which alone are trained"
     told = f"{source.config.model_type}, {count:,} parameters{trained}, {len(source.tokenizer)} tokens"
     yield f"model     {source.name}: {told}"
+    yield from _others(config, plan, source)
     text = Text(source, prompt_limit(config, source))
     text.stop_tokens(source, config.rollout.stop)
     seen = screen(rows, text, config.data.on_bad_row == "skip", 0, 1)
@@ -84,6 +85,19 @@ def _model(config: Config, plan: Plan, rows: View, held_out: View | None) -> Gen
         most = per_token * (text.limit + config.rollout.max_tokens)
         yield f"kv cache  {human_bytes(room)}, {human_bytes(most)} for the longest sequence allowed"
     return first
+
+
+def _others(config: Config, plan: Plan, main: Any) -> Iterator[str]:
+    """Models besides the main one."""
+    from distflow.engine.value_models import check_judge, open_other
+
+    roles = {n.role for n in plan.flow.nodes}
+    if "critic" in roles and config.critic.model:
+        yield f"critic    {open_other('critic', config.critic.model, config, main).name}"
+    if "reward" in roles and config.reward and config.reward.model:
+        judge = open_other("reward", config.reward.model, config, main)
+        check_judge("reward", judge)
+        yield f"reward    the model {judge.name}"
 
 
 def _reward(config: Config, row: dict[str, Any]) -> Iterator[str]:
