@@ -310,6 +310,8 @@ def test_what_is_exported_says_what_the_trainer_says(
     assert exported(run, tmp_path / "third", "--step", "3") == 0
     assert exported(run, tmp_path / "fourth", "--step", "4") == 2
     assert "has no checkpoint of step 4; there are: 3, 7" in capsys.readouterr().err
+    assert exported(run, tmp_path / "fifth", "--adapter") == 2
+    assert "'actor' was trained without an adapter; export it without --adapter" in capsys.readouterr().err
 
 
 def exported(*args: Path | str) -> int:
