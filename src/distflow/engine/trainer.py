@@ -26,6 +26,7 @@ from distflow.engine.model import Kind as ModelKind
 from distflow.engine.packing import RESPONSE, ROLLOUT, Pack, micro_batches, nothing, pack
 from distflow.engine.schedule import learning_rate
 from distflow.engine.weights import Held, slices
+from distflow.errors import ConfigError
 from distflow.observe.metrics import Tally
 from distflow.plan.layout import Layout
 from distflow.sections import TrainConfig
@@ -212,7 +213,7 @@ class Trainer:
             return
         entropy = more[0] if more else None
         tokens = Tokens(said, packed.responses, packed.per_token, packed.per_sample, entropy)
-        loss = recipe.loss(tokens, **recipe.constants)
+        loss = _checked(recipe.loss(tokens, **recipe.constants), count)
         weights = token_weights(recipe.mode, packed.responses, counts).to(said.device)
         metrics = dict(loss.metrics)
         if recipe.correction:
@@ -254,3 +255,15 @@ class Trainer:
             tally.log(f"{self.name}/skipped_updates", 1 / len(self.layout.ranks), reduce="sum")
         self.updates += 1
         self.model.zero_grad()
+
+
+def _checked(loss: Any, tokens: int) -> Loss:
+    """What a loss has returned; one number for all would pass as that of every token."""
+    if not isinstance(loss, Loss):
+        raise ConfigError(f"the loss returned a {type(loss).__name__}; return distflow.Loss(per_token, metrics)")
+    if loss.per_token.shape != (tokens,):
+        raise ConfigError(
+            f"the loss returned {list(loss.per_token.shape)} values for {tokens} tokens; return one per token,"
+            " `aggregate` makes them one number"
+        )
+    return loss
