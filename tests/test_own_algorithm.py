@@ -2,10 +2,6 @@
 
 import json
 import re
-import runpy
-import sys
-from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,55 +11,21 @@ import torch
 
 from distflow import Batch
 from distflow.flow.call import load
-from warm import Ended, cli_main, distflow_run, in_fork
+from page import blocks, done
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "own-algorithm.md"
 EXAMPLE = ROOT / "examples" / "own"
-LEARNED = ("reward/mean", "actor/loss", "actor/grad_norm", "own/varied", "own/usual", "own/weight", "sampling/discarded")
-_BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.S | re.M)
-_NAME = re.compile(r"# (\w+\.\w+)(, continued)?\n")
+LEARNED = (
+    "reward/mean",
+    "actor/loss",
+    "actor/grad_norm",
+    "own/varied",
+    "own/usual",
+    "own/weight",
+    "sampling/discarded",
+)
 Metrics = list[dict[str, float]]
-
-
-@dataclass(frozen=True)
-class Block:
-    kind: str  # python, yaml, sh; nothing for what the commands before it say
-    text: str
-    file: str = ""
-    continued: bool = False
-
-    def write(self, folder: Path) -> None:
-        path = folder / self.file
-        before = path.read_text() + ("\n\n" if path.suffix == ".py" else "") if self.continued else ""
-        path.write_text(before + self.text)
-
-
-def blocks() -> Iterator[Block]:
-    for kind, text in _BLOCK.findall(PAGE.read_text()):
-        if kind in ("python", "yaml"):
-            name = _NAME.match(text)
-            assert name, f"which file is this?\n{text}"
-            yield Block(kind, text[name.end() :], name[1], bool(name[2]))
-        else:
-            yield Block(kind, text)
-
-
-def python(words: list[str]) -> None:
-    sys.path.insert(0, ".")
-    runpy.run_path(words[0], run_name="__main__")
-
-
-def done(folder: Path, command: str, *more: str) -> Ended:
-    program, *words = command.split()
-    if program == "python":
-        ended = in_fork(python, *words, folder=folder)
-    elif words[0] == "run":
-        ended = distflow_run(folder / words[1], *words[2:], *more, workers=2, folder=folder)
-    else:
-        ended = in_fork(cli_main, *words, folder=folder)
-    assert not any(ended.codes), f"{command}\n{ended.out}\n{ended.err}"
-    return ended
 
 
 def shown(line: str) -> str:
@@ -77,7 +39,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """All of the page done, from top to bottom."""
     made = tmp_path_factory.mktemp("own")
     said = ""
-    for i, block in enumerate(found := list(blocks())):
+    for i, block in enumerate(found := list(blocks(PAGE))):
         if block.file:
             block.write(made)
         elif block.kind == "sh":
@@ -104,8 +66,7 @@ def test_both_learn(folder: Path) -> None:
 
 @pytest.mark.parametrize("name", ["placed", "own_list"])
 def test_another_place_and_another_form_give_the_same_curve(folder: Path, name: str) -> None:
-    pairs = list(zip(metrics(folder, name), metrics(folder, "own"), strict=True))
-    for ours, theirs in pairs:
+    for ours, theirs in zip(metrics(folder, name), metrics(folder, "own")[:6], strict=True):
         assert [ours[c] for c in LEARNED] == pytest.approx([theirs[c] for c in LEARNED], rel=1e-3, abs=1e-6)
 
 
@@ -183,13 +144,3 @@ def test_the_example_is_what_the_page_makes(folder: Path) -> None:
     for path in EXAMPLE.glob("*.*"):
         assert path.read_text() == (folder / path.name).read_text(), path.name
     assert {p.name for p in EXAMPLE.glob("*.py")} == {"data.py", "own.py", "reward.py"}
-
-
-@pytest.mark.parametrize("page", sorted((ROOT / "docs").glob("*.md")), ids=lambda p: p.name)
-def test_links_lead_somewhere(page: Path) -> None:
-    for target, _, heading in re.findall(r"\]\((?!https?:)([^)#]*)(#([^)]*))?\)", page.read_text()):
-        path = page.parent / target if target else page
-        assert path.exists(), target
-        if heading:
-            headings = re.findall(r"^#+ (.*)$", path.read_text(), re.M)
-            assert heading in {re.sub(r"[^\w -]", "", h.lower()).replace(" ", "-") for h in headings}, heading

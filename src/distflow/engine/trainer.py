@@ -67,7 +67,7 @@ class Valuer(_Reader):
 
     def forward(self, pack: Pack, temperature: float) -> tuple[Tensor, ...]:
         hidden = self._hidden(pack)
-        return (self.lm.score(hidden).squeeze(-1).float(),)
+        return (self.lm.score(hidden).squeeze(-1).float().clone(),)  # FSDP warns of views
 
 
 READERS: dict[ModelKind, type[_Reader]] = {"words": Scorer, "values": Valuer}

@@ -81,7 +81,7 @@ def _open(setup: Setup, given: ModelConfig) -> Source:
         raise ConfigError(f"role '{setup.role}': its model is given by `path`; only the main one is made on the spot")
     source = open_model(given, lambda: iter(()), setup.config.base, setup.config.seed)
     main = setup.source
-    if main is not None and source.tokenizer.get_vocab() != main.tokenizer.get_vocab():
+    if main is not None and not main.tokenizer.get_vocab().items() <= source.tokenizer.get_vocab().items():
         raise ConfigError(
             f"role '{setup.role}': '{source.name}' has another vocabulary than '{main.name}', and reads its tokens;"
             " give a model of the same family, or write a node that encodes the text anew"
