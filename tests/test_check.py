@@ -283,6 +283,44 @@ def test_every_command_tells_it_before_anything_starts(
         assert said in told(capsys), command
 
 
+FLOW = """
+from distflow import flow
+from distflow.flows.learn import learn
+from distflow.flows.nodes import group_advantage
+
+NOTHING = 0
+
+def narrow(tokens, clip=0.2):
+    ...
+
+def open_ended(tokens, **rest):
+    ...
+
+@flow(also=learn)
+def own(prompts, actor, reference, reward, *, loss="policy", **rest):
+    said = actor.generate(prompts["prompt"])
+    learn(actor, reference, said, group_advantage(reward.score(prompts, said)), loss=loss, **rest)
+"""
+
+
+@pytest.mark.parametrize(
+    ("loss", "said"),
+    [
+        ("flow.py:narrow", "'flow.py:narrow' has no parameter 'kl', which the flow gives it; known: clip; a loss that"),
+        ("flow.py:NOTHING", "'flow.py:NOTHING' is a int, not a function of tokens"),
+        ("flow.py:narow", "'flow.py:narow' has no 'narow'; did you mean 'narrow'?"),
+        ("polcy", "'distflow.algo.losses:polcy' has no 'polcy'; did you mean 'policy'?"),
+        ("flow.py:open_ended", ""),
+    ],
+)
+def test_a_loss_takes_what_the_flow_gives_it(folder: Path, capsys: Output, loss: str, said: str) -> None:
+    (folder / "flow.py").write_text(FLOW)
+    code = distflow(folder, "check", "flow=flow.py:own", f"algo.loss={loss}")
+    assert code == (2 if said else 0)
+    if said:
+        assert told(capsys).startswith(f"node 'actor.update': loss: {said}")
+
+
 def test_nothing_is_evaluated_without_a_held_out_set(folder: Path, capsys: Output) -> None:
     assert distflow(folder, "eval") == 2
     assert told(capsys) == f"{folder}/config.yaml: has no `eval` section; add one: `eval: held-out.jsonl`"

@@ -36,7 +36,7 @@ def check(config: Config) -> Iterator[str]:
         first = yield from _model(config, plan, rows, held_out)
     for n in plan.flow.nodes:
         if isinstance(n.params.get("loss"), str):
-            find_loss(n.params["loss"], f"node '{n.id}': loss", config.base)
+            find_loss(n.params["loss"], f"node '{n.id}': loss", config.base, n.params)
     if config.reward and "reward" in config.cast and config.cast["reward"].call == REWARD:
         yield from _reward(config, first)
 

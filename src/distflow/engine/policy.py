@@ -128,7 +128,7 @@ def update(
     config = setup.config
     if together:
         batch = with_column(batch, "pair", torch.from_numpy(batch.groups))
-    found = find_loss(loss, f"{setup.role}.update: loss", config.base)
+    found = find_loss(loss, f"{setup.role}.update: loss", config.base, constants)
     correction = (correct, correct_limit) if correct else None
     recipe = Recipe(found, constants, aggregate, config.rollout.max_tokens, mini_batches, epochs, together, correction)
     place = np.searchsorted(ctx.groups, batch.groups)  # of a prompt among those of the step

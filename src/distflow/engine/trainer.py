@@ -30,6 +30,7 @@ from distflow.engine.model import Kind as ModelKind
 from distflow.engine.packing import RESPONSE, ROLLOUT, Pack, micro_batches, nothing, pack
 from distflow.engine.schedule import learning_rate
 from distflow.engine.weights import Held, Spec, slices
+from distflow.errors import ConfigError
 from distflow.export import WEIGHTS
 from distflow.observe.metrics import Tally
 from distflow.plan.layout import Layout
@@ -73,7 +74,7 @@ class Valuer(_Reader):
 
     def forward(self, pack: Pack, temperature: float) -> tuple[Tensor, ...]:
         hidden = self._hidden(pack)
-        return (self.lm.score(hidden).squeeze(-1).float(),)
+        return (self.lm.score(hidden).squeeze(-1).float().clone(),)  # FSDP warns of views
 
 
 READERS: dict[ModelKind, type[_Reader]] = {"words": Scorer, "values": Valuer}
@@ -258,7 +259,7 @@ class Trainer:
             return
         entropy = more[0] if more else None
         tokens = Tokens(said, packed.responses, packed.per_token, packed.per_sample, entropy)
-        loss = recipe.loss(tokens, **recipe.constants)
+        loss = _checked(recipe.loss(tokens, **recipe.constants), count)
         weights = token_weights(recipe.mode, packed.responses, counts).to(said.device)
         metrics = dict(loss.metrics)
         if recipe.correction:
@@ -304,3 +305,15 @@ class Trainer:
 
 def _local(parameters: Iterable[tuple[Spec, Tensor]]) -> dict[str, Tensor]:
     return {spec.name: parallel.local(p.detach()) for spec, p in parameters}
+
+
+def _checked(loss: Any, tokens: int) -> Loss:
+    """What a loss has returned; one number for all would pass as that of every token."""
+    if not isinstance(loss, Loss):
+        raise ConfigError(f"the loss returned a {type(loss).__name__}; return distflow.Loss(per_token, metrics)")
+    if loss.per_token.shape != (tokens,):
+        raise ConfigError(
+            f"the loss returned {list(loss.per_token.shape)} values for {tokens} tokens; return one per token,"
+            " `aggregate` makes them one number"
+        )
+    return loss

@@ -87,7 +87,7 @@ def open_other(role: str, given: ModelConfig, config: Config, main: Source | Non
     if given.path is None:
         raise ConfigError(f"role '{role}': its model is given by `path`; only the main one is made on the spot")
     source = open_model(given, lambda: iter(()), config.base, config.seed)
-    if main is not None and source.tokenizer.get_vocab() != main.tokenizer.get_vocab():
+    if main is not None and not main.tokenizer.get_vocab().items() <= source.tokenizer.get_vocab().items():
         raise ConfigError(
             f"role '{role}': '{source.name}' has another vocabulary than '{main.name}', and reads its tokens;"
             " give a model of the same family, or write a node that encodes the text anew"
