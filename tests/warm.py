@@ -37,7 +37,7 @@ def distflow_run(
     folder: Path | None = None,
     resume: str | None = None,
 ) -> Ended:
-    """To the end of all workers; `folder`: where the command is given, `resume`: where a launcher has them go on from."""
+    """To the end of all workers; `folder`: where the command is given, `resume`: as a launcher tells them."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
