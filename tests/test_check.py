@@ -1,6 +1,7 @@
 """`distflow check`, and what is told before any worker starts: in one line, with the place and the way out."""
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     write("data.jsonl", texts)
     write("pairs.jsonl", texts, "response")
+    rows = ({"prompt": t, "chosen": "yes", "rejected": "no"} for t in texts)
+    (made / "preferred.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
     write("chat.jsonl", [[{"role": "user", "content": t}] for t in texts])
     write("long.jsonl", [t + "!" * 50 * (i in (0, 7)) for i, t in enumerate(texts)])
     write("empty.jsonl", ["a", "", "b"])
@@ -111,10 +114,28 @@ def test_a_good_config_is_told_thing_by_thing(folder: Path, capsys: Output) -> N
     }
 
 
+def test_what_an_adapter_adds_is_told(folder: Path, capsys: Output) -> None:
+    assert distflow(folder, "check", "train.lora={rank: 2, targets: q_proj}") == 0
+    told = "39,264 parameters and 256 of an adapter, which alone are trained, 258 tokens"
+    assert lines(capsys)["model"] == f"qwen2 at random: qwen2, {told}"
+
+
+def test_peft_is_needed_only_for_adapters(folder: Path, capsys: Output, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "peft", None)
+    assert distflow(folder, "check") == 0
+    lines(capsys)
+    assert distflow(folder, "check", "train.lora={}") == 2
+    said = told(capsys)
+    assert said.startswith("train.lora: PEFT is not installed (")
+    assert said.endswith("; pip install 'distflow-rl[lora]'")
+
+
 @pytest.mark.parametrize(
     "overrides",
     [
         ["flow=sft", "data.files=pairs.jsonl"],
+        ["train.lora={}", "placement.nodes={actor.generate: {tp: 2}}"],
+        ["flow=sft", "data.files=pairs.jsonl", "train.lora={targets: [self_attn.o_proj, 0.mlp.up_proj]}"],
         ["flow=sft", "data.rename={answer: response}", "rollout.kv_cache_gb=1e-9"],  # nobody generates
         ["data.files=chat.jsonl"],
         ["data.files=chat.jsonl", "model=chatty"],
@@ -188,6 +209,15 @@ LONG = "long.jsonl:1: the prompt has 60 tokens, the longest allowed is 20 (data.
         ),
         (["rollout.max_tokens=5000"], ["rollout.max_tokens: 5000 leaves no room for a prompt in the model's 4096"]),
         (["rollout.stop=[END]"], ["rollout.stop: 'END' is 3 tokens"]),
+        (
+            ["train.lora={targets: [q_proj, v_prj]}"],
+            ["train.lora.targets: 'v_prj' is no linear layer", "did you mean 'v_proj'?"],
+        ),
+        (
+            ["train.lora.targets=lm_head"],
+            ["'lm_head' is no linear layer in the model's blocks; known: all-linear, down"],
+        ),
+        (["train.lora.targets=[norm]"], ["'norm' is no linear layer in the model's blocks; known: all-linear, down"]),
         (["eval=missing.jsonl"], ["missing.jsonl: no such file"]),
     ],
 )
@@ -224,6 +254,24 @@ def test_what_does_not_hold_is_told_in_one_line(
         (["flow=sft"], "", "the data has no column 'response'"),
         (["placement.roles.reference.tp=2"], "", "placement.roles: no node has the role 'reference'"),
         (["placement.roles.actor.tp=3"], "", "placement.roles.actor: tp 3 does not fit group 'all' of 2 ranks"),
+        (
+            ["train.lora={}", "placement.roles.actor.tp=2"],
+            "",
+            "placement: actor.update has tp 2, and an adapter (train.lora) is trained with tp 1; use dp alone for it,"
+            " and for generation any tp: placement.nodes.actor.generate",
+        ),
+        (["train.lora.rank=0"], "", "'train.lora.rank' is 0: input should be greater than 0"),
+        (["train.lora.rank=-4"], "", "'train.lora.rank' is -4: input should be greater than 0"),
+        (["train.lora.alpha=0"], "", "'train.lora.alpha' is 0: input should be greater than 0"),
+        (["train.lora.targets=[]"], "", "'train.lora.targets' is []: "),
+        (["train.lora=16"], "", "'train.lora' is 16; it is a section with the keys rank, alpha, targets"),
+        (["train.lora.dropout=0.1"], "", "unknown key 'train.lora.dropout'; known: alpha, rank, targets"),
+        (["critic.lora={}"], "", "unknown key 'critic.lora'"),
+        (
+            ["flow=reward_model", "data.files=preferred.jsonl", "train.lora={}"],
+            "reward",
+            "train.lora: reward_model.update_pairs trains a reward model, but adapters are for actors; remove it",
+        ),
     ],
 )
 def test_every_command_tells_it_before_anything_starts(
@@ -233,6 +281,44 @@ def test_every_command_tells_it_before_anything_starts(
     for command in ("plan", "check", "run", "eval"):
         assert distflow(folder, command, *overrides, "eval=data.jsonl", without=without) == 2, command
         assert said in told(capsys), command
+
+
+FLOW = """
+from distflow import flow
+from distflow.flows.learn import learn
+from distflow.flows.nodes import group_advantage
+
+NOTHING = 0
+
+def narrow(tokens, clip=0.2):
+    ...
+
+def open_ended(tokens, **rest):
+    ...
+
+@flow(also=learn)
+def own(prompts, actor, reference, reward, *, loss="policy", **rest):
+    said = actor.generate(prompts["prompt"])
+    learn(actor, reference, said, group_advantage(reward.score(prompts, said)), loss=loss, **rest)
+"""
+
+
+@pytest.mark.parametrize(
+    ("loss", "said"),
+    [
+        ("flow.py:narrow", "'flow.py:narrow' has no parameter 'kl', which the flow gives it; known: clip; a loss that"),
+        ("flow.py:NOTHING", "'flow.py:NOTHING' is a int, not a function of tokens"),
+        ("flow.py:narow", "'flow.py:narow' has no 'narow'; did you mean 'narrow'?"),
+        ("polcy", "'distflow.algo.losses:polcy' has no 'polcy'; did you mean 'policy'?"),
+        ("flow.py:open_ended", ""),
+    ],
+)
+def test_a_loss_takes_what_the_flow_gives_it(folder: Path, capsys: Output, loss: str, said: str) -> None:
+    (folder / "flow.py").write_text(FLOW)
+    code = distflow(folder, "check", "flow=flow.py:own", f"algo.loss={loss}")
+    assert code == (2 if said else 0)
+    if said:
+        assert told(capsys).startswith(f"node 'actor.update': loss: {said}")
 
 
 def test_nothing_is_evaluated_without_a_held_out_set(folder: Path, capsys: Output) -> None:

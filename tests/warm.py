@@ -6,6 +6,7 @@ import socket
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -28,16 +29,54 @@ class Ended:
     err: str  # of all of them
 
 
-def distflow_run(path: Path, *overrides: str, workers: int = 1, timeout_s: float = 120) -> Ended:
-    """To the end of all workers."""
+def distflow_run(
+    path: Path,
+    *overrides: str,
+    workers: int = 1,
+    timeout_s: float = 120,
+    folder: Path | None = None,
+    resume: str | None = None,
+) -> Ended:
+    """To the end of all workers; `folder`: where the command is given, `resume`: as a launcher tells them."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
-    says = [path.parent / f"{path.stem}.{r}" for r in range(workers)]
+    words = ["run", str(path), *overrides, f"workers={workers}"]
+    about = {
+        "WORLD_SIZE": str(workers),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "GLOO_SOCKET_IFNAME": "lo",
+        **({"DISTFLOW_RESUME": resume} if resume else {}),
+    }
+    each = [about | {"RANK": str(r), "LOCAL_RANK": str(r)} for r in range(workers)]
+    return _ended(cli_main, words, path.parent / path.stem, each, timeout_s, folder)
+
+
+def in_fork(main: Callable[[list[str]], None], *words: str, folder: Path, timeout_s: float = 120) -> Ended:
+    """One process that calls `main(words)` in `folder`."""
+    return _ended(main, list(words), folder / "said", [{}], timeout_s, folder)
+
+
+def cli_main(words: list[str]) -> None:
+    from distflow import cli
+
+    cli.main(words)
+
+
+def _ended(
+    main: Callable[[list[str]], None],
+    words: list[str],
+    prefix: Path,
+    environments: list[dict[str, str]],
+    timeout_s: float,
+    folder: Path | None,
+) -> Ended:
+    says = [prefix.with_name(f"{prefix.name}.{r}") for r in range(len(environments))]
     # No daemons: those may not have children, and rewards are processes of their own.
     made = [
-        _context.Process(target=_worker, args=(r, workers, port, str(path), overrides, str(says[r])))
-        for r in range(workers)
+        _context.Process(target=_process, args=(main, words, environment, str(say), folder))
+        for environment, say in zip(environments, says, strict=True)
     ]
     for w in made:
         w.start()
@@ -51,29 +90,23 @@ def distflow_run(path: Path, *overrides: str, workers: int = 1, timeout_s: float
         w.kill()
         w.join()
     err = "".join(Path(f"{s}.err").read_text() for s in says)
-    assert not stuck, f"ranks {stuck} of {workers} did not end\n{err}"
+    assert not stuck, f"ranks {stuck} of {len(made)} did not end\n{err}"
     return Ended([w.exitcode or 0 for w in made], Path(f"{says[0]}.out").read_text(), err)
 
 
-def _worker(rank: int, workers: int, port: int, path: str, overrides: tuple[str, ...], says: str) -> None:
+def _process(
+    main: Callable[[list[str]], None], words: list[str], environment: dict[str, str], says: str, folder: Path | None
+) -> None:
     import torch
-
-    from distflow import cli
 
     for fd, end in ((1, "out"), (2, "err")):
         os.dup2(os.open(f"{says}.{end}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), fd)
     torch.set_num_threads(1)
-    os.environ |= {
-        "RANK": str(rank),
-        "WORLD_SIZE": str(workers),
-        "LOCAL_RANK": str(rank),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "GLOO_SOCKET_IFNAME": "lo",
-        "OMP_NUM_THREADS": "1",
-    }
+    os.environ |= {"OMP_NUM_THREADS": "1", **environment}
+    if folder:
+        os.chdir(folder)
     try:
-        cli.main(["run", path, *overrides, f"workers={workers}"])
+        main(words)
     except SystemExit:
         raise
     except BaseException:

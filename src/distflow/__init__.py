@@ -9,12 +9,19 @@ from distflow.flow import Flow, Node, flow, node
 from distflow.plan import Layout, Plan
 
 if TYPE_CHECKING:
+    from distflow.algo.tokens import Loss, Tokens
     from distflow.data.batch import Batch, Ragged
     from distflow.worker import Context
 
-__all__ = ["Batch", "Context", "Flow", "Layout", "Node", "Plan", "Ragged", "flow", "node"]
+__all__ = ["Batch", "Context", "Flow", "Layout", "Loss", "Node", "Plan", "Ragged", "Tokens", "flow", "node"]
 
-_WITH_TORCH = {"Batch": "distflow.data.batch", "Ragged": "distflow.data.batch", "Context": "distflow.worker"}
+_WITH_TORCH = {
+    "Batch": "distflow.data.batch",
+    "Context": "distflow.worker",
+    "Loss": "distflow.algo.tokens",
+    "Ragged": "distflow.data.batch",
+    "Tokens": "distflow.algo.tokens",
+}
 
 
 def __getattr__(name: str) -> Any:

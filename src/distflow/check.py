@@ -1,6 +1,7 @@
 """Everything that can go wrong before the first step, tried in one process: what `distflow check` prints."""
 
 from collections.abc import Generator, Iterator
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -35,13 +36,14 @@ def check(config: Config) -> Iterator[str]:
         first = yield from _model(config, plan, rows, held_out)
     for n in plan.flow.nodes:
         if isinstance(n.params.get("loss"), str):
-            find_loss(n.params["loss"], f"node '{n.id}': loss", config.base)
+            find_loss(n.params["loss"], f"node '{n.id}': loss", config.base, n.params)
     if config.reward and "reward" in config.cast and config.cast["reward"].call == REWARD:
         yield from _reward(config, first)
 
 
 def _model(config: Config, plan: Plan, rows: View, held_out: View | None) -> Generator[str, None, dict[str, Any]]:
     """Returns the first row whose prompt the model can read."""
+    from distflow.engine.lora import Adapter
     from distflow.engine.model import DTYPES, kv_bytes, open_model
     from distflow.engine.parallel import styles
     from distflow.engine.policy import prompt_limit
@@ -52,10 +54,16 @@ def _model(config: Config, plan: Plan, rows: View, held_out: View | None) -> Gen
     source = open_model(config.model, lambda: texts(rows), config.base, config.seed)
     skeleton = source.skeleton()
     count = sum(p.numel() for p in skeleton.parameters())
-    yield f"model     {source.name}: {source.config.model_type}, {count:,} parameters, {len(source.tokenizer)} tokens"
     layouts = {n.id: plan.partition_of(n.id).layout for n in plan.flow.nodes if n.role in MODELS}
     for node, layout in layouts.items():
         styles(skeleton, layout.tp, f"placement of {node}")
+    trained = ""
+    if config.train.lora:
+        more = sum(prod(s.shape) for s in Adapter(skeleton, config.train.lora).specs)
+        trained = f" and {more:,} of an adapter, which alone are trained"
+    told = f"{source.config.model_type}, {count:,} parameters{trained}, {len(source.tokenizer)} tokens"
+    yield f"model     {source.name}: {told}"
+    yield from _others(config, plan, source)
     text = Text(source, prompt_limit(config, source))
     text.stop_tokens(source, config.rollout.stop)
     seen = screen(rows, text, config.data.on_bad_row == "skip", 0, 1)
@@ -77,6 +85,19 @@ def _model(config: Config, plan: Plan, rows: View, held_out: View | None) -> Gen
         most = per_token * (text.limit + config.rollout.max_tokens)
         yield f"kv cache  {human_bytes(room)}, {human_bytes(most)} for the longest sequence allowed"
     return first
+
+
+def _others(config: Config, plan: Plan, main: Any) -> Iterator[str]:
+    """Models besides the main one."""
+    from distflow.engine.value_models import check_judge, open_other
+
+    roles = {n.role for n in plan.flow.nodes}
+    if "critic" in roles and config.critic.model:
+        yield f"critic    {open_other('critic', config.critic.model, config, main).name}"
+    if "reward" in roles and config.reward and config.reward.model:
+        judge = open_other("reward", config.reward.model, config, main)
+        check_judge("reward", judge)
+        yield f"reward    the model {judge.name}"
 
 
 def _reward(config: Config, row: dict[str, Any]) -> Iterator[str]:

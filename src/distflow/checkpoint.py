@@ -1,96 +1,275 @@
-"""A run's weights on disk: PyTorch's sharded format while it runs, a Hugging Face directory for everybody else."""
+"""What a run keeps, so that it can go on later: written by all workers at once, each its part, behind the steps.
 
+A checkpoint is complete or not there: it is written under another name, gets its own when all of it is on disk with
+checksums, and only then does the pointer name it. Tensors are sharded safetensors by torch.distributed.checkpoint, so
+any other number of workers can read them; everything else is JSON. Nothing is pickled.
+"""
+
+import hashlib
 import json
+import os
 import shutil
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint import CheckpointException
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.tensor import DTensor
 
-from distflow.errors import ConfigError, suggest
+from distflow.errors import CheckpointError, PeerLostError
 
-if TYPE_CHECKING:
-    from distflow.engine.model import Source
-
-LATEST, KIND = "latest", "kind"
-
-
-def begin(folder: Path, step: int, first: bool) -> Path:
-    """Where all workers write what belongs to a step; the `first` of them makes the place. Called by all at once."""
-    making = folder / f"step_{step}.part"
-    if first:
-        shutil.rmtree(making, ignore_errors=True)
-        making.mkdir(parents=True)
-    dist.barrier()
-    return making
+LATEST, COMPLETE, STATE, VALUES, TENSORS = "latest", "complete.json", "state.json", "values.json", "tensors"
 
 
-def commit(folder: Path, step: int, first: bool) -> None:
-    """Give it its final name, once everybody has written."""
-    place = folder / f"step_{step}"
-    dist.barrier()
-    if first:
-        shutil.rmtree(place, ignore_errors=True)
-        (folder / f"step_{step}.part").rename(place)
-        (folder / LATEST).write_text(json.dumps({"step": step}))
-    dist.barrier()
+@dataclass(frozen=True)
+class Part:
+    """What one role has to keep: this worker's shards of tensors, and small values that its workers have in common."""
+
+    values: Mapping[str, Any]
+    tensors: Mapping[str, Tensor] = field(default_factory=dict)
+    describe: Callable[[Path], None] = lambda folder: None  # writes what else is needed to use the tensors
+
+    def copy(self) -> "Part":
+        """For a writer in the background: the tensors as they are now."""
+        return replace(self, tensors={name: _copy(t) for name, t in self.tensors.items()})
 
 
-def save_model(folder: Path, weights: Mapping[str, Tensor], source: "Source", group: dist.ProcessGroup | None) -> None:
-    """The model of one role: every rank of `group` writes its own part."""
-    dcp.save(dict(weights), checkpoint_id=folder / "weights", process_group=group)
-    if dist.get_rank(group) == 0:
-        source.config.save_pretrained(folder / "model")
-        source.tokenizer.save_pretrained(folder / "model")
-        if source.folder and (source.folder / "generation_config.json").exists():
-            shutil.copy(source.folder / "generation_config.json", folder / "model")
-        (folder / KIND).write_text(source.kind)
+@dataclass(frozen=True)
+class Team:
+    """The workers that have a role, and a process group of theirs for nothing but checkpoints."""
+
+    ranks: tuple[int, ...]
+    group: dist.ProcessGroup | None
 
 
-def export(run: Path, out: Path, step: int | None = None, role: str | None = None) -> Path:
-    """The weights of a run as a directory that `from_pretrained` loads; the newest, or those of a step.
+class Saver:
+    """Writes checkpoints of a run in a thread of its own. To be called by all workers alike."""
 
-    Of the actor, if there is one and no other `role` is named.
-    """
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
-    from transformers.utils import logging
+    def __init__(self, folder: Path, rank: int, everybody: Team, teams: Mapping[str, Team]) -> None:
+        self.folder, self.rank, self.everybody, self.teams = folder, rank, everybody, teams
+        self._thread = ThreadPoolExecutor(1, "checkpoint")
+        self._running: Future[None] | None = None
 
-    folder = run / "checkpoints"
-    pointer = folder / LATEST
-    if not pointer.exists():
-        raise ConfigError(f"{run}: has no checkpoint ({pointer} is not there); a run writes one when it ends")
-    place = folder / f"step_{step if step is not None else json.loads(pointer.read_text())['step']}"
-    if not place.is_dir():
-        there = ", ".join(sorted(p.name.removeprefix("step_") for p in folder.glob("step_*")))
-        raise ConfigError(f"{run}: has no checkpoint of step {step}; there are: {there}")
-    place /= _role(place, role)
-    if out.exists() and any(out.iterdir()):
-        raise ConfigError(f"{out}: is not empty; choose another directory")
-    config = AutoConfig.from_pretrained(place / "model")
-    made = AutoModelForCausalLM if (place / KIND).read_text() == "words" else AutoModelForSequenceClassification
-    with torch.device("meta"):
-        model = made.from_config(config, dtype=torch.float32)  # type: ignore[no-untyped-call]
-    weights: dict[str, Any] = {n: torch.empty(p.shape, dtype=torch.float32) for n, p in model.named_parameters()}
+    def save(
+        self, step: int, parts: Mapping[str, Part], state: Mapping[str, Any], after: Callable[[Path], None]
+    ) -> None:
+        """Take a copy and write it behind the next steps; `after` is what rank 0 does with the finished one.
+
+        Waits for the one before, and raises what went wrong with it.
+        """
+        self.wait()
+        copies = {role: part.copy() for role, part in parts.items()}
+        self._running = self._thread.submit(self._write, step, copies, dict(state), after)
+
+    def wait(self) -> None:
+        """Until nothing is being written."""
+        running, self._running = self._running, None
+        if running is not None:
+            running.result()
+
+    def close(self) -> None:
+        self._thread.shutdown()
+
+    def _write(
+        self, step: int, parts: Mapping[str, Part], state: dict[str, Any], after: Callable[[Path], None]
+    ) -> None:
+        place, making = place_of(self.folder, step), self.folder / f"step_{step}.part"
+        stages: list[Callable[[], None]] = [
+            lambda: self._begin(making),
+            lambda: self._fill(making, parts, {"step": step, **state}),
+            lambda: self._commit(making, place, step, after),
+        ]
+        for stage in stages:
+            error: BaseException | None = None
+            try:
+                stage()
+            except (OSError, CheckpointException, ValueError) as e:
+                error = e
+            except RuntimeError as e:
+                raise PeerLostError(f"lost a worker while writing {place}: {str(e).splitlines()[0]}") from e
+            if not self._all_well(error is None):
+                if self.rank == 0:
+                    shutil.rmtree(making, ignore_errors=True)
+                told = _reason(error) if error else "another worker could not write its part"
+                raise CheckpointError(f"{place}: could not be written: {told}") from error
+
+    def _begin(self, making: Path) -> None:
+        if self.rank == 0:
+            shutil.rmtree(making, ignore_errors=True)
+            making.mkdir(parents=True)
+
+    def _fill(self, making: Path, parts: Mapping[str, Part], state: Mapping[str, Any]) -> None:
+        mine: list[Path] = []
+        for role, part in parts.items():
+            team, folder = self.teams[role], making / role
+            folder.mkdir(exist_ok=True)
+            if part.tensors:
+                _save_tensors(folder / TENSORS, part.tensors, team.group)
+                number = 1 + team.ranks.index(self.rank)
+                mine += sorted((folder / TENSORS).glob(f"shard-{number:05}-*"))
+            if self.rank == team.ranks[0]:
+                (folder / VALUES).write_text(json.dumps(part.values))
+                part.describe(folder)
+                mine += [p for p in folder.rglob("*") if p.is_file() and p.parent.name != TENSORS]
+        if self.rank == 0:
+            (making / STATE).write_text(json.dumps(state))
+            mine.append(making / STATE)
+        sums = {str(p.relative_to(making)): [p.stat().st_size, _sum(p)] for p in mine}
+        written = making / f"sums.{self.rank}.json"
+        written.write_text(json.dumps(sums))
+        for p in (*mine, written):
+            _sync(p)
+
+    def _commit(self, making: Path, place: Path, step: int, after: Callable[[Path], None]) -> None:
+        if self.rank:
+            return
+        lists = {p.name: _sum(p) for p in making.glob("sums.*.json")}
+        write_whole(making / COMPLETE, json.dumps({"step": step, "lists": lists}))
+        _sync(making)
+        old = self.folder / f"step_{step}.old"
+        shutil.rmtree(old, ignore_errors=True)
+        if place.exists():
+            place.rename(old)
+        making.rename(place)
+        shutil.rmtree(old, ignore_errors=True)
+        write_whole(self.folder / LATEST, json.dumps({"step": step}))
+        after(place)
+
+    def _all_well(self, well: bool) -> bool:
+        if self.everybody.group is None:
+            return well
+        flag = torch.tensor([int(well)])
+        dist.all_reduce(flag, dist.ReduceOp.MIN, group=self.everybody.group)
+        return bool(flag)
+
+
+def place_of(folder: Path, step: int) -> Path:
+    return folder / f"step_{step}"
+
+
+def steps_there(folder: Path) -> list[int]:
+    """Steps of which there is a checkpoint, newest first."""
+    found = (p.parent.name.removeprefix("step_") for p in folder.glob(f"step_*/{COMPLETE}"))
+    return sorted((int(n) for n in found if n.isdigit()), reverse=True)
+
+
+def damage(place: Path, share: int = 0, of: int = 1) -> str | None:
+    """What is wrong with a checkpoint, if anything; of `of` workers, each looks at its share of the files."""
+    try:
+        lists = json.loads((place / COMPLETE).read_text())["lists"]
+        sums: dict[str, tuple[int, str]] = {}
+        for name, expected in sorted(lists.items()):
+            if _sum(place / name) != expected:
+                return f"{place / name} is not what was written"
+            sums |= json.loads((place / name).read_text())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
+        return f"{place}: its list of files cannot be read ({_reason(e)})"
+    for name, (size, expected) in sorted(sums.items())[share::of]:
+        path = place / name
+        if not path.is_file():
+            return f"{path} is missing"
+        if path.stat().st_size != size:
+            return f"{path} has {path.stat().st_size} bytes of {size}"
+        if _sum(path) != expected:
+            return f"{path} is not what was written"
+    return None
+
+
+def read_state(place: Path) -> dict[str, Any]:
+    state: dict[str, Any] = json.loads((place / STATE).read_text())
+    return state
+
+
+def read_values(folder: Path) -> dict[str, Any]:
+    values: dict[str, Any] = json.loads((folder / VALUES).read_text())
+    return values
+
+
+def load_tensors(folder: Path, into: Mapping[str, Tensor], group: dist.ProcessGroup | None) -> None:
+    """Fill tensors, or this worker's shards of them, whatever the shards were when they were written."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that this is one process is meant
-        dcp.load(weights, checkpoint_id=place / "weights", no_dist=True)
-    logging.disable_progress_bar()
-    model.save_pretrained(out, state_dict=weights)
-    AutoTokenizer.from_pretrained(place / "model").save_pretrained(out)
-    if (place / "model" / "generation_config.json").exists():
-        shutil.copy(place / "model" / "generation_config.json", out)
-    return out
+        warnings.simplefilter("ignore")  # without a group this is one process, which is meant
+        reader = HuggingFaceStorageReader(str(folder / TENSORS))
+        dcp.load(dict(into), storage_reader=reader, process_group=group, no_dist=group is None)
 
 
-def _role(place: Path, role: str | None) -> str:
-    there = sorted(p.name for p in place.iterdir() if p.is_dir())
-    if role is None:
-        return "actor" if "actor" in there or not there else there[0]
-    if role not in there:
-        raise ConfigError(f"{place}: has no role '{role}'{suggest(role, there)}")
-    return role
+def load_whole(folder: Path, prefix: str = "") -> dict[str, Tensor]:
+    """All tensors whose names begin with `prefix`, without it, in one process."""
+    there = HuggingFaceStorageReader(str(folder / TENSORS)).read_metadata().state_dict_metadata
+    into = {n: torch.empty(m.size) for n, m in there.items() if n.startswith(prefix)}  # type: ignore[union-attr]
+    load_tensors(folder, into, None)
+    return {name.removeprefix(prefix): t for name, t in into.items()}
+
+
+def prune(folder: Path, keep: int, best: Sequence[int] = ()) -> None:
+    """All but the newest `keep` and these steps are removed, and what was never finished."""
+    there = steps_there(folder)
+    for step in there[keep:]:
+        if step not in best:
+            shutil.rmtree(place_of(folder, step), ignore_errors=True)
+    for left in folder.glob("step_*.part"):
+        if not there or int(left.name.removeprefix("step_").removesuffix(".part")) <= there[0]:
+            shutil.rmtree(left, ignore_errors=True)
+
+
+def set_aside(folder: Path) -> None:
+    """Checkpoints of an earlier run in the same place keep theirs under another name."""
+    if steps_there(folder):
+        n = next(n for n in range(1, 1 << 30) if not folder.with_name(f"{folder.name}.{n}").exists())
+        folder.rename(folder.with_name(f"{folder.name}.{n}"))
+
+
+def write_whole(path: Path, text: str) -> None:
+    """There is the old file or the new one, never half of it."""
+    part = path.with_name(path.name + ".part")
+    part.write_text(text)
+    _sync(part)
+    part.rename(path)
+    _sync(path.parent)
+
+
+def _save_tensors(folder: Path, tensors: Mapping[str, Tensor], group: dist.ProcessGroup | None) -> None:
+    writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
+    dcp.save(dict(tensors), storage_writer=writer, process_group=group)
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    if not isinstance(tensor, DTensor):
+        return tensor.detach().clone()
+    return like(tensor, tensor.to_local().detach().clone())
+
+
+def like(tensor: DTensor, local: Tensor) -> DTensor:
+    """This worker's part of another tensor that is sharded the same way."""
+    return DTensor.from_local(
+        local, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
+    )
+
+
+def _sum(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _sync(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _reason(error: BaseException) -> str:
+    if isinstance(error, CheckpointException):  # what happened on each rank
+        return "; ".join(f"rank {r}: {e[0]}" for r, e in sorted(error.failures.items()))
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    return str(error) or type(error).__name__

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from distflow.config import Config, load_config
 from distflow.errors import ConfigError, DistflowError
+from distflow.launch import NEWEST, RESUME
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -43,7 +44,14 @@ def _parser() -> argparse.ArgumentParser:
     form = plan.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="print it as JSON")
     form.add_argument("--svg", metavar="FILE", type=Path, help="draw it")
-    command("run", _run, "Run it: on this machine, or as one worker of torchrun, Slurm or Kubernetes.")
+    run = command("run", _run, "Run it: on this machine, or as one worker of torchrun, Slurm or Kubernetes.")
+    run.add_argument(
+        "--resume",
+        nargs="?",
+        const=NEWEST,
+        metavar="PATH",
+        help="go on from the newest whole checkpoint of the run, or from this one (or of this run)",
+    )
     command("check", _check, "Try everything that can be tried without training: data, model, one reward, memory.")
     command("eval", _eval, "Judge the model on the held-out set of the config, without training.")
     export = commands.add_parser("export", help="Write a run's weights as a Hugging Face directory.")
@@ -52,6 +60,8 @@ def _parser() -> argparse.ArgumentParser:
     export.add_argument("out", type=Path, metavar="OUT", help="a directory that is new or empty")
     export.add_argument("--step", type=int, metavar="N", help="the weights after this step, instead of the newest")
     export.add_argument("--role", metavar="ROLE", help="another model of the run than the actor, such as critic")
+    export.add_argument("--adapter", action="store_true", help="only the adapter of train.lora, as PEFT writes it")
+    export.add_argument("--base", metavar="MODEL", help="where the model of an adapter is now, if it was moved")
     return parser
 
 
@@ -78,6 +88,12 @@ def _plan(args: argparse.Namespace) -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
+    where = getattr(args, "resume", None)
+    if where and "=" in where:  # an override that stands behind --resume
+        args.overrides.append(where)
+        where = NEWEST
+    if where:
+        os.environ[RESUME] = where
     config = _config(args)
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:  # somebody has started us as one of many
         from distflow.launch.process import run_worker
@@ -108,9 +124,13 @@ def _eval(args: argparse.Namespace) -> int:
 
 
 def _export(args: argparse.Namespace) -> int:
-    from distflow.checkpoint import export
+    from distflow.export import export, export_adapter
 
-    print(f"wrote {export(args.run, args.out, args.step, args.role)}")
+    if args.adapter:
+        out = export_adapter(args.run, args.out, args.step, args.role)
+    else:
+        out = export(args.run, args.out, args.step, args.role, args.base)
+    print(f"wrote {out}")
     return 0
 
 

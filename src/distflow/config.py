@@ -18,6 +18,7 @@ from distflow.flow.graph import SOURCE
 from distflow.flows import BUILT_IN
 from distflow.plan import Load, Place, Placement, Plan, Workload, plan
 from distflow.sections import (
+    CheckpointConfig,
     CriticConfig,
     DataConfig,
     EvalConfig,
@@ -54,6 +55,7 @@ class Config(Section):
     critic: CriticConfig = CriticConfig()
     reward: RewardConfig | None = None
     eval: EvalConfig | None = None
+    checkpoint: CheckpointConfig = CheckpointConfig()
     workers: int | None = Field(None, gt=0)
     roles: dict[str, RoleConfig] = Field(default_factory=dict)
     placement: PlacementConfig = PlacementConfig()
@@ -182,7 +184,21 @@ class Config(Section):
                     f"algo.mini_batches: {parts} does not divide the {self.data.batch} prompts of data.batch;"
                     f" what fits: {fits}"
                 )
-        return plan(self.graph, self._placement(workers), Workload(self.data.batch, self.repeat, self.bytes))
+        made = plan(self.graph, self._placement(workers), Workload(self.data.batch, self.repeat, self.bytes))
+        if self.train.lora:
+            self._check_adapter(made)
+        return made
+
+    def _check_adapter(self, plan: Plan) -> None:
+        for n in (n for n in plan.flow.nodes if n.type == "train" and n.method):
+            player, tp = self.cast[n.role].call, plan.partition_of(n.id).layout.tp
+            if player == f"{ROLES}:RewardModel":
+                raise ConfigError(f"train.lora: {n.id} trains a reward model, but adapters are for actors; remove it")
+            if player != f"{ROLES}:Critic" and tp > 1:
+                raise ConfigError(
+                    f"placement: {n.id} has tp {tp}, and an adapter (train.lora) is trained with tp 1; use dp alone for"
+                    f" it, and for generation any tp: placement.nodes.{n.role}.generate"
+                )
 
     def _placement(self, workers: int, of: Flow | None = None) -> Placement:
         """As configured; for another flow than the config's own, as far as it has such nodes and roles."""

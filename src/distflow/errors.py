@@ -36,6 +36,14 @@ class StuckError(DistflowError):
     """A worker waited too long; the message is the table of who waits for whom."""
 
 
+class CheckpointError(DistflowError):
+    """A checkpoint cannot be written or read."""
+
+
+class StoppedError(DistflowError):
+    """The run was told to end, and has kept what it did."""
+
+
 def suggest(word: str, options: Iterable[str]) -> str:
     """`; did you mean 'x'?` for the nearest option, or the list of options when nothing is near."""
     known = sorted(set(options))

@@ -16,6 +16,7 @@ def _one_or_many(value: Any) -> Any:
 Names = Annotated[list[str], BeforeValidator(_one_or_many)]
 Pair = Annotated[tuple[float, float], BeforeValidator(lambda v: tuple(v) if isinstance(v, list) else v)]
 Dtype = Literal["float32", "bfloat16"]
+ALL_LINEAR = "all-linear"
 
 
 class RoleConfig(Section):
@@ -97,7 +98,7 @@ class RolloutConfig(Section):
     max_sequences: int = Field(256, gt=0)  # in the batch at once
 
 
-class TrainConfig(Section):
+class LearnConfig(Section):
     """The optimiser and how the work is cut."""
 
     lr: float = Field(1e-6, ge=0)
@@ -112,7 +113,21 @@ class TrainConfig(Section):
     recompute: bool = False  # activations in the backward pass, instead of keeping them
 
 
-class CriticConfig(TrainConfig):
+class LoraConfig(Section):
+    """Matrices of low rank beside linear layers of the actor; they are all that is trained then."""
+
+    rank: int = Field(16, gt=0)
+    alpha: float | None = Field(None, gt=0)  # what is added is scaled by alpha / rank; default: 2 × rank
+    targets: Names = Field([ALL_LINEAR], min_length=1)  # names of layers, such as q_proj
+
+
+class TrainConfig(LearnConfig):
+    """How the actor learns."""
+
+    lora: LoraConfig | None = None  # default: all weights are trained
+
+
+class CriticConfig(LearnConfig):
     """The critic's own optimiser, and where it starts from."""
 
     lr: float = Field(1e-5, ge=0)
@@ -163,6 +178,15 @@ class RewardConfig(Section):
     @classmethod
     def _whole_number(cls, value: Any) -> Any:
         return float(value) if isinstance(value, int) and not isinstance(value, bool) else value
+
+
+class CheckpointConfig(Section):
+    """What is kept on disk, so that a run can go on where it was."""
+
+    every: int = Field(50, ge=0)  # steps; 0: only at the end
+    keep: int = Field(2, gt=0)  # the newest ones
+    best: str | None = None  # and the one with the highest value of this metric, such as val/all/score
+    export: bool = False  # beside each, the actor as a Hugging Face directory
 
 
 class EvalConfig(Section):

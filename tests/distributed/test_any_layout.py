@@ -186,6 +186,22 @@ OTHERS: dict[str, tuple[dict[str, Any], tuple[str, ...], dict[str, tuple[int, di
             "dapo generate tp2": (4, {"nodes": {"actor.generate": {"tp": 2}}}),
         },
     ),
+    "adapter": (
+        {"train": {"lr": 2e-2, "lora": {"rank": 3}}},  # 3: of its rows, two workers have 2 and 1
+        ("reward/mean", "response_length/mean", "actor/kl"),
+        {
+            "adapter dp2": (2, {}),
+            "adapter dp2, generate tp2": (2, {"nodes": {"actor.generate": {"tp": 2}}}),
+            "adapter, generate apart": (
+                2,
+                {
+                    "groups": {"rollout": "0", "train": "1"},
+                    "default": {"group": "train"},
+                    "nodes": {"actor.generate": {"group": "rollout"}},
+                },
+            ),
+        },
+    ),
 }
 
 
@@ -195,7 +211,9 @@ def others(folder: Path) -> dict[str, Run]:
 
 
 @pytest.mark.parametrize(("flow", "layout"), [(f, name) for f, (_, _, layouts) in OTHERS.items() for name in layouts])
-def test_so_do_a_critic_and_a_refilled_batch(folder: Path, others: dict[str, Run], flow: str, layout: str) -> None:
+def test_so_do_a_critic_a_refilled_batch_and_an_adapter(
+    folder: Path, others: dict[str, Run], flow: str, layout: str
+) -> None:
     changes, curves, layouts = OTHERS[flow]
     workers, placement = layouts[layout]
     got = run(folder, layout, workers, placement=placement, steps=5, **changes)
@@ -207,6 +225,13 @@ def test_prompts_were_replaced_and_the_batch_stayed_full(others: dict[str, Run])
     assert sum(m["sampling/discarded"] for m in metrics) > 0
     assert len(tokens) == 5 * 8 * 4
     assert max(tokens) // 4 + 1 == sum(8 + m["sampling/discarded"] for m in metrics)  # the stream, without a gap
+
+
+def test_an_adapter_starts_as_the_reference_and_leaves_it(alone: Run, others: dict[str, Run]) -> None:
+    drift = [m["actor/kl"] for m in others["adapter"].metrics]
+    assert drift[0] == pytest.approx(0, abs=1e-6)
+    assert drift[-1] > 1e-4
+    assert others["adapter"].metrics[0]["reward/mean"] == alone.metrics[0]["reward/mean"]
 
 
 @pytest.mark.parametrize("share", [2, 8])

@@ -9,8 +9,10 @@ import torch
 import yaml
 from transformers import AutoModelForSequenceClassification
 
-from distflow.checkpoint import export
+from distflow.check import check
+from distflow.config import load_config
 from distflow.errors import ConfigError
+from distflow.export import export, export_adapter
 from warm import Ended, distflow_run
 
 ROWS = [{"prompt": f"count to {i}:", "chosen": str(i) * (1 + i % 3), "rejected": "no" * (1 + i % 4)} for i in range(16)]
@@ -117,7 +119,18 @@ def test_a_model_without_such_a_head_is_no_reward_model(folder: Path) -> None:
     save_file({k: v for k, v in load_file(state).items() if k != "score.weight"}, state, {"format": "pt"})
     _, ended = run(folder, "headless", 1, flow="flow.py:judged", model="head", reward={"model": "head"}, steps=1)
     assert ended.codes == [1]
-    assert "role 'reward': 'head' is no reward model, it has no head that gives one number; train one with" in ended.err
+    told = "role 'reward': 'head' is no reward model, it has no head that gives one number; train one with"
+    assert told in ended.err
+    with pytest.raises(ConfigError, match=told):
+        list(check(load_config(folder / "headless.yaml")))
+
+
+def test_a_judge_of_another_vocabulary_is_refused(folder: Path, judge: Path) -> None:
+    path = folder / "stranger.yaml"
+    changes = {"flow": "flow.py:judged", "model": MODEL | {"vocab": 300}, "reward": {"model": "reward-model"}}
+    path.write_text(yaml.safe_dump(CONFIG | changes))
+    with pytest.raises(ConfigError, match="'reward-model' has another vocabulary than 'qwen2 at random'"):
+        list(check(load_config(path)))
 
 
 def test_dpo_makes_the_better_one_likelier_the_same_on_any_layout(folder: Path) -> None:
@@ -140,6 +153,8 @@ def test_dpo_makes_the_better_one_likelier_the_same_on_any_layout(folder: Path) 
             assert curve(other, metric) == pytest.approx(curve(runs[0], metric), rel=1e-3, abs=1e-6)
 
 
-def test_another_role_can_be_exported_by_name(folder: Path, judge: Path) -> None:
+def test_what_is_not_there_cannot_be_exported(folder: Path, judge: Path) -> None:
+    with pytest.raises(ConfigError, match="'reward_model' was trained without an adapter; export it without --adapter"):
+        export_adapter(judge, folder / "nothing")
     with pytest.raises(ConfigError, match="has no role 'critc'"):
         export(judge, folder / "nothing", role="critc")

@@ -72,21 +72,23 @@ def test_all_killed_at_once_and_a_stale_checkpoint_of_an_earlier_run(tmp_path: P
     cause, restart = told(launch)
     assert "was killed by SIGKILL" in cause
     assert restart == "restart 1 of 3 in 1 s, from the beginning"
-    assert (tmp_path / "run" / "tries.0").read_text() == "--"  # nobody was told to resume
+    assert (tmp_path / "run" / "attempts.0").read_text() == "--"  # nobody was told to resume
     assert finished(tmp_path)
 
 
 def test_no_more_restarts_than_allowed_each_from_the_checkpoint(tmp_path: Path) -> None:
-    launch = Launch(write_config(tmp_path, {"how": "kill", "times": 9, "keep": 1}, restarts=2))
+    config = write_config(tmp_path, {"how": "kill", "times": 9, "step": 3}, restarts=2, checkpoint={"every": 1})
+    launch = Launch(config)
     assert launch.ended() == 1
-    lines = [line for line in told(launch) if "killed" not in line]
-    assert lines == [
-        "restart 1 of 2 in 1 s, from step 1",
-        "restart 2 of 2 in 2 s, from step 1",
-        "not started again: 2 restarts are used up (restarts)",
-    ]
-    assert len(told(launch)) == 6
-    assert (tmp_path / "run" / "tries.0").read_text() == "-11"  # what the workers were told
+    kill, first, again, second, last, end = told(launch)
+    for line in (kill, again, last):
+        assert "was killed by SIGKILL" in line
+    assert re.fullmatch("restart 1 of 2 in 1 s, from step [123]", first)  # it is written behind the next step
+    assert re.fullmatch("restart 2 of 2 in 2 s, from step [123]", second)
+    assert end == "not started again: 2 restarts are used up (restarts)"
+    assert (tmp_path / "run" / "attempts.0").read_text() == "-11"  # what the workers were told
+    assert launch.out.count("resumed from") == 2
+    assert launch.out.count("step 1/") == 1
 
 
 def test_a_mistake_is_told_once(tmp_path: Path) -> None:
@@ -108,10 +110,13 @@ def test_an_exception_in_a_node_needs_a_checkpoint_to_be_tried_again(tmp_path: P
 
 
 def test_the_same_exception_twice_is_not_tried_a_third_time(tmp_path: Path) -> None:
-    launch = Launch(write_config(tmp_path, {"how": "raise", "times": 9, "keep": 1}))
+    config = write_config(tmp_path, {"how": "raise", "times": 9, "nap_s": 0.3}, checkpoint={"every": 1})
+    launch = Launch(config)
     assert launch.ended() == 1
-    error, restart = "rank 1, step 2, node 'work': ValueError: no luck", "restart 1 of 3 in 1 s, from step 1"
-    assert told(launch) == [error, restart, error, "not started again: twice at the same place"]
+    error, restart, same, end = told(launch)
+    assert error == same == "rank 1, step 2, node 'work': ValueError: no luck"
+    assert re.fullmatch("restart 1 of 3 in 1 s, from step [12]", restart)
+    assert end == "not started again: twice at the same place"
 
 
 @pytest.mark.parametrize(
@@ -128,6 +133,18 @@ def test_a_launcher_that_is_told_to_stop_does_not_start_again(
     assert launch.ended(10) == 128 + sig
     assert told(launch)[-1] == f"stopped by {sig.name}"
     assert not orphans(path)
+
+
+def test_workers_that_were_told_to_end_are_not_started_again(tmp_path: Path) -> None:
+    launch = Launch(write_config(tmp_path, {"nap_s": 0.1}, steps=1000))
+    launch.until(lambda: "step 2/" in launch.out)
+    record = read_all(tmp_path / "run" / "workers", 2)[1]
+    assert record is not None
+    os.kill(record.pid, signal.SIGTERM)
+    assert launch.ended() == 128 + signal.SIGTERM
+    kept, stopped = told(launch)
+    assert "is kept" in kept
+    assert stopped == "stopped by SIGTERM"
 
 
 def test_a_worker_that_does_not_end_when_told_is_killed_after_the_limit(tmp_path: Path) -> None:

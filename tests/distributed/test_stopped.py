@@ -14,7 +14,7 @@ import yaml
 from distflow.observe.board import read
 from warm_launch import Launch
 
-LIMIT_S, STEPS = 3.0, 60
+LIMIT_S, STEPS = 3.0, 30
 
 
 def write_config(folder: Path, **changes: Any) -> Path:

@@ -19,6 +19,7 @@ from distflow import checkpoint, cli
 from distflow.algo.losses import policy
 from distflow.data.batch import Batch, Column, Ragged
 from distflow.engine.model import Source
+from distflow.engine.policy import part_of
 from distflow.engine.tokenizer import train_tokenizer
 from distflow.engine.trainer import Recipe, Trainer
 from distflow.observe.metrics import Tally
@@ -158,12 +159,12 @@ def learn(rank: int, case: Case, folder: Path) -> tuple[Parts, list[Any]] | None
     assert made.updates == 8
     logprobs = made.ask(batch)
     if case.dp == case.tp == 2:
-        weights = {spec.name: p.detach() for spec, p in made.named}
-        kept, origin = folder / f"{case.arch}-run" / "checkpoints", source(case.arch, folder)
+        all_of_us = checkpoint.Team((0, 1, 2, 3), torch.distributed.group.WORLD)
+        kept = folder / f"{case.arch}-run" / "checkpoints"
+        saver = checkpoint.Saver(kept, rank, all_of_us, {"actor": all_of_us})
         for step in (3, 7):
-            making = checkpoint.begin(kept, step, rank == 0)
-            checkpoint.save_model(making / "actor", weights, origin, torch.distributed.group.WORLD)
-            checkpoint.commit(kept, step, rank == 0)
+            saver.save(step, {"actor": part_of(made, source(case.arch, folder))}, {}, lambda place: None)
+        saver.wait()
     values = [made.parts()[spec.name] for spec, _ in made.named]
     return in_parts(made, rank, values), [row.numpy() for row in logprobs]
 
@@ -309,6 +310,8 @@ def test_what_is_exported_says_what_the_trainer_says(
     assert exported(run, tmp_path / "third", "--step", "3") == 0
     assert exported(run, tmp_path / "fourth", "--step", "4") == 2
     assert "has no checkpoint of step 4; there are: 3, 7" in capsys.readouterr().err
+    assert exported(run, tmp_path / "fifth", "--adapter") == 2
+    assert "'actor' was trained without an adapter; export it without --adapter" in capsys.readouterr().err
 
 
 def exported(*args: Path | str) -> int:

@@ -152,6 +152,19 @@ def test_tokens_by_vocabulary_are_never_held() -> None:
     assert largest(plainly, given).elements >= tokens * vocabulary
 
 
+@pytest.mark.usefixtures("small_chunks")
+def test_a_frozen_output_layer_costs_no_gradient() -> None:
+    trained, again = some(40, 4, 11, bias=True), some(40, 4, 11, bias=True)
+    for x in again[1:3]:
+        assert x is not None
+        x.requires_grad_(False)
+    seen, frozen = largest(token_logprobs, trained), largest(token_logprobs, again)
+    assert again[0].grad is not None
+    assert trained[0].grad is not None
+    assert torch.equal(again[0].grad, trained[0].grad)
+    assert seen.operations - frozen.operations >= {"aten.addmm_", "aten.zeros_like"}
+
+
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_the_trainer_gives_a_response_the_log_probs_it_was_sampled_with(arch: str) -> None:
     models, noise = pair(arch), np.random.default_rng(3)

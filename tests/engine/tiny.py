@@ -75,9 +75,14 @@ def config_of(arch: str) -> PreTrainedConfig:
 @cache
 def pair(arch: str) -> Pair:
     eager = AutoModelForCausalLM.from_config(config_of(arch), attn_implementation="eager", dtype=torch.float32).eval()
-    noise = torch.Generator().manual_seed(7)
-    for p in eager.parameters():  # as made, attention would hardly tell one token from another
-        p.data = torch.randn(p.shape, generator=noise) * (0.3 if p.ndim > 1 else 0.5) + (p.ndim == 1) * p.data
+    with_weights_that_matter(eager)
     ours = AutoModelForCausalLM.from_config(config_of(arch), attn_implementation=attention.NAME, dtype=torch.float32)
     ours.load_state_dict(eager.state_dict())
     return Pair(eager.requires_grad_(False), ours.eval().requires_grad_(False))
+
+
+def with_weights_that_matter(model: PreTrainedModel) -> None:
+    """As made, attention would hardly tell one token from another."""
+    noise = torch.Generator().manual_seed(7)
+    for p in model.parameters():
+        p.data = torch.randn(p.shape, generator=noise) * (0.3 if p.ndim > 1 else 0.5) + (p.ndim == 1) * p.data

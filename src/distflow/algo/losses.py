@@ -15,7 +15,7 @@ from distflow.algo.preferences import dpo, preference
 from distflow.algo.tokens import Loss, Tokens
 from distflow.errors import ConfigError
 
-__all__ = ["Loss", "cispo", "cpgd", "dpo", "gspo", "nll", "policy", "preference", "reinforce", "value"]
+__all__ = ["Loss", "cispo", "cpgd", "dpo", "finish", "gspo", "nll", "policy", "preference", "reinforce", "value"]
 
 MAX_LOG_RATIO = 20.0  # beyond it e^x helps nobody; the ratio stays finite and its gradient is 0
 MAX_DRIFT = 2.0  # how hard a token can be pulled back to the old policy, however far it has gone
@@ -40,7 +40,7 @@ def policy(
     that of the policy. `clip` bounds the ratio to 1 − clip … 1 + clip_high (`clip` if not given). `entropy` is a bonus.
     """
     ratio = _log_ratio(tokens).exp()
-    return _finish(tokens, *_clipped(tokens, ratio, clip, clip_high), kl, kl_kind, entropy)
+    return finish(tokens, *_clipped(tokens, ratio, clip, clip_high), kl, kl_kind, entropy)
 
 
 def gspo(
@@ -59,7 +59,7 @@ def gspo(
     log_ratio = _log_ratio(tokens)
     mean = tokens.spread(tokens.sums(log_ratio.detach()) / tokens.lengths.clamp(min=1))
     ratio = (mean + tokens.logprobs - tokens.logprobs.detach()).exp()
-    return _finish(tokens, *_clipped(tokens, ratio, clip, clip_high), kl, kl_kind, entropy)
+    return finish(tokens, *_clipped(tokens, ratio, clip, clip_high), kl, kl_kind, entropy)
 
 
 def cispo(
@@ -76,7 +76,7 @@ def cispo(
     weight = ratio.clamp(low, high)
     per_token = -weight * tokens["advantage"] * tokens.logprobs
     metrics = {"actor/pg_loss": per_token, "actor/clip_frac": (weight != ratio).to(ratio.dtype), "actor/ratio": ratio}
-    return _finish(tokens, per_token, metrics, kl, kl_kind, entropy)
+    return finish(tokens, per_token, metrics, kl, kl_kind, entropy)
 
 
 def cpgd(
@@ -107,13 +107,13 @@ def cpgd(
         "actor/drift": left,
         "actor/ratio": log_ratio.exp(),
     }
-    return _finish(tokens, per_token + drift * left, metrics, kl, kl_kind, entropy)
+    return finish(tokens, per_token + drift * left, metrics, kl, kl_kind, entropy)
 
 
 def reinforce(tokens: Tokens, kl: float = 0.0, kl_kind: Kind = "k3", entropy: float = 0.0) -> Loss:
     """The policy gradient as it is, without ratio and clip: of tokens that these weights have drawn."""
     per_token = -tokens["advantage"] * tokens.logprobs
-    return _finish(tokens, per_token, {"actor/pg_loss": per_token}, kl, kl_kind, entropy)
+    return finish(tokens, per_token, {"actor/pg_loss": per_token}, kl, kl_kind, entropy)
 
 
 def value(tokens: Tokens, clip: float | None = None) -> Loss:
@@ -169,11 +169,17 @@ def _clipped(
     return per_token, metrics
 
 
-def _finish(
-    tokens: Tokens, per_token: Tensor, metrics: Mapping[str, Tensor], kl: float, kl_kind: Kind, entropy: float
+def finish(
+    tokens: Tokens,
+    per_token: Tensor,
+    metrics: Mapping[str, Tensor],
+    kl: float = 0.0,
+    kl_kind: Kind = "k3",
+    entropy: float = 0.0,
 ) -> Loss:
-    """What any of them may be given on top: a divergence from the reference model, a bonus for entropy.
+    """What any loss of a policy may be given on top: a divergence from the reference model, a bonus for entropy.
 
+    A loss of one's own ends in it: `def mine(tokens, **rest): …; return finish(tokens, per_token, metrics, **rest)`.
     A field `kl_weight`, which a controller writes, multiplies the weight of the divergence.
     """
     told = dict(metrics)

@@ -80,14 +80,14 @@ class Comm:
             even = [1] * len(ranks)
             self._all_to_all(ranks, out, data.expand_as(out).contiguous(), even, even)
         else:
-            with _telling(ranks):
+            with telling(ranks):
                 all_gather(out.view(-1), data, group=self._groups[ranks])
         return out
 
     def _all_to_all(
         self, ranks: tuple[int, ...], out: Tensor, data: Tensor, receive: list[int], send: list[int]
     ) -> None:
-        with _telling(ranks):
+        with telling(ranks):
             dist.all_to_all_single(out, data, receive, send, group=self._groups[ranks])
 
 
@@ -107,7 +107,8 @@ def _meet(sets: list[tuple[int, ...]]) -> tuple[list[tuple[int, ...]], dict[int,
 
 
 @contextmanager
-def _telling(ranks: tuple[int, ...]) -> Iterator[None]:
+def telling(ranks: tuple[int, ...]) -> Iterator[None]:
+    """Who was lost, if a collective among these ranks breaks."""
     try:
         yield
     except RuntimeError as e:  # gloo and NCCL say no more than this when a peer goes away

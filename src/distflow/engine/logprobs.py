@@ -55,8 +55,9 @@ class _Head(torch.autograd.Function):
         hidden, weight, bias, targets = ctx.saved_tensors
         d_hidden = torch.empty_like(hidden)
         # Summed over chunks in float32: many small terms would be lost in bfloat16.
-        d_weight = torch.zeros_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32))
-        d_bias = None if bias is None else torch.zeros_like(bias)
+        kind = torch.promote_types(weight.dtype, torch.float32)
+        d_weight = torch.zeros_like(weight, dtype=kind) if ctx.needs_input_grad[1] else None
+        d_bias = torch.zeros_like(bias) if bias is not None and ctx.needs_input_grad[2] else None
         sharpen = bool(d_entropy.any())  # most losses leave the entropy alone
         for part in _parts(len(hidden), len(weight)):
             logits, slope = _logits(hidden[part], weight, bias, ctx.temperature, ctx.softcap)
@@ -75,13 +76,13 @@ class _Head(torch.autograd.Function):
                 d_logits /= ctx.temperature
             d_logits = d_logits.to(hidden.dtype)
             torch.mm(d_logits, weight, out=d_hidden[part])
-            if d_weight.dtype == d_logits.dtype:
+            if d_weight is not None and kind == d_logits.dtype:
                 d_weight.addmm_(d_logits.T, hidden[part])
-            else:
+            elif d_weight is not None:
                 d_weight += d_logits.T @ hidden[part]
             if d_bias is not None:
                 d_bias += d_logits.sum(0)
-        return d_hidden, d_weight.to(weight.dtype), d_bias, None, None, None
+        return d_hidden, None if d_weight is None else d_weight.to(weight.dtype), d_bias, None, None, None
 
 
 def _parts(tokens: int, vocabulary: int) -> list[slice]:

@@ -54,6 +54,13 @@ class Source:
         return replace(self, config=config, kind="values")
 
     @property
+    def address(self) -> str | None:
+        """Where others find it: a name on the hub, or a directory; nowhere, if it was made on the spot."""
+        if self.folder is None:
+            return None
+        return self.name if self.folder.parent.name == "snapshots" else str(self.folder.resolve())
+
+    @property
     def has_head(self) -> bool:
         """Whether it comes with a head for values."""
         return self.folder is not None and HEAD in self._files
@@ -121,7 +128,7 @@ def open_model(given: ModelConfig, texts: Callable[[], Iterator[str]], base: Pat
     if given.arch is not None:
         return _fresh(given, texts, seed)
     assert given.path is not None
-    folder = _folder(given.path, base)
+    folder = find_folder(given.path, base)
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=given.trust_remote_code)
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=given.trust_remote_code)
@@ -162,7 +169,7 @@ def _fresh(given: ModelConfig, texts: Callable[[], Iterator[str]], seed: int) ->
     return Source(f"{given.arch} at random", config, tokenizer, seed=seed)
 
 
-def _folder(name: str, base: Path) -> Path:
+def find_folder(name: str, base: Path) -> Path:
     """The directory of a model: given as such, or fetched from the hub (or its cache)."""
     path = base / Path(name).expanduser()
     if path.is_dir():

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,10 +12,11 @@ from torch import Tensor, nn
 
 from distflow.algo.aggregate import Mode
 from distflow.algo.correction import Kind
-from distflow.checkpoint import save_model
+from distflow.checkpoint import Part
 from distflow.config import Config
 from distflow.data.balance import Ints
 from distflow.data.batch import Batch, Ragged
+from distflow.data.comm import telling
 from distflow.data.exchange import Collective
 from distflow.engine import parallel
 from distflow.engine.model import DTYPES, Source, kv_bytes
@@ -27,9 +28,10 @@ from distflow.engine.text import Text, ragged
 from distflow.engine.trainer import Recipe, Trainer
 from distflow.engine.weights import HandOver, Held, slices
 from distflow.errors import ConfigError
+from distflow.export import describe
 from distflow.observe.metrics import Tally
 from distflow.plan.layout import Layout
-from distflow.sections import TrainConfig
+from distflow.sections import LearnConfig, LoraConfig
 from distflow.worker import Context
 
 _HELD_OUT = 0x5EED  # evaluation draws its own noise
@@ -42,32 +44,35 @@ class Policy:
         self.text = Text(source, prompt_limit(setup.config, source))
         trains = one_layout(setup, ("update", "update_pairs", "logprobs"))
         generates = setup.layouts.get("generate")
+        learns = None if {"update", "update_pairs"}.isdisjoint(setup.layouts) else setup.config.train
+        lora = learns.lora if learns else None
         self.trainer = None
         if trains and setup.rank in trains.ranks:
-            learns = not {"update", "update_pairs"}.isdisjoint(setup.layouts)
-            self.trainer = trainer_of(setup, source, trains, setup.config.train if learns else None)
+            self.trainer = trainer_of(setup, source, trains, learns, lora)
         self.generator = None
         if generates and setup.rank in generates.ranks:
             self.generator = Generator(setup, source, generates)
         self.transfer: HandOver | None = None
-        self.shared = trains == generates and trains is not None and trains.dp == 1
+        self.shared = trains == generates and trains is not None and trains.dp == 1 and lora is None
         dtype = DTYPES[setup.config.train.dtype]
         if self.generator and not trains:
             self.generator.read(source)
         elif self.generator and self.trainer and self.shared and dtype == torch.float32:
-            self.generator.fill(self.trainer.parts())  # the same memory: an update is seen at once
+            self.generator.fill(self.trainer.weights())  # the same memory: an update is seen at once
         elif trains and generates:
             specs = (self.trainer or self.generator).specs  # type: ignore[union-attr]
             self.transfer = HandOver(specs, Held(trains, True), Held(generates, False), setup.rank, dtype)
 
-    def save(self, folder: Path) -> None:
-        if self.trainer and self.trainer.config:
-            save_trainer(self.setup, self.trainer, source_of(self.setup), folder)
+    def part(self) -> Part | None:
+        return part_of(self.trainer, source_of(self.setup)) if self.trainer and self.trainer.config else None
 
     def hand_over(self) -> Iterator[Collective]:
         if self.transfer:
-            target = self.generator.allocate() if self.generator else {}
-            yield from self.transfer.run(self.trainer.parts() if self.trainer else {}, target)
+            source: Mapping[str, Tensor] = {}
+            if self.trainer:
+                with telling(self.trainer.layout.ranks):
+                    source = self.trainer.weights()
+            yield from self.transfer.run(source, self.generator.allocate() if self.generator else {})
 
     def generate(self, batch: Batch, ctx: Context, temperature: float | None, held_out: bool) -> dict[str, Any]:
         assert self.generator is not None
@@ -123,7 +128,7 @@ def update(
     config = setup.config
     if together:
         batch = with_column(batch, "pair", torch.from_numpy(batch.groups))
-    found = find_loss(loss, f"{setup.role}.update: loss", config.base)
+    found = find_loss(loss, f"{setup.role}.update: loss", config.base, constants)
     correction = (correct, correct_limit) if correct else None
     recipe = Recipe(found, constants, aggregate, config.rollout.max_tokens, mini_batches, epochs, together, correction)
     place = np.searchsorted(ctx.groups, batch.groups)  # of a prompt among those of the step
@@ -231,7 +236,9 @@ def source_of(setup: Setup) -> Source:
     return setup.source
 
 
-def trainer_of(setup: Setup, source: Source, layout: Layout, learns: TrainConfig | None) -> Trainer:
+def trainer_of(
+    setup: Setup, source: Source, layout: Layout, learns: LearnConfig | None, lora: LoraConfig | None = None
+) -> Trainer:
     train = learns or setup.config.train
     return Trainer(
         setup.role,
@@ -244,13 +251,13 @@ def trainer_of(setup: Setup, source: Source, layout: Layout, learns: TrainConfig
         train.dtype,
         learns,
         train.recompute and learns is not None,
+        lora,
     )
 
 
-def save_trainer(setup: Setup, trainer: Trainer, source: Source, folder: Path) -> None:
-    """The weights of a model, each worker its part."""
-    weights = {spec.name: p.detach() for spec, p in trainer.named}
-    save_model(folder, weights, source, setup.groups[trainer.layout])
+def part_of(trainer: Trainer, source: Source) -> Part:
+    """What a model has learned, for a checkpoint."""
+    return Part(*trainer.state(), partial(describe, source=source, adapter=trainer.adapter))
 
 
 def one_layout(setup: Setup, methods: tuple[str, ...]) -> Layout | None:

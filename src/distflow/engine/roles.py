@@ -1,15 +1,20 @@
 """The roles that have a model, as flows see them. Importing this imports no torch: flows are planned without it."""
 
-from collections.abc import Iterator, Mapping
+import inspect
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from distflow.engine.setup import Setup
+from distflow.errors import ConfigError, suggest
 from distflow.flow.call import load
 from distflow.flow.trace import node
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from torch.distributed import ProcessGroup
+
+    from distflow.checkpoint import Part
     from distflow.data.batch import Batch, Ragged
     from distflow.data.exchange import Collective
     from distflow.worker import Context
@@ -29,9 +34,14 @@ class Actor:
         """The newest weights to where responses are generated."""
         return self.policy.hand_over()
 
-    def save(self, folder: "Path") -> None:
-        """The weights, each worker its part."""
-        self.policy.save(folder)
+    def part(self) -> "Part | None":
+        """What it has learned, for a checkpoint; None where it does not learn."""
+        return self.policy.part()
+
+    def restore(self, folder: "Path", group: "ProcessGroup") -> None:
+        """As it was in a checkpoint. To be called where it learns."""
+        assert self.policy.trainer is not None
+        self.policy.trainer.restore(folder, group)
 
     @node(type="inference", writes=[*TOKENS, "rollout_logprobs", "response", "finished"], hand_over=True)
     def generate(
@@ -92,8 +102,11 @@ class Critic:
 
         self.model = critic(setup)
 
-    def save(self, folder: "Path") -> None:
-        self.model.save(folder)
+    def part(self) -> "Part | None":
+        return self.model.part()
+
+    def restore(self, folder: "Path", group: "ProcessGroup") -> None:
+        self.model.trainer.restore(folder, group)
 
     @node(type="inference", writes="old_values")
     def values(self, batch: "Batch") -> "Ragged":
@@ -115,8 +128,11 @@ class RewardModel:
 
         self.model = reward_model(setup, model)
 
-    def save(self, folder: "Path") -> None:
-        self.model.save(folder)
+    def part(self) -> "Part | None":
+        return self.model.part()
+
+    def restore(self, folder: "Path", group: "ProcessGroup") -> None:
+        self.model.trainer.restore(folder, group)
 
     @node(type="inference", reads=TOKENS, writes="score")
     def score(self, batch: "Batch", ctx: "Context") -> Any:
@@ -134,6 +150,24 @@ class RewardModel:
         self.model.update_pairs(batch, ctx, {"loss": loss, **how})
 
 
-def find_loss(name: str, where: str, base: "Path") -> Any:
-    """A built-in one by its name, any other as `package.module:name` or `file.py:name`."""
-    return load(name if ":" in name else f"distflow.algo.losses:{name}", where, base)
+OF_UPDATES = ("loss", "aggregate", "mini_batches", "epochs", "correct", "correct_limit")
+
+
+def find_loss(name: str, where: str, base: "Path", told: Iterable[str] = ()) -> Any:
+    """A built-in one by its name, any other as `package.module:name` or `file.py:name`.
+
+    `told` are the constants of the update: what is not of its own is for the loss, and refused if that has none such.
+    """
+    found = load(name if ":" in name else f"distflow.algo.losses:{name}", where, base)
+    if not callable(found):
+        raise ConfigError(f"{where}: '{name}' is a {type(found).__name__}, not a function of tokens")
+    parameters = inspect.signature(found).parameters
+    known = list(parameters)[1:]
+    for constant in told:
+        if constant in known or constant in OF_UPDATES or any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+            continue
+        raise ConfigError(
+            f"{where}: '{name}' has no parameter '{constant}', which the flow gives it{suggest(constant, known)};"
+            " a loss that takes `**rest` can pass it on to distflow.algo.losses.finish, which knows kl and entropy"
+        )
+    return found

@@ -2,10 +2,10 @@
 
 import math
 
-from distflow.sections import TrainConfig
+from distflow.sections import LearnConfig
 
 
-def learning_rate(config: TrainConfig, update: int, total: int) -> float:
+def learning_rate(config: LearnConfig, update: int, total: int) -> float:
     """For update `update` (from 0) of `total`: up in `warmup` updates, then as the schedule says."""
     warmup = config.warmup
     if update < warmup:

@@ -1,8 +1,9 @@
 """The training engine: a model sharded over its layout, its optimiser, what it says of tokens, and updates."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,25 +11,32 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from distflow.algo.aggregate import Counts, Mode, token_weights
 from distflow.algo.correction import Kind, correction
 from distflow.algo.kl import kl
 from distflow.algo.losses import Loss
 from distflow.algo.tokens import Tokens
+from distflow.checkpoint import like, load_tensors, read_values
 from distflow.data.balance import Ints
 from distflow.data.batch import Batch, Ragged
 from distflow.engine import parallel
 from distflow.engine.attention import Packed
 from distflow.engine.logprobs import token_logprobs
-from distflow.engine.model import DTYPES, Source
+from distflow.engine.lora import Adapter, Merged, pairs, plain
+from distflow.engine.model import DTYPES, Read, Source
 from distflow.engine.model import Kind as ModelKind
 from distflow.engine.packing import RESPONSE, ROLLOUT, Pack, micro_batches, nothing, pack
 from distflow.engine.schedule import learning_rate
-from distflow.engine.weights import Held, slices
+from distflow.engine.weights import Held, Spec, slices
+from distflow.errors import ConfigError
+from distflow.export import WEIGHTS
 from distflow.observe.metrics import Tally
 from distflow.plan.layout import Layout
-from distflow.sections import TrainConfig
+from distflow.sections import LearnConfig, LoraConfig
+
+MOMENTS = ("exp_avg", "exp_avg_sq")  # AdamW's
 
 
 class _Reader(nn.Module):
@@ -66,7 +74,7 @@ class Valuer(_Reader):
 
     def forward(self, pack: Pack, temperature: float) -> tuple[Tensor, ...]:
         hidden = self._hidden(pack)
-        return (self.lm.score(hidden).squeeze(-1).float(),)
+        return (self.lm.score(hidden).squeeze(-1).float().clone(),)  # FSDP warns of views
 
 
 READERS: dict[ModelKind, type[_Reader]] = {"words": Scorer, "values": Valuer}
@@ -89,7 +97,7 @@ class Recipe:
 class Trainer:
     """One rank's part of a model that `layout` trains, or only asks (`config` None). Parameters are float32 shards.
 
-    `name` is what its metrics begin with.
+    `name` is what its metrics begin with. With `lora`, it is an adapter that is trained, and the model stays as it is.
     """
 
     def __init__(
@@ -102,8 +110,9 @@ class Trainer:
         temperature: float,
         micro_tokens: int,
         compute: str,
-        config: TrainConfig | None,
+        config: LearnConfig | None,
         recompute: bool = False,
+        lora: LoraConfig | None = None,
     ) -> None:
         self.name = name
         self.layout, self.mesh, self.config = layout, mesh, config
@@ -113,8 +122,10 @@ class Trainer:
         self.lead = layout.ranks.index(rank) % layout.tp == 0  # speaks for its tensor-parallel cell
         lm = source.skeleton()
         self.cut = parallel.styles(lm, layout.tp, "placement")
-        self.specs = parallel.specs(lm, self.cut)
+        self.specs = parallel.specs(lm, self.cut)  # of the model, whether an adapter is beside it or not
         self.held = Held(layout, sharded=True)
+        assert not (lora and layout.tp > 1)
+        self.adapter = Adapter(lm, lora) if lora else None
         parallel.cut_for_training(lm, self.cut, mesh)
         if recompute:
             lm.gradient_checkpointing_enable({"use_reentrant": False})
@@ -140,19 +151,55 @@ class Trainer:
             )
 
     def parts(self) -> dict[str, Tensor]:
-        """This rank's part of each parameter."""
-        return {spec.name: parallel.local(p.detach()) for spec, p in self.named}
+        """This rank's part of each parameter that is trained; of a model that is only asked, of each."""
+        return _local(self.named)
+
+    def weights(self) -> Mapping[str, Tensor]:
+        """This rank's part of each parameter of the model, with what the adapter has learned. To be called by all."""
+        if self.adapter is None:
+            return _local(self.base)
+        beside = pairs(self.adapter.with_whole_a(self.parts(), self.dp_group))
+        return Merged(_local(self.base), beside, self.adapter.scale)
+
+    def state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """What it takes to go on later: numbers, and this rank's shards of what is trained and of the optimiser's."""
+        assert self.optimizer is not None
+        tensors: dict[str, Tensor] = {}
+        steps = 0
+        for (spec, p), shard in zip(self.named, self.shards, strict=True):
+            assert isinstance(p, DTensor)
+            tensors[WEIGHTS + spec.name] = p.detach()
+            if known := self.optimizer.state.get(shard):
+                steps = int(known["step"])
+                tensors |= {f"{key}.{spec.name}": like(p, known[key]) for key in MOMENTS}
+        return {"updates": self.updates, "optimizer_steps": steps}, tensors
+
+    def restore(self, folder: Path, group: dist.ProcessGroup | None) -> None:
+        """As it was when its state was kept, in this layout or in another."""
+        assert self.optimizer is not None
+        values = read_values(folder)
+        if values["optimizer_steps"]:
+            for shard in self.shards:
+                moments = {key: torch.zeros_like(shard) for key in MOMENTS}
+                self.optimizer.state[shard] = {"step": torch.tensor(float(values["optimizer_steps"])), **moments}
+        load_tensors(folder, self.state()[1], group)
+        self.updates = values["updates"]
 
     def _fill(self, source: Source, rank: int) -> None:
         self.model._apply(lambda t: torch.empty_like(t, device=self.mesh.device_type) if t.is_meta else t)  # type: ignore[no-untyped-call]
         self.model.lm.tie_weights()
         # Now, while FSDP shows its shards; during a pass, and for the root until the next, it shows whole tensors.
-        found = dict(self.model.lm.named_parameters())
-        self.named = [(spec, found[spec.name]) for spec in self.specs]
-        read = source.reader([s.name for s in self.specs])
+        found = {plain(name): p for name, p in self.model.lm.named_parameters()}
+        self.base = self.named = [(spec, found[spec.name]) for spec in self.specs]
+        self._read(source.reader([s.name for s in self.specs]), rank)
+        if self.adapter:
+            self.named = [(spec, found[spec.name]) for spec in self.adapter.specs]
+            self._read(self.adapter.at_first(source.seed), rank)
+
+    @torch.no_grad()
+    def _read(self, read: Read, rank: int) -> None:
         for spec, p in self.named:
-            with torch.no_grad():
-                parallel.local(p).copy_(read(spec.name, slices(self.held.box(spec, rank))))
+            parallel.local(p).copy_(read(spec.name, slices(self.held.box(spec, rank))))
 
     @torch.no_grad()
     def ask(self, batch: Batch) -> Ragged:
@@ -212,7 +259,7 @@ class Trainer:
             return
         entropy = more[0] if more else None
         tokens = Tokens(said, packed.responses, packed.per_token, packed.per_sample, entropy)
-        loss = recipe.loss(tokens, **recipe.constants)
+        loss = _checked(recipe.loss(tokens, **recipe.constants), count)
         weights = token_weights(recipe.mode, packed.responses, counts).to(said.device)
         metrics = dict(loss.metrics)
         if recipe.correction:
@@ -254,3 +301,19 @@ class Trainer:
             tally.log(f"{self.name}/skipped_updates", 1 / len(self.layout.ranks), reduce="sum")
         self.updates += 1
         self.model.zero_grad()
+
+
+def _local(parameters: Iterable[tuple[Spec, Tensor]]) -> dict[str, Tensor]:
+    return {spec.name: parallel.local(p.detach()) for spec, p in parameters}
+
+
+def _checked(loss: Any, tokens: int) -> Loss:
+    """What a loss has returned; one number for all would pass as that of every token."""
+    if not isinstance(loss, Loss):
+        raise ConfigError(f"the loss returned a {type(loss).__name__}; return distflow.Loss(per_token, metrics)")
+    if loss.per_token.shape != (tokens,):
+        raise ConfigError(
+            f"the loss returned {list(loss.per_token.shape)} values for {tokens} tokens; return one per token,"
+            " `aggregate` makes them one number"
+        )
+    return loss

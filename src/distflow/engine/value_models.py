@@ -1,20 +1,21 @@
 """Models with one number for a head: the critic, which tells it of every token, and the reward model, of the last."""
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from distflow.checkpoint import Part
+from distflow.config import Config
 from distflow.data.batch import Batch, Ragged
 from distflow.engine.model import Source, open_model
-from distflow.engine.policy import one_layout, prompt_limit, save_trainer, source_of, trainer_of, update, with_column
+from distflow.engine.policy import one_layout, part_of, prompt_limit, source_of, trainer_of, update, with_column
 from distflow.engine.setup import Setup
 from distflow.engine.text import Text
 from distflow.errors import ConfigError
-from distflow.sections import ModelConfig, TrainConfig
+from distflow.sections import LearnConfig, ModelConfig
 from distflow.worker import Context
 
 RESPONSE = "response_tokens"
@@ -23,15 +24,14 @@ RESPONSE = "response_tokens"
 class ValueModel:
     """One rank's part of it; `learns` None: it is only asked."""
 
-    def __init__(self, setup: Setup, source: Source, methods: tuple[str, ...], learns: TrainConfig | None) -> None:
+    def __init__(self, setup: Setup, source: Source, methods: tuple[str, ...], learns: LearnConfig | None) -> None:
         self.setup, self.source = setup, source
         layout = one_layout(setup, methods)
         assert layout is not None
         self.trainer = trainer_of(setup, source, layout, learns)
 
-    def save(self, folder: Path) -> None:
-        if self.trainer.config:
-            save_trainer(self.setup, self.trainer, self.source, folder)
+    def part(self) -> Part | None:
+        return part_of(self.trainer, self.source) if self.trainer.config else None
 
     def update(self, batch: Batch, ctx: Context, how: Mapping[str, Any]) -> None:
         update(self.setup, self.trainer, batch, ctx, **how)
@@ -40,7 +40,7 @@ class ValueModel:
 class Judge(ValueModel):
     """Scores whole responses. The last token is read, too, so it is followed by one that nobody looks at."""
 
-    def __init__(self, setup: Setup, source: Source, learns: TrainConfig | None) -> None:
+    def __init__(self, setup: Setup, source: Source, learns: LearnConfig | None) -> None:
         super().__init__(setup, source, ("score", "update_pairs"), learns)
         self.text = Text(source, prompt_limit(setup.config, source))
 
@@ -59,31 +59,37 @@ class Judge(ValueModel):
 
 def critic(setup: Setup) -> ValueModel:
     config = setup.config
-    source = _open(setup, config.critic.model) if config.critic.model else source_of(setup)
+    given = config.critic.model
+    source = open_other(setup.role, given, config, setup.source) if given else source_of(setup)
     learns = config.critic if "update" in setup.layouts else None
     return ValueModel(setup, source.of_values(), ("values", "update"), learns)
 
 
 def reward_model(setup: Setup, model: Mapping[str, Any] | None) -> Judge:
-    source = _open(setup, ModelConfig(**model)) if model else source_of(setup)
+    given = ModelConfig(**model) if model else None
+    source = open_other(setup.role, given, setup.config, setup.source) if given else source_of(setup)
     learns = setup.config.train if "update_pairs" in setup.layouts else None
-    if learns is None and not source.has_head:
-        raise ConfigError(
-            f"role '{setup.role}': '{source.name}' is no reward model, it has no head that gives one number;"
-            " train one with `flow: reward_model`, or give a sequence-classification model with one label"
-        )
+    if learns is None:
+        check_judge(setup.role, source)
     return Judge(setup, source.of_values(), learns)
 
 
-def _open(setup: Setup, given: ModelConfig) -> Source:
+def check_judge(role: str, source: Source) -> None:
+    if not source.has_head:
+        raise ConfigError(
+            f"role '{role}': '{source.name}' is no reward model, it has no head that gives one number;"
+            " train one with `flow: reward_model`, or give a sequence-classification model with one label"
+        )
+
+
+def open_other(role: str, given: ModelConfig, config: Config, main: Source | None) -> Source:
     """Another model than the config's; it reads the same tokens."""
     if given.path is None:
-        raise ConfigError(f"role '{setup.role}': its model is given by `path`; only the main one is made on the spot")
-    source = open_model(given, lambda: iter(()), setup.config.base, setup.config.seed)
-    main = setup.source
-    if main is not None and source.tokenizer.get_vocab() != main.tokenizer.get_vocab():
+        raise ConfigError(f"role '{role}': its model is given by `path`; only the main one is made on the spot")
+    source = open_model(given, lambda: iter(()), config.base, config.seed)
+    if main is not None and not main.tokenizer.get_vocab().items() <= source.tokenizer.get_vocab().items():
         raise ConfigError(
-            f"role '{setup.role}': '{source.name}' has another vocabulary than '{main.name}', and reads its tokens;"
+            f"role '{role}': '{source.name}' has another vocabulary than '{main.name}', and reads its tokens;"
             " give a model of the same family, or write a node that encodes the text anew"
         )
     return source

@@ -96,9 +96,13 @@ class HandOver:
             filled += 4 * prod(spec.shape)
 
     def run(self, source: Mapping[str, Tensor], target: Mapping[str, Tensor]) -> Iterator[Collective]:
-        """`source`: this rank's part of each parameter as giver; `target`: the tensors to fill, as taker."""
+        """`source`: this rank's part of each parameter as giver; `target`: the tensors to fill, as taker.
+
+        What is in `source` is looked up when its turn comes, and once: it may be made then.
+        """
         for bucket in self.buckets:
-            yield from self._bucket(bucket, source, target)
+            parts = {spec.name: source[spec.name] for spec in bucket} if source else {}
+            yield from self._bucket(bucket, parts, target)
 
     def _bucket(
         self, bucket: list[Spec], source: Mapping[str, Tensor], target: Mapping[str, Tensor]
@@ -131,7 +135,7 @@ class HandOver:
 
         send = [sum(p.numel() for p in parts[r]) * width for r in self.ranks]
         receive = [sum(size(b) for _, b in coming[r]) * width for r in self.ranks]
-        device = next(iter({**source, **target}.values())).device
+        device = next(iter((source or target).values())).device
         out = torch.empty(sum(receive), dtype=torch.uint8, device=device)
         yield AllToAll(self.ranks, write, send, out, receive)
         at = 0

@@ -3,9 +3,11 @@
 import functools
 import inspect
 import json
+import traceback
 from collections.abc import Callable, Iterable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NoReturn
 
@@ -229,6 +231,9 @@ class FlowFunction:
         token = _nodes.set(nodes)
         try:
             self.fn(Value(SOURCE, columns), **{p: _Role(p, roles[p]) for p in self.roles}, **(constants or {}))
+        except Exception as e:
+            what = str(e) if isinstance(e, FlowError) else f"flow '{name}': {type(e).__name__}: {e}"
+            raise FlowError(what + _place(e, self.fn)) from e
         finally:
             _nodes.reset(token)
         return Flow(name, columns, tuple(nodes))
@@ -241,6 +246,15 @@ def flow(fn: Callable[..., Any] | None = None, *, also: Callable[..., Any] | Non
     A flow that ends in `**rest` takes the constants of `also` as well: the function it passes them on to.
     """
     return functools.partial(flow, also=also) if fn is None else FlowFunction(fn, also)
+
+
+def _place(error: Exception, fn: Callable[..., Any]) -> str:
+    """Where in the user's flow it happened."""
+    if fn.__module__.startswith("distflow."):
+        return ""
+    file = fn.__code__.co_filename
+    lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == file]
+    return f" ({Path(file).name}:{lines[-1]})" if lines else ""
 
 
 _nodes: ContextVar[list[Node] | None] = ContextVar("nodes", default=None)

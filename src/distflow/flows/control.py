@@ -31,6 +31,13 @@ class KLControl:
             raise ConfigError(f"KLControl: unknown kind '{kind}'{suggest(kind, KINDS)}")
         self.target, self.now, self.kind, self.horizon, self.rate = target, weight, kind, horizon, rate
 
+    def state(self) -> dict[str, float]:
+        """For a checkpoint."""
+        return {"weight": self.now}
+
+    def restore(self, state: dict[str, float]) -> None:
+        self.now = state["weight"]
+
     @node(whole_batch=True, writes="kl_weight")
     def weight(self, batch: "Batch", ctx: "Context") -> Any:
         """Of this step, for every sample; reads `divergence`, and takes it in for the next step."""

@@ -1,20 +1,21 @@
 """What one worker does in a run: open data and models with the others, walk the steps, save, close."""
 
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch.distributed as dist
 
-from distflow import checkpoint
 from distflow.config import Config
 from distflow.data.coordinator import Coordinator
 from distflow.data.loader import Loader
 from distflow.data.rows import Rows
 from distflow.data.view import View
 from distflow.engine.setup import Setup
-from distflow.errors import ConfigError
+from distflow.errors import ConfigError, StoppedError
 from distflow.evaluation import Evaluation
+from distflow.launch.keeper import Keeper
 from distflow.launch.network import Network
 from distflow.observe.board import Board
 from distflow.observe.metrics import Metrics, Tally
@@ -24,7 +25,17 @@ from distflow.worker import Worker
 
 
 class Job:
-    def __init__(self, config: Config, plan: Plan, rank: int, board: Board) -> None:
+    """`resume`: from the newest checkpoint of the run, or from where it says; `told_to_stop` is asked after a step."""
+
+    def __init__(
+        self,
+        config: Config,
+        plan: Plan,
+        rank: int,
+        board: Board,
+        resume: str | None = None,
+        told_to_stop: Callable[[], bool] = lambda: False,
+    ) -> None:
         self.config, self.plan, self.rank, self.board = config, plan, rank, board
         self.rows = config.rows(plan)
         self.skipped, self.skipped_count = self.rows.rows.skipped, self.rows.rows.skipped_count
@@ -40,9 +51,12 @@ class Job:
         board.doing(-1, "load models")
         self.players = {role: self._player(role) for role in _roles(self.plans, rank)}
         self.data = self._coordinator(plan, Loader(self.rows, config.data.batch, config.repeat, config.seed))
+        self.told_to_stop = told_to_stop
+        self.keeper = Keeper(config, plan, rank, self.network, self.players, self.data)
+        self.first = self.keeper.resume(resume) if self.steps else 0
         self.progress = None
         if rank == 0:
-            self.progress = Progress(config.run_folder, self.steps, self.skipped, self.skipped_count)
+            self.progress = Progress(config.run_folder, self.steps, self.skipped, self.skipped_count, self.first)
         group = self.network.group(self.network.everybody) if plan.workers > 1 else None
         self.metrics = Metrics(group, self.progress)
 
@@ -51,22 +65,23 @@ class Job:
         self.board.doing(-1, "start together")  # loading models takes some longer than others
         self.network.wait_for_all()
         drive = self.network.comm.drive
-        if evaluation:
+        if evaluation and not self.first:
             before = Tally()
             drive(evaluation(-1, before))
             self._end_of_step(-1, before)
         if self.steps:
             worker = self._worker(self.plan, self.data)
-            drive(worker.steps(0, self.steps, self._end_of_step, *([evaluation] if evaluation else [])))
+            drive(worker.steps(self.first, self.steps, self._end_of_step, *([evaluation] if evaluation else [])))
         self.board.doing(self.steps, "finish")
-        if self.steps:
-            self._save(self.steps)
+        if self.steps > self.first:
+            self.keeper.finish(self.steps)
         with self.board.waiting(self.network.everybody):
             self.metrics.wait(0)
             dist.barrier()
 
     def close(self) -> None:
         self.metrics.close()
+        self.keeper.close()
         self.data.close()
         for player in self.players.values():
             if hasattr(player, "close"):
@@ -74,16 +89,6 @@ class Job:
         if self.progress:
             self.progress.close()
         dist.destroy_process_group()
-
-    def _save(self, step: int) -> None:
-        """What the roles have learned; what is there under its final name is complete."""
-        folder = self.config.run_folder / "checkpoints"
-        with self.board.waiting(self.network.everybody):
-            making = checkpoint.begin(folder, step, self.rank == 0)
-            for role, player in self.players.items():
-                if hasattr(player, "save"):
-                    player.save(making / role)
-            checkpoint.commit(folder, step, self.rank == 0)
 
     def _open_model(self) -> Any:
         """The model that the config names, if it does; prompts that it could not take are found now."""
@@ -140,6 +145,17 @@ class Job:
         self.metrics.submit(step, tally)
         with self.board.waiting(self.network.everybody):
             self.metrics.wait()
+        if step < 0:
+            return
+        stop = self.network.any_of_us(self.told_to_stop())
+        if stop or self.keeper.due(step + 1):
+            self.keeper.save(step + 1)
+        if stop and step + 1 < self.steps:
+            self.keeper.finish(None)
+            self.metrics.wait(0)
+            raise StoppedError(
+                f"stopped as told, after step {step + 1} of {self.steps}, which is kept; go on with --resume"
+            )
 
 
 def _held_out(config: Config) -> View | None:

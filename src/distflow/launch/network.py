@@ -36,6 +36,7 @@ class Network:
             self.comm = Comm([self.everybody, *moves, *sets], self.device, board.waiting)
             self.meshes = {layout: self._mesh(layout) for layout in layouts}
             self.groups = {layout: self.group(layout.ranks) for layout in layouts}
+            self._all = self.group(self.everybody)
 
     def _mesh(self, layout: Layout) -> DeviceMesh:
         ranks = torch.tensor(layout.ranks).view(layout.dp, layout.tp)
@@ -57,6 +58,15 @@ class Network:
                 f"the workers derived different plans: {', '.join(f'ranks {r} have {h}' for h, r in camps.items())};"
                 " their config, code or data files differ: compare `distflow plan CONFIG --json` on those hosts"
             )
+
+    def any_of_us(self, yes: bool) -> bool:
+        """Whether somebody says yes; asked of all at the same point."""
+        if len(self.everybody) == 1:
+            return yes
+        flag = torch.tensor([int(yes)])
+        with self.board.waiting(self.everybody):
+            dist.all_reduce(flag, dist.ReduceOp.MAX, group=self._all)
+        return bool(flag)
 
     def wait_for_all(self) -> None:
         with self.board.waiting(self.everybody):

@@ -4,14 +4,17 @@ import ctypes
 import os
 import signal
 import sys
+import threading
 import traceback
+from collections.abc import Callable
 from typing import NoReturn
 
 import torch
 
 from distflow.config import Config
 from distflow.data.comm import lost
-from distflow.errors import ConfigError, DistflowError, NodeError, PeerLostError, StuckError
+from distflow.errors import ConfigError, DistflowError, NodeError, PeerLostError, StoppedError, StuckError
+from distflow.launch import IF_ANY, RESUME
 from distflow.launch.job import Job
 from distflow.observe.board import Board
 from distflow.observe.report import Kind, Report
@@ -20,10 +23,16 @@ from distflow.observe.watch import PACKAGE, Watch
 LAUNCHED = "DISTFLOW_LAUNCHED"  # set by `distflow run`: it tells the cause of a failure, once, so that workers need not
 
 
+STOPPED = 128 + signal.SIGTERM
+
+
 def run_worker(config: Config) -> int:
     """Be worker RANK of WORLD_SIZE until the run is over."""
     rank, workers = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     _prepare_process(workers)
+    told_to_stop = _until_told(config.stop_limit_s)
+    again = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+    resume = os.environ.get(RESUME) or (IF_ANY if again else None)
     folder = config.run_folder / "workers"
     folder.mkdir(parents=True, exist_ok=True)
     for old in (folder / f"{rank}.error", folder / f"{rank}.stack", folder / "alarm"):
@@ -46,11 +55,17 @@ def run_worker(config: Config) -> int:
         plan = config.plan(workers)
         watch = Watch(board, workers, config.wait_limit_s, end_stuck)
         watch.start()
-        job = Job(config, plan, rank, board)
-        job.run()
+        job = Job(config, plan, rank, board, resume, told_to_stop)
+        try:
+            job.run()
+        except StoppedError as e:
+            if rank == 0:
+                print(f"distflow: {e}", file=sys.stderr, flush=True)
+            job.close()
+            watch.stop()
+            return STOPPED
         job.close()
         watch.stop()
-        board.finish()
         return 0
     except Exception as e:
         fail(e)
@@ -58,6 +73,21 @@ def run_worker(config: Config) -> int:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(1)
+
+
+def _until_told(limit_s: float) -> Callable[[], bool]:
+    """SIGTERM asks to end after the step; whoever has not ended by then is ended, and the last checkpoint counts."""
+    told = threading.Event()
+
+    def end(*_: object) -> None:
+        if not told.is_set():
+            told.set()
+            timer = threading.Timer(limit_s, os._exit, (STOPPED,))
+            timer.daemon = True
+            timer.start()
+
+    signal.signal(signal.SIGTERM, end)
+    return told.is_set
 
 
 def _prepare_process(workers: int) -> None:

@@ -21,10 +21,16 @@ FIRST = ("reward/mean", "val/", "actor/loss", "response_length/mean", "actor/gra
 class Progress:
     """A metrics sink: called with the numbers of each step."""
 
-    def __init__(self, folder: Path, steps: int, skipped: Sequence[str] = (), skipped_count: int = 0) -> None:
+    def __init__(
+        self, folder: Path, steps: int, skipped: Sequence[str] = (), skipped_count: int = 0, first: int = 0
+    ) -> None:
+        """`first`: the step that a resumed run begins with; what was written of it and later is forgotten."""
         self.steps = steps
         self.console = Console()
-        self._log = open(_fresh(folder / "metrics.jsonl"), "w", buffering=1)  # noqa: SIM115 (lives as long as this)
+        path = folder / "metrics.jsonl"
+        for name in ("metrics.jsonl", "samples.jsonl"):
+            _upto(folder / name, first) if first else _fresh(folder / name)
+        self._log = open(path, "a", buffering=1)  # noqa: SIM115 (lives as long as this)
         if skipped_count:
             self._say(f"skipped {skipped_count} bad rows" + "".join(f"\n  {row}" for row in skipped))
             if skipped_count > len(skipped):
@@ -43,7 +49,7 @@ class Progress:
             )
             self._bar = Bar(*columns, console=self.console)
             self._bar.start()
-            self._task = self._bar.add_task("", total=steps)
+            self._task = self._bar.add_task("", total=steps, completed=first)
 
     def __call__(self, step: int, metrics: dict[str, float]) -> None:
         if "perf/tokens" in metrics and "timing_max_s/step" in metrics:
@@ -106,10 +112,26 @@ def closing(mean: dict[str, float], steps: int) -> str:
     return "\n".join(lines)
 
 
-def _fresh(path: Path) -> Path:
+def _fresh(path: Path) -> None:
     """A log of an earlier run keeps its place under another name."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.exists():
         n = next(n for n in range(1, 1 << 30) if not path.with_suffix(f".{n}.jsonl").exists())
         path.rename(path.with_suffix(f".{n}.jsonl"))
-    return path
+
+
+def _upto(path: Path, step: int) -> None:
+    """Only the lines of earlier steps, and of those the whole ones."""
+    if not path.exists():
+        return
+    kept = []
+    for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
+        try:
+            row = json.loads(line)
+        except ValueError:
+            continue
+        if row["step"] < step and line.endswith("\n"):
+            kept.append(line)
+    part = path.with_name(path.name + ".part")
+    part.write_text("".join(kept), encoding="utf-8")
+    part.rename(path)

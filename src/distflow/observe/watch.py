@@ -43,8 +43,10 @@ class Watch:
         self._thread.start()
 
     def stop(self) -> None:
+        """The worker ends as it should: nobody is to miss it."""
         self._stop.set()
         self._thread.join()
+        self.board.finish()
 
     def _run(self) -> None:
         while not self._stop.wait(self.tick_s):

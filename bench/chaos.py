@@ -1,0 +1,241 @@
+"""A run that is killed over and over, against the same run left in peace: weights, metrics and samples must be equal.
+
+`python bench/chaos.py [--steps 100] [--kills 20] [--workers 4] [--seed 0]`. Workers are killed (SIGKILL) at random
+moments, while they generate, exchange, update or write a checkpoint, one of them or all; between attempts files of the
+newest checkpoint are truncated, and the disk is filled for a while (on a small tmpfs, where this may mount one). Nobody
+helps the run: its launcher starts it again. One JSON object is the last line.
+"""
+
+import argparse
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+
+from distflow.checkpoint import load_whole, place_of, steps_there
+
+MOMENTS = ("actor.generate", "move", "actor.update", "checkpoint", "any")
+CURVES = ("actor/loss", "actor/grad_norm", "actor/kl", "actor/entropy", "reward/mean", "response_length/mean")
+FLOW = """
+import json
+
+from distflow import flow, node
+from distflow.flows.grpo import grpo
+
+
+@node(writes=())
+def trained(batch, ctx):
+    if ctx.lead:
+        with open(ctx.folder.parent / f"{ctx.folder.name}.{ctx.rank}.ids", "a") as file:
+            file.write(json.dumps([ctx.step, batch.ids.tolist()]) + "\\n")
+
+
+class Tapped:
+    def __init__(self, actor):
+        self.logprobs, self.generate, self._update = actor.logprobs, actor.generate, actor.update
+
+    def update(self, *seen, **constants):
+        trained(seen[0])
+        self._update(*seen, **constants)
+
+
+@flow
+def tapped(prompts, actor, reference, reward):
+    grpo.fn(prompts, Tapped(actor), reference, reward, kl=0.01)
+"""
+Records = list[dict[str, object]]
+
+
+def prepare(folder: Path, steps: int, workers: int) -> Path:
+    rows = [{"prompt": f"{'so ' * (i % 5)}what is {i} + {i * i % 17}?"} for i in range(100)]
+    (folder / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "flow.py").write_text(FLOW)
+    (folder / "reward.py").write_text(
+        "def score(completions, **_):\n    return [sum(x.isdigit() for x in c) for c in completions]\n"
+    )
+    config = {
+        "flow": "flow.py:tapped",
+        "model": {"arch": "qwen2", "hidden": 64, "layers": 2, "heads": 4, "kv_heads": 2},
+        "data": {"files": "data.jsonl", "batch": 8},
+        "reward": "reward.py:score",
+        "rollout": {"n": 4, "max_tokens": 24},
+        "train": {"lr": 1e-3, "warmup": 10, "schedule": "cosine"},
+        "checkpoint": {"every": 4, "keep": 3},
+        "steps": steps,
+        "workers": workers,
+        "restarts": 1000,
+        "wait_limit_s": 30,
+    }
+    path = folder / "run.yaml"
+    path.write_text(json.dumps(config))
+    return path
+
+
+def start(config: Path, run: Path) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", "distflow", "run", str(config), f"run_dir={run}"]
+    log = open(run.with_suffix(".log"), "ab")  # noqa: SIM115 (the process has it)
+    return subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=log, stderr=log)
+
+
+def records(run: Path, workers: int) -> Records:
+    """What every worker does right now; empty unless all of them are there."""
+    found: Records = []
+    for rank in range(workers):
+        try:
+            record = json.loads((run / "workers" / f"{rank}.now").read_text())
+            os.kill(record["pid"], 0)
+        except (OSError, ValueError, KeyError):
+            return []
+        found.append(record)
+    return found
+
+
+class Chaos:
+    def __init__(self, run: Path, workers: int, seed: int, disk: bool) -> None:
+        self.run, self.workers, self.disk = run, workers, disk
+        self.rng = random.Random(seed)
+        self.moments: Counter[str] = Counter()
+        self.killed_all = self.truncated = self.filled = 0
+
+    def strike(self, process: subprocess.Popen[bytes], number: int) -> bool:
+        """One blow, at a moment of its own; False if the run ended before."""
+        moment = MOMENTS[number % len(MOMENTS)]
+        victim, everybody = self.rng.randrange(self.workers), self.rng.random() < 0.3
+        time.sleep(self.rng.uniform(0.0, 2.0))
+        patience = time.time() + 120
+        last = -2
+        while time.time() < patience:
+            if process.poll() is not None:
+                return False
+            now = records(self.run, self.workers)
+            if now and int(now[victim]["step"]) >= 0 and self._is(moment, now[victim]):  # type: ignore[call-overload]
+                break
+            # A moment that does not come is not waited for for ever.
+            if now and last >= 0 and int(now[victim]["step"]) > last + 8:  # type: ignore[call-overload]
+                break
+            if now and last < 0:
+                last = int(now[victim]["step"])  # type: ignore[call-overload]
+            time.sleep(0.001)
+        targets = now if everybody else [now[victim]] if now else []
+        for record in targets:
+            with suppress(ProcessLookupError):
+                os.kill(int(record["pid"]), signal.SIGKILL)  # type: ignore[call-overload]
+        self.moments[moment] += 1
+        self.killed_all += everybody
+        if number % 5 == 3:
+            self._truncate()
+        if self.disk and number % 8 == 6:
+            self._fill()
+        return bool(targets)
+
+    def _is(self, moment: str, record: dict[str, object]) -> bool:
+        if moment == "checkpoint":
+            return any((self.run / "checkpoints").glob("step_*.part"))
+        return moment == "any" or str(record["task"]).startswith(moment)
+
+    def _truncate(self) -> None:
+        there = steps_there(self.run / "checkpoints")
+        files = (
+            sorted(p for p in place_of(self.run / "checkpoints", there[0]).rglob("*") if p.is_file()) if there else []
+        )
+        with suppress(OSError):
+            if len(there) > 1 and files:
+                path = self.rng.choice(files)
+                os.truncate(path, path.stat().st_size // 2)
+                self.truncated += 1
+
+    def _fill(self) -> None:
+        ballast = self.run / "ballast"
+        with suppress(OSError), open(ballast, "wb") as file:
+            while True:
+                file.write(bytes(1 << 16))
+                file.flush()
+        time.sleep(self.rng.uniform(1, 4))
+        ballast.unlink(missing_ok=True)
+        self.filled += 1
+
+
+def history(run: Path, workers: int) -> dict[int, list[int]]:
+    """Step → the ids it was trained on, the last time it was done."""
+    steps: dict[int, dict[int, list[int]]] = {}
+    for rank in range(workers):
+        for line in (run.parent / f"{run.name}.{rank}.ids").read_text().splitlines():
+            with suppress(ValueError):  # cut short by a kill
+                step, ids = json.loads(line)
+                steps.setdefault(step, {})[rank] = ids
+    return {step: sorted(i for ids in by.values() for i in ids) for step, by in steps.items()}
+
+
+def curves(run: Path) -> list[list[float]]:
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [[row["step"], *(row[c] for c in CURVES)] for row in rows]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--kills", type=int, default=20)
+    parser.add_argument("--workers", type=int, default=4)
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    began = time.time()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        config = prepare(folder, args.steps, args.workers)
+        calm, storm = folder / "calm", folder / "storm"
+        if start(config, calm).wait():
+            raise SystemExit((folder / "calm.log").read_text())
+        calm_s = time.time() - began
+        storm.mkdir()
+        mount = ["mount", "-t", "tmpfs", "-o", "size=48m", "tmpfs", str(storm)]
+        disk = subprocess.run(mount, capture_output=True).returncode == 0
+        chaos, kills = Chaos(storm, args.workers, args.seed, disk), 0
+        try:
+            process = start(config, storm)
+            while kills < args.kills and chaos.strike(process, kills):
+                kills += 1
+                print(f"kill {kills}: {dict(chaos.moments)}", file=sys.stderr)
+            code = process.wait()
+            log = (folder / "storm.log").read_text()
+            if code:
+                raise SystemExit(log)
+            final = [place_of(run / "checkpoints", args.steps) / "actor" for run in (calm, storm)]
+            one, other = (load_whole(place) for place in final)
+            same_weights = one.keys() == other.keys() and all(torch.equal(one[k], other[k]) for k in one)
+            same_curves = curves(calm) == curves(storm)
+            wanted, got = (history(run, args.workers) for run in (calm, storm))
+        finally:
+            if disk:
+                subprocess.run(["umount", "-l", str(storm)], check=False)
+    loaded = Counter(i for ids in wanted.values() for i in ids)
+    trained = Counter(i for ids in got.values() for i in ids)
+    result = {
+        "kills": kills,
+        "identical": same_weights and same_curves,
+        "samples_lost": sum((loaded - trained).values()),
+        "samples_repeated": sum((trained - loaded).values()),
+        "samples": sum(loaded.values()),
+        "moments": dict(chaos.moments),
+        "killed_all": chaos.killed_all,
+        "truncated": chaos.truncated,
+        "disk_filled": chaos.filled,
+        "restarts": log.count("restart "),
+        "steps": args.steps,
+        "workers": args.workers,
+        "calm_s": round(calm_s),
+        "s": round(time.time() - began),
+    }
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

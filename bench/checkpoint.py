@@ -1,0 +1,68 @@
+"""What a checkpoint costs the steps it is written behind: in one run, stretches of steps with one and without.
+
+`python bench/checkpoint.py [--rounds 8] [--stretch 4]`: a GRPO run of the 4M model of bench/step.py on two workers of
+one thread each, weights and optimiser (48 MB) kept every other stretch. One JSON object is the last line.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from itertools import pairwise
+from pathlib import Path
+
+from assets import make_assets
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--stretch", type=int, default=4, help="steps")
+    args = parser.parse_args()
+    stretch = args.stretch
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        make_assets(folder, chars=False)
+        (folder / "reward.py").write_text(
+            "def score(completions, **_):\n    return [len(c) % 7 for c in completions]\n"
+        )
+        config = {
+            "flow": "grpo",
+            "model": ".",
+            "data": {"files": "prompts.jsonl", "batch": 8},
+            "reward": "reward.py:score",
+            "rollout": {"n": 8, "max_tokens": 64, "min_tokens": 64},
+            "steps": 2 * stretch * (args.rounds + 1),
+            "checkpoint": {"every": 2 * stretch, "keep": 2},
+            "workers": 2,
+            "run_dir": str(folder / "run"),
+        }
+        (folder / "run.yaml").write_text(json.dumps(config))
+        command = [sys.executable, "-m", "distflow", "run", str(folder / "run.yaml")]
+        subprocess.run(command, check=True, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=subprocess.DEVNULL)
+        rows = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+        size = sum(p.stat().st_size for p in (folder / "run" / "checkpoints").glob("step_*/*/tensors/*")) / 2
+    ends = {int(row["step"]) + 1: row["time"] for row in rows}
+    marks = range(2 * stretch, len(rows) + 1, stretch)  # after the first round, which warms up
+    took = [ends[b] - ends[a] for a, b in pairwise(marks)]
+    with_one, without = took[0::2], took[1::2]
+    added = statistics.median(a - b for a, b in zip(with_one, without, strict=False))
+    step = statistics.median(without) / stretch
+    print(f"{stretch} steps with a checkpoint behind them: {statistics.median(with_one):.3f} s")
+    print(f"{stretch} steps without: {stretch * step:.3f} s")
+    result = {
+        "step_s": step,
+        "save_adds_s": added,
+        "overhead_frac": added / stretch / step,
+        "overhead_if_every_50": added / 50 / step,
+        "mib": size / 2**20,
+        "rounds": len(with_one),
+    }
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

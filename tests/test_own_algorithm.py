@@ -1,0 +1,146 @@
+"""docs/own-algorithm.md, word for word: its files, its commands in order, what they say, and what they learn."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from distflow import Batch
+from distflow.flow.call import load
+from page import blocks, done
+
+ROOT = Path(__file__).parent.parent
+PAGE = ROOT / "docs" / "own-algorithm.md"
+EXAMPLE = ROOT / "examples" / "own"
+LEARNED = (
+    "reward/mean",
+    "actor/loss",
+    "actor/grad_norm",
+    "own/varied",
+    "own/usual",
+    "own/weight",
+    "sampling/discarded",
+)
+Metrics = list[dict[str, float]]
+
+
+def shown(line: str) -> str:
+    """A line of the page as a pattern: numbers and the width of columns may be others, `…` is anything."""
+    words = [re.escape(re.sub(r"\d[\d.]*", "0", w)) if w != "…" else ".*" for w in line.split()]
+    return r"\s+".join(words)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """All of the page done, from top to bottom."""
+    made = tmp_path_factory.mktemp("own")
+    said = ""
+    for i, block in enumerate(found := list(blocks(PAGE))):
+        if block.file:
+            block.write(made)
+        elif block.kind == "sh":
+            said = "" if found[i - 1].kind != "sh" else said
+            said += "".join(done(made, command).out for command in block.text.splitlines())
+        else:
+            plain = re.sub(r"\d[\d.]*", "0", said)
+            for line in block.text.splitlines():
+                assert re.search(rf"^\s*{shown(line)}\s*$", plain, re.M), f"nobody says\n{line}\nbut\n{said}"
+    return made
+
+
+def metrics(folder: Path, name: str) -> Metrics:
+    return [json.loads(line) for line in (folder / "runs" / name / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_both_learn(folder: Path) -> None:
+    for name in ("grpo", "own"):
+        reward = [m["reward/mean"] for m in metrics(folder, name)]
+        assert len(reward) == 12
+        assert reward[0] < 0.1
+        assert reward[-1] > 0.7
+
+
+@pytest.mark.parametrize("name", ["placed", "own_list"])
+def test_another_place_and_another_form_give_the_same_curve(folder: Path, name: str) -> None:
+    for ours, theirs in zip(metrics(folder, name), metrics(folder, "own")[:6], strict=True):
+        assert [ours[c] for c in LEARNED] == pytest.approx([theirs[c] for c in LEARNED], rel=1e-3, abs=1e-6)
+
+
+def test_the_filter_has_prompts_replaced(folder: Path) -> None:
+    steps = metrics(folder, "own")
+    assert {m["sampling/rounds"] for m in steps} >= {1, 4}
+    assert sum(m["sampling/discarded"] for m in steps) > 8
+    for m in steps:
+        drawn = 8 + m["sampling/discarded"]
+        assert drawn <= 8 * 4
+        assert m["perf/tokens"] >= 0.8 * 8 * 8 * drawn  # nearly all responses have eight tokens
+        assert (drawn == 8 * 4) or not m["sampling/filled"]
+
+
+def test_the_judge_remembers(folder: Path) -> None:
+    steps = metrics(folder, "own")
+    usual = [m["own/usual"] for m in steps]
+    simple = [k for k, m in enumerate(steps) if k and m["sampling/rounds"] == 1]  # all that was drawn was trained on
+    assert len(simple) > 3
+    for k in simple:
+        assert usual[k] == pytest.approx(usual[k - 1] + 0.2 * (steps[k]["reward/mean"] - usual[k - 1]), abs=1e-6)
+
+
+def first(folder: Path, *overrides: str) -> dict[str, float]:
+    """The first step of a run that is told something else: it still has the same samples."""
+    done(folder, "distflow run own.yaml", "steps=1", "name=other", *overrides)
+    return metrics(folder, "other")[0]
+
+
+def test_the_loss_is_that_of_the_page(folder: Path) -> None:
+    half, none, full = metrics(folder, "own")[0], first(folder, "algo.bad=0.0"), first(folder, "algo.bad=1.0")
+    assert half["reward/mean"] == none["reward/mean"] == full["reward/mean"]
+    assert none["own/weight"] < full["own/weight"]
+    for name in ("own/weight", "actor/loss"):  # both are linear in `bad`
+        assert half[name] == pytest.approx((none[name] + full[name]) / 2, rel=1e-4)
+
+
+def test_an_advantage_can_be_tried_alone(folder: Path) -> None:
+    advantage = load("own.py:advantage", "test", folder)
+    columns: dict[str, Any] = {
+        "score": torch.tensor([0.0, 1.0, 0.5, 0.5, 0.5]),
+        "varied": [0.0, 0.0, 0.0, 1.0, 0.0],
+        "praise": torch.zeros(5),
+    }
+
+    class Nothing:
+        class metrics:  # noqa: N801
+            @staticmethod
+            def log(*_: object) -> None: ...
+
+    batch = Batch(np.arange(5), np.array([0, 0, 0, 1, 1]), columns)
+    assert advantage(batch, Nothing, variety=0.5).tolist() == [-0.5, 0.5, 0.0, 0.5, 0.0]
+
+
+def test_the_options_of_the_family_are_options_of_the_flow(folder: Path) -> None:
+    steps = metrics(folder, "options")
+    assert len(steps) == 2
+    assert steps[0]["own/weight"] == pytest.approx(metrics(folder, "own")[0]["own/weight"], rel=1e-4)
+    for m in steps:
+        assert m["actor/kl"] > 0  # after the first of four updates
+        assert m["rollout/correction"] == pytest.approx(1.0, abs=1e-3)
+
+
+def test_the_weight_of_the_kl_is_steered(folder: Path) -> None:
+    steps = metrics(folder, "steered")
+    weights, kl = [m["actor/kl_weight"] for m in steps], [m["actor/kl"] for m in steps]
+    assert weights[0] == 0.1
+    assert weights[1] < weights[0]  # the first step is at the reference itself
+    assert weights[2:] == sorted(weights[2:])
+    assert weights[-1] > 2 * weights[1]
+    assert kl[-1] < max(kl)
+
+
+def test_the_example_is_what_the_page_makes(folder: Path) -> None:
+    for path in EXAMPLE.glob("*.*"):
+        assert path.read_text() == (folder / path.name).read_text(), path.name
+    assert {p.name for p in EXAMPLE.glob("*.py")} == {"data.py", "own.py", "reward.py"}
