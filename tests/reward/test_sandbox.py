@@ -87,10 +87,7 @@ def test_a_program_reads_computes_and_prints(plain: Sandbox) -> None:
 def test_exceptions_and_exit_codes(plain: Sandbox) -> None:
     result = plain.run("def f():\n    return 1 / 0\nprint('before')\nf()")
     assert (result.status, result.code, result.stdout) == ("error", 1, "before\n")
-    assert result.stderr.splitlines()[:2] == [
-        "Traceback (most recent call last):",
-        '  File "program.py", line 4, in <module>',
-    ]
+    assert result.stderr.splitlines()[1] == '  File "program.py", line 4, in <module>'
     assert result.stderr.endswith("ZeroDivisionError: division by zero\n")
     assert "SyntaxError" in plain.run("def").stderr
     assert plain.run("raise SystemExit(3)") == Result("error", 3, "", "", "it exited with 3")
@@ -143,22 +140,19 @@ def test_sleeping_for_ever(sandbox: Sandbox) -> None:
 
 
 def test_memory_bomb(sandbox: Sandbox) -> None:
-    for program in (
-        "x = []\nwhile True: x.append(bytearray(1 << 20))",
-        "x = 'a' * (1 << 40)",
-        "import mmap; mmap.mmap(-1, 1 << 40)",
-    ):
-        result = sandbox.run(program)
-        assert result.status in ("memory", "error"), result
-    assert sandbox.run("x = bytearray(1 << 40)").status == "memory"
+    for program in ("x = []\nwhile True: x.append(bytearray(1 << 20))", "x = 'a' * (1 << 40)", "x = [0] * (1 << 40)"):
+        assert sandbox.run(program).status == "memory"
+    assert "Cannot allocate memory" in sandbox.run("import mmap; mmap.mmap(-1, 1 << 40)").stderr
 
 
 def test_limits_cannot_be_raised(sandbox: Sandbox) -> None:
-    raise_it = "import resource as r\nfor k in (r.RLIMIT_AS, r.RLIMIT_CPU, r.RLIMIT_NOFILE, r.RLIMIT_FSIZE):\n"
-    raise_it += (
-        "    try: r.setrlimit(k, (r.RLIM_INFINITY,) * 2); print('OUT')\n    except (ValueError, OSError): print('no ')"
+    program = (
+        "import resource as r\n"
+        "for k in (r.RLIMIT_AS, r.RLIMIT_CPU, r.RLIMIT_NOFILE, r.RLIMIT_FSIZE):\n"
+        "    try: r.setrlimit(k, (r.RLIM_INFINITY,) * 2); print('OUT')\n"
+        "    except (ValueError, OSError): print('no ')"
     )
-    contained(sandbox.run(raise_it))
+    contained(sandbox.run(program))
 
 
 def test_fork_bomb(sandbox: Sandbox) -> None:
@@ -180,7 +174,11 @@ def test_fork_bomb(sandbox: Sandbox) -> None:
 
 
 def test_thread_bomb(sandbox: Sandbox) -> None:
-    program = "import threading, time\nthreading.stack_size(65536)\nwhile True: threading.Thread(target=time.sleep, args=(99,)).start()"
+    program = (
+        "import threading, time\n"
+        "threading.stack_size(65536)\n"
+        "while True: threading.Thread(target=time.sleep, args=(99,)).start()"
+    )
     result = sandbox.run(program)
     assert result.status in ("killed", "error"), result
 
@@ -198,7 +196,13 @@ def test_one_huge_file(sandbox: Sandbox) -> None:
 
 
 def test_filling_the_disk_with_many_files(sandbox: Sandbox) -> None:
-    program = "import time\nfor i in range(99):\n    open(str(i), 'wb').write(b'x' * (1 << 20))\n    time.sleep(0.02)\nprint('OUT')"
+    program = (
+        "import time\n"
+        "for i in range(99):\n"
+        "    open(str(i), 'wb').write(b'x' * (1 << 20))\n"
+        "    time.sleep(0.02)\n"
+        "print('OUT')"
+    )
     result = sandbox.run(program)
     assert "OUT" not in result.stdout
     assert "No space left" in result.stderr or "4 MB" in result.why, result
@@ -296,7 +300,14 @@ def test_a_new_cell_has_none_of_the_environment(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_no_descriptor_is_inherited(sandbox: Sandbox) -> None:
-    program = "import os\nfound = []\nfor fd in range(32):\n    try: os.fstat(fd); found.append(fd)\n    except OSError: pass\nprint(found)"
+    program = (
+        "import os\n"
+        "found = []\n"
+        "for fd in range(32):\n"
+        "    try: os.fstat(fd); found.append(fd)\n"
+        "    except OSError: pass\n"
+        "print(found)"
+    )
     assert sandbox.run(program).stdout == "[0, 1, 2]\n"
 
 
@@ -338,7 +349,8 @@ def test_killing_others(sandbox: Sandbox) -> None:
             f"for pid in (os.getppid(), {os.getpid()}, {victim.pid}, 1, 0, -1):\n"
             "    attempt('kill', lambda: os.kill(pid, 9))\n"
             f"attempt('group', lambda: os.killpg({victim.pid}, 9))\n"
-            f"attempt('tgkill', lambda: call(234 if os.uname().machine == 'x86_64' else 131, {victim.pid}, {victim.pid}, 9))\n"
+            "tgkill = 234 if os.uname().machine == 'x86_64' else 131\n"
+            f"attempt('tgkill', lambda: call(tgkill, {victim.pid}, {victim.pid}, 9))\n"
             f"attempt('pidfd', lambda: os.pidfd_open({victim.pid}))\n"
             f"attempt('limits', lambda: resource.prlimit({victim.pid}, resource.RLIMIT_CPU, (0, 0)))\n"
             f"attempt('priority', lambda: os.setpriority(os.PRIO_PROCESS, {victim.pid}, 19))\n"
@@ -364,9 +376,10 @@ def test_system_calls_by_hand(sandbox: Sandbox) -> None:
     numbers = {
         "socket": (41, 2, 1, 0), "socket of the x32 table": (0x40000029, 2, 1, 0), "fork": (57,), "vfork": (58,),
         "clone": (56, 17, 0, 0, 0, 0), "clone3": (435, 0, 0), "ptrace": (101, 16, os.getppid(), 0, 0),
-        "process_vm_readv": (310, os.getpid(), 0, 0, 0, 0, 0), "unshare": (272, 0x10000000), "mount": (165, 0, 0, 0, 0, 0),
-        "io_uring_setup": (425, 1, 0), "bpf": (321, 0, 0, 0), "memfd_create": (319, 0, 0), "shmget": (29, 0, 1 << 20, 0o1600),
-        "keyctl": (250, 0, 0), "setns": (308, 0, 0), "chroot": (161, 0), "userfaultfd": (323, 0), "openat2": (437, 0, 0, 0, 0),
+        "process_vm_readv": (310, os.getpid(), 0, 0, 0, 0, 0), "unshare": (272, 0x10000000),
+        "mount": (165, 0, 0, 0, 0, 0), "io_uring_setup": (425, 1, 0), "bpf": (321, 0, 0, 0),
+        "memfd_create": (319, 0, 0), "shmget": (29, 0, 1 << 20, 0o1600), "keyctl": (250, 0, 0), "setns": (308, 0, 0),
+        "chroot": (161, 0), "userfaultfd": (323, 0), "openat2": (437, 0, 0, 0, 0),
         "open_by_handle_at": (304, 0, 0, 0), "prctl(PDEATHSIG, 0)": (157, 1, 0, 0, 0, 0), "reboot": (169, 0, 0, 0, 0),
     }  # fmt: skip
     program = TRIED + "".join(f"attempt({n!r}, lambda: call(*{a!r}))\n" for n, a in numbers.items())
@@ -395,7 +408,13 @@ def test_a_daemon_does_not_outlive(sandbox: Sandbox) -> None:
 def test_a_daemon_does_not_outlive_even_if_it_could_start() -> None:
     """The second wall: whatever a program has left behind falls to the cell, which ends it."""
     with Sandbox(LIMITS, accept_missing=list(NEEDED), walls=()) as sandbox:
-        program = "import os, time\nif not os.fork():\n    os.setsid()\n    if not os.fork(): print(os.getpid(), flush=True); time.sleep(99)\nelse: time.sleep(0.3)"
+        program = (
+            "import os, time\n"
+            "if not os.fork():\n"
+            "    os.setsid()\n"
+            "    if not os.fork(): print(os.getpid(), flush=True); time.sleep(99)\n"
+            "else: time.sleep(0.3)"
+        )
         result = sandbox.run(program)
         assert result.status == "ok", result
         assert gone(int(result.stdout))
