@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 import sys
+import tempfile
 import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -18,7 +19,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from distflow.config import Config
 from distflow.errors import ConfigError
-from distflow.launch.process import LAUNCHED
+from distflow.launch.network import LAUNCHED
 from distflow.observe.board import read_all
 from distflow.observe.report import read_reports
 
@@ -31,8 +32,11 @@ def launch(config: Config, path: str, overrides: Sequence[str]) -> int:
     shutil.rmtree(folder, ignore_errors=True)
     os.environ[LAUNCHED] = "1"
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // workers)))
-    # All peers are here: stay off the network.
+    # All peers are here: stay off the network. A store of PyTorch's listens to the whole world, so the launcher meets
+    # itself in a file, and the workers open a store of their own.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    meeting = tempfile.TemporaryDirectory(prefix="distflow-")
     _silence_torchelastic()
     agent = LaunchConfig(
         min_nodes=1,
@@ -40,7 +44,8 @@ def launch(config: Config, path: str, overrides: Sequence[str]) -> int:
         nproc_per_node=workers,
         run_id=uuid.uuid4().hex,
         rdzv_backend="c10d",
-        rdzv_endpoint="127.0.0.1:0",
+        rdzv_endpoint=os.path.join(meeting.name, "store"),
+        rdzv_configs={"store_type": "file"},
         local_addr="127.0.0.1",
         max_restarts=0,
     )
@@ -55,6 +60,7 @@ def launch(config: Config, path: str, overrides: Sequence[str]) -> int:
         return 128 + e.sigval
     finally:
         lock.close()
+        meeting.cleanup()
         Console().show_cursor()  # a worker that was killed cannot give it back to the terminal
     return 0
 

@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import socket
 from collections.abc import Collection
 from datetime import timedelta
 
@@ -15,6 +16,8 @@ from distflow.data.exchange import AllGather
 from distflow.errors import DistflowError
 from distflow.observe.board import Board
 from distflow.plan import Layout, Plan, Weights, format_ranks
+
+LAUNCHED = "DISTFLOW_LAUNCHED"  # set by `distflow run`: it tells the cause of a failure, once, so that workers need not
 
 
 class Network:
@@ -30,7 +33,13 @@ class Network:
         self.timeout = timedelta(seconds=2 * config.wait_limit_s + 60)
         board.doing(-1, "meet")
         with board.waiting(self.everybody):
-            dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=self.timeout)
+            backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
+            if LAUNCHED in os.environ:
+                rank, workers = int(os.environ["RANK"]), len(self.everybody)
+                store = _local_store(rank, workers, self.timeout)
+                dist.init_process_group(backend, store=store, rank=rank, world_size=workers, timeout=self.timeout)
+            else:
+                dist.init_process_group(backend, timeout=self.timeout)
             sets = [t.ranks for p in plans for t in p.tasks if isinstance(t, Weights)]
             moves = [m.ranks for p in plans for m in p.moves]
             self.comm = Comm([self.everybody, *moves, *sets], self.device, board.waiting)
@@ -71,3 +80,11 @@ class Network:
     def wait_for_all(self) -> None:
         with self.board.waiting(self.everybody):
             dist.barrier()
+
+
+def _local_store(rank: int, workers: int, timeout: timedelta) -> dist.Store:
+    """Where workers find each other; nobody from outside this machine can reach it."""
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    # Left to itself the store listens on every interface.
+    listener = socket.create_server((host, port)).detach() if rank == 0 else None
+    return dist.TCPStore(host, port, workers, rank == 0, timeout, master_listen_fd=listener)
