@@ -5,13 +5,14 @@ import logging
 import os
 import shutil
 import signal
+import socket
 import sys
-import tempfile
 import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
+import torch.distributed as dist
 from rich.console import Console
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
@@ -30,13 +31,14 @@ def launch(config: Config, path: str, overrides: Sequence[str]) -> int:
     folder = config.run_folder / "workers"
     lock = _lock(config.run_folder)
     shutil.rmtree(folder, ignore_errors=True)
-    os.environ[LAUNCHED] = "1"
+    folder.mkdir(parents=True)
+    store = _store()
+    os.environ[LAUNCHED] = f"{store.host}:{store.port}"
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // workers)))
-    # All peers are here: stay off the network. A store of PyTorch's listens to the whole world, so the launcher meets
-    # itself in a file, and the workers open a store of their own.
+    # All peers are here: stay off the network. The store of torchelastic listens to the whole world, so it is given a
+    # file instead, and the workers meet in ours.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-    meeting = tempfile.TemporaryDirectory(prefix="distflow-")
     _silence_torchelastic()
     agent = LaunchConfig(
         min_nodes=1,
@@ -44,7 +46,7 @@ def launch(config: Config, path: str, overrides: Sequence[str]) -> int:
         nproc_per_node=workers,
         run_id=uuid.uuid4().hex,
         rdzv_backend="c10d",
-        rdzv_endpoint=os.path.join(meeting.name, "store"),
+        rdzv_endpoint=str(folder / "store"),
         rdzv_configs={"store_type": "file"},
         local_addr="127.0.0.1",
         max_restarts=0,
@@ -60,9 +62,18 @@ def launch(config: Config, path: str, overrides: Sequence[str]) -> int:
         return 128 + e.sigval
     finally:
         lock.close()
-        meeting.cleanup()
         Console().show_cursor()  # a worker that was killed cannot give it back to the terminal
     return 0
+
+
+def _store() -> dist.TCPStore:
+    """Where workers find each other; nobody from outside this machine can reach it."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        host, port = listener.getsockname()
+        # Left to itself it would listen on every interface.
+        return dist.TCPStore(
+            host, port, is_master=True, wait_for_workers=False, master_listen_fd=os.dup(listener.fileno())
+        )
 
 
 def _lock(folder: Path) -> BinaryIO:

@@ -2,7 +2,6 @@
 
 import hashlib
 import os
-import socket
 from collections.abc import Collection
 from datetime import timedelta
 
@@ -17,7 +16,8 @@ from distflow.errors import DistflowError
 from distflow.observe.board import Board
 from distflow.plan import Layout, Plan, Weights, format_ranks
 
-LAUNCHED = "DISTFLOW_LAUNCHED"  # set by `distflow run`: it tells the cause of a failure, once, so that workers need not
+# Set by `distflow run` to where workers meet. It also tells the cause of a failure, once, so that workers need not.
+LAUNCHED = "DISTFLOW_LAUNCHED"
 
 
 class Network:
@@ -35,8 +35,9 @@ class Network:
         with board.waiting(self.everybody):
             backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
             if LAUNCHED in os.environ:
+                host, _, port = os.environ[LAUNCHED].rpartition(":")
+                store = dist.TCPStore(host, int(port), timeout=self.timeout)
                 rank, workers = int(os.environ["RANK"]), len(self.everybody)
-                store = _local_store(rank, workers, self.timeout)
                 dist.init_process_group(backend, store=store, rank=rank, world_size=workers, timeout=self.timeout)
             else:
                 dist.init_process_group(backend, timeout=self.timeout)
@@ -80,11 +81,3 @@ class Network:
     def wait_for_all(self) -> None:
         with self.board.waiting(self.everybody):
             dist.barrier()
-
-
-def _local_store(rank: int, workers: int, timeout: timedelta) -> dist.Store:
-    """Where workers find each other; nobody from outside this machine can reach it."""
-    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    # Left to itself the store listens on every interface.
-    listener = socket.create_server((host, port)).detach() if rank == 0 else None
-    return dist.TCPStore(host, port, workers, rank == 0, timeout, master_listen_fd=listener)

@@ -20,7 +20,6 @@ from distflow.observe.board import Board
 from distflow.observe.report import Kind, Report
 from distflow.observe.watch import PACKAGE, Watch
 
-
 STOPPED = 128 + signal.SIGTERM
 
 
