@@ -36,7 +36,8 @@ class Network:
             backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
             if LAUNCHED in os.environ:
                 host, _, port = os.environ[LAUNCHED].rpartition(":")
-                store = dist.TCPStore(host, int(port), timeout=self.timeout)
+                common = dist.TCPStore(host, int(port), timeout=self.timeout)
+                store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), common)
                 rank, workers = int(os.environ["RANK"]), len(self.everybody)
                 dist.init_process_group(backend, store=store, rank=rank, world_size=workers, timeout=self.timeout)
             else:

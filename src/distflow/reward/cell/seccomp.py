@@ -85,7 +85,7 @@ def _program(machine: str, pid: int, truncate: bool) -> list[Step]:
         rules[name] = [_argument(0), (_EQUAL, 1, 0, pid), no]
     rules["socketpair"] = [_argument(0), (_EQUAL, 1, 0, _AF_UNIX), no]
     rules["prlimit64"] = [_argument(0), (_EQUAL, 1, 0, 0), no]
-    rules["prctl"] = _unless(_argument(0), 1)  # PR_SET_PDEATHSIG
+    rules["prctl"] = _unless(_argument(0), 1, 4)  # PR_SET_PDEATHSIG, PR_SET_DUMPABLE
     # Whoever owns a descriptor is sent a signal of one's choice: F_SETOWN, F_SETSIG, F_SETOWN_EX, FIOSETOWN, SIOCSPGRP.
     rules["fcntl"] = _unless(_argument(1), 8, 10, 15)
     rules["ioctl"] = _unless(_argument(1), 0x8901, 0x8902)

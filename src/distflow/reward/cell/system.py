@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 libc = ctypes.CDLL(None, use_errno=True)
 
-_PDEATHSIG, _NO_NEW_PRIVS, _CAPBSET_DROP, _SUBREAPER = 1, 38, 24, 36  # options of prctl
+_PDEATHSIG, _DUMPABLE, _NO_NEW_PRIVS, _CAPBSET_DROP, _SUBREAPER = 1, 4, 38, 24, 36  # options of prctl
 _NEWNS, _NEWUTS, _NEWIPC, _NEWUSER, _NEWNET = 0x20000, 0x4000000, 0x8000000, 0x10000000, 0x40000000
 _MS_NOSUID, _MS_NODEV, _MS_NOEXEC, _MS_REC, _MS_PRIVATE, _MNT_DETACH = 2, 4, 8, 0x4000, 0x40000, 2
 
@@ -28,6 +28,13 @@ def prctl(option: int, *arguments: int) -> None:
 
 def new_namespaces() -> bool:
     """Leave the network, the mounts and the shared memory of the machine behind, if the system lets us."""
+    pid = os.fork()  # half of it would be worse than nothing: somebody else tries first
+    if not pid:
+        os._exit(0 if _leave() else 1)
+    return os.waitpid(pid, 0)[1] == 0 and _leave()
+
+
+def _leave() -> bool:
     uid, gid = os.getuid(), os.getgid()
     apart = _NEWNET | _NEWNS | _NEWIPC | _NEWUTS
     if libc.unshare(_NEWUSER | apart) == 0:
@@ -36,7 +43,7 @@ def new_namespaces() -> bool:
                 with open(f"/proc/self/{name}", "w") as file:
                     file.write(line)
         except OSError:
-            return False  # the network is gone all the same, but nothing can be mounted
+            return False
     elif libc.unshare(apart) != 0:  # root in a container may be without user namespaces
         return False
     return bool(libc.mount(b"none", b"/", None, _MS_REC | _MS_PRIVATE, None) == 0)
@@ -64,6 +71,7 @@ def die_with_parent(parent: int) -> None:
 
 def renounce() -> None:
     """No privilege is left, and none comes back. Root keeps what a file's owner may do."""
+    prctl(_DUMPABLE, 0)  # a limit of 0 for core files does not keep them from a program that collects them
     prctl(_NO_NEW_PRIVS, 1)
     for capability in range(64):
         with contextlib.suppress(OSError):  # we may not, or there are fewer
