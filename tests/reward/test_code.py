@@ -34,6 +34,7 @@ def judged(program: str, tests: Any, **info: Any) -> float:
 def test_the_last_fenced_block_is_the_program() -> None:
     assert last_block("text ```x``` \n```python\na\n```\nor\n  ```py\nb\n  ```\nend") == "b\n"
     assert last_block("```\nopen\n") == "open\n"
+    assert last_block("```\na\n```\n```\n") == "a\n"
     assert last_block("x = 1") == "x = 1"
     assert judged(f"First:\n```python\nwrong\n```\nNo:\n```python\n{ADD}```\nThat is it.", TESTS) == 1.0
 
@@ -123,6 +124,20 @@ def test_one_test_that_hangs_or_dies_does_not_cost_the_others() -> None:
         "    return x\n"
     )
     assert judged(program, [f"assert f({i}) == {i}" for i in range(6)]) == 0.5
+
+
+def test_a_solution_that_does_not_load_passes_nothing() -> None:
+    lenient = "try:\n    add(1)\nexcept Exception:\n    pass"
+    assert judged(ADD, [lenient]) == 1.0
+    for end in (
+        "raise ValueError",
+        "import sys\nsys.exit(0)",
+        "input()",
+        "import os\nos._exit(0)",
+        "import nowhere",
+        ")",
+    ):
+        assert judged(ADD + end, [lenient, *TESTS]) == 0.0
 
 
 def test_time_is_bounded_in_all() -> None:

@@ -84,7 +84,7 @@ all_unit_tests = UnitTests(all_or_nothing=True)
 
 def last_block(response: str) -> str:
     """The last fenced block, also one that is not closed; all of the response if there is none."""
-    blocks = _FENCED.findall(response)
+    blocks = [b for b in _FENCED.findall(response) if b.strip()]
     return blocks[-1] if blocks else response
 
 

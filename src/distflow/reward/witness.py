@@ -116,15 +116,9 @@ def answer(solution: str) -> None:
                 changed[str(i)] = new
         return ["ok", pack(value, keep), changed]
 
-    broken: BaseException | None = None
-    try:
-        exec(compile(solution, "solution.py", "exec"), module.__dict__)  # what a sandbox is for
-    except BaseException as e:
-        broken = e
+    exec(compile(solution, "solution.py", "exec"), module.__dict__)  # what a sandbox is for; if it fails, all fails
     for request in requests:
         try:
-            if broken:
-                raise broken
             sent = reply(request)
         except BaseException as e:
             sent = ["raised", type(e).__name__, str(e)[:1000]]
