@@ -2,10 +2,12 @@
 
 import json
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from distflow.config import load_config
 from distflow.reward.code import Case, all_unit_tests, last_block, parse_tests, unit_tests
 from distflow.reward.errors import RewardError
 from distflow.reward.sandbox import Sandbox
@@ -207,7 +209,7 @@ CHEATS = {
     ),
     "patches the server of answers": (
         "import sys, json\n"
-        "main = sys.modules['__main__']\n"
+        "main = sys.modules['distflow.reward.witness']\n"
         "main.judge = main.pack = main.unpack = lambda *a: True\n"
         "json.dumps = lambda *a: '[\"ok\", true, {}]'\n"
         "def add(a, b): return 0"
@@ -244,6 +246,14 @@ def test_it_runs_as_a_reward_of_a_pool() -> None:
         responses = [f"```python\n{ADD}```", "no idea", "def add(a, b): return 3"]
         assert score(reward, batch_of(responses, answer=[TESTS] * 3), ctx) == [1.0, 0.0, 0.5]
     assert metrics_of(ctx)["reward/all_passed/mean"] == pytest.approx(1 / 3)
+
+
+def test_options_arrive_from_a_config(tmp_path: Path) -> None:
+    function = {"call": "distflow.reward.code:unit_tests", "args": {"total_s": 3.0}}
+    (tmp_path / "data.jsonl").write_text('{"prompt": "p"}\n')
+    text = json.dumps({"flow": "grpo", "data": "data.jsonl", "model": "none", "reward": function})
+    (tmp_path / "grpo.yaml").write_text(text)
+    assert load_config(tmp_path / "grpo.yaml").cast["reward"].args["functions"][0]["args"] == {"total_s": 3.0}
 
 
 def test_what_is_missing_is_told_before_any_sample() -> None:

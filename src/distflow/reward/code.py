@@ -10,13 +10,12 @@ import symtable
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
-from distflow.reward import witness
 from distflow.reward.sandbox import Limits, Sandbox
 
 _FENCED = re.compile(r"^[ \t]*```[^\n`]*\n(.*?)(?:^[ \t]*```|\Z)", re.DOTALL | re.MULTILINE)
+_USE = "from distflow.reward.witness import answer, judge\n"  # each sandbox has it in memory
 _INPUTS, _OUTPUTS = ("input", "stdin"), ("output", "expected_output", "stdout", "expected")
 
 
@@ -151,21 +150,18 @@ def _run_asserts(
     done = 0
     while done < len(tests) and (left := end - time.monotonic()) > 0:
         most = replace(limits, cpu_s=left, wall_s=left)
-        verdicts = _one_pair(
-            solver.start, f"{_witness()}\nanswer({program!r})\n",
-            judge.start, f"{_witness()}\njudge({setup!r}, {list(tests[done:])!r}, {names!r}, {limits.wall_s})\n",
-            most,
-        )  # fmt: skip
+        judging = f"{_USE}judge({setup!r}, {list(tests[done:])!r}, {names!r}, {limits.wall_s})"
+        verdicts = _run_pair((solver, f"{_USE}answer({program!r})"), (judge, judging), most)
         yield from verdicts
         done += max(1, len(verdicts))
 
 
-def _one_pair(answering: Any, solution: str, judging: Any, tests: str, limits: Limits) -> list[bool]:
+def _run_pair(solution: tuple[Sandbox, str], tests: tuple[Sandbox, str], limits: Limits) -> list[bool]:
     """Both at once, joined by pipes; the verdicts on the tests that came to an end."""
     requests, replies, verdicts = os.pipe(), os.pipe(), os.pipe()
     try:
-        solved = answering(solution, (requests[0], replies[1]), limits)
-        judged = judging(tests, (replies[0], requests[1], verdicts[1]), limits)
+        solved = solution[0].start(solution[1], (requests[0], replies[1]), limits)
+        judged = tests[0].start(tests[1], (replies[0], requests[1], verdicts[1]), limits)
     finally:
         for fd in (*requests, *replies, verdicts[1]):
             os.close(fd)
@@ -188,11 +184,6 @@ def _names(tests: str) -> list[str]:
 def _mentioned(table: symtable.SymbolTable) -> set[str]:
     found = {s.get_name() for s in table.get_symbols() if s.is_global() or table.get_type() == "module"}
     return found.union(*map(_mentioned, table.get_children()))
-
-
-@functools.cache
-def _witness() -> str:
-    return Path(witness.__file__).read_text()
 
 
 @functools.cache

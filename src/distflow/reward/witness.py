@@ -1,8 +1,9 @@
 """A test and a solution in two processes that share nothing but values.
 
-This file is run inside the sandbox, as text, in both: `answer` on the side of the solution, `judge` on that of the
-tests. The solution never sees what is expected of it, and its own ideas of equality or of `AssertionError` do not
-count. Plain values cross; any other object stays where it is, and the tests hold a `Remote` that stands for it.
+Both are in the sandbox, where this module needs only the standard library: `answer` is the side of the solution,
+`judge` that of the tests. The solution never sees what is expected of it, and its own ideas of equality or of
+`AssertionError` do not count. Plain values cross; any other object stays where it is, and the tests hold a `Remote`
+that stands for it.
 """
 
 import builtins
