@@ -483,6 +483,7 @@ def test_what_cannot_be_contained_is_refused(walls: tuple[str, ...], missing: li
         pytest.skip(REASONS[WALLS])
     assert f"`args: {{accept_missing: [{', '.join(missing)}]}}`" in str(e.value)
     with Sandbox(walls=walls, accept_missing=missing) as sandbox:
+        assert not Path(f"{sandbox._cell._folder}.probe").exists()
         assert not set(missing) & set(sandbox.protections)
         assert sandbox.run("print(1)").stdout == "1\n"
 

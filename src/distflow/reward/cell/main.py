@@ -61,6 +61,8 @@ class Cell:
             held = json.loads(told.read() or "{}")
         os.waitpid(pid, 0)
         self._clear()
+        with contextlib.suppress(FileNotFoundError):
+            os.remove(f"{self.folder}.probe")  # nothing has kept it from being written
         filters = ["seccomp"] * self.seccomp
         by = {
             "network": [*filters, *["a network namespace"] * self.apart],
