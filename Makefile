@@ -25,6 +25,10 @@ bench: setup  ## each prints one JSON object as its last line
 	$(BIN)/python bench/memory.py
 	$(BIN)/python bench/rollout.py
 	$(BIN)/python bench/step.py
+	$(BIN)/python bench/learn.py
+	$(BIN)/python bench/checkpoint.py
+	$(BIN)/python bench/soak.py
+	$(BIN)/python bench/chaos.py
 
 setup: .venv/ready
 

@@ -26,7 +26,8 @@ WORKERS = [1, 2, 4, 8]
 
 def run_worker(rank: int, made: Plan, steps: int) -> tuple[list[dict[str, float]], list[Traffic]]:
     """Rank's part of a plan over gloo; the reduced metrics and its own traffic, per step."""
-    comm = Comm([m.ranks for m in made.moves], torch.device("cpu"), lambda _: nullcontext())
+    everybody = tuple(range(made.workers))
+    comm = Comm([everybody, *(m.ranks for m in made.moves)], torch.device("cpu"), lambda _: nullcontext())
     data = Coordinator(rank, made, Loader(Source(), made.samples // made.repeat, made.repeat, seed=0))
     reduced: list[dict[str, float]] = []
     group = torch.distributed.new_group(backend="gloo") if made.workers > 1 else None
@@ -49,7 +50,8 @@ def run_random_graphs(rank: int, workers: int, seeds: range, shared_memory: str)
         for numbers in run_worker(rank, made, 2)[0]:
             for task in made.tasks:
                 if isinstance(task, Run):
-                    assert numbers[f"samples/{task.node}"] == made.samples * task.partition.layout.tp, (seed, task)
+                    once, handled = made.samples * task.partition.layout.tp, numbers[f"samples/{task.node}"]
+                    assert handled >= once if task.node in made.flow.drawn else handled == once, (seed, task)
 
 
 @pytest.mark.parametrize("workers", WORKERS)
