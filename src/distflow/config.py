@@ -64,7 +64,7 @@ class Config(Section):
     run_dir: str | None = None  # default: runs/<name>
     wait_limit_s: float = Field(600.0, gt=0)  # a worker that waits longer for others ends the run
     stop_limit_s: float = Field(60.0, gt=0)  # a run that is told to end has so long for its step and its checkpoint
-    restarts: int = Field(3, ge=0)  # how often all workers are started again after a failure that may pass
+    restarts: int = Field(3, ge=0)  # of all workers after a failure that may pass, before it comes any further
     base: Path = Field(Path(), exclude=True)
 
     @field_validator("roles", mode="before")

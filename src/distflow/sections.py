@@ -143,6 +143,7 @@ class RewardFunction(Section):
     call: str
     weight: float = 1.0
     name: str | None = None  # default: that of the function
+    args: dict[str, Any] = {}  # passed by name with every call
 
 
 class RewardConfig(Section):

@@ -7,6 +7,7 @@ import math
 import os
 import shutil
 import signal
+import socket
 import sys
 import time
 import uuid
@@ -14,6 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import BinaryIO
 
+import torch.distributed as dist
 from rich.console import Console
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -23,7 +25,7 @@ from distflow.config import Config
 from distflow.errors import ConfigError
 from distflow.launch import IF_ANY, RESUME
 from distflow.launch.failure import Failure, find, hopeless
-from distflow.launch.process import LAUNCHED
+from distflow.launch.network import LAUNCHED
 
 LONGEST_S = 30.0  # between two attempts
 
@@ -32,12 +34,13 @@ def launch(config: Config, path: str, overrides: Sequence[str]) -> int:
     """Run to the end; the exit code. Each failure is told by its one cause, with its rank, step and task."""
     workers = config.workers or 1
     lock = _lock(config.run_folder)
-    os.environ[LAUNCHED] = "1"
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // workers)))
-    # All peers are here: stay off the network.
+    # All peers are here: stay off the network. The store of torchelastic listens to the whole world, so it is given a
+    # file instead, and the workers meet in ours.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
     # Workers end by themselves within the limit; torchelastic then kills what is left.
     os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(math.ceil(config.stop_limit_s) + 2)
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     _silence_torchelastic()
     try:
         return _until_done(config, ["-u", "-m", "distflow", "run", path, *overrides, f"workers={workers}"])
@@ -50,23 +53,23 @@ def launch(config: Config, path: str, overrides: Sequence[str]) -> int:
 
 
 def _until_done(config: Config, command: Sequence[str]) -> int:
-    checkpoints, before = _Checkpoints(config.run_folder), None
-    for restart in range(1, config.restarts + 2):
-        failed = _attempt(config, command)
-        if failed is None:
-            return 0
+    checkpoints, before, furthest, restart = _Checkpoints(config.run_folder), None, -1, 0
+    while (failed := _attempt(config, command)) is not None:
         if failed.kind == "stopped":
             raise SignalException(failed.message, signal.SIGTERM)
         _tell(failed.message)
         newest = checkpoints.newest()
+        if newest is not None and newest > furthest:
+            furthest, restart = newest, 0  # it came further than ever: the count begins anew
+        restart += 1
         if not config.restarts:
-            break
+            return 1
         if why := hopeless(failed, before, newest):
             _tell(f"not started again: {why}")
-            break
+            return 1
         if restart > config.restarts:
             _tell(f"not started again: {config.restarts} restarts are used up (restarts)")
-            break
+            return 1
         wait_s = min(2.0 ** (restart - 1), LONGEST_S)
         start = checkpoints.start if newest is None else f"step {newest}"
         _tell(f"restart {restart} of {config.restarts} in {wait_s:g} s, from {start}")
@@ -74,20 +77,24 @@ def _until_done(config: Config, command: Sequence[str]) -> int:
         if newest is not None:
             os.environ[RESUME] = IF_ANY
         before = failed
-    return 1
+    return 0
 
 
 def _attempt(config: Config, command: Sequence[str]) -> Failure | None:
     """All workers, from their start to their end."""
     workers, folder = config.workers or 1, config.run_folder / "workers"
     shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    store = _store()  # lives as long as the attempt
+    os.environ[LAUNCHED] = f"{store.host}:{store.port}"
     agent = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
         nproc_per_node=workers,
         run_id=uuid.uuid4().hex,
         rdzv_backend="c10d",
-        rdzv_endpoint="127.0.0.1:0",
+        rdzv_endpoint=str(folder / "store"),
+        rdzv_configs={"store_type": "file"},
         local_addr="127.0.0.1",
         max_restarts=0,
     )
@@ -114,6 +121,16 @@ class _Checkpoints:
 
     def _written(self) -> int | None:
         return self._pointer.stat().st_mtime_ns if self._pointer.exists() else None
+
+
+def _store() -> dist.TCPStore:
+    """Where workers find each other; nobody from outside this machine can reach it."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        host, port = listener.getsockname()
+        # Left to itself it would listen on every interface.
+        return dist.TCPStore(
+            host, port, is_master=True, wait_for_workers=False, master_listen_fd=os.dup(listener.fileno())
+        )
 
 
 def _lock(folder: Path) -> BinaryIO:

@@ -16,6 +16,9 @@ from distflow.errors import DistflowError
 from distflow.observe.board import Board
 from distflow.plan import Layout, Plan, Weights, format_ranks
 
+# Set by `distflow run` to where workers meet. It also tells the cause of a failure, once, so that workers need not.
+LAUNCHED = "DISTFLOW_LAUNCHED"
+
 
 class Network:
     """Process groups, meshes for the layouts of models, and `comm` for the data plane. Made by all at once."""
@@ -30,7 +33,15 @@ class Network:
         self.timeout = timedelta(seconds=2 * config.wait_limit_s + 60)
         board.doing(-1, "meet")
         with board.waiting(self.everybody):
-            dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=self.timeout)
+            backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
+            if LAUNCHED in os.environ:
+                host, _, port = os.environ[LAUNCHED].rpartition(":")
+                common = dist.TCPStore(host, int(port), timeout=self.timeout)
+                store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), common)
+                rank, workers = int(os.environ["RANK"]), len(self.everybody)
+                dist.init_process_group(backend, store=store, rank=rank, world_size=workers, timeout=self.timeout)
+            else:
+                dist.init_process_group(backend, timeout=self.timeout)
             sets = [t.ranks for p in plans for t in p.tasks if isinstance(t, Weights)]
             moves = [m.ranks for p in plans for m in p.moves]
             self.comm = Comm([self.everybody, *moves, *sets], self.device, board.waiting)

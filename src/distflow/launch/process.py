@@ -16,12 +16,10 @@ from distflow.data.comm import lost
 from distflow.errors import ConfigError, DistflowError, NodeError, PeerLostError, StoppedError, StuckError
 from distflow.launch import IF_ANY, RESUME
 from distflow.launch.job import Job
+from distflow.launch.network import LAUNCHED
 from distflow.observe.board import Board
 from distflow.observe.report import Kind, Report
 from distflow.observe.watch import PACKAGE, Watch
-
-LAUNCHED = "DISTFLOW_LAUNCHED"  # set by `distflow run`: it tells the cause of a failure, once, so that workers need not
-
 
 STOPPED = 128 + signal.SIGTERM
 

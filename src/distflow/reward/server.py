@@ -30,6 +30,8 @@ class Scorer:
         for f in functions:
             fn = load(f["call"], f"reward '{f['name']}'", base)
             signature = recognise(fn, f"reward '{f['name']}' ({f['call']})", f["args"])
+            if callable(prepare := getattr(fn, "prepare", None)):  # what it needs, it may look for now
+                prepare(**f["args"])
             self.functions.append((fn, signature, f["args"]))
         self._loop: asyncio.Runner | None = None
 
