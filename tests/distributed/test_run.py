@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 import yaml
 
+from warm_launch import Launch
+
 HERE = Path(__file__).parent
 RUN = [sys.executable, "-m", "distflow", "run"]
 
@@ -53,6 +55,13 @@ def run(path: Path, *words: str) -> subprocess.CompletedProcess[str]:
     done = subprocess.run([*RUN, str(path), *words], capture_output=True, text=True, timeout=90)
     assert not orphans(path)
     return done
+
+
+def run_warm(path: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    """The same without the seconds in which processes import what they need."""
+    launched = Launch(path, *words)
+    code = launched.ended(90)
+    return subprocess.CompletedProcess([], code, launched.out, launched.err)
 
 
 def orphans(path: Path) -> list[int]:
@@ -107,7 +116,7 @@ def test_a_run_writes_metrics_of_every_step(tmp_path: Path) -> None:
     ],
 )
 def test_a_failure_of_one_worker_ends_all_with_its_cause(tmp_path: Path, how: str, message: str) -> None:
-    done = run(misbehaving(tmp_path, how))
+    done = run_warm(misbehaving(tmp_path, how))
     assert done.returncode == 1
     assert re.search(message, done.stderr), done.stderr
     assert done.stderr.count("distflow:") == 1  # the cause, once
@@ -121,7 +130,7 @@ def test_a_failure_of_one_worker_ends_all_with_its_cause(tmp_path: Path, how: st
     ],
 )
 def test_a_stuck_run_ends_by_itself_and_says_who_waits_for_whom(tmp_path: Path, how: str, told: str) -> None:
-    done = run(misbehaving(tmp_path, how))
+    done = run_warm(misbehaving(tmp_path, how))
     assert done.returncode == 1
     assert re.search(r"0 +\S+:\d+ +1 +move m\d \(c\) +\d+ s +1 ", done.stderr), done.stderr
     assert re.search(r"1 +\S+:\d+ +1 +judge +\d+ s +nobody", done.stderr)
@@ -186,12 +195,12 @@ def test_a_bad_row_is_told_by_file_and_line(tmp_path: Path) -> None:
     path = write_config(tmp_path)
     rows = (tmp_path / "data.jsonl").read_text().splitlines()
     (tmp_path / "data.jsonl").write_text("\n".join([*rows[:5], '{"prompt": "p5"', *rows[6:]]))
-    done = run(path)
+    done = run_warm(path)
     assert done.returncode == 1
     assert re.search(r"data.jsonl:6: .*is not a JSON object on one line .*data.on_bad_row: skip", done.stderr), (
         done.stderr
     )
-    done = run(path, "data.on_bad_row=skip")
+    done = run_warm(path, "data.on_bad_row=skip")
     assert done.returncode == 0, done.stderr
     assert re.search(r"skipped 1 bad rows\n +\S*data.jsonl:6: ", done.stdout), done.stdout
 

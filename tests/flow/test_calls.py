@@ -81,7 +81,7 @@ def test_a_node_used_twice_writes_under_a_prefix_and_its_metrics_too() -> None:
 
 
 def test_a_list_says_the_same_as_a_function() -> None:
-    here = "flow.test_calls"
+    here = Path(__file__)
     entries: list[dict[str, Any]] = [
         {"id": "say", "call": f"{here}:say", "deps": "data"},
         {"id": "say_2", "call": f"{here}:say", "deps": "data", "params": {"loud": True}, "prefix": "loud_"},

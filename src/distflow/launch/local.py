@@ -65,7 +65,8 @@ def _until_done(config: Config, command: Sequence[str]) -> int:
         if not config.restarts:
             return 1
         if why := hopeless(failed, before, newest):
-            _tell(f"not started again: {why}")
+            if before:  # of the first failure, the message says it all
+                _tell(f"not started again: {why}")
             return 1
         if restart > config.restarts:
             _tell(f"not started again: {config.restarts} restarts are used up (restarts)")
