@@ -100,8 +100,8 @@ def records(run: Path, workers: int) -> Records:
 
 
 class Chaos:
-    def __init__(self, run: Path, workers: int, seed: int, disk: bool) -> None:
-        self.run, self.workers, self.disk = run, workers, disk
+    def __init__(self, run: Path, workers: int, stride: int, seed: int, disk: bool) -> None:
+        self.run, self.workers, self.stride, self.disk = run, workers, stride, disk
         self.rng = random.Random(seed)
         self.moments: Counter[str] = Counter()
         self.killed_all = self.truncated = self.filled = 0
@@ -110,20 +110,19 @@ class Chaos:
         """One blow, at a moment of its own; False if the run ended before."""
         moment = MOMENTS[number % len(MOMENTS)]
         victim, everybody = self.rng.randrange(self.workers), self.rng.random() < 0.3
-        time.sleep(self.rng.uniform(0.0, 2.0))
-        patience = time.time() + 120
-        last = -2
+        after, first = self.rng.randint(0, 2 * self.stride), None  # steps that it is left alone
+        patience = time.time() + 180
+        now: Records = []
         while time.time() < patience:
             if process.poll() is not None:
                 return False
             now = records(self.run, self.workers)
-            if now and int(now[victim]["step"]) >= 0 and self._is(moment, now[victim]):  # type: ignore[call-overload]
-                break
-            # A moment that does not come is not waited for for ever.
-            if now and last >= 0 and int(now[victim]["step"]) > last + 8:  # type: ignore[call-overload]
-                break
-            if now and last < 0:
-                last = int(now[victim]["step"])  # type: ignore[call-overload]
+            step = int(now[victim]["step"]) if now else -1  # type: ignore[call-overload]
+            if step >= 0:
+                first = step if first is None else first
+                # A moment that does not come is not waited for for ever.
+                if step >= first + after and (self._is(moment, now[victim]) or step > first + after + 6):
+                    break
             time.sleep(0.001)
         targets = now if everybody else [now[victim]] if now else []
         for record in targets:
@@ -198,7 +197,7 @@ def main() -> None:
         storm.mkdir()
         mount = ["mount", "-t", "tmpfs", "-o", "size=48m", "tmpfs", str(storm)]
         disk = subprocess.run(mount, capture_output=True).returncode == 0
-        chaos, kills = Chaos(storm, args.workers, args.seed, disk), 0
+        chaos, kills = Chaos(storm, args.workers, args.steps // args.kills, args.seed, disk), 0
         try:
             process = start(config, storm)
             while kills < args.kills and chaos.strike(process, kills):
