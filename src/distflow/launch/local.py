@@ -9,6 +9,7 @@ import shutil
 import signal
 import socket
 import sys
+import tempfile
 import time
 import uuid
 from collections.abc import Sequence
@@ -88,21 +89,24 @@ def _attempt(config: Config, command: Sequence[str]) -> Failure | None:
     folder.mkdir(parents=True)
     store = _store()  # lives as long as the attempt
     os.environ[LAUNCHED] = f"{store.host}:{store.port}"
-    agent = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=workers,
-        run_id=uuid.uuid4().hex,
-        rdzv_backend="c10d",
-        rdzv_endpoint=str(folder / "store"),
-        rdzv_configs={"store_type": "file"},
-        local_addr="127.0.0.1",
-        max_restarts=0,
-    )
-    try:
-        elastic_launch(agent, sys.executable)(*command)
-    except ChildFailedError as e:
-        return find(folder, e.failures)
+    # Not in the run's folder: on a full disk torchelastic would wait for its own file for ever.
+    memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+    with tempfile.TemporaryDirectory(prefix="distflow-", dir=memory) as meeting:
+        agent = LaunchConfig(
+            min_nodes=1,
+            max_nodes=1,
+            nproc_per_node=workers,
+            run_id=uuid.uuid4().hex,
+            rdzv_backend="c10d",
+            rdzv_endpoint=f"{meeting}/store",
+            rdzv_configs={"store_type": "file"},
+            local_addr="127.0.0.1",
+            max_restarts=0,
+        )
+        try:
+            elastic_launch(agent, sys.executable)(*command)
+        except ChildFailedError as e:
+            return find(folder, e.failures)
     return None
 
 
