@@ -23,12 +23,15 @@ def run_simulated(plan: Plan, steps: int) -> list[Tally]:
     """All workers of a plan against each other; their tallies."""
     tallies: list[Tally] = []
     prompts = plan.samples // plan.repeat
-    workers = {}
+    workers, opened = {}, []
     for rank in range(plan.workers):
         data = Coordinator(rank, plan, Loader(Source(), prompts, plan.repeat, seed=0))
+        opened.append(data)
         worker = Worker(rank, plan, data, {}, 0, Path(), lambda *_: None)
         workers[rank] = worker.steps(0, steps, lambda _, tally: tallies.append(tally))
     simulate(workers)
+    for data in opened:
+        data.close()  # it has a thread
     return tallies
 
 
