@@ -18,6 +18,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from distflow.config import Config
 from distflow.errors import ConfigError
+from distflow.launch import make_folder
 from distflow.launch.process import LAUNCHED
 from distflow.observe.board import read_all
 from distflow.observe.report import read_reports
@@ -61,7 +62,7 @@ def launch(config: Config, path: str, overrides: Sequence[str]) -> int:
 
 def _lock(folder: Path) -> BinaryIO:
     """Held until it is closed, or this process ends: two runs would write over each other."""
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     lock = open(folder / "lock", "wb")  # noqa: SIM115
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
