@@ -25,6 +25,7 @@ bench: setup  ## each prints one JSON object as its last line
 	$(BIN)/python bench/memory.py
 	$(BIN)/python bench/rollout.py
 	$(BIN)/python bench/step.py
+	$(BIN)/python bench/fuzz.py
 
 setup: .venv/ready
 
