@@ -8,10 +8,12 @@ any other number of workers can read them; everything else is JSON. Nothing is p
 import hashlib
 import json
 import os
+import re
 import shutil
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -19,14 +21,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from safetensors import SafetensorError
 from torch import Tensor
 from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.tensor import DTensor
 
-from distflow.errors import CheckpointError, PeerLostError
+from distflow.errors import CheckpointError, PeerLostError, cut
 
 LATEST, COMPLETE, STATE, VALUES, TENSORS = "latest", "complete.json", "state.json", "values.json", "tensors"
+_STEP = re.compile(r"step_([0-9]{1,18})\Z")
 
 
 @dataclass(frozen=True)
@@ -116,7 +120,7 @@ class Saver:
                 number = 1 + team.ranks.index(self.rank)
                 mine += sorted((folder / TENSORS).glob(f"shard-{number:05}-*"))
             if self.rank == team.ranks[0]:
-                (folder / VALUES).write_text(json.dumps(part.values))
+                (folder / VALUES).write_text(_as_json(part.values, role))
                 part.describe(folder)
                 mine += [p for p in folder.rglob("*") if p.is_file() and p.parent.name != TENSORS]
         if self.rank == 0:
@@ -157,8 +161,16 @@ def place_of(folder: Path, step: int) -> Path:
 
 def steps_there(folder: Path) -> list[int]:
     """Steps of which there is a checkpoint, newest first."""
-    found = (p.parent.name.removeprefix("step_") for p in folder.glob(f"step_*/{COMPLETE}"))
-    return sorted((int(n) for n in found if n.isdigit()), reverse=True)
+    try:
+        found = [_step_of(p.parent.name) for p in folder.glob(f"step_*/{COMPLETE}")]
+    except OSError:  # not even a folder could be called so
+        return []
+    return sorted((n for n in found if n is not None), reverse=True)
+
+
+def _step_of(name: str) -> int | None:
+    match = _STEP.match(name)
+    return int(match[1]) if match else None
 
 
 def damage(place: Path, share: int = 0, of: int = 1) -> str | None:
@@ -169,16 +181,23 @@ def damage(place: Path, share: int = 0, of: int = 1) -> str | None:
         for name, expected in sorted(lists.items()):
             if _sum(place / name) != expected:
                 return f"{place / name} is not what was written"
-            sums |= json.loads((place / name).read_text())
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
+            listed = json.loads((place / name).read_text())
+            sums |= {file: (int(size), str(told)) for file, (size, told) in listed.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
         return f"{place}: its list of files cannot be read ({_reason(e)})"
+    if STATE not in sums:
+        return f"{place}: its list of files is not whole"
     for name, (size, expected) in sorted(sums.items())[share::of]:
         path = place / name
         if not path.is_file():
             return f"{path} is missing"
         if path.stat().st_size != size:
             return f"{path} has {path.stat().st_size} bytes of {size}"
-        if _sum(path) != expected:
+        try:
+            same = _sum(path) == expected
+        except OSError as e:
+            return f"{path} cannot be read ({_reason(e)})"
+        if not same:
             return f"{path} is not what was written"
     return None
 
@@ -195,7 +214,7 @@ def read_values(folder: Path) -> dict[str, Any]:
 
 def load_tensors(folder: Path, into: Mapping[str, Tensor], group: dist.ProcessGroup | None) -> None:
     """Fill tensors, or this worker's shards of them, whatever the shards were when they were written."""
-    with warnings.catch_warnings():
+    with _reading(folder), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # without a group this is one process, which is meant
         reader = HuggingFaceStorageReader(str(folder / TENSORS))
         dcp.load(dict(into), storage_reader=reader, process_group=group, no_dist=group is None)
@@ -203,10 +222,21 @@ def load_tensors(folder: Path, into: Mapping[str, Tensor], group: dist.ProcessGr
 
 def load_whole(folder: Path, prefix: str = "") -> dict[str, Tensor]:
     """All tensors whose names begin with `prefix`, without it, in one process."""
-    there = HuggingFaceStorageReader(str(folder / TENSORS)).read_metadata().state_dict_metadata
+    with _reading(folder):
+        there = HuggingFaceStorageReader(str(folder / TENSORS)).read_metadata().state_dict_metadata
     into = {n: torch.empty(m.size) for n, m in there.items() if n.startswith(prefix)}  # type: ignore[union-attr]
     load_tensors(folder, into, None)
     return {name.removeprefix(prefix): t for name, t in into.items()}
+
+
+@contextmanager
+def _reading(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except (CheckpointException, SafetensorError, OSError, ValueError, LookupError, TypeError, AssertionError) as e:
+        raise CheckpointError(
+            f"{folder / TENSORS}: cannot be read: {cut(_reason(e), 400)}; take another one, or the model it is of"
+        ) from e
 
 
 def prune(folder: Path, keep: int, best: Sequence[int] = ()) -> None:
@@ -216,7 +246,8 @@ def prune(folder: Path, keep: int, best: Sequence[int] = ()) -> None:
         if step not in best:
             shutil.rmtree(place_of(folder, step), ignore_errors=True)
     for left in folder.glob("step_*.part"):
-        if not there or int(left.name.removeprefix("step_").removesuffix(".part")) <= there[0]:
+        of = _step_of(left.name.removesuffix(".part"))
+        if of is not None and (not there or of <= there[0]):
             shutil.rmtree(left, ignore_errors=True)
 
 
@@ -252,6 +283,13 @@ def like(tensor: DTensor, local: Tensor) -> DTensor:
     return DTensor.from_local(
         local, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
     )
+
+
+def _as_json(values: Mapping[str, Any], role: str) -> str:
+    try:
+        return json.dumps(values)
+    except (TypeError, ValueError, RecursionError) as e:
+        raise ValueError(f"the state of the role '{role}' is not plain values, as JSON has them: {e}") from None
 
 
 def _sum(path: Path) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from distflow.config import Config, load_config
-from distflow.errors import ConfigError, DistflowError
+from distflow.errors import ConfigError, DistflowError, cut
 from distflow.launch import NEWEST, RESUME
 
 
@@ -16,8 +16,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = _parser()
     args, rest = parser.parse_known_args(argv)
     for word in rest:  # overrides may also follow an option
-        if word.startswith("-"):
-            parser.error(f"unknown option {word}")
+        if word.startswith("-") or args.command is _export:
+            parser.error(f"unknown {'option' if word.startswith('-') else 'word'} {cut(word)}")
         args.overrides.append(word)
     try:
         sys.exit(args.command(args))

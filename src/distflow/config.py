@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING, Any
 import yaml
 from pydantic import BaseModel, Field, ValidationError, field_validator
 
-from distflow.errors import ConfigError, suggest
+from distflow.errors import ConfigError, cut, shown, suggest
 from distflow.flow import Flow, FlowFunction, from_list
 from distflow.flow.call import load
 from distflow.flow.graph import SOURCE
 from distflow.flows import BUILT_IN
 from distflow.plan import Load, Place, Placement, Plan, Workload, plan
 from distflow.sections import (
+    LONGEST_S,
     CheckpointConfig,
     CriticConfig,
     DataConfig,
@@ -29,6 +30,7 @@ from distflow.sections import (
     RoleConfig,
     RolloutConfig,
     Section,
+    Size,
     TrainConfig,
 )
 
@@ -59,11 +61,11 @@ class Config(Section):
     workers: int | None = Field(None, gt=0)
     roles: dict[str, RoleConfig] = Field(default_factory=dict)
     placement: PlacementConfig = PlacementConfig()
-    bytes: dict[str, int] = Field(default_factory=dict)  # expected, per sample of a field: for estimates in the plan
+    bytes: dict[str, Size] = Field(default_factory=dict)  # expected, per sample of a field: for estimates in the plan
     seed: int = 0
     run_dir: str | None = None  # default: runs/<name>
-    wait_limit_s: float = Field(600.0, gt=0)  # a worker that waits longer for others ends the run
-    stop_limit_s: float = Field(60.0, gt=0)  # a run that is told to end has so long for its step and its checkpoint
+    wait_limit_s: float = Field(600.0, gt=0, le=LONGEST_S)  # a worker that waits longer for others ends the run
+    stop_limit_s: float = Field(60.0, gt=0, le=LONGEST_S)  # what a run told to end has for its step and checkpoint
     restarts: int = Field(3, ge=0)  # of all workers after a failure that may pass, before it comes any further
     base: Path = Field(Path(), exclude=True)
 
@@ -98,7 +100,7 @@ class Config(Section):
 
     @property
     def files(self) -> list[str]:
-        return [str(self.base / Path(f).expanduser()) for f in self.data.files]
+        return [_from(self.base, f, "data.files") for f in self.data.files]
 
     @cached_property
     def cast(self) -> dict[str, RoleConfig]:
@@ -129,7 +131,7 @@ class Config(Section):
     def _wanted(self) -> set[str]:
         """Roles that the flow has, and those that the config binds: if these are not the same, the flow says so."""
         if isinstance(self.flow, list):
-            calls = [str(e.get("call")) for e in self.flow]
+            calls = [c for e in self.flow if isinstance(c := e.get("call"), str)]
             return {*self.roles, *(c.partition(".")[0] for c in calls if ":" not in c)}
         return {*self.roles, *self._function.roles}
 
@@ -137,10 +139,10 @@ class Config(Section):
     def _function(self) -> FlowFunction:
         assert isinstance(self.flow, str)
         if ":" not in self.flow and self.flow not in BUILT_IN:
-            raise ConfigError(f"flow: there is no built-in flow '{self.flow}'{suggest(self.flow, BUILT_IN)}")
+            raise ConfigError(f"flow: there is no built-in flow '{cut(self.flow)}'{suggest(self.flow, BUILT_IN)}")
         found = load(BUILT_IN.get(self.flow, self.flow), "flow", self.base)
         if not isinstance(found, FlowFunction):
-            raise ConfigError(f"flow: '{self.flow}' is a {type(found).__name__}; mark the function with @flow")
+            raise ConfigError(f"flow: '{cut(self.flow)}' is a {type(found).__name__}; mark the function with @flow")
         for role, key, example in (
             ("actor", "model", "a name on the hub, or a directory"),
             ("reward_model", "model", "a name on the hub, or a directory"),
@@ -171,15 +173,15 @@ class Config(Section):
     def plan(self, workers: int) -> Plan:
         for f in self.bytes:
             if f not in self.graph.writer:
-                raise ConfigError(f"bytes: there is no field '{f}'{suggest(f, self.graph.writer)}")
+                raise ConfigError(f"bytes: there is no field '{cut(f)}'{suggest(f, self.graph.writer)}")
         for n in (n for n in self.graph.nodes if n.type == "train"):
             for key in ("mini_batches", "epochs"):
                 count = n.params.get(key, 1)
                 if not isinstance(count, int) or count < 1:
-                    raise ConfigError(f"algo.{key}: {count!r}; a step has 1 or more of them")
+                    raise ConfigError(f"algo.{key}: {shown(count)}; a step has 1 or more of them")
             parts = n.params.get("mini_batches", 1)
             if self.data.batch % parts:
-                fits = ", ".join(str(k) for k in range(1, self.data.batch + 1) if self.data.batch % k == 0)
+                fits = ", ".join(str(k) for k in range(1, min(self.data.batch, 1024) + 1) if self.data.batch % k == 0)
                 raise ConfigError(
                     f"algo.mini_batches: {parts} does not divide the {self.data.batch} prompts of data.batch;"
                     f" what fits: {fits}"
@@ -235,7 +237,7 @@ class Config(Section):
     @property
     def eval_files(self) -> list[str]:
         assert self.eval is not None
-        return [str(self.base / Path(f).expanduser()) for f in self.eval.files]
+        return [_from(self.base, f, "eval.files") for f in self.eval.files]
 
     def rows(self, plan: Plan) -> "View":
         """The data, with the columns that the plan loads."""
@@ -253,27 +255,42 @@ class Config(Section):
         names = self.data.fields or Rows(files, on_bad_row=self.data.on_bad_row).names
         for old in self.data.rename:
             if old not in names:
-                raise ConfigError(f"data.rename: there is no column '{old}'{suggest(old, names)}")
-        return tuple(self.data.rename.get(n, n) for n in names)
+                raise ConfigError(f"data.rename: there is no column '{cut(old)}'{suggest(old, names)}")
+        seen = tuple(self.data.rename.get(n, n) for n in names)
+        for name in seen:
+            if seen.count(name) > 1:
+                raise ConfigError(f"data: two columns are called '{cut(name)}'; change `data.rename` or `data.fields`")
+        return seen
 
 
 def _place(p: PlaceConfig) -> Place:
     return Place(p.group, p.dp, p.tp)
 
 
+def _from(base: Path, file: str, where: str) -> str:
+    try:
+        return str(base / Path(file).expanduser())
+    except RuntimeError:
+        raise ConfigError(f"{where}: '{cut(file)}': there is no such user; write the whole path") from None
+
+
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     """Read a file and apply overrides such as `data.batch=64`."""
     path = Path(path)
     try:
-        raw = _parse(path.read_text())
+        with open(path, "rb") as file:
+            content = file.read(_LARGEST + 1)
+        if len(content) > _LARGEST:
+            raise ConfigError(f"{path} has more than {_LARGEST >> 20} MiB; a config is a YAML file of some lines")
+        raw = _parse(content.decode())
     except FileNotFoundError:
         raise ConfigError(f"there is no config file {path}") from None
     except OSError as e:
         raise ConfigError(f"{path} cannot be read: {e.strerror}") from None
-    except (yaml.YAMLError, ValueError, TypeError) as e:  # PyYAML lets some of Python's own through
-        raise ConfigError(f"{path} is not YAML: {' '.join(str(e).split())}") from None
+    except _NOT_YAML as e:
+        raise ConfigError(f"{path} is not YAML: {_why(e)}") from None
     if not isinstance(raw, dict):
-        raise ConfigError(f"{path}: is {'empty' if raw is None else repr(raw)[:40]}, not a mapping of keys")
+        raise ConfigError(f"{path}: is {'empty' if raw is None else shown(raw, 40)}, not a mapping of keys")
     for text in overrides:
         _override(raw, text)
     flow = raw.get("flow")
@@ -286,58 +303,95 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
         raise ConfigError(f"{path}: {_explain(e)}") from None
 
 
+_LARGEST = 1 << 20  # bytes of a config
+_MOST = 100_000  # values in it, when aliases are written out
+# PyYAML lets some of Python's own through, for example where a value does not fit its tag.
+_NOT_YAML = (yaml.YAMLError, ValueError, TypeError, AttributeError, LookupError, OverflowError, RecursionError)
+
+
+def _why(error: Exception) -> str:
+    if isinstance(error, RecursionError):
+        return "it is nested too deeply"
+    if isinstance(error, AttributeError | LookupError):
+        return f"a value does not fit its tag ({type(error).__name__}: {cut(str(error))})"
+    return cut(str(error), 400)
+
+
 class _Yaml(yaml.SafeLoader):
-    """For PyYAML alone, 1e-6 would be a text."""
+    """For PyYAML alone, 1e-6 would be a text, and a number might have any number of digits."""
+
+    def construct_yaml_int(self, node: Any) -> int:
+        number = int(super().construct_yaml_int(node))
+        if not -(2**63) <= number < 2**63:
+            raise _mistake(f"the number {cut(node.value, 30)} is too large", node)
+        return number
 
 
+_Yaml.add_constructor("tag:yaml.org,2002:int", _Yaml.construct_yaml_int)
 _Yaml.add_implicit_resolver(
     "tag:yaml.org,2002:float", re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+\Z"), list("-+.0123456789")
 )
 
 
 def _parse(text: str) -> Any:
-    """YAML in which a key that is written twice is a mistake."""
-    todo, seen = [yaml.compose(text, _Yaml)], set()
-    while todo:
-        node = todo.pop()
-        if node is None or id(node) in seen:  # an alias leads to a node that was looked at
-            continue
-        seen.add(id(node))
-        if isinstance(node, yaml.MappingNode):
-            keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
-            for key, value in node.value:
-                if keys.count(key.value) > 1:
-                    raise yaml.MarkedYAMLError(
-                        problem=f"the key '{key.value}' is there twice", problem_mark=key.start_mark
-                    )
-                todo.append(value)
-        elif isinstance(node, yaml.SequenceNode):
-            todo += node.value
+    """YAML in which a key that is written twice is a mistake, and so are aliases that lead to ever more of them."""
+    root = yaml.compose(text, _Yaml)
+    if root is not None:
+        _size(root, {})
     return yaml.load(text, _Yaml)
+
+
+def _size(node: Any, known: dict[int, int]) -> int:
+    """How many values there are in a node, aliases written out."""
+    if id(node) in known:
+        if not known[id(node)]:
+            raise _mistake("an alias stands for what it is in", node)
+        return known[id(node)]
+    known[id(node)], size = 0, 1
+    if isinstance(node, yaml.MappingNode):
+        keys: set[str] = set()
+        for key, value in node.value:
+            if isinstance(key, yaml.ScalarNode):
+                if key.value in keys:
+                    raise _mistake(f"the key '{cut(key.value)}' is there twice", key)
+                keys.add(key.value)
+            size += _size(key, known) + _size(value, known)
+    elif isinstance(node, yaml.SequenceNode):
+        size += sum(_size(value, known) for value in node.value)
+    elif any("\ud800" <= c <= "\udfff" for c in node.value):
+        raise _mistake(f"{shown(node.value, 40)} has half a character", node)
+    if size > _MOST:
+        raise _mistake(f"there are more than {_MOST:,} values here, as its aliases stand for others", node)
+    known[id(node)] = size
+    return size
+
+
+def _mistake(what: str, node: Any) -> yaml.MarkedYAMLError:
+    return yaml.MarkedYAMLError(problem=what, problem_mark=node.start_mark)
 
 
 def _override(raw: dict[str, Any], text: str) -> None:
     key, equals, value = text.partition("=")
     if not equals or not key:
-        raise ConfigError(f"override '{text}': write it as key=value, for example data.batch=64")
+        raise ConfigError(f"override '{cut(text)}': write it as key=value, for example data.batch=64")
     *parents, last = key.split(".")
     place = raw
     for part in parents:
         inner = place[part] = {} if place.get(part) is None else place[part]
         if not isinstance(inner, dict):
-            raise ConfigError(f"override '{text}': '{part}' is not a section, it is {inner!r}")
+            raise ConfigError(f"override '{cut(text)}': '{cut(part)}' is not a section, it is {shown(inner)}")
         place = inner
     try:
         place[last] = _parse(value)
-    except (yaml.YAMLError, ValueError, TypeError) as e:
-        raise ConfigError(f"override '{text}': not a YAML value: {' '.join(str(e).split())}") from None
+    except _NOT_YAML as e:
+        raise ConfigError(f"override '{cut(text)}': not a YAML value: {_why(e)}") from None
 
 
 def _explain(error: ValidationError) -> str:
     """All problems, one a line, in the words of the config."""
     lines = []
     for e in error.errors():
-        where = ".".join(str(p) for p in e["loc"] if p not in ("str", "list[dict[str,any]]"))
+        where = cut(".".join(str(p) for p in e["loc"] if p not in ("str", "list[dict[str,any]]")))
         if e["type"] == "extra_forbidden":
             *parents, key = [str(p) for p in e["loc"]]
             lines.append(f"unknown key '{where}'{suggest(key, _keys_at(parents))}")
@@ -345,10 +399,12 @@ def _explain(error: ValidationError) -> str:
             lines.append(f"'{where}' is missing; it is required")
         elif e["type"] in ("model_type", "model_attributes_type"):
             keys = ", ".join(_keys_at([str(p) for p in e["loc"]]))
-            lines.append(f"'{where}' is {e['input']!r}; it is a section with the keys {keys}")
+            lines.append(f"'{where}' is {shown(e['input'])}; it is a section with the keys {keys}")
         else:
-            lines.append(f"'{where}' is {e['input']!r}: {e['msg'][0].lower()}{e['msg'][1:]}")
-    return "; ".join(dict.fromkeys(lines))
+            lines.append(f"'{where}' is {shown(e['input'])}: {e['msg'][0].lower()}{e['msg'][1:]}")
+    first, *more = dict.fromkeys(lines)
+    rest = [f"and {len(more) - 9} more"] if len(more) > 9 else []
+    return "; ".join([first, *more[:9], *rest])
 
 
 def _keys_at(path: Sequence[str]) -> list[str]:

@@ -44,10 +44,24 @@ class StoppedError(DistflowError):
     """The run was told to end, and has kept what it did."""
 
 
-def suggest(word: str, options: Iterable[str]) -> str:
+def cut(text: str, most: int = 80) -> str:
+    """On one line, and not longer than that."""
+    text = " ".join(text.split())
+    return text if len(text) <= most else f"{text[: most - 1]}…"
+
+
+def shown(value: object, most: int = 80) -> str:
+    """A value as Python writes it, for a message."""
+    try:
+        return cut(repr(value), most)
+    except Exception:  # a class may have a `repr` that fails, and a number more digits than Python likes to write
+        return f"a {type(value).__name__}"
+
+
+def suggest(word: object, options: Iterable[object]) -> str:
     """`; did you mean 'x'?` for the nearest option, or the list of options when nothing is near."""
-    known = sorted(set(options))
-    near = get_close_matches(word, known, n=1, cutoff=0.6)
+    known = sorted({cut(str(o)) for o in options})
+    near = get_close_matches(cut(str(word)), known, n=1, cutoff=0.6)
     if near:
         return f"; did you mean '{near[0]}'?"
     if not known:

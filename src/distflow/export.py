@@ -100,7 +100,11 @@ def _place(run: Path, out: Path, step: int | None, role: str | None) -> Path:
     if wrong := damage(place):
         raise ConfigError(f"{wrong}; export another step: {', '.join(map(str, there[1:])) or 'there is none'}")
     place /= _role(place, role)
-    if out.exists() and any(out.iterdir()):
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except (OSError, ValueError) as e:
+        raise ConfigError(f"{out}: cannot be written: {getattr(e, 'strerror', e)}; choose another directory") from None
+    if any(out.iterdir()):
         raise ConfigError(f"{out}: is not empty; choose another directory")
     return place
 

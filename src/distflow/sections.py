@@ -6,7 +6,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_valida
 
 
 class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
 def _one_or_many(value: Any) -> Any:
@@ -15,8 +15,10 @@ def _one_or_many(value: Any) -> Any:
 
 Names = Annotated[list[str], BeforeValidator(_one_or_many)]
 Pair = Annotated[tuple[float, float], BeforeValidator(lambda v: tuple(v) if isinstance(v, list) else v)]
+Size = Annotated[int, Field(ge=0)]
 Dtype = Literal["float32", "bfloat16"]
 ALL_LINEAR = "all-linear"
+LONGEST_S = 1e9  # seconds that the system can wait
 
 
 class RoleConfig(Section):
@@ -94,7 +96,7 @@ class RolloutConfig(Section):
     top_p: float = Field(1.0, gt=0, le=1)
     top_k: int = Field(0, ge=0)  # 0: all
     stop: Names = []  # texts of one token that end a response, besides the end-of-sequence token
-    kv_cache_gb: float = Field(2.0, gt=0)
+    kv_cache_gb: float = Field(2.0, gt=0, le=1e6)
     max_sequences: int = Field(256, gt=0)  # in the batch at once
 
 
@@ -152,7 +154,7 @@ class RewardConfig(Section):
     functions: list[RewardFunction] = []
     model: ModelConfig | None = None  # one with a single number for a head
     processes: int = Field(1, gt=0)  # of each worker
-    time_limit_s: float = Field(30.0, gt=0)  # for a sample
+    time_limit_s: float = Field(30.0, gt=0, le=LONGEST_S)  # for a sample
     on_failure: Literal["error"] | float = "error"  # or the score of a sample for which a function fails
     answer: str | None = None  # the column with the right answer, for functions that take `ground_truth`
 

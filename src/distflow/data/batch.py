@@ -127,30 +127,61 @@ def join(columns: Sequence[Column]) -> Column:
 
 def as_column(value: Any, samples: int, where: str) -> Column:
     """What a node wrote, as a column of `samples` values; `where` names node and field in errors."""
-    if isinstance(value, np.ndarray):
-        value = list(value) if value.dtype == object else torch.from_numpy(value)
-    if isinstance(value, Tensor) and value.ndim == 0:
+    if isinstance(value, np.ndarray | Tensor) and value.ndim == 0:
         raise DataError(f"{where}: is a single number; write one value per sample ({samples})")
-    if not isinstance(value, Tensor | Ragged | list | tuple):
+    if isinstance(value, np.ndarray):
+        value = value.tolist() if value.dtype.kind in "OU" else _of_array(value, where)
+    if isinstance(value, list | tuple):
+        value = list(value)
+    if not isinstance(value, Tensor | Ragged | list):
         raise DataError(
             f"{where}: is a {type(value).__name__}; write a tensor, a Ragged or a list with one value per sample"
         )
+    if isinstance(value, Tensor):
+        value = _solid(value, where)
+    if isinstance(value, Ragged):
+        value = _sound(value, where)
     if len(value) != samples:
         raise DataError(f"{where}: has {len(value)} values for {samples} samples; write one value per sample, in order")
-    if isinstance(value, Tensor):
-        return value.detach()
-    if isinstance(value, Ragged):
+    if isinstance(value, Tensor | Ragged):
         return value
-    types = set(map(type, value))
+    rows: list[Any] = value
+    types = set(map(type, rows))
     if types <= _PLAIN:
-        return list(value)
+        return rows
     if any(issubclass(t, Tensor | np.ndarray) for t in types):
-        return _from_tensors([torch.from_numpy(v) if isinstance(v, np.ndarray) else v for v in value], where)
-    return [_plain(v.item() if isinstance(v, np.generic) else v, where, i) for i, v in enumerate(value)]
+        return _from_tensors([_of_array(v, where) if isinstance(v, np.ndarray) else v for v in rows], where)
+    return [_plain(v.item() if isinstance(v, np.generic) else v, where, i) for i, v in enumerate(rows)]
+
+
+def _of_array(array: Any, where: str) -> Tensor:
+    try:
+        return torch.from_numpy(np.require(array, array.dtype.newbyteorder("="), ["C", "W"]))
+    except TypeError:
+        raise DataError(f"{where}: has NumPy's {array.dtype}; write numbers, truth values or text") from None
+
+
+def _solid(tensor: Tensor, where: str) -> Tensor:
+    """Whose values are in memory, one after the other: one that was expanded or conjugated has them nowhere yet."""
+    if tensor.is_nested or tensor.is_meta or tensor.is_quantized or tensor.layout != torch.strided:
+        raise DataError(f"{where}: is a tensor without plain values in memory; convert it, for example by .to_dense()")
+    return tensor.detach().resolve_conj().resolve_neg().contiguous()
+
+
+def _sound(ragged: Ragged, where: str) -> Ragged:
+    """Every sample of it is within its values."""
+    values, starts, lengths, trail = ragged.values, ragged.starts, ragged.lengths, ragged.trail
+    counts = [x for x in (starts, lengths) if isinstance(x, np.ndarray) and x.dtype.kind in "iu" and x.ndim == 1]
+    fits = len(counts) == 2 and len(starts) == len(lengths) and isinstance(values, Tensor) and values.ndim == 1
+    fits = fits and all(d >= 0 for d in trail) and bool((starts >= 0).all() and (lengths >= 0).all())
+    if not fits or not (starts + lengths * stride_of(trail) <= len(values)).all():
+        raise DataError(f"{where}: is a Ragged whose samples are not in its values; make it with Ragged.of or .packed")
+    return Ragged(_solid(values, where), starts, lengths, trail)
 
 
 def _from_tensors(rows: Sequence[Any], where: str) -> Column:
     first = next(v for v in rows if isinstance(v, Tensor))
+    rows = [_solid(v, where) if isinstance(v, Tensor) else v for v in rows]
     for i, v in enumerate(rows):
         if not isinstance(v, Tensor):
             raise DataError(f"{where}: sample {i} is a {type(v).__name__}, others are tensors; write one or the other")
@@ -160,25 +191,30 @@ def _from_tensors(rows: Sequence[Any], where: str) -> Column:
                 " tensors of a column agree in dtype and in all dimensions but the first"
             )
     if first.ndim == 0:
-        return torch.stack(list(rows)).detach()
-    return Ragged.of([v.detach() for v in rows])
+        return torch.stack(list(rows))
+    return Ragged.of(rows)
 
 
 _PLAIN = {str, int, float, bool, type(None)}
+_DEEPEST = 100  # lists in lists
 
 
-def _plain(value: Any, where: str, sample: int) -> Any:
+def _plain(value: Any, where: str, sample: int, depth: int = 0) -> Any:
     """Objects travel as JSON; refuse what would come back as something else, whether or not it travels this time."""
     kind = type(value)
     if kind in _PLAIN:
         return value
+    if depth > _DEEPEST:
+        raise DataError(
+            f"{where}: sample {sample} holds lists or dicts in each other, {_DEEPEST} deep and more; flatten it"
+        )
     if kind is list:
         for v in value:
-            _plain(v, where, sample)
+            _plain(v, where, sample, depth + 1)
         return value
     if kind is dict and all(type(k) is str for k in value):
         for v in value.values():
-            _plain(v, where, sample)
+            _plain(v, where, sample, depth + 1)
         return value
     shown = "dict with keys that are not text" if kind is dict else kind.__name__
     raise DataError(

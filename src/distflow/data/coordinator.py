@@ -15,7 +15,7 @@ from distflow.data.draw import Draw, Drawn
 from distflow.data.exchange import AllGather, Collective, Slabs, exchange
 from distflow.data.loader import Loader
 from distflow.data.routes import contiguous
-from distflow.errors import DataError, suggest
+from distflow.errors import DataError, cut, suggest
 from distflow.plan.tasks import Free, Load, Move, Partition, Plan, Refill, Run
 
 
@@ -99,7 +99,7 @@ class Coordinator:
         written = _by_field(value, node.writes)
         for f in written:
             if f not in node.writes:
-                raise DataError(f"returned field '{f}', which it does not declare{suggest(f, node.writes)}")
+                raise DataError(f"returned field '{cut(str(f))}', which it does not declare{suggest(f, node.writes)}")
         for f in task.writes:
             if f not in written:
                 readers = "', '".join(self.plan.flow.readers[f])

@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 
 from distflow.data.balance import Ints
 from distflow.data.cache import Build, HostCache, T, mapped_ints
-from distflow.errors import DataError, suggest
+from distflow.errors import DataError, cut, suggest
 
 SUFFIXES = (".jsonl", ".json", ".ndjson", ".parquet")
 
@@ -220,7 +220,7 @@ class _Table(_File):
     def read(self, i: int) -> dict[str, Any] | str:
         try:
             return {name: self.table[name][i].as_py() for name in self.table.column_names}
-        except ValueError as e:
+        except (ValueError, ArithmeticError, LookupError) as e:  # a date that Python has not, an unknown time zone
             return f"the row cannot be read ({e})"
 
     def _unpack(self, out: BinaryIO) -> None:
@@ -230,7 +230,7 @@ class _Table(_File):
                 with pa.ipc.new_file(out, schema) as writer:
                     for batch in source.iter_batches(_BATCH, columns=schema.names):
                         writer.write_table(pa.Table.from_batches([batch]).cast(schema))
-        except pa.ArrowException as e:
+        except (pa.ArrowException, ValueError, LookupError, ArithmeticError, TypeError) as e:
             raise DataError(f"{self.path}: cannot be read as Parquet ({e}); write it again, or name it .jsonl") from e
 
     def _schema(self, columns: pa.Schema) -> pa.Schema:
@@ -238,6 +238,9 @@ class _Table(_File):
         for name in self.asked:
             if name not in columns.names:
                 raise DataError(f"{self.path}: has no column '{name}'{suggest(name, columns.names)}")
+        for name in self.asked or columns.names:
+            if columns.names.count(name) > 1:
+                raise DataError(f"{self.path}: has two columns '{name}'; give one of them another name")
         asked = [c for c in columns if not self.asked or c.name in self.asked]
         return pa.schema(c.with_type(c.type.value_type) if pa.types.is_dictionary(c.type) else c for c in asked)
 
@@ -247,23 +250,32 @@ def _excerpt(text: str) -> str:
     return text if len(text) <= 80 else text[:79] + "…"
 
 
+def _unfold(path: Path) -> list[Path]:
+    if path.is_dir():
+        these = [p for p in path.iterdir() if p.suffix.lower() in SUFFIXES]
+    else:
+        these = [path] if path.exists() else [Path(p) for p in glob.glob(str(path), recursive=True)]
+    these = sorted(p for p in these if not p.is_dir())
+    if not these:
+        near = suggest(path.name, (p.name for p in path.parent.glob("*")))
+        none = f"no {', '.join(SUFFIXES)} in it" if path.is_dir() else f"no such file{near}"
+        raise DataError(f"{cut(str(path.absolute()), 300)}: {none}")
+    return these
+
+
 def _find(files: Sequence[str | Path]) -> list[Path]:
     """Patterns and directories unfolded, in the order given; sorted within each."""
     if not files:
         raise DataError(f"no data files are given; name at least one ({', '.join(SUFFIXES)})")
     found: list[Path] = []
-    for path in (Path(file).expanduser() for file in files):
-        if path.is_dir():
-            these = [p for p in path.iterdir() if p.suffix.lower() in SUFFIXES]
-        else:
-            these = [path] if path.exists() else [Path(p) for p in glob.glob(str(path), recursive=True)]
-        these = sorted(p for p in these if not p.is_dir())
-        if not these:
-            near = suggest(path.name, (p.name for p in path.parent.glob("*")))
-            none = f"no {', '.join(SUFFIXES)} in it" if path.is_dir() else f"no such file{near}"
-            raise DataError(f"{path.absolute()}: {none}")
-        found += these
+    for file in files:
+        try:
+            found += _unfold(Path(file).expanduser())
+        except (OSError, ValueError, RuntimeError) as e:  # a name too long, no such user, …
+            raise DataError(f"{cut(str(file), 300)}: cannot be looked up: {e}; check how it is written") from e
     for path in found:
+        if not path.is_file():  # to open a pipe would wait for whoever writes to it
+            raise DataError(f"{path}: is not a file that can be read more than once; copy what it gives to a file")
         if path.suffix.lower() not in SUFFIXES:
             raise DataError(f"{path}: cannot read '{path.suffix}' files; convert it to one of {', '.join(SUFFIXES)}")
     return found

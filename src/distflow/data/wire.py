@@ -55,7 +55,10 @@ class Strip:
 def strip(column: Column, where: str, device: torch.device) -> Strip:
     """A column on the device it is sent from; `where` names the field in errors."""
     if isinstance(column, list):
-        kind, data, lengths = objects.encode(column)
+        try:
+            kind, data, lengths = objects.encode(column)
+        except ValueError as e:  # a number of thousands of digits
+            raise DataError(f"{where}: cannot travel: {e}; write it as text") from None
         return Strip(kind, torch.from_numpy(data).to(device), np.cumsum(lengths) - lengths, lengths, ())
     if isinstance(column, Ragged):
         made = Strip("ragged", column.values.to(device), column.starts, column.lengths, column.trail)

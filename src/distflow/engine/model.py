@@ -26,7 +26,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from distflow.engine import attention
 from distflow.engine.tokenizer import train_tokenizer
-from distflow.errors import ConfigError, suggest
+from distflow.errors import ConfigError, cut, suggest
 from distflow.sections import ModelConfig
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -171,9 +171,12 @@ def _fresh(given: ModelConfig, texts: Callable[[], Iterator[str]], seed: int) ->
 
 def find_folder(name: str, base: Path) -> Path:
     """The directory of a model: given as such, or fetched from the hub (or its cache)."""
-    path = base / Path(name).expanduser()
-    if path.is_dir():
-        return path
+    try:
+        path = base / Path(name).expanduser()
+        if path.is_dir():
+            return path
+    except (OSError, RuntimeError) as e:  # a name too long, no such user
+        raise ConfigError(f"model: '{cut(name)}' cannot be looked up: {e}") from None
     if name.startswith((".", "/", "~")) or name.count("/") > 1:  # no name on the hub looks like this
         near = suggest(path.name, (p.name for p in path.parent.iterdir() if p.is_dir())) if path.parent.is_dir() else ""
         raise ConfigError(f"model: there is no directory {path}{near}")

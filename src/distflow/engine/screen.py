@@ -57,7 +57,7 @@ def texts(rows: View, most: int = 20_000) -> Iterator[str]:
 
 def _text_in(value: Any) -> Iterator[str]:
     if isinstance(value, str):
-        yield value
+        yield value.encode(errors="replace").decode()  # JSON can say half a character
     elif isinstance(value, list):
         for v in value:
             yield from _text_in(v)

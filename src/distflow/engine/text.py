@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from distflow.data.batch import Batch, Ragged
 from distflow.engine.model import Source
-from distflow.errors import ConfigError, DataError
+from distflow.errors import ConfigError, DataError, shown
 
 Prompt = str | list[dict[str, Any]]
 
@@ -36,6 +36,7 @@ class Text:
 
     def _encode(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):
+            _check_whole(prompt, "the prompt")
             return self.tokenizer(prompt, return_attention_mask=False)["input_ids"]  # type: ignore[no-any-return]
         if not isinstance(prompt, list) or not all(isinstance(m, dict) and "content" in m for m in prompt):
             raise DataError(
@@ -57,7 +58,7 @@ class Text:
 
     def encode_pairs(self, prompts: Sequence[Prompt], responses: Sequence[str]) -> dict[str, Ragged]:
         end = [self.tokenizer.eos_token_id]
-        answers = [self.tokenizer(r, add_special_tokens=False)["input_ids"] + end for r in responses]
+        answers = [self.tokenizer(_text(r), add_special_tokens=False)["input_ids"] + end for r in responses]
         return {
             "prompt_tokens": ragged([self.encode(p) for p in prompts]),
             "response_tokens": ragged(answers),
@@ -94,8 +95,17 @@ def _text(response: Any) -> str:
     if isinstance(response, list) and response and isinstance(response[-1], dict) and "content" in response[-1]:
         response = response[-1]["content"]
     if not isinstance(response, str):
-        raise DataError(f"a response is {str(response)[:60]!r}; it is text, or chat messages that end with it")
+        raise DataError(f"a response is {shown(response, 60)}; it is text, or chat messages that end with it")
+    _check_whole(response, "a response")
     return response
+
+
+def _check_whole(text: str, what: str) -> None:
+    """JSON can say half a character, which is no text that a tokenizer takes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as e:
+        raise DataError(f"{what} has half a character, {text[e.start]!r}, at {e.start}: {shown(text, 60)}") from None
 
 
 def ragged(rows: Sequence[Sequence[int]]) -> Ragged:

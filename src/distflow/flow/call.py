@@ -8,7 +8,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from distflow.errors import FlowError, suggest
+from distflow.errors import FlowError, cut, suggest
 
 _files: dict[Path, ModuleType] = {}
 _FILE = "__distflow_file__"  # set in modules that were loaded from a file
@@ -18,7 +18,7 @@ def load(ref: str, where: str, base: Path | None = None) -> Any:
     """The object `ref` names; `where` is said in errors, relative files are looked up from `base`."""
     target, colon, name = ref.rpartition(":")
     if not colon or not target or not name:
-        raise FlowError(f"{where}: '{ref}' is not 'package.module:name' or 'path/to/file.py:name'")
+        raise FlowError(f"{where}: '{cut(ref)}' is not 'package.module:name' or 'path/to/file.py:name'")
     module = (
         _from_file(Path(base or ".") / target, ref, where) if target.endswith(".py") else _import(target, ref, where)
     )
@@ -26,7 +26,7 @@ def load(ref: str, where: str, base: Path | None = None) -> Any:
     for part in name.split("."):
         if not hasattr(found, part):
             names = [n for n in vars(found) if not n.startswith("_")] if hasattr(found, "__dict__") else []
-            raise FlowError(f"{where}: '{ref}' has no '{part}'{suggest(part, names)}")
+            raise FlowError(f"{where}: '{cut(ref)}' has no '{cut(part)}'{suggest(part, names)}")
         found = getattr(found, part)
     return found
 
@@ -40,9 +40,9 @@ def reference(fn: Any) -> str:
 def _import(name: str, ref: str, where: str) -> ModuleType:
     try:
         return importlib.import_module(name)
-    except Exception as e:
+    except (Exception, SystemExit) as e:
         raise FlowError(
-            f"{where}: '{ref}' does not import: {_reason(e)}; check the name and that it is installed"
+            f"{where}: '{cut(ref)}' does not import: {reason(e)}; check the name and that it is installed"
         ) from e
 
 
@@ -51,7 +51,7 @@ def _from_file(path: Path, ref: str, where: str) -> ModuleType:
     if path in _files:
         return _files[path]
     if not path.is_file():
-        raise FlowError(f"{where}: '{ref}' does not import: there is no file {path}")
+        raise FlowError(f"{where}: '{cut(ref)}' does not import: there is no file {cut(str(path), 300)}")
     name = f"distflow_file_{len(_files)}_{path.stem}"  # never shadows an installed module of the same name
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
@@ -63,17 +63,17 @@ def _from_file(path: Path, ref: str, where: str) -> ModuleType:
     sys.modules[name] = module
     try:
         spec.loader.exec_module(module)
-    except Exception as e:
+    except (Exception, SystemExit) as e:
         del sys.modules[name]
-        raise FlowError(f"{where}: '{ref}' does not import: {_reason(e)}") from e
+        raise FlowError(f"{where}: '{cut(ref)}' does not import: {reason(e)}") from e
     _files[path] = module
     return module
 
 
-def _reason(error: Exception) -> str:
+def reason(error: BaseException) -> str:
     """The error on one line, with the place in the file that raised it."""
     if isinstance(error, SyntaxError):
         return f"SyntaxError: {error.msg} ({Path(error.filename or '?').name}:{error.lineno})"
     frame = traceback.extract_tb(error.__traceback__)[-1]
     place = "" if frame.filename.startswith("<frozen") else f" ({Path(frame.filename).name}:{frame.lineno})"
-    return f"{type(error).__name__}: {' '.join(str(error).split())}{place}"
+    return f"{type(error).__name__}: {cut(str(error), 300)}{place}"

@@ -7,7 +7,7 @@ from functools import cached_property
 from itertools import pairwise
 from typing import Any, Literal, get_args
 
-from distflow.errors import FlowError, suggest
+from distflow.errors import FlowError, cut, shown, suggest
 
 NodeType = Literal["compute", "inference", "train"]
 NODE_TYPES: tuple[NodeType, ...] = get_args(NodeType)
@@ -41,7 +41,8 @@ class Node:
         for name in (self.id, *self.writes):
             if not _NAME.match(name):
                 raise FlowError(
-                    f"node '{self.id}': '{name}' is not a name; use letters, digits, '_' and '.', a letter or '_' first"
+                    f"node '{cut(self.id)}': '{cut(name)}' is not a name; use letters, digits, '_' and '.',"
+                    " a letter or '_' first"
                 )
         for what, fields in (("reads", self.reads), ("writes", self.writes)):
             for f in fields:
@@ -50,18 +51,20 @@ class Node:
         if self.id == SOURCE:
             raise FlowError(f"node '{SOURCE}': this id is taken by the loader; choose another")
         if self.type not in NODE_TYPES:
-            raise FlowError(f"node '{self.id}': unknown type '{self.type}'{suggest(self.type, NODE_TYPES)}")
-        shown = [self.shown(f) for f in self.reads]
-        for f in shown:
-            if shown.count(f) > 1:
+            raise FlowError(f"node '{self.id}': unknown type '{cut(self.type)}'{suggest(self.type, NODE_TYPES)}")
+        seen = [self.shown(f) for f in self.reads]
+        for f in seen:
+            if seen.count(f) > 1:
                 raise FlowError(
                     f"node '{self.id}': reads '{f}' and '{self.prefix}{f}', which its prefix makes one; read one"
                 )
+        if type(self.refill) is not int or self.refill < 0:
+            raise FlowError(f"node '{self.id}': refill is {shown(self.refill)}; it is a number of rounds, 1 or more")
         if self.refill and len(self.writes) != 1:
             raise FlowError(f"node '{self.id}': refills the batch, so it writes one field: which samples to keep")
         if self.balance is not None and self.balance not in self.reads:
             raise FlowError(
-                f"node '{self.id}': balance names field '{self.balance}', which the node does not read"
+                f"node '{self.id}': balance names field '{cut(self.balance)}', which the node does not read"
                 f"{suggest(self.balance, self.reads)}"
             )
 
@@ -158,7 +161,7 @@ class Flow:
         for n in self.nodes:
             for a in n.after:
                 if a not in seen and a != SOURCE:
-                    raise FlowError(f"node '{n.id}': depends on unknown node '{a}'{suggest(a, seen | {SOURCE})}")
+                    raise FlowError(f"node '{n.id}': depends on unknown node '{cut(a)}'{suggest(a, seen | {SOURCE})}")
 
     def _check_fields(self) -> None:
         writer = dict.fromkeys(self.source, SOURCE)
@@ -177,7 +180,7 @@ class Flow:
         for n in self.nodes:
             for f in n.reads:
                 if f not in writer:
-                    raise FlowError(f"node '{n.id}': reads unknown field '{f}'{suggest(f, writer)}")
+                    raise FlowError(f"node '{n.id}': reads unknown field '{cut(f)}'{suggest(f, writer)}")
 
     def _check_refill(self) -> None:
         many = [n.id for n in self.nodes if n.refill]

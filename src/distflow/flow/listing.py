@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from distflow.errors import FlowError, suggest
+from distflow.errors import FlowError, cut, shown, suggest
 from distflow.flow.call import load
 from distflow.flow.graph import SOURCE, Flow
 from distflow.flow.trace import NodeSpec, method_of, names, spec_of
@@ -58,18 +58,18 @@ def from_list(
 ) -> Flow:
     """The same graph a traced function gives. `deps` reads all that those nodes write, unless `reads` says what."""
     columns = tuple(source)
-    calls = [str(e.get("call")) for e in entries if isinstance(e, Mapping)]
+    calls = [c for e in entries if isinstance(e, Mapping) and isinstance(c := e.get("call"), str)]
     called = {c.partition(".")[0] for c in calls if ":" not in c}
     for role in roles or {}:
         if role not in called:
-            raise FlowError(f"flow '{name}': no node calls the role '{role}'; remove it or call it")
+            raise FlowError(f"flow '{name}': no node calls the role '{cut(role)}'; remove it or call it")
     rows = [_read(entry, i, roles or {}, base) for i, entry in enumerate(entries)]
     written = {SOURCE: columns} | {r.id: r.writes for r in rows}
     nodes = []
     for row in rows:
         for d in row.deps:
             if d not in written:
-                raise FlowError(f"node '{row.id}': depends on unknown node '{d}'{suggest(d, written)}")
+                raise FlowError(f"node '{row.id}': depends on unknown node '{cut(d)}'{suggest(d, written)}")
         reads = row.spec.reading((f for d in row.deps for f in written[d]), row.said.get("prefix", ""))
         order = [d for d in row.deps if not set(written[d]) & set(reads)]
         after = tuple(i for i in dict.fromkeys((*row.after, *order)) if i != SOURCE)
@@ -81,12 +81,12 @@ def from_list(
 def _read(entry: Mapping[str, Any], index: int, roles: Mapping[str, Any], base: Path | None) -> _Row:
     where = f"node number {index + 1}"
     if not isinstance(entry, Mapping):
-        raise FlowError(f"{where}: is {entry!r}, not a mapping of {', '.join(KEYS)}")
+        raise FlowError(f"{where}: is {shown(entry)}, not a mapping of {', '.join(KEYS)}")
     if isinstance(entry.get("id"), str):
-        where = f"node '{entry['id']}'"
+        where = f"node '{cut(entry['id'])}'"
     for key in entry:
         if key not in KEYS:
-            raise FlowError(f"{where}: unknown key '{key}'{suggest(str(key), KEYS)}")
+            raise FlowError(f"{where}: unknown key '{cut(str(key))}'{suggest(key, KEYS)}")
     for key in ("id", "call"):
         if not isinstance(entry.get(key), str):
             raise FlowError(f"{where}: needs '{key}', a text")
@@ -101,7 +101,7 @@ def _read(entry: Mapping[str, Any], index: int, roles: Mapping[str, Any], base: 
         ("prefix", str, "a text"),
     ):
         if entry.get(key) is not None and not isinstance(entry[key], kind):
-            raise FlowError(f"{where}: '{key}' is {entry[key]!r}, not {what}")
+            raise FlowError(f"{where}: '{key}' is {shown(entry[key])}, not {what}")
 
     fn, role, method = _function(entry["call"], where, roles, base)
     spec = spec_of(fn)
@@ -137,7 +137,7 @@ def _function(
         raise FlowError(f"{where}: role '{role}' is a function, which has no method '{method}'; write `call: {role}`")
     if ":" not in call and call not in roles:
         raise FlowError(
-            f"{where}: call '{call}' is neither 'file.py:function' nor 'package.module:function' nor of a role"
+            f"{where}: call '{cut(call)}' is neither 'file.py:function' nor 'package.module:function' nor of a role"
             f"{suggest(role, roles)}"
         )
     fn = roles[call] if call in roles else load(call, where, base)
@@ -154,4 +154,4 @@ def _names(entry: Mapping[str, Any], key: str, where: str) -> tuple[str, ...] | 
         return names(value)
     if isinstance(value, list) and all(isinstance(v, str) for v in value):
         return tuple(value)
-    raise FlowError(f"{where}: '{key}' is {value!r}, not a name or a list of names")
+    raise FlowError(f"{where}: '{key}' is {shown(value)}, not a name or a list of names")

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NoReturn
 
-from distflow.errors import FlowError, suggest
+from distflow.errors import FlowError, cut, shown, suggest
 from distflow.flow.call import reference
 from distflow.flow.graph import SOURCE, Flow, Node, NodeType
 
@@ -216,10 +216,10 @@ class FlowFunction:
             raise FlowError(f"flow '{name}' takes no parameter; its first one is the data")
         for c in constants or {}:
             if c not in self.constants:
-                raise FlowError(f"algo: flow '{name}' has no constant '{c}'{suggest(c, self.constants)}")
+                raise FlowError(f"algo: flow '{name}' has no constant '{cut(c)}'{suggest(c, self.constants)}")
         for r in roles:
             if r not in self.roles:
-                raise FlowError(f"flow '{name}' has no role '{r}'{suggest(r, self.roles)}")
+                raise FlowError(f"flow '{name}' has no role '{cut(r)}'{suggest(r, self.roles)}")
         missing = [p for p in self.roles if p not in roles]
         if missing:
             raise FlowError(
@@ -331,7 +331,7 @@ def _record(
     for a in (*args, *after):
         if not isinstance(a, Value):
             raise FlowError(
-                f"node '{node_id}': positional arguments and `after` are values of other nodes, not {a!r};"
+                f"node '{node_id}': positional arguments and `after` are values of other nodes, not {shown(a)};"
                 " pass constants by keyword"
             )
     reads = spec.reading((f for a in args for f in a.fields), said.get("prefix", ""))
@@ -353,11 +353,13 @@ def _check_constants(node_id: str, fn: Callable[..., Any], params: Mapping[str, 
             raise FlowError(
                 f"node '{node_id}': the value of '{value.node}' is passed as '{key}='; pass values by position"
             )
+        if not isinstance(key, str):
+            raise FlowError(f"node '{node_id}': constant {shown(key)} has no name; its name is a text")
         if key not in known and not open_ended:
-            raise FlowError(f"node '{node_id}': {reference(fn)} has no parameter '{key}'{suggest(key, known)}")
+            raise FlowError(f"node '{node_id}': {reference(fn)} has no parameter '{cut(key)}'{suggest(key, known)}")
         try:
-            json.dumps(value)
-        except (TypeError, ValueError):
+            json.dumps(value, sort_keys=True)
+        except (TypeError, ValueError, RecursionError):
             raise FlowError(
-                f"node '{node_id}': constant '{key}' is a {type(value).__name__}; constants are plain JSON values"
+                f"node '{node_id}': constant '{cut(key)}' is a {type(value).__name__}; constants are plain JSON values"
             ) from None

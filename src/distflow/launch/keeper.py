@@ -22,7 +22,7 @@ from distflow.checkpoint import (
 )
 from distflow.config import Config
 from distflow.data.coordinator import Coordinator
-from distflow.errors import CheckpointError, ConfigError
+from distflow.errors import CheckpointError, ConfigError, cut
 from distflow.launch import IF_ANY, NEWEST
 from distflow.launch.network import Network
 from distflow.plan import Plan
@@ -82,29 +82,31 @@ class Keeper:
             if self.rank == 0:
                 set_aside(self.folder)
             return 0
-        folder, steps = self._candidates(where)
-        for step in steps:
-            place = place_of(folder, step)
+        folder, places = self._candidates(where)
+        for place in places:
             wrong = damage(place, self.rank, len(self.network.everybody))
             if not self.network.any_of_us(wrong is not None):
-                self._restore(place)
+                step = self._restore(place)
                 self._say(f"resumed from {place}")
                 return step
             if wrong:
                 print(f"distflow: {wrong}; looking for an older checkpoint", file=sys.stderr, flush=True)
-        if where == IF_ANY and not steps:
+        if where == IF_ANY and not places:
             return 0
-        there = "none" if not steps else "none that is whole"
+        there = "none" if not places else "none that is whole"
         raise ConfigError(f"--resume: of {folder} there is {there}; start without --resume, or name another checkpoint")
 
-    def _candidates(self, where: str) -> tuple[Path, list[int]]:
-        if where in (IF_ANY, NEWEST):
-            return self.folder, steps_there(self.folder)
-        path = Path(where).expanduser()
-        if (path / COMPLETE).exists():
-            return path.parent, [int(path.name.removeprefix("step_"))]
-        folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
-        return folder, steps_there(folder)
+    def _candidates(self, where: str) -> tuple[Path, list[Path]]:
+        folder = self.folder
+        if where not in (IF_ANY, NEWEST):
+            try:
+                path = Path(where).expanduser()
+                if (path / COMPLETE).exists():
+                    return path.parent, [path]
+                folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
+            except (OSError, RuntimeError) as e:
+                raise ConfigError(f"--resume: '{cut(where)}' cannot be looked up: {e}") from None
+        return folder, [place_of(folder, step) for step in steps_there(folder)]
 
     def _parts(self) -> dict[str, Part]:
         found = {}
@@ -125,7 +127,8 @@ class Keeper:
         c = self.config
         return {"flow": c.graph.name, "seed": c.seed, "batch": c.data.batch, "repeat": c.repeat}
 
-    def _restore(self, place: Path) -> None:
+    def _restore(self, place: Path) -> int:
+        """The step after which it was kept."""
         state = read_state(place)
         for key, value in self._run().items():
             if state[key] != value:
@@ -144,6 +147,7 @@ class Keeper:
             elif kept and hasattr(player, "state"):
                 player.restore(read_values(place / role))
         self.data.position = state["position"]
+        return int(state["step"])
 
     def _after(self, place: Path) -> None:
         """Rank 0, when a checkpoint is complete."""

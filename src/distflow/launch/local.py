@@ -24,7 +24,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from distflow.config import Config
 from distflow.errors import ConfigError
-from distflow.launch import IF_ANY, RESUME
+from distflow.launch import IF_ANY, RESUME, make_folder
 from distflow.launch.failure import Failure, find, hopeless
 from distflow.launch.network import LAUNCHED
 
@@ -140,7 +140,7 @@ def _store() -> dist.TCPStore:
 
 def _lock(folder: Path) -> BinaryIO:
     """Held until it is closed, or this process ends: two runs would write over each other."""
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     lock = open(folder / "lock", "wb")  # noqa: SIM115
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

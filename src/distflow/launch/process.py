@@ -13,8 +13,8 @@ import torch
 
 from distflow.config import Config
 from distflow.data.comm import lost
-from distflow.errors import ConfigError, DistflowError, NodeError, PeerLostError, StoppedError, StuckError
-from distflow.launch import IF_ANY, RESUME
+from distflow.errors import ConfigError, DistflowError, NodeError, PeerLostError, StoppedError, StuckError, cut
+from distflow.launch import IF_ANY, RESUME, make_folder
 from distflow.launch.job import Job
 from distflow.launch.network import LAUNCHED
 from distflow.observe.board import Board
@@ -26,13 +26,15 @@ STOPPED = 128 + signal.SIGTERM
 
 def run_worker(config: Config) -> int:
     """Be worker RANK of WORLD_SIZE until the run is over."""
-    rank, workers = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    rank, workers = _told("RANK"), _told("WORLD_SIZE")
+    if not 0 <= rank < workers:
+        raise ConfigError(f"RANK is {rank} and WORLD_SIZE {workers}; a rank is one of 0 to WORLD_SIZE - 1")
     _prepare_process(workers)
     told_to_stop = _until_told(config.stop_limit_s)
     again = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
     resume = os.environ.get(RESUME) or (IF_ANY if again else None)
     folder = config.run_folder / "workers"
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     for old in (folder / f"{rank}.error", folder / f"{rank}.stack", folder / "alarm"):
         old.unlink(missing_ok=True)
 
@@ -71,6 +73,17 @@ def run_worker(config: Config) -> int:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(1)
+
+
+def _told(name: str) -> int:
+    """By whoever has started us."""
+    text = os.environ[name]
+    try:
+        return int(text)
+    except ValueError:
+        raise ConfigError(
+            f"{name} in the environment is '{cut(text)}', which is not a number; set or unset it"
+        ) from None
 
 
 def _until_told(limit_s: float) -> Callable[[], bool]:

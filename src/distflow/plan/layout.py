@@ -4,7 +4,7 @@ import re
 from dataclasses import dataclass
 from functools import cached_property
 
-from distflow.errors import PlacementError
+from distflow.errors import PlacementError, cut
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Layout:
         return f"dp{self.dp}" + (f"·tp{self.tp}" if self.tp > 1 else "")
 
 
-_PART = re.compile(r"(?P<a>\d+)(?P<ap>%?)(?:(?P<dash>-)(?:(?P<b>\d+)(?P<bp>%?))?)?\Z")
+_PART = re.compile(r"(?P<a>\d{1,9})(?P<ap>%?)(?:(?P<dash>-)(?:(?P<b>\d{1,9})(?P<bp>%?))?)?\Z")
 
 
 def parse_ranks(text: str, workers: int, where: str) -> tuple[int, ...]:
@@ -47,7 +47,7 @@ def parse_ranks(text: str, workers: int, where: str) -> tuple[int, ...]:
         m = _PART.match(part)
         if not m or (m["ap"] and not m["dash"]):
             raise PlacementError(
-                f"{where}: '{text}' is not a set of ranks; write 'all', '0-3', '4-', '0,2,5-7' or '0%-50%'"
+                f"{where}: '{cut(text)}' is not a set of ranks; write 'all', '0-3', '4-', '0,2,5-7' or '0%-50%'"
             )
         first = workers * int(m["a"]) // 100 if m["ap"] else int(m["a"])
         if m["b"] is None:

@@ -4,11 +4,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from distflow.errors import PlacementError, suggest
+from distflow.errors import PlacementError, cut, suggest
 from distflow.flow.graph import SOURCE, Flow, Node
 from distflow.plan.layout import Layout, format_ranks, parse_ranks
 
 ALL = "all"
+MOST = 65_536  # workers
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,8 @@ class Placement:
     def __post_init__(self) -> None:
         if self.workers < 1:
             raise PlacementError(f"workers: {self.workers}; at least one worker is needed")
+        if self.workers > MOST:
+            raise PlacementError(f"workers: {self.workers}; there may be {MOST:,} at most")
         if ALL in self.groups:
             raise PlacementError(f"placement.groups.{ALL}: this name always means every worker; choose another")
         _ = self.ranks
@@ -61,10 +64,10 @@ class Placement:
         ids, roles = {n.id for n in flow.nodes} | {SOURCE}, {n.role for n in flow.nodes}
         for node_id in self.nodes:
             if node_id not in ids:
-                raise PlacementError(f"placement.nodes: the flow has no node '{node_id}'{suggest(node_id, ids)}")
+                raise PlacementError(f"placement.nodes: the flow has no node '{cut(node_id)}'{suggest(node_id, ids)}")
         for role in self.roles:
             if role not in roles:
-                raise PlacementError(f"placement.roles: no node has the role '{role}'{suggest(role, roles)}")
+                raise PlacementError(f"placement.roles: no node has the role '{cut(role)}'{suggest(role, roles)}")
         self._layout(self.default, "placement.default")
         for kind, places in (("nodes", self.nodes), ("roles", self.roles)):
             for name, place in places.items():
@@ -72,7 +75,7 @@ class Placement:
 
     def _layout(self, place: Place, where: str) -> Layout:
         if place.group not in self.ranks:
-            raise PlacementError(f"{where}: unknown group '{place.group}'{suggest(place.group, self.ranks)}")
+            raise PlacementError(f"{where}: unknown group '{cut(place.group)}'{suggest(place.group, self.ranks)}")
         ranks, tp = self.ranks[place.group], place.tp
         n = len(ranks)
         dp = place.dp if place.dp is not None else n // tp if tp else 0

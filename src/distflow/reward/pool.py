@@ -103,6 +103,8 @@ class Pool:
                     if isinstance(end, _Done):
                         self._seconds[call.function] = end.seconds
                         results = end.results
+                        if len(results) != call.samples:
+                            results = [Failure("wrote to the line of its process, which is not its own")] * call.samples
                     else:
                         waiting.extendleft(reversed(end.not_begun))
                         deaths[end.call] += end.died
@@ -178,7 +180,7 @@ class Pool:
                 return []
             case {"broken": str(why)}:
                 raise RewardError(why)
-            case {"results": list(results), "seconds": float(seconds)} if process.calls:
+            case {"results": list(results), "seconds": float(seconds)} if process.calls and all(map(_sound, results)):
                 process.deadline = time.monotonic() + self.time_limit_s  # of its next call, which begins now
                 call = process.calls.popleft()
                 return [_Done(call, [Failure(r) if isinstance(r, str) else Score(*r) for r in results], seconds)]
@@ -222,6 +224,14 @@ class Pool:
     @property
     def _names(self) -> str:
         return ", ".join(f"reward '{f.name}' ({f.call})" for f in self.functions)
+
+
+def _sound(result: Any) -> bool:
+    """Why there is no score, or the score and further numbers."""
+    match result:
+        case str() | [int() | float() | None, dict()]:
+            return True
+    return False
 
 
 def _line(message: Mapping[str, Any]) -> bytes:

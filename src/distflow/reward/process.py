@@ -84,7 +84,7 @@ class Process:
         for line in lines:  # one by one: what comes before rubbish is good
             try:
                 yield json.loads(line)
-            except ValueError:
+            except (ValueError, RecursionError):
                 raise BrokenLineError from None
 
     def ending(self) -> str:

@@ -16,7 +16,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from distflow.errors import DistflowError
+from distflow.errors import DistflowError, cut
 from distflow.flow.call import load
 from distflow.reward import leash
 from distflow.reward.signature import Failure, Function, Result, Signature, recognise, results_of
@@ -42,9 +42,9 @@ class Scorer:
             if inspect.isawaitable(value):
                 self._loop = self._loop or asyncio.Runner()
                 value = self._loop.run(_wait(value))
+            return results_of(signature, value, samples)
         except BaseException as e:  # it is told, and sys.exit() is no reason to start anew
             return [Failure(f"raised {_told(e, fn)}")] * samples
-        return results_of(signature, value, samples)
 
 
 async def _wait(value: Any) -> Any:
@@ -58,8 +58,11 @@ def _told(error: BaseException, fn: Function) -> str:
     code = getattr(inner, "__code__", None) or getattr(type(inner).__call__, "__code__", None)
     own = [f for f in frames if code and f.filename == code.co_filename] or frames
     place = f" ({own[-1].filename}:{own[-1].lineno})" if own else ""
-    message = " ".join(str(error).split())
-    return f"{type(error).__name__}{': ' * bool(message)}{message[:300]}{place}"
+    try:
+        message = cut(str(error), 300)
+    except Exception:  # an error of the user's own may fail even at this
+        message = ""
+    return f"{type(error).__name__}{': ' * bool(message)}{message}{place}"
 
 
 def serve(channel: socket.socket) -> None:

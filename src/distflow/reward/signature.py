@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from distflow.errors import suggest
+from distflow.errors import shown, suggest
 from distflow.reward.errors import RewardError
 
 VERL = "compute_score(data_source, solution_str, ground_truth, extra_info=None, **kwargs) → number or dict (verl)"
@@ -132,5 +132,4 @@ def _fits(number: float) -> bool:
 
 
 def _shown(value: Any) -> str:
-    text = " ".join(repr(value).split())
-    return f"{text[:60]}{'…' if len(text) > 60 else ''} ({type(value).__name__})"
+    return f"{shown(value, 61)} ({type(value).__name__})"
