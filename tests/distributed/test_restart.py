@@ -59,6 +59,16 @@ def test_a_killed_worker_is_started_again_with_all_others(tmp_path: Path) -> Non
     assert not orphans(path)
 
 
+def test_the_others_end_in_the_middle_of_whatever_they_do(tmp_path: Path) -> None:
+    """Though the signal that ends them also asks for a last step, which has its own time."""
+    launch = Launch(write_config(tmp_path, {"how": "kill alone"}, stop_limit_s=3000))
+    assert launch.ended() == 0, launch.err
+    cause, restart = told(launch)
+    assert re.match(r"rank 1 \(pid \d+\) was killed by SIGKILL", cause)
+    assert restart == "restart 1 of 3 in 1 s, from the beginning"
+    assert finished(tmp_path)
+
+
 def test_all_killed_at_once_and_a_stale_checkpoint_of_an_earlier_run(tmp_path: Path) -> None:
     pointer = tmp_path / "run" / "checkpoints" / "latest"
     pointer.parent.mkdir(parents=True)

@@ -82,7 +82,7 @@ def test_a_config_that_is_too_much_is_refused(folder: Path, text: str, message: 
     [
         ({"workers": 10**12}, PlacementError, "workers: 1000000000000; there may be 65,536 at most"),
         ({"placement": {"groups": {"g": "9" * 5000}}}, PlacementError, "placement.groups.g: '999"),
-        ({"algo": {"times": "x"}}, FlowError, "flow 'count' cannot be traced: TypeError"),
+        ({"algo": {"times": "x"}}, FlowError, "flow 'count': TypeError: '<' not supported"),
         ({"data": {"files": "~nobody-here/x"}}, ConfigError, "data.files: '~nobody-here/x': there is no such user"),
         ({"data": {"files": "x" * 300}}, DataError, "cannot be looked up: [Errno 36] File name too long"),
         ({"data": {"files": "rows.jsonl", "rename": {"label": "text"}}}, ConfigError, "two columns are called 'text'"),

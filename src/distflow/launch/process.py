@@ -14,7 +14,7 @@ import torch
 from distflow.config import Config
 from distflow.data.comm import lost
 from distflow.errors import ConfigError, DistflowError, NodeError, PeerLostError, StoppedError, StuckError, cut
-from distflow.launch import IF_ANY, RESUME, make_folder
+from distflow.launch import FAILED, IF_ANY, RESUME, make_folder
 from distflow.launch.job import Job
 from distflow.launch.network import LAUNCHED
 from distflow.observe.board import Board
@@ -45,15 +45,18 @@ def run_worker(config: Config) -> int:
             print(f"distflow: {message}", file=sys.stderr, flush=True)
 
     def end_stuck(error: DistflowError) -> NoReturn:
+        # At once: the main thread may be inside a collective that will never return.
+        if isinstance(error, StoppedError):
+            os._exit(STOPPED)
         fail(error)
-        os._exit(1)  # the main thread is inside a collective that will never return
+        os._exit(1)
 
     board = Board(folder, rank)
     try:
         if config.workers not in (None, workers):
             raise ConfigError(f"workers: {config.workers}, but {workers} were started; set workers={workers}")
         plan = config.plan(workers)
-        watch = Watch(board, workers, config.wait_limit_s, end_stuck)
+        watch = Watch(board, workers, config.wait_limit_s, end_stuck, os.environ.get(FAILED))
         watch.start()
         job = Job(config, plan, rank, board, resume, told_to_stop)
         try:

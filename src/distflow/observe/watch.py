@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 
 import distflow
-from distflow.errors import DistflowError, PeerLostError, StuckError
+from distflow.errors import DistflowError, PeerLostError, StoppedError, StuckError
 from distflow.observe.board import Board, Record, read, read_all
 from distflow.plan.layout import parse_ranks
 
@@ -24,10 +24,18 @@ class Watch:
     """`on_stuck` is called, in the watchdog's thread, with the error that ends this worker; it must not return.
 
     It looks at how long this worker waits, and at the record of the next rank: one that hangs inside a model's own
-    collective does not know that it waits, but a worker that was stopped does not beat.
+    collective does not know that it waits, but a worker that was stopped does not beat. `failed` is a file that is
+    there once another worker has failed.
     """
 
-    def __init__(self, board: Board, workers: int, limit_s: float, on_stuck: Callable[[DistflowError], None]) -> None:
+    def __init__(
+        self,
+        board: Board,
+        workers: int,
+        limit_s: float,
+        on_stuck: Callable[[DistflowError], None],
+        failed: str | None = None,
+    ) -> None:
         self.board, self.workers, self.limit_s, self.on_stuck = board, workers, limit_s, on_stuck
         self.tick_s = min(1.0, limit_s / 10)
         rank = board.record.rank
@@ -35,6 +43,7 @@ class Watch:
         self._seen_by = (rank - 1) % workers
         self._flushed = 0.0
         self._alarm, self._alarm_seen = board.folder / "alarm", 0.0
+        self._failed, self._failed_seen = failed, False
         self._stop = threading.Event()
         self._main = threading.get_ident()
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
@@ -55,6 +64,10 @@ class Watch:
             record, now = self.board.record, time.monotonic()
             limit_s = self.limit_s if record.step >= 0 else max(self.limit_s, START_S)
             still_s = self._next.still_s(now) if self.workers > 1 else 0.0
+            if self._failed and os.path.exists(self._failed):
+                if self._failed_seen:  # time enough to notice by itself, and to say what it noticed
+                    self.on_stuck(StoppedError("another worker has failed"))
+                self._failed_seen = True
             if os.path.exists(self._alarm):  # unlike a Path, false where a shared folder fails
                 self._leave_stack()
                 self._alarm_seen = self._alarm_seen or now
