@@ -3,10 +3,12 @@
 import re
 import time
 from pathlib import Path
+from queue import SimpleQueue
 
+from distflow.errors import DistflowError, StoppedError
 from distflow.observe.board import Board, read_all
 from distflow.observe.report import Report, read_reports
-from distflow.observe.watch import Neighbour, describe
+from distflow.observe.watch import Neighbour, Watch, describe
 
 
 def test_a_record_tells_step_task_and_whom_a_worker_waits_for(tmp_path: Path) -> None:
@@ -70,3 +72,12 @@ def test_a_neighbour_that_stands_still_is_noticed_by_the_own_clock(tmp_path: Pat
     other.finish()
     assert watched.still_s(1010) == 0
     assert Neighbour(tmp_path, 2, pause_s=10).still_s(0) == 0  # on a host with a folder of its own
+
+
+def test_a_worker_ends_when_another_has_failed_whatever_it_does(tmp_path: Path) -> None:
+    ended: SimpleQueue[DistflowError] = SimpleQueue()
+    watch = Watch(Board(tmp_path, 0), 2, 1.0, ended.put, str(tmp_path / "failed"))
+    watch.start()
+    (tmp_path / "failed").touch()
+    assert isinstance(ended.get(timeout=30), StoppedError)
+    watch.stop()
