@@ -1,6 +1,6 @@
 """A run that is killed over and over, against the same run left in peace: weights, metrics and samples must be equal.
 
-`python bench/chaos.py [--steps 100] [--kills 20] [--workers 4] [--seed 0]`. Workers are killed (SIGKILL) at random
+`python bench/chaos.py [--steps 100] [--kills 22] [--workers 4] [--seed 0]`. Workers are killed (SIGKILL) at random
 moments, while they generate, exchange, update or write a checkpoint, one of them or all; between attempts files of the
 newest checkpoint are truncated, and the disk is filled for a while (on a small tmpfs, where this may mount one). Nobody
 helps the run: its launcher starts it again. One JSON object is the last line.
@@ -100,8 +100,8 @@ def records(run: Path, workers: int) -> Records:
 
 
 class Chaos:
-    def __init__(self, run: Path, workers: int, stride: int, seed: int, disk: bool) -> None:
-        self.run, self.workers, self.stride, self.disk = run, workers, stride, disk
+    def __init__(self, run: Path, workers: int, steps: int, kills: int, seed: int, disk: bool) -> None:
+        self.run, self.workers, self.steps, self.kills, self.disk = run, workers, steps, kills, disk
         self.rng = random.Random(seed)
         self.moments: Counter[str] = Counter()
         self.killed_all = self.truncated = self.filled = 0
@@ -110,7 +110,8 @@ class Chaos:
         """One blow, at a moment of its own; False if the run ended before."""
         moment = MOMENTS[number % len(MOMENTS)]
         victim, everybody = self.rng.randrange(self.workers), self.rng.random() < 0.3
-        after, first = self.rng.randint(0, 2 * self.stride), None  # steps that it is left alone
+        share = self.rng.random()
+        when: int | None = None  # the step; so that all blows find room
         patience = time.time() + 180
         now: Records = []
         while time.time() < patience:
@@ -119,9 +120,10 @@ class Chaos:
             now = records(self.run, self.workers)
             step = int(now[victim]["step"]) if now else -1  # type: ignore[call-overload]
             if step >= 0:
-                first = step if first is None else first
+                if when is None:
+                    when = step + int(share * 1.5 * (self.steps - step) / (self.kills - number + 1))
                 # A moment that does not come is not waited for for ever.
-                if step >= first + after and (self._is(moment, now[victim]) or step > first + after + 6):
+                if step >= when and (self._is(moment, now[victim]) or step > when + 6):
                     break
             time.sleep(0.001)
         targets = now if everybody else [now[victim]] if now else []
@@ -182,7 +184,7 @@ def curves(run: Path) -> list[list[float]]:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--kills", type=int, default=20)
+    parser.add_argument("--kills", type=int, default=22)
     parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
@@ -197,7 +199,7 @@ def main() -> None:
         storm.mkdir()
         mount = ["mount", "-t", "tmpfs", "-o", "size=48m", "tmpfs", str(storm)]
         disk = subprocess.run(mount, capture_output=True).returncode == 0
-        chaos, kills = Chaos(storm, args.workers, args.steps // args.kills, args.seed, disk), 0
+        chaos, kills = Chaos(storm, args.workers, args.steps, args.kills, args.seed, disk), 0
         try:
             process = start(config, storm)
             while kills < args.kills and chaos.strike(process, kills):
