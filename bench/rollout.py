@@ -47,17 +47,21 @@ def ours(model: str, work: Work) -> None:
     from transformers import AutoModelForCausalLM
 
     from distflow.engine import attention
+    from distflow.engine.lean import together
     from distflow.engine.model import kv_bytes
     from distflow.engine.rollout import Rollout
     from distflow.engine.sampling import Sampling
+    from distflow.engine.weights import room
     from distflow.launch.process import keep_freed_memory
 
     lm = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation=attention.NAME)
     lm.eval().requires_grad_(False)
     # As in a worker: weights in memory of their own (those in a file are badly aligned), freed memory is kept.
     keep_freed_memory()
-    for p in lm.parameters():
-        p.data = p.data.clone()
+    shapes = {name: tuple(p.shape) for name, p in lm.named_parameters()}
+    made = room(shapes, together(lm), torch.float32, torch.device("cpu"))
+    for name, p in lm.named_parameters():
+        p.data = made[name].copy_(p.data)
     engine = Rollout(lm, kv_bytes(lm.config, torch.float32, 1), 2 << 30, PROMPTS)
     calls = 0
 

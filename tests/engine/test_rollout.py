@@ -1,5 +1,6 @@
 """The rollout engine says what a plain loop without a cache would: whoever else is in the batch, however it is cut."""
 
+import gc
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
@@ -13,13 +14,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from transformers import PreTrainedModel
 
 from distflow.engine import cache, rollout
 from distflow.engine.attention import Attention, Packed
-from distflow.engine.lean import Full, Lean, forward_of
+from distflow.engine.lean import Forward, Full, Lean, forward_of, together
 from distflow.engine.model import kv_bytes
 from distflow.engine.rollout import Agree, Completions, Rollout
 from distflow.engine.sampling import Sampling, choose
+from distflow.engine.weights import room
 from distflow.errors import ConfigError
 from engine.tiny import ARCHITECTURES, VOCABULARY, pair
 
@@ -79,16 +83,20 @@ def same(got: list[Said], want: list[Said]) -> bool:
 
 
 @contextmanager
-def passes(made: Rollout) -> Iterator[dict[str, list[int]]]:
+def passes() -> Iterator[dict[str, list[int]]]:
     """How many tokens each pass through the model computes."""
     seen: dict[str, list[int]] = {"Prefill": [], "Decode": []}
-    logits = made.logits
 
-    def told(tokens: Tensor, positions: Tensor, attention: Attention, keep: Tensor | None = None) -> Tensor:
-        seen[type(attention).__name__].append(len(tokens))
-        return logits(tokens, positions, attention, keep)
+    def told(model: PreTrainedModel) -> Forward:
+        forward = forward_of(model)
 
-    with patch.object(made, "logits", told):
+        def tell(tokens: Tensor, positions: Tensor, attention: Attention, keep: Tensor | None) -> Tensor:
+            seen[type(attention).__name__].append(len(tokens))
+            return forward(tokens, positions, attention, keep)
+
+        return tell
+
+    with patch.object(rollout, "forward_of", told):
         yield seen
 
 
@@ -235,16 +243,59 @@ def test_weights_may_change_between_calls() -> None:
     assert same(after, generate(Rollout(model, made.bytes_per_token, 1 << 22, 8)))
 
 
+def side_by_side(model: PreTrainedModel) -> dict[str, Tensor]:
+    """Its weights moved to where a generator would have them."""
+    shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
+    made = room(shapes, together(model), torch.float32, torch.device("cpu"))
+    for name, p in model.named_parameters():
+        p.data = made[name].copy_(p.data)
+    return made
+
+
+@pytest.mark.parametrize("arch", ["qwen2", "llama", "qwen3", "mistral"])
+def test_matrices_side_by_side_are_one(arch: str) -> None:
+    model = deepcopy(pair(arch).ours)
+    side_by_side(model)
+    layer = forward_of(model).layers[1]  # type: ignore[attr-defined]
+    block = model.model.layers[1]
+    attention, mlp = block.self_attn, block.mlp
+    for both, parts in (
+        (layer.qkv, (attention.q_proj, attention.k_proj, attention.v_proj)),
+        (layer.gate_up, (mlp.gate_proj, mlp.up_proj)),
+    ):
+        assert torch.equal(both.weight, torch.cat([p.weight for p in parts]))
+        assert both.weight.data_ptr() == parts[0].weight.data_ptr()  # no copy
+    assert forward_of(pair(arch).ours).layers[1].qkv.weight is None  # type: ignore[attr-defined]
+    assert same(generate(Rollout(model, kv_bytes(model.config, torch.float32, 1), 1 << 22, 8)), expected(arch))
+
+
+def test_a_model_that_is_not_known_has_its_weights_one_by_one() -> None:
+    assert list(together(pair("gemma2").ours)) == []
+
+
+def test_between_calls_the_memory_of_weights_may_be_taken_away() -> None:
+    model = deepcopy(pair("qwen2").ours)
+    made = side_by_side(model)
+    engine = Rollout(model, kv_bytes(model.config, torch.float32, 1), 1 << 22, 8)
+    generate(engine)
+    kept = [StorageWeakRef(t.untyped_storage()) for t in made.values()]
+    for p in model.parameters():
+        p.data = torch.empty(0)
+    del made
+    gc.collect()
+    assert all(storage.expired() for storage in kept)
+
+
 def test_a_prompt_is_computed_once_for_all_of_its_samples() -> None:
     made = engine("qwen2", 64)
-    with passes(made) as seen:
+    with passes() as seen:
         made.generate([PROMPTS[5], PROMPTS[1]], np.arange(16) % 2, np.arange(16), replace(HOW, max_tokens=1), SEED)
     assert seen == {"Prefill": [len(PROMPTS[5]) + len(PROMPTS[1])], "Decode": []}
 
 
 def test_a_freed_place_is_taken_by_who_waits() -> None:
     made, how = engine("qwen2", 3), replace(HOW, min_tokens=1)  # nobody leaves right after the prompt
-    with passes(made) as seen:
+    with passes() as seen:
         got = generate(made, how)
     assert sum(seen["Decode"]) == sum(len(tokens) - 1 for tokens, _, _ in got)
     full = [n == 3 for n in seen["Decode"]]
@@ -256,7 +307,7 @@ def test_a_freed_place_is_taken_by_who_waits() -> None:
 def test_long_prompts_are_computed_in_several_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rollout, "_PREFILL", 12)
     made = engine("gemma2", 64)
-    with passes(made) as seen:
+    with passes() as seen:
         got = generate(made, replace(HOW, max_tokens=1))
     assert max(seen["Prefill"]) == 21  # the one prompt that is longer than a pass should be, alone
     assert sorted(seen["Prefill"])[-2] <= 12
@@ -268,7 +319,7 @@ def test_long_prompts_are_computed_in_several_passes(monkeypatch: pytest.MonkeyP
 def test_the_memory_of_the_cache_bounds_the_batch() -> None:
     longest = 21 + HOW.max_tokens
     made = engine("llama", 64, tokens=2 * longest + 5)
-    with passes(made) as seen:
+    with passes() as seen:
         got = generate(made)
     held = sum(x.nbytes for layer in made._cache.layers.values() for x in layer)
     assert made._cache.slots == 2

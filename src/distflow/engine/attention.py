@@ -150,13 +150,23 @@ def attend_once(q: Tensor, k: Tensor, v: Tensor, how: How, mask: Tensor | None) 
     Heads that share keys are the queries of one small product: for so few of them that is faster than a kernel made
     for many.
     """
-    return _plainly(q.unflatten(1, (k.shape[1], -1)), k, v, how, mask).flatten(1, 2)
+    (n, heads, dim), pairs = q.shape, k.shape[0] * k.shape[1]
+    few, k, v = q.reshape(pairs, -1, dim), k.flatten(0, 1), v.flatten(0, 1)
+    scale = how.scale or dim**-0.5
+    scores = torch.baddbmm(q.new_empty(1), few, k.transpose(1, 2), beta=0, alpha=scale)  # beta 0: nothing is added
+    weights = _weights(scores.unflatten(0, (n, -1)), how, mask).to(v.dtype)
+    return torch.bmm(weights.flatten(0, 1), v).view(n, heads, dim)
 
 
 def _plainly(q: Tensor, k: Tensor, v: Tensor, how: How, mask: Tensor | None) -> Tensor:
-    scores = ((q * (how.scale or q.shape[-1] ** -0.5)) @ k.transpose(2, 3)).float()
+    scores = (q * (how.scale or q.shape[-1] ** -0.5)) @ k.transpose(2, 3)
+    return _weights(scores, how, mask).to(v.dtype) @ v
+
+
+def _weights(scores: Tensor, how: How, mask: Tensor | None) -> Tensor:
+    scores = scores.float()
     if how.softcap is not None:
         scores = how.softcap * torch.tanh(scores / how.softcap)
     if mask is not None:
         scores = scores + mask
-    return torch.softmax(scores, -1).to(v.dtype) @ v
+    return torch.softmax(scores, -1)

@@ -1,15 +1,15 @@
 """A model's forward pass without most of what Hugging Face's modules do between their matrices.
 
 A step of decoding is so small that this was a third of it. For the Llama family, whose members differ only in biases
-and in norms of queries and keys; any other model goes through its own `forward`. Linear layers stay modules: their
-weights come and go, and tensor parallelism hangs on them.
+and in norms of queries and keys; any other model goes through its own `forward`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.functional import linear
 from transformers import PreTrainedModel
 
 from distflow.engine.attention import Attention, How
@@ -19,10 +19,30 @@ Forward = Callable[[Tensor, Tensor, Attention, Tensor | None], Tensor]
 
 
 def forward_of(model: PreTrainedModel) -> Forward:
-    """A function of tokens [n], positions [n], who attends to what, and whose logits are wanted (None: everybody's)."""
+    """A function of tokens [n], positions [n], who attends to what, and whose logits are wanted (None: everybody's).
+
+    It is made for the weights that the model has now.
+    """
+    return Lean(model) if _known(model) else Full(model)
+
+
+def _known(model: PreTrainedModel) -> bool:
     kind = model.config.model_type
-    known = kind in FAMILY and type(model).__module__ == f"transformers.models.{kind}.modeling_{kind}"
-    return Lean(model) if known else Full(model)
+    return kind in FAMILY and type(model).__module__ == f"transformers.models.{kind}.modeling_{kind}"
+
+
+def together(model: Any) -> Iterator[list[str]]:
+    """Names of the matrices in the layers, those that are multiplied with the same input together: if they lie side by
+    side in memory, they are one."""
+    names = {p: name for name, p in model.named_parameters()}
+    for block in model.model.layers if _known(model) else ():
+        for layers in _matrices(block):
+            yield [names[layer.weight] for layer in layers]
+
+
+def _matrices(block: Any) -> tuple[Sequence[Any], ...]:
+    at, mlp = block.self_attn, block.mlp
+    return (at.q_proj, at.k_proj, at.v_proj), (at.o_proj,), (mlp.gate_proj, mlp.up_proj), (mlp.down_proj,)
 
 
 class Full:
@@ -48,6 +68,7 @@ class Lean:
     def __init__(self, model: Any) -> None:
         self.body, self.head = model.model, model.lm_head
         self.layers = [_Layer(block) for block in self.body.layers]
+        self.norm = _Norm(self.body.norm)
 
     def __call__(self, tokens: Tensor, positions: Tensor, attention: Attention, keep: Tensor | None) -> Tensor:
         x = self.body.embed_tokens(tokens)
@@ -56,32 +77,70 @@ class Lean:
         sin = torch.cat((-below, above), -1)
         for layer in self.layers:
             x = layer(x, cos, sin, attention)
-        x = _norm(self.body.norm, x)
+        x = self.norm(x)
         return self.head(x if keep is None else x[keep])  # type: ignore[no-any-return]
 
 
 class _Layer:
     def __init__(self, block: Any) -> None:
-        at, mlp = block.self_attn, block.mlp
+        at, self.act = block.self_attn, block.mlp.act_fn
         self.index, self.dim = at.layer_idx, at.head_dim
         # Mistral says it in its config, for all layers.
         window = at.sliding_window if hasattr(at, "sliding_window") else getattr(at.config, "sliding_window", None)
         self.how = How(at.scaling, window)
-        self.before, self.between = block.input_layernorm, block.post_attention_layernorm
-        self.q, self.k, self.v, self.o = at.q_proj, at.k_proj, at.v_proj, at.o_proj
-        self.q_norm, self.k_norm = getattr(at, "q_norm", None), getattr(at, "k_norm", None)
-        self.gate, self.up, self.down, self.act = mlp.gate_proj, mlp.up_proj, mlp.down_proj, mlp.act_fn
+        self.before, self.between = _Norm(block.input_layernorm), _Norm(block.post_attention_layernorm)
+        qkv, (self.o,), gate_up, (self.down,) = _matrices(block)
+        self.heads = [len(layer.weight) // self.dim for layer in qkv]
+        self.qkv, self.gate_up = _Together(qkv), _Together(gate_up)
+        self.norms = (_Norm(at.q_norm), _Norm(at.k_norm)) if hasattr(at, "q_norm") else None
 
     def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, attention: Attention) -> Tensor:
-        y = _norm(self.before, x)
-        q, k, v = (w(y).unflatten(1, (-1, self.dim)) for w in (self.q, self.k, self.v))  # [n, heads, dim]
-        if self.q_norm is not None:
-            q, k = _norm(self.q_norm, q), _norm(self.k_norm, k)
-        q, k = _turn(q, cos, sin), _turn(k, cos, sin)
+        """`x` is written over."""
+        qkv = self.qkv(self.before(x)).unflatten(1, (-1, self.dim))  # [n, heads, dim]
+        q, k, v = qkv.split(self.heads, 1)
+        if self.norms:
+            q, k = (_turn(norm(part), cos, sin) for norm, part in zip(self.norms, (q, k), strict=True))
+        else:
+            q, k = _turn(qkv[:, : -self.heads[2]], cos, sin).split(self.heads[:2], 1)
         y = attention(self.index, q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1), self.how)
-        x = x + self.o(y.flatten(1))
-        y = _norm(self.between, x)
-        return x + self.down(self.act(self.gate(y)).mul_(self.up(y)))  # type: ignore[no-any-return]
+        x = _add(x, self.o, y.flatten(1))
+        gate, up = self.gate_up(self.between(x)).chunk(2, -1)
+        return _add(x, self.down, self.act(gate).mul_(up))
+
+
+class _Together:
+    """Linear layers with the same input."""
+
+    def __init__(self, layers: Sequence[nn.Linear]) -> None:
+        self.layers = layers
+        biases: list[Tensor] = [layer.bias for layer in layers if layer.bias is not None]
+        self.weight = joined([layer.weight for layer in layers]) if len(biases) in (0, len(layers)) else None
+        self.bias = torch.cat(biases) if self.weight is not None and biases else None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if self.weight is None:
+            return torch.cat([layer(x) for layer in self.layers], -1)
+        return linear(x, self.weight, self.bias)
+
+
+def joined(parts: Sequence[Tensor]) -> Tensor | None:
+    """These matrices, one below the other, if they are so in memory."""
+    first, rows = parts[0], 0
+    for part in parts:
+        memory, place = part.untyped_storage().data_ptr(), first.storage_offset() + rows * first.stride(0)
+        if memory != first.untyped_storage().data_ptr() or part.storage_offset() != place:
+            return None
+        if part.stride() != first.stride() or part.shape[1] != first.shape[1]:
+            return None
+        rows += len(part)
+    return first.as_strided((rows, first.shape[1]), first.stride())
+
+
+def _add(x: Tensor, layer: nn.Linear, y: Tensor) -> Tensor:
+    """x + layer(y), in the place of `x` where nothing hangs on the layer, as tensor parallelism does."""
+    if layer._forward_hooks or getattr(layer, "bias", None) is not None:
+        return x + layer(y)  # type: ignore[no-any-return]
+    return x.addmm_(y, layer.weight.T)
 
 
 def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -89,8 +148,13 @@ def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return (x * cos).addcmul_(x.roll(x.shape[-1] // 2, -1), sin)
 
 
-def _norm(module: Any, x: Tensor) -> Tensor:
-    if x.dtype != torch.float32:  # the module knows where it rounds
-        return module(x)  # type: ignore[no-any-return]
-    scale = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_().div_(x.shape[-1])
-    return x.mul(scale.add_(module.variance_epsilon).rsqrt_()).mul_(module.weight)
+class _Norm:
+    def __init__(self, module: Any) -> None:
+        self.module, self.weight = module, module.weight
+        self.epsilon = self.weight.new_tensor(module.variance_epsilon)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if x.dtype != torch.float32:  # the module knows where it rounds
+            return self.module(x)  # type: ignore[no-any-return]
+        size = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        return x.mul(torch.addcmul(self.epsilon, size, size, value=1 / x.shape[-1]).rsqrt_()).mul_(self.weight)

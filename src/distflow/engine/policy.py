@@ -19,6 +19,7 @@ from distflow.data.batch import Batch, Ragged
 from distflow.data.comm import telling
 from distflow.data.exchange import Collective
 from distflow.engine import parallel
+from distflow.engine.lean import together
 from distflow.engine.model import DTYPES, Source, kv_bytes
 from distflow.engine.roles import find_loss
 from distflow.engine.rollout import Completions, Rollout
@@ -26,7 +27,7 @@ from distflow.engine.sampling import Sampling
 from distflow.engine.setup import Setup
 from distflow.engine.text import Text, ragged
 from distflow.engine.trainer import Recipe, Trainer
-from distflow.engine.weights import HandOver, Held, slices
+from distflow.engine.weights import HandOver, Held, room, slices
 from distflow.errors import ConfigError
 from distflow.export import describe
 from distflow.observe.metrics import Tally
@@ -193,10 +194,8 @@ class Generator:
 
     def allocate(self) -> dict[str, Tensor]:
         """Memory for the weights, to be filled."""
-        made = {}
-        for spec in self.specs:
-            shape = [hi - lo for lo, hi in self.held.box(spec, self.rank)]
-            made[spec.name] = torch.empty(shape, dtype=self.dtype, device=self.device)
+        shapes = {s.name: tuple(hi - lo for lo, hi in self.held.box(s, self.rank)) for s in self.specs}
+        made = room(shapes, together(self.model), self.dtype, self.device)
         self.fill(made)
         return made
 

@@ -56,7 +56,7 @@ class Rollout:
         self.bytes_per_token, self.agree = bytes_per_token, agree
         self.device = device or torch.device("cpu")
         self.cache_bytes, self.max_sequences = cache_bytes, max_sequences
-        self._forward = forward_of(model)
+        self.model = model
         self._cache = Cache(0, 0)
 
     @torch.inference_mode()
@@ -71,9 +71,6 @@ class Rollout:
             if batch.count:
                 batch.decode()
         return batch.completions()
-
-    def logits(self, tokens: Tensor, positions: Tensor, attention: Attention, keep: Tensor | None = None) -> Tensor:
-        return self._forward(tokens.to(self.device), positions.to(self.device), attention, keep)
 
     def cache(self, sequences: int, longest: int) -> Cache:
         """Room for as many sequences as fit; kept from call to call."""
@@ -97,6 +94,7 @@ class _Running:
         self, engine: Rollout, prompts: Sequence[Sequence[int]], prompt_of: Ints, ids: Ints, how: Sampling, seed: int
     ) -> None:
         self.engine, self.prompts, self.prompt_of, self.ids = engine, prompts, prompt_of, ids
+        self.forward = forward_of(engine.model)  # its weights are others in each call
         self.how, self.seed = how, seed
         self.sizes = np.array([len(p) for p in prompts], np.int64)
         samples = len(ids)
@@ -145,7 +143,7 @@ class _Running:
         tokens = torch.tensor([t for p in prompts for t in p])
         positions = torch.cat([torch.arange(n) for n in sizes])
         attention = Prefill(self.cache, sizes, [g[0][0] for g in groups])
-        logits = self.engine.logits(tokens, positions, attention, torch.tensor(sizes).cumsum(0) - 1)
+        logits = self._logits(tokens, positions, attention, torch.tensor(sizes).cumsum(0) - 1)
         pairs = [(g[0][0], slot, i) for i, g in enumerate(groups) for slot, _ in g]
         if copies := [(a, b) for a, b, _ in pairs if a != b]:
             sources, targets = torch.tensor(copies).T
@@ -159,8 +157,12 @@ class _Running:
         sample = self.sample[: self.count]
         positions = torch.from_numpy(self.sizes[self.prompt_of[sample]] + self.made[sample] - 1)
         positions = positions.to(self.engine.device)
-        self._choose(slots, self.engine.logits(self.last[: self.count], positions, Decode(self.cache, positions)))
+        self._choose(slots, self._logits(self.last[: self.count], positions, Decode(self.cache, positions)))
         self._leave()
+
+    def _logits(self, tokens: Tensor, positions: Tensor, attention: Attention, keep: Tensor | None = None) -> Tensor:
+        device = self.engine.device
+        return self.forward(tokens.to(device), positions.to(device), attention, keep)
 
     def _choose(self, slots: Ints, logits: Tensor) -> None:
         sample = self.sample[slots]

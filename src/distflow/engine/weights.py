@@ -3,7 +3,7 @@
 A parameter is cut by tensor parallelism along one dimension, or not at all, and what is left by FSDP along the first.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -58,6 +58,23 @@ class Held:
                 ranks = cell
             for rank in ranks:
                 yield rank, self.box(spec, rank)
+
+
+def room(
+    shapes: Mapping[str, tuple[int, ...]], together: Iterable[Sequence[str]], dtype: torch.dtype, device: torch.device
+) -> dict[str, Tensor]:
+    """Memory for parameters. Matrices that are used `together` lie side by side, on a CPU as columns: a few rows are
+    multiplied with them faster so."""
+    made: dict[str, Tensor] = {}
+    for names in together:
+        rows, width = [shapes[n][0] for n in names], shapes[names[0]][1]
+        if device.type == "cpu":
+            whole = torch.empty(width, sum(rows), dtype=dtype).T
+        else:
+            whole = torch.empty(sum(rows), width, dtype=dtype, device=device)
+        made |= dict(zip(names, whole.split(rows), strict=True))
+    alone = {name: torch.empty(shape, dtype=dtype, device=device) for name, shape in shapes.items() if name not in made}
+    return made | alone
 
 
 def overlap(a: Box, b: Box) -> Box | None:
