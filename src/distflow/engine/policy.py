@@ -203,6 +203,7 @@ class Generator:
         """Give the memory of the weights back: training needs it."""
         self.fill({spec.name: torch.empty(0, dtype=self.dtype) for spec in self.specs})
 
+    @torch.no_grad()
     def read(self, source: Source) -> None:
         """Weights straight from where the model comes from."""
         read = source.reader([s.name for s in self.specs])

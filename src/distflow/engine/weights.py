@@ -5,6 +5,7 @@ A parameter is cut by tensor parallelism along one dimension, or not at all, and
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from math import prod
 
 import torch
@@ -72,7 +73,7 @@ def room(
             whole = torch.empty(width, sum(rows), dtype=dtype).T
         else:
             whole = torch.empty(sum(rows), width, dtype=dtype, device=device)
-        made |= dict(zip(names, whole.split(rows), strict=True))
+        made |= {name: whole[end - n : end] for name, n, end in zip(names, rows, accumulate(rows), strict=True)}
     alone = {name: torch.empty(shape, dtype=dtype, device=device) for name, shape in shapes.items() if name not in made}
     return made | alone
 
