@@ -1,7 +1,6 @@
-"""Training on real workers: the gradient of any layout is the plain one, what is learnt is there, kept and judged."""
+"""The training engine on real workers: the gradient of any layout is the plain one, and what is exported agrees."""
 
-import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -10,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import yaml
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -27,7 +25,6 @@ from distflow.plan.layout import Layout
 from distflow.sections import TrainConfig
 from engine.tiny import VOCABULARY, config_of, pair
 from spawn import spawn
-from warm import distflow_run
 
 ARCHITECTURES = ("qwen2", "qwen3")  # the one with tied embeddings, the other with norms that all heads share
 TEMPERATURE = 0.8
@@ -319,160 +316,3 @@ def exported(*args: Path | str) -> int:
         cli.main(["export", *map(str, args)])
     assert isinstance(e.value.code, int)
     return e.value.code
-
-
-PAIRS = {"one and one is ": "two", "two and one is ": "three", "two and two is ": "four", "one and two is ": "thr33"}
-REWARDS = """
-import json
-from pathlib import Path
-
-def same(solution_str, ground_truth):
-    return float(solution_str == ground_truth)
-
-def noted(solution_str, ground_truth):
-    score = len(solution_str) % 4 / 3
-    with open(Path(__file__).parent / "noted.jsonl", "a") as file:
-        file.write(json.dumps([ground_truth, score]) + "\\n")
-    return score
-
-def unnoted(solution_str, ground_truth):
-    return len(solution_str) % 4 / 3
-"""
-CONFIG: dict[str, Any] = {
-    "model": {"arch": "qwen2", "hidden": 32, "layers": 2, "heads": 4, "kv_heads": 2},
-    "rollout": {"n": 2, "max_tokens": 8},
-    "wait_limit_s": 60,
-}
-
-
-def run(folder: Path, name: str, *overrides: str, workers: int, **config: Any) -> list[dict[str, Any]]:
-    """The metrics of its steps."""
-    path = folder / f"{name}.yaml"
-    path.write_text(yaml.safe_dump({**CONFIG, "run_dir": str(folder / name), **config}))
-    ended = distflow_run(path, *overrides, workers=workers)
-    assert ended.codes == [0] * workers, ended.err
-    return read(folder / name / "metrics.jsonl")
-
-
-def read(path: Path) -> list[Any]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-def write(path: Path, rows: Iterator[dict[str, Any]]) -> None:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_model_learns_what_it_is_shown_and_takes_it_along(tmp_path: Path, dtype: str) -> None:
-    write(tmp_path / "pairs.jsonl", ({"prompt": p, "response": r, "answer": r} for p, r in PAIRS.items()))
-    (tmp_path / "rewards.py").write_text(REWARDS)
-    metrics = run(
-        tmp_path,
-        "sft",
-        workers=2,
-        flow="sft",
-        data={"files": "pairs.jsonl", "batch": 4},
-        steps=60,
-        train={"lr": 1e-2, "warmup": 5, "dtype": dtype},
-        reward="rewards.py:same",
-        eval={"files": "pairs.jsonl", "every": 100},
-    )
-    assert [m["step"] for m in metrics] == [-1, *range(60)]
-    losses = [m["actor/loss"] for m in metrics[1:]]
-    assert losses[0] > 4
-    assert losses[-1] < 0.2
-    assert [m["step"] for m in metrics if "val/all/score" in m] == [-1, 59]
-    assert metrics[0]["val/all/score"] == 0
-    assert metrics[-1]["val/all/score"] == 1
-
-    assert exported(tmp_path / "sft", tmp_path / "out") == 0
-    model: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
-    assert model.dtype == torch.float32
-    for prompt, response in PAIRS.items():
-        tokens = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
-        said = model.generate(**tokens, max_new_tokens=8, do_sample=False)[0, tokens.input_ids.shape[1] :]
-        assert tokenizer.decode(said, skip_special_tokens=True) == response
-        assert said[-1] == tokenizer.eos_token_id
-
-
-GRPO: dict[str, Any] = {
-    "flow": "grpo",
-    "data": {"files": "train.jsonl", "batch": 4},
-    "steps": 5,
-    "train": {"lr": 1e-2},
-    "reward": "rewards.py:unnoted",
-    "eval": {"files": "held_out.jsonl", "every": 2, "n": 3, "temperature": 1.0},
-}
-
-
-@pytest.fixture(scope="module")
-def judged(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a run of one worker: five held-out rows, each judged by three responses."""
-    folder = tmp_path_factory.mktemp("judged")
-    (folder / "rewards.py").write_text(REWARDS)
-    write(folder / "train.jsonl", ({"prompt": f"say {i}", "answer": "train"} for i in range(8)))
-    kinds = ("even", "odd")
-    held_out = ({"prompt": f"tell {i}", "answer": str(i), "data_source": kinds[i % 2]} for i in range(5))
-    write(folder / "held_out.jsonl", held_out)
-    run(folder, "alone", workers=1, **{**GRPO, "reward": "rewards.py:noted"})
-    return folder
-
-
-def judgements(metrics: list[dict[str, Any]]) -> dict[int, dict[str, float]]:
-    found = {m["step"]: {k: v for k, v in m.items() if k.startswith("val/")} for m in metrics}
-    return {step: numbers for step, numbers in found.items() if numbers}
-
-
-def test_a_held_out_set_is_judged_before_in_between_and_at_the_end(judged: Path) -> None:
-    found = judgements(read(judged / "alone" / "metrics.jsonl"))
-    assert list(found) == [-1, 1, 3, 4]
-    noted = [(int(truth), score) for truth, score in read(judged / "noted.jsonl") if truth != "train"]
-    assert len(noted) == 4 * 5 * 3
-    for k, numbers in enumerate(found.values()):
-        scores = [[s for truth, s in noted[15 * k : 15 * k + 15] if truth == row] for row in range(5)]
-        assert [len(s) for s in scores] == [3] * 5
-        for kind, rows in (("even", scores[::2]), ("odd", scores[1::2])):
-            assert numbers[f"val/{kind}/score"] == pytest.approx(np.mean(rows))
-            assert numbers[f"val/{kind}/pass@3"] == pytest.approx(np.mean([max(s) for s in rows]))
-        assert numbers.keys() >= {"val/response_length/mean", "val/response_length/clip_ratio"}
-    assert len({tuple(numbers.values()) for numbers in found.values()}) > 1  # the model changes
-
-
-@pytest.mark.parametrize(
-    ("workers", "placement"),
-    [
-        (2, {}),
-        (2, {"default": {"tp": 2}}),
-        (4, {"nodes": {"actor.generate": {"tp": 2}}}),
-        (
-            4,
-            {"groups": {"g": "0-1", "t": "2-"}, "default": {"group": "t"}, "nodes": {"actor.generate": {"group": "g"}}},
-        ),
-    ],
-    ids=["dp2", "tp2", "dp4 generating tp2", "split"],
-)
-def test_every_held_out_row_counts_once_on_any_number_of_workers(
-    judged: Path, workers: int, placement: dict[str, Any]
-) -> None:
-    """Five rows divide over no number of workers."""
-    want = judgements(read(judged / "alone" / "metrics.jsonl"))
-    name = f"{workers} {'-'.join(placement)}"
-    got = judgements(run(judged, name, workers=workers, placement=placement, **GRPO))
-    names = [f"val/{kind}/{what}" for kind in ("even", "odd") for what in ("score", "pass@3")]
-    assert got.keys() == want.keys()
-    for step, numbers in want.items():
-        assert {n: got[step][n] for n in names} == pytest.approx({n: numbers[n] for n in names})
-    shown = [(row["step"], row["prompt"]) for row in read(judged / name / "samples.jsonl")]
-    assert sorted(shown) == [(step, f"tell {i}") for step in want for i in range(5)]
-
-
-def test_a_model_is_judged_without_being_trained(judged: Path) -> None:
-    """As `distflow eval` does it: the same numbers as before training."""
-    before = judgements(read(judged / "alone" / "metrics.jsonl"))[-1]
-    found = run(judged, "eval", "steps=0", workers=2, **GRPO)
-    assert [m["step"] for m in found] == [-1]
-    numbers = judgements(found)[-1]
-    for name in ("val/even/score", "val/odd/score", "val/even/pass@3"):
-        assert numbers[name] == pytest.approx(before[name])
-    assert not (judged / "eval" / "checkpoints").exists()
