@@ -142,7 +142,7 @@ class Rewards:
         )
 
         def run() -> None:
-            context = cast(Context, SimpleNamespace(step=1, metrics=Tally()))
+            context = cast(Context, SimpleNamespace(step=1, metrics=Tally(), lead=True))
             scores = self.rewards[name, mode].score(batch, context)["score"]
             assert len(scores) == len(programs)
             assert all(math.isfinite(s) for s in scores.tolist())

@@ -35,7 +35,7 @@ def batch_of(responses: Sequence[str], **columns: Any) -> Batch:
 
 def context() -> Context:
     """What a reward asks of it."""
-    return cast(Context, SimpleNamespace(step=3, metrics=Tally()))
+    return cast(Context, SimpleNamespace(step=3, metrics=Tally(), lead=True))
 
 
 def metrics_of(ctx: Context) -> dict[str, float]:

@@ -72,11 +72,12 @@ class Reward:
         restarts = self.pool.restarts
         scored = self._score(samples, self.on_failure)
         failures = scored.failures()
-        if failures and self.log:
+        if failures and self.log and ctx.lead:
             self._write(self.log, [f"step {ctx.step}: {self._told(samples, *f)}" for f in failures])
         if len(samples):
             self._measure(ctx.metrics, scored, samples.sources)
-        ctx.metrics.log("reward/failures", len({i for i, _, _ in failures}), reduce="sum")
+        if ctx.lead:  # replicas fail alike
+            ctx.metrics.log("reward/failures", len({i for i, _, _ in failures}), reduce="sum")
         ctx.metrics.log("reward/restarts", self.pool.restarts - restarts, reduce="sum")
         return {"score": torch.tensor(scored.totals, dtype=torch.float32)}
 
