@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from distflow import checkpoint, cli
 from distflow.algo.losses import policy
 from distflow.data.batch import Batch, Column, Ragged
+from distflow.engine import parallel
 from distflow.engine.model import Source
 from distflow.engine.policy import part_of
 from distflow.engine.tokenizer import train_tokenizer
@@ -30,6 +32,7 @@ ARCHITECTURES = ("qwen2", "qwen3")  # the one with tied embeddings, the other wi
 TEMPERATURE = 0.8
 CONSTANTS: dict[str, Any] = {"clip": 0.1, "kl": 0.05, "entropy": 0.02}
 WHOLE = 1 << 20  # tokens: all samples at once
+ALL = 1 << 40  # bytes: the whole model
 
 
 def samples() -> Batch:
@@ -62,9 +65,11 @@ class Case:
     micro_tokens: int = WHOLE
     dtype: str = "float32"
     recompute: bool = False
+    unit: int = 1  # bytes of parameters that are gathered together, at least; so few that each layer is by itself
 
     def __str__(self) -> str:
         more = f"{' recomputed' * self.recompute}{' bfloat16' * (self.dtype != 'float32')}"
+        more += "" if self.unit == 1 else " at once" if self.unit == ALL else " two by two"
         return (
             f"{self.arch} dp{self.dp} tp{self.tp} {'whole' if self.micro_tokens == WHOLE else self.micro_tokens}{more}"
         )
@@ -75,10 +80,12 @@ class Case:
 
 
 LAYOUTS = ((1, 1, 24), (2, 1, 24), (1, 2, WHOLE), (2, 2, 16))  # dp, tp, tokens at once
+TWO = sum(p.numel() * 4 for p in pair("qwen2").ours.model.layers[0].parameters()) + 1
 CASES = [
     *(Case(arch, dp, tp, tokens) for arch in ARCHITECTURES for dp, tp, tokens in LAYOUTS),
     Case("qwen2", recompute=True),
     Case("qwen3", 2, 2, 16, recompute=True),
+    *(Case("qwen2", 2, 1, 24, recompute=r, unit=u) for u in (TWO, ALL) for r in (False, True)),
 ]
 ROUGH = [Case("qwen3", dtype="bfloat16"), Case("qwen2", 2, 2, 24, dtype="bfloat16")]
 
@@ -91,18 +98,19 @@ def trainer(case: Case, rank: int, folder: Path, config: TrainConfig) -> Trainer
     mesh = DeviceMesh("cpu", torch.tensor(layout.ranks).view(layout.dp, layout.tp), mesh_dim_names=("dp", "tp"))
     if rank not in layout.ranks:
         return None
-    return Trainer(
-        "actor",
-        source(case.arch, folder),
-        layout,
-        mesh,
-        rank,
-        TEMPERATURE,
-        case.micro_tokens,
-        case.dtype,
-        config,
-        case.recompute,
-    )
+    with patch.object(parallel, "UNIT", case.unit):
+        return Trainer(
+            "actor",
+            source(case.arch, folder),
+            layout,
+            mesh,
+            rank,
+            TEMPERATURE,
+            case.micro_tokens,
+            case.dtype,
+            config,
+            case.recompute,
+        )
 
 
 def source(arch: str, folder: Path) -> Source:
@@ -235,6 +243,19 @@ def expected() -> dict[str, dict[str, Tensor]]:
 
 def shapes(arch: str) -> dict[str, Any]:
     return {name: p.shape for name, p in pair(arch).eager.named_parameters()}
+
+
+def test_small_layers_are_gathered_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = AutoModelForCausalLM.from_config(config_of("qwen2", num_hidden_layers=5))
+    first, second, third, fourth, fifth = model.model.layers
+    for unit, units in (
+        (1, [[first], [second], [third], [fourth], [fifth]]),
+        (TWO, [[first, second], [third, fourth], [fifth]]),
+        (4 * TWO, [[first, second, third, fourth, fifth]]),
+        (ALL, []),
+    ):
+        monkeypatch.setattr(parallel, "UNIT", unit)
+        assert parallel.units(model) == units
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

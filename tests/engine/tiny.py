@@ -68,8 +68,8 @@ class Pair:
         return out.logits[0]
 
 
-def config_of(arch: str) -> PreTrainedConfig:
-    return AutoConfig.for_model(arch, **{**_BASE, **_MORE[arch]})
+def config_of(arch: str, **changes: Any) -> PreTrainedConfig:
+    return AutoConfig.for_model(arch, **{**_BASE, **_MORE[arch], **changes})
 
 
 @cache

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from distflow.engine.weights import Spec
 from distflow.errors import ConfigError
 
+UNIT = 32 << 20  # bytes of parameters that are gathered together, at least
 _REPLICATED = "replicated_with_grad_allreduce"  # a whole weight, used by each rank for its own heads only
 
 
@@ -61,13 +62,26 @@ def cut_for_training(model: PreTrainedModel, cut: Mapping[str, str], mesh: Devic
 
 
 def shard(root: nn.Module, model: PreTrainedModel, mesh: DeviceMesh, compute: torch.dtype) -> None:
-    """FSDP2 over the data-parallel dimension, layer by layer; `root` is what is called."""
+    """FSDP2 over the data-parallel dimension, some layers at a time; `root` is what is called."""
     policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
-    blocks = set(getattr(model, "_no_split_modules", None) or ())
-    for module in model.modules():
-        if type(module).__name__ in blocks:
-            fully_shard(module, mesh=mesh["dp"], mp_policy=policy)
+    for unit in units(model):
+        fully_shard(unit, mesh=mesh["dp"], mp_policy=policy)
     fully_shard(root, mesh=mesh["dp"], mp_policy=policy, reshard_after_forward=False)
+
+
+def units(model: PreTrainedModel) -> list[list[nn.Module]]:
+    """Layers whose parameters are gathered together. For a few small ones one exchange with everything is faster than
+    one for each, in which workers would also wait for each other; they are left to what is around them."""
+    names = set(getattr(model, "_no_split_modules", None) or ())
+    found: list[list[nn.Module]] = []
+    room = 0
+    for layer in (m for m in model.modules() if type(m).__name__ in names):
+        if room <= 0:
+            found.append([])
+            room = UNIT
+        found[-1].append(layer)
+        room -= sum(p.numel() * p.element_size() for p in layer.parameters())
+    return found if len(found) > 1 or room <= 0 else []
 
 
 def local(p: Tensor) -> Tensor:
@@ -95,9 +109,8 @@ class CutInPlace:
 
 def grad_norm(parameters: Iterable[tuple[Spec, Tensor]], mesh: DeviceMesh) -> Tensor:
     """The norm of the whole gradient, whatever it is cut into; in float64, so that the cut hardly shows."""
-    squares = torch.zeros(
-        2, dtype=torch.float64, device=mesh.device_type
-    )  # of what tensor parallelism cuts, of what it does not
+    # Of what tensor parallelism cuts, of what it does not.
+    squares = torch.zeros(2, dtype=torch.float64, device=mesh.device_type)
     for spec, p in parameters:
         if p.grad is not None:
             squares[int(spec.tp_dim is None)] += local(p.grad).double().square().sum()

@@ -280,6 +280,7 @@ class Trainer:
             tally.log("rollout/mismatch_kl", float(kl("k3", theirs, ours).mean()), count)
             tally.log("rollout/mismatch_max", float((theirs - ours).abs().max()), reduce="max")
 
+    @torch.no_grad()
     def _step(self, total_updates: int, tally: Tally) -> None:
         assert self.config is not None
         assert self.optimizer is not None
