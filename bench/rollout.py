@@ -62,7 +62,7 @@ def ours(model: str, work: Work) -> None:
     made = room(shapes, together(lm), torch.float32, torch.device("cpu"))
     for name, p in lm.named_parameters():
         p.data = made[name].copy_(p.data)
-    engine = Rollout(lm, kv_bytes(lm.config, torch.float32, 1), 2 << 30, PROMPTS)
+    engine = Rollout(lm, kv_bytes(lm.config, torch.float32, 1), 2 << 30, PROMPTS, lanes=THREADS)
     calls = 0
 
     def generate(n: int) -> Work:

@@ -72,7 +72,7 @@ def rows(done: Completions) -> list[Said]:
 
 
 def generate(made: Rollout, how: Sampling = HOW, samples: Sequence[int] = EVERYBODY, seed: int = SEED):
-    index = np.array(samples)
+    index = np.array(samples, np.int64)
     return rows(made.generate(PROMPTS, PROMPT_OF[index], IDS[index], how, seed))
 
 
@@ -106,6 +106,35 @@ def test_it_says_what_a_plain_loop_says_in_a_batch_of_any_size(arch: str) -> Non
     assert len({len(tokens) for tokens, _, _ in want}) > 3  # they end at different times
     for max_sequences in (1, 3, 8, 64):
         assert same(generate(engine(arch, max_sequences)), want), max_sequences
+
+
+@pytest.mark.parametrize("lanes", [2, 3, 100])
+def test_lanes_say_what_one_would(lanes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rollout, "_LANE", 1)
+    models = pair("qwen3")
+    per_token = kv_bytes(models.config, torch.float32, 1)
+    made = Rollout(models.ours, per_token, 1000 * per_token, 12, lanes=lanes)
+    threads = torch.get_num_threads()
+    for samples in (EVERYBODY, range(5)):
+        assert same(generate(made, samples=samples), expected("qwen3", samples=samples))
+        assert len(made._caches) == min(lanes, 12, len(samples))
+        assert sum(c.slots for c in made._caches) <= 12
+    assert generate(made, samples=[]) == []
+    assert torch.get_num_threads() == threads
+
+
+def test_a_failure_in_a_lane_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rollout, "_LANE", 1)
+    models = pair("qwen3")
+    made = Rollout(models.ours, 1, 1 << 30, 12, lanes=3)
+    threads = torch.get_num_threads()
+    with pytest.raises(IndexError):
+        made.generate([[1], [VOCABULARY + 1]], np.array([0] * 8 + [1]), np.arange(9), HOW, SEED)
+    assert torch.get_num_threads() == threads
+
+
+def test_a_model_that_is_not_known_has_one_lane() -> None:
+    assert Rollout(pair("gemma2").ours, 1, 1 << 20, 8, lanes=4).lanes == 1
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
@@ -213,12 +242,12 @@ def test_what_is_left_in_the_cache_does_not_matter(arch: str) -> None:
     kept = None
     for call, samples in enumerate([[2, 10, 0, 5, 7], [4], EVERYBODY, [4, 8], [2], [1, 13, 6, 3, 12]]):
         assert same(generate(made, samples=samples), expected(arch, samples=samples)), call
-        kept = kept or made._cache
+        kept = kept or made._caches[0]
         with torch.inference_mode():
-            for keys, values in made._cache.layers.values():
+            for keys, values in made._caches[0].layers.values():
                 keys.fill_(1e4)  # as bad as stale values get
                 values.fill_(-1e4)
-    assert made._cache is kept  # it was used again, not made anew
+    assert made._caches[0] is kept  # it was used again, not made anew
 
 
 def test_the_cache_grows_with_what_it_must_hold() -> None:
@@ -226,8 +255,8 @@ def test_the_cache_grows_with_what_it_must_hold() -> None:
     for samples in ([4], [4, 8], [2, 10], EVERYBODY):
         assert same(generate(made, samples=samples), expected("qwen2", samples=samples))
         longest = max(len(PROMPTS[PROMPT_OF[i]]) for i in samples) + HOW.max_tokens
-        assert made._cache.longest >= longest
-    assert made._cache.slots == 8
+        assert made._caches[0].longest >= longest
+    assert made._caches[0].slots == 8
 
 
 def test_weights_may_change_between_calls() -> None:
@@ -321,8 +350,8 @@ def test_the_memory_of_the_cache_bounds_the_batch() -> None:
     made = engine("llama", 64, tokens=2 * longest + 5)
     with passes() as seen:
         got = generate(made)
-    held = sum(x.nbytes for layer in made._cache.layers.values() for x in layer)
-    assert made._cache.slots == 2
+    held = sum(x.nbytes for layer in made._caches[0].layers.values() for x in layer)
+    assert made._caches[0].slots == 2
     assert held <= made.cache_bytes
     assert max(seen["Decode"]) == 2
     assert same(got, expected("llama"))
@@ -332,8 +361,8 @@ def test_the_memory_of_the_cache_bounds_the_batch() -> None:
 def test_a_token_takes_the_memory_that_is_planned_for_it(arch: str) -> None:
     made = engine(arch, 4)
     generate(made)
-    held = sum(x.nbytes for layer in made._cache.layers.values() for x in layer)
-    assert held == made._cache.slots * made._cache.longest * made.bytes_per_token
+    held = sum(x.nbytes for layer in made._caches[0].layers.values() for x in layer)
+    assert held == made._caches[0].slots * made._caches[0].longest * made.bytes_per_token
 
 
 def test_a_cache_that_holds_no_sequence_is_told() -> None:

@@ -26,6 +26,11 @@ def forward_of(model: PreTrainedModel) -> Forward:
     return Lean(model) if _known(model) else Full(model)
 
 
+def reentrant(model: Any) -> bool:
+    """Several threads may pass through it at once: no module keeps anything from one call to the next."""
+    return _known(model) and model.model.rotary_emb.rope_type not in ("dynamic", "longrope")
+
+
 def _known(model: PreTrainedModel) -> bool:
     kind = model.config.model_type
     return kind in FAMILY and type(model).__module__ == f"transformers.models.{kind}.modeling_{kind}"

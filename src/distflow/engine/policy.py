@@ -168,7 +168,9 @@ class Generator:
 
         per_token = kv_bytes(source.config, self.dtype, layout.tp)
         cache = int(rollout.kv_cache_gb * (1 << 30))
-        self.engine = Rollout(self.model, per_token, cache, rollout.max_sequences, agree, setup.device)
+        alone = group is None and setup.device.type == "cpu"  # replicas would meet each other in different lanes
+        lanes = torch.get_num_threads() if alone else 1
+        self.engine = Rollout(self.model, per_token, cache, rollout.max_sequences, agree, setup.device, lanes)
         text = Text(source, 0)
         self.sampling = Sampling(
             rollout.max_tokens,

@@ -1,7 +1,12 @@
-"""The built-in rollout engine: continuous batching over a KV cache, on a Hugging Face model's own modules."""
+"""The built-in rollout engine: continuous batching over a KV cache, on a Hugging Face model's own modules.
+
+On a CPU with several threads the samples are shared among lanes, each a batch of its own in a thread of its own: small
+operations leave no thread idle, and one lane computes while another reads memory.
+"""
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -11,15 +16,16 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from distflow.data.balance import Ints
-from distflow.data.batch import Ragged
+from distflow.data.batch import Ragged, join
 from distflow.engine.attention import Attention
 from distflow.engine.cache import Cache, Decode, Prefill
-from distflow.engine.lean import forward_of
+from distflow.engine.lean import forward_of, reentrant
 from distflow.engine.sampling import Sampling, choose
 from distflow.errors import ConfigError
 from distflow.plan.units import human_bytes
 
 _PREFILL = 8192  # prompt tokens computed in one pass
+_LANE = 64  # samples that are worth a lane: all lanes read all weights
 
 Agree = Callable[[Tensor], Tensor]
 
@@ -41,7 +47,7 @@ class Completions:
 class Rollout:
     """`cache_bytes` and `max_sequences` bound how many sequences run at once; `bytes_per_token` is what one holds.
 
-    `agree` makes the tokens of tensor-parallel replicas one and the same.
+    `agree` makes the tokens of tensor-parallel replicas one and the same. `lanes`: so many at most.
     """
 
     def __init__(
@@ -52,28 +58,46 @@ class Rollout:
         max_sequences: int,
         agree: Agree = lambda tokens: tokens,
         device: torch.device | None = None,
+        lanes: int = 1,
     ) -> None:
         self.bytes_per_token, self.agree = bytes_per_token, agree
         self.device = device or torch.device("cpu")
         self.cache_bytes, self.max_sequences = cache_bytes, max_sequences
-        self.model = model
-        self._cache = Cache(0, 0)
+        self.model, self.lanes = model, lanes if reentrant(model) else 1
+        self._caches: list[Cache] = []  # one for each lane
 
-    @torch.inference_mode()
     def generate(
         self, prompts: Sequence[Sequence[int]], prompt_of: Ints, ids: Ints, how: Sampling, seed: int
     ) -> Completions:
         """A response for each sample i, to prompt `prompt_of[i]`, with the noise of `ids[i]`."""
-        batch = _Running(self, prompts, prompt_of, ids, how, seed)
-        while batch.waiting or batch.count:
-            if batch.waiting and batch.room:
-                batch.admit()
-            if batch.count:
-                batch.decode()
-        return batch.completions()
+        caches = self._room(len(ids), max(map(len, prompts), default=1) + how.max_tokens)
+        order = np.argsort(prompt_of, kind="stable")  # samples of a prompt in one lane, but for a few
+        shares = np.array_split(order, len(caches))
+        threads = torch.get_num_threads()
 
-    def cache(self, sequences: int, longest: int) -> Cache:
-        """Room for as many sequences as fit; kept from call to call."""
+        @torch.inference_mode()
+        def run(lane: int) -> Completions:
+            share = shares[lane]
+            batch = _Running(self, caches[lane], prompts, prompt_of[share], ids[share], how, seed)
+            while batch.waiting or batch.count:
+                if batch.waiting and batch.room:
+                    batch.admit()
+                if batch.count:
+                    batch.decode()
+            return batch.completions()
+
+        if len(caches) == 1:
+            return run(0).select(np.argsort(order))
+        each = max(1, threads // len(caches))
+        try:
+            with ThreadPoolExecutor(len(caches), "lane", torch.set_num_threads, (each,)) as pool:
+                done = list(pool.map(run, range(len(caches))))
+        finally:
+            torch.set_num_threads(threads)
+        return _joined(done).select(np.argsort(order))
+
+    def _room(self, samples: int, longest: int) -> list[Cache]:
+        """A cache for each lane, with slots for as many sequences as fit; kept from call to call."""
         fitting = self.cache_bytes // (self.bytes_per_token * longest)
         if not fitting:
             raise ConfigError(
@@ -81,25 +105,41 @@ class Rollout:
                 f" {human_bytes(self.bytes_per_token * longest)} of KV cache and there are"
                 f" {human_bytes(self.cache_bytes)}; raise it, or lower rollout.max_tokens"
             )
-        slots = min(sequences, self.max_sequences, fitting)
-        if self._cache.slots < slots or self._cache.longest < longest:
-            self._cache = Cache(slots, longest)
-        return self._cache
+        most = min(self.max_sequences, fitting)
+        lanes = max(1, min(self.lanes, samples // _LANE, most))
+        slots = min(max(1, -(-samples // lanes)), most // lanes)
+        if len(self._caches) != lanes or self._caches[0].slots < slots or self._caches[0].longest < longest:
+            self._caches = []  # before there are new ones
+            self._caches = [Cache(slots, longest) for _ in range(lanes)]
+        return self._caches
+
+
+def _joined(parts: Sequence[Completions]) -> Completions:
+    tokens, logprobs = (join([getattr(p, name) for p in parts]) for name in ("tokens", "logprobs"))
+    assert isinstance(tokens, Ragged)
+    assert isinstance(logprobs, Ragged)
+    return Completions(tokens, logprobs, torch.cat([p.finished for p in parts]))
 
 
 class _Running:
-    """One call: the samples that wait, those in the batch (the first `count` slots) and what they have said."""
+    """One lane of a call: the samples that wait, those in the batch (the first `count` slots), what they have said."""
 
     def __init__(
-        self, engine: Rollout, prompts: Sequence[Sequence[int]], prompt_of: Ints, ids: Ints, how: Sampling, seed: int
+        self,
+        engine: Rollout,
+        cache: Cache,
+        prompts: Sequence[Sequence[int]],
+        prompt_of: Ints,
+        ids: Ints,
+        how: Sampling,
+        seed: int,
     ) -> None:
         self.engine, self.prompts, self.prompt_of, self.ids = engine, prompts, prompt_of, ids
         self.forward = forward_of(engine.model)  # its weights are others in each call
         self.how, self.seed = how, seed
         self.sizes = np.array([len(p) for p in prompts], np.int64)
         samples = len(ids)
-        self.cache = engine.cache(max(1, samples), int(self.sizes.max(initial=1)) + how.max_tokens)
-        self.slots = min(self.cache.slots, engine.max_sequences)
+        self.cache, self.slots = cache, min(cache.slots, engine.max_sequences)
         # Samples of a prompt one after the other, prompts of one length too: they are computed together.
         self.waiting = deque(np.lexsort((prompt_of, self.sizes[prompt_of])).tolist())
         self.count = 0
