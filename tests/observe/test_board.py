@@ -74,6 +74,12 @@ def test_a_neighbour_that_stands_still_is_noticed_by_the_own_clock(tmp_path: Pat
     assert Neighbour(tmp_path, 2, pause_s=10).still_s(0) == 0  # on a host with a folder of its own
 
 
+def test_who_was_alive_since_this_worker_started_is_missed_at_once(tmp_path: Path) -> None:
+    watched = Neighbour(tmp_path, 1, pause_s=10)
+    Board(tmp_path, 1)
+    assert [watched.still_s(t) for t in (100, 105, 110)] == [0, 5, 10]
+
+
 def test_a_worker_ends_when_another_has_failed_whatever_it_does(tmp_path: Path) -> None:
     ended: SimpleQueue[DistflowError] = SimpleQueue()
     watch = Watch(Board(tmp_path, 0), 2, 1.0, ended.put, str(tmp_path / "failed"))

@@ -121,7 +121,9 @@ class Neighbour:
     def __init__(self, folder: Path, rank: int, pause_s: float) -> None:
         self.folder, self.rank, self.pause_s = folder, rank, pause_s
         self._beat: float | None = None
-        self._alive = False  # seen to beat; else the record may be a left-over in a folder that is not shared
+        # Else the record may be a left-over, in a folder that is not shared.
+        self._alive = False
+        self._host, self._started = socket.gethostname(), time.time()
         self._since = self._looked = 0.0
 
     def still_s(self, now: float) -> float:
@@ -131,7 +133,8 @@ class Neighbour:
         if record is None or record.done:
             return 0.0
         if record.beat != self._beat:
-            self._alive = self._beat is not None
+            since_then = record.host == self._host and record.beat > self._started  # by the same clock
+            self._alive = self._beat is not None or since_then
         if record.beat != self._beat or paused:
             self._beat, self._since = record.beat, now
         return now - self._since if self._alive else 0.0
