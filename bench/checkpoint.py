@@ -50,6 +50,8 @@ def main() -> None:
     took = [ends[b] - ends[a] for a, b in pairwise(marks)]
     with_one, without = took[0::2], took[1::2]
     added = statistics.median(a - b for a, b in zip(with_one, without, strict=False))
+    worked = [sum(row["perf/cpu_s"] for row in rows[a:b]) for a, b in pairwise(marks)]
+    more_work = statistics.median(a - b for a, b in zip(worked[0::2], worked[1::2], strict=False))
     step = statistics.median(without) / stretch
     print(f"{stretch} steps with a checkpoint behind them: {statistics.median(with_one):.3f} s")
     print(f"{stretch} steps without: {stretch * step:.3f} s")
@@ -57,6 +59,7 @@ def main() -> None:
         "step_s": step,
         "save_adds_s": added,
         "overhead_frac": added / stretch / step,
+        "overhead_frac_cpu": more_work / statistics.median(worked[1::2]),  # of both workers: steadier
         "overhead_if_every_50": added / 50 / step,
         "mib": size / 2**20,
         "rounds": len(with_one),
