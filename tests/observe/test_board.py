@@ -1,9 +1,12 @@
 """The board and the table of who waits for whom, without processes."""
 
 import re
+import subprocess
+import threading
 import time
 from pathlib import Path
 from queue import SimpleQueue
+from unittest.mock import patch
 
 from distflow.errors import DistflowError, StoppedError
 from distflow.observe.board import Board, read_all
@@ -80,10 +83,19 @@ def test_who_was_alive_since_this_worker_started_is_missed_at_once(tmp_path: Pat
     assert [watched.still_s(t) for t in (100, 105, 110)] == [0, 5, 10]
 
 
-def test_a_worker_ends_when_another_has_failed_whatever_it_does(tmp_path: Path) -> None:
+def test_a_worker_that_is_told_to_stop_ends_at_once_when_another_is_gone(tmp_path: Path) -> None:
+    gone = subprocess.Popen(["true"])
+    gone.wait()
     ended: SimpleQueue[DistflowError] = SimpleQueue()
-    watch = Watch(Board(tmp_path, 0), 2, 1.0, ended.put, str(tmp_path / "failed"))
+    told = threading.Event()
+    watch = Watch(Board(tmp_path, 0), 2, 1.0, ended.put, told.is_set, range(2))
+    other = Board(tmp_path, 1)
     watch.start()
-    (tmp_path / "failed").touch()
+    told.set()
+    time.sleep(0.5)
+    assert ended.empty()  # it is there
+    with patch("os.getpid", return_value=gone.pid):
+        other = Board(tmp_path, 1)
     assert isinstance(ended.get(timeout=30), StoppedError)
+    other.finish()
     watch.stop()

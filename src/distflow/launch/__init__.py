@@ -6,7 +6,6 @@ from distflow.errors import ConfigError
 
 RESUME = "DISTFLOW_RESUME"  # in the environment of workers: where to go on from, a path or one of these
 NEWEST = "newest"  # the newest whole checkpoint of the run
-FAILED = "DISTFLOW_FAILED"  # in the environment of workers: a file that is there once one of them has failed
 IF_ANY = "1"  # the same, but begin anew where there is none
 
 

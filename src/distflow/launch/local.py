@@ -10,11 +10,9 @@ import signal
 import socket
 import sys
 import tempfile
-import threading
 import time
 import uuid
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import BinaryIO
 
@@ -26,8 +24,8 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from distflow.config import Config
 from distflow.errors import ConfigError
-from distflow.launch import FAILED, IF_ANY, RESUME, make_folder
-from distflow.launch.failure import TOLD, Failure, find, hopeless
+from distflow.launch import IF_ANY, RESUME, make_folder
+from distflow.launch.failure import Failure, find, hopeless
 from distflow.launch.network import LAUNCHED
 
 LONGEST_S = 30.0  # between two attempts
@@ -105,40 +103,11 @@ def _attempt(config: Config, command: Sequence[str]) -> Failure | None:
             local_addr="127.0.0.1",
             max_restarts=0,
         )
-        os.environ[FAILED] = f"{meeting}/failed"
         try:
-            with _marking_failure(Path(meeting) / "failed"):
-                elastic_launch(agent, sys.executable)(*command)
+            elastic_launch(agent, sys.executable)(*command)
         except ChildFailedError as e:
             return find(folder, e.failures)
     return None
-
-
-@contextmanager
-def _marking_failure(marker: Path) -> Iterator[None]:
-    """A worker that has failed leaves a mark, for torchelastic tells the others to end by the signal that also asks
-    a run to finish its step, and they may be in the middle of a long one."""
-    over = threading.Event()
-
-    def look() -> None:
-        while not over.wait(0.05):
-            try:
-                ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-            except ChildProcessError:  # before the first worker starts, and after the last one
-                continue
-            if ended and ended.si_status not in (0, *map(abs, TOLD)):
-                marker.touch()
-                return
-
-    thread = threading.Thread(target=look, name="mark", daemon=True)
-    if hasattr(os, "waitid"):
-        thread.start()
-    try:
-        yield
-    finally:
-        over.set()
-        if thread.ident:
-            thread.join()
 
 
 class _Checkpoints:

@@ -14,7 +14,7 @@ import torch
 from distflow.config import Config
 from distflow.data.comm import lost
 from distflow.errors import ConfigError, DistflowError, NodeError, PeerLostError, StoppedError, StuckError, cut
-from distflow.launch import FAILED, IF_ANY, RESUME, make_folder
+from distflow.launch import IF_ANY, RESUME, make_folder
 from distflow.launch.job import Job
 from distflow.launch.network import LAUNCHED
 from distflow.observe.board import Board
@@ -56,7 +56,7 @@ def run_worker(config: Config) -> int:
         if config.workers not in (None, workers):
             raise ConfigError(f"workers: {config.workers}, but {workers} were started; set workers={workers}")
         plan = config.plan(workers)
-        watch = Watch(board, workers, config.wait_limit_s, end_stuck, os.environ.get(FAILED))
+        watch = Watch(board, workers, config.wait_limit_s, end_stuck, told_to_stop, _beside(rank))
         watch.start()
         job = Job(config, plan, rank, board, resume, told_to_stop)
         try:
@@ -87,6 +87,12 @@ def _told(name: str) -> int:
         raise ConfigError(
             f"{name} in the environment is '{cut(text)}', which is not a number; set or unset it"
         ) from None
+
+
+def _beside(rank: int) -> range:
+    """Ranks of this host, as far as we are told."""
+    first = rank - int(os.environ.get("LOCAL_RANK", "0"))
+    return range(first, first + int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
 def _until_told(limit_s: float) -> Callable[[], bool]:

@@ -24,8 +24,8 @@ class Watch:
     """`on_stuck` is called, in the watchdog's thread, with the error that ends this worker; it must not return.
 
     It looks at how long this worker waits, and at the record of the next rank: one that hangs inside a model's own
-    collective does not know that it waits, but a worker that was stopped does not beat. `failed` is a file that is
-    there once another worker has failed.
+    collective does not know that it waits, but a worker that was stopped does not beat. A worker that is told to
+    stop ends at once if one `beside` it, on this host, is gone: it was not asked for a last step, but is cleared away.
     """
 
     def __init__(
@@ -34,7 +34,8 @@ class Watch:
         workers: int,
         limit_s: float,
         on_stuck: Callable[[DistflowError], None],
-        failed: str | None = None,
+        told_to_stop: Callable[[], bool] = lambda: False,
+        beside: range = range(0),
     ) -> None:
         self.board, self.workers, self.limit_s, self.on_stuck = board, workers, limit_s, on_stuck
         self.tick_s = min(1.0, limit_s / 10)
@@ -43,7 +44,7 @@ class Watch:
         self._seen_by = (rank - 1) % workers
         self._flushed = 0.0
         self._alarm, self._alarm_seen = board.folder / "alarm", 0.0
-        self._failed, self._failed_seen = failed, False
+        self._told, self._beside, self._gone_seen = told_to_stop, beside, False
         self._stop = threading.Event()
         self._main = threading.get_ident()
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
@@ -64,10 +65,10 @@ class Watch:
             record, now = self.board.record, time.monotonic()
             limit_s = self.limit_s if record.step >= 0 else max(self.limit_s, START_S)
             still_s = self._next.still_s(now) if self.workers > 1 else 0.0
-            if self._failed and os.path.exists(self._failed):
-                if self._failed_seen:  # time enough to notice by itself, and to say what it noticed
+            if self._told() and self._somebody_is_gone():
+                if self._gone_seen:  # time enough to notice by itself, and to say what it noticed
                     self.on_stuck(StoppedError("another worker has failed"))
-                self._failed_seen = True
+                self._gone_seen = True
             if os.path.exists(self._alarm):  # unlike a Path, false where a shared folder fails
                 self._leave_stack()
                 self._alarm_seen = self._alarm_seen or now
@@ -77,6 +78,12 @@ class Watch:
                 self._raise_alarm(f"a worker has waited for more than {limit_s:g} s (wait_limit_s)")
             elif still_s > limit_s:
                 self._raise_alarm(f"a worker has not been heard of for more than {limit_s:g} s (wait_limit_s)")
+
+    def _somebody_is_gone(self) -> bool:
+        """Without having ended as it should."""
+        me = self.board.record
+        found = (read(self.board.folder, r) for r in self._beside if r != me.rank)
+        return any(not r.done and r.host == me.host and not _exists(r.pid) for r in found if r)
 
     def _flush(self) -> None:
         """Where another host watches this worker."""
@@ -189,6 +196,16 @@ def _silent(before: Sequence[Record | None], folder: Path) -> list[int]:
         for r, old in enumerate(before)
         if old and not old.done and (new := read(folder, r)) and not new.done and new.beat == old.beat
     ]
+
+
+def _exists(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True
 
 
 def _wake_stopped(records: Iterable[Record | None]) -> None:
