@@ -23,7 +23,7 @@ ALLOWED = {
     ("exec", "reward/witness.py"): "runs inside the sandbox only",
     ("compile", "reward/witness.py"): "the same",
     ("__import__", "reward/cell/main.py"): "names of the standard library that are written there",
-    ("yaml.load", "config.py"): "with a loader made of SafeLoader, as a test below says",
+    ("yaml.load", "plain_yaml.py"): "with a loader made of SafeLoader, as a test below says",
 }
 CODE = {"eval", "exec", "compile", "__import__", "os.system", "os.popen", "yaml.load", "yaml.unsafe_load"}
 PICKLES = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "joblib", "marshal", "shelve"}
@@ -66,9 +66,9 @@ def test_what_is_allowed_is_still_there() -> None:
 
 
 def test_a_config_is_data() -> None:
-    import distflow.config
+    import distflow.plain_yaml
 
-    assert issubclass(distflow.config._Yaml, yaml.SafeLoader)
+    assert issubclass(distflow.plain_yaml._Yaml, yaml.SafeLoader)
 
 
 def test_code_of_a_model_is_run_only_when_asked_for() -> None:

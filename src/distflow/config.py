@@ -1,14 +1,12 @@
 """One YAML file plus dotted overrides, typed and checked before anything is loaded. Imports no torch."""
 
 import math
-import re
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from types import UnionType
 from typing import TYPE_CHECKING, Any
 
-import yaml
 from pydantic import BaseModel, Field, ValidationError, field_validator
 
 from distflow.errors import ConfigError, cut, shown, suggest
@@ -16,6 +14,7 @@ from distflow.flow import Flow, FlowFunction, from_list
 from distflow.flow.call import load
 from distflow.flow.graph import SOURCE
 from distflow.flows import BUILT_IN
+from distflow.plain_yaml import LARGEST, parse
 from distflow.plan import Load, Place, Placement, Plan, Workload, plan
 from distflow.sections import (
     LONGEST_S,
@@ -279,16 +278,16 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     path = Path(path)
     try:
         with open(path, "rb") as file:
-            content = file.read(_LARGEST + 1)
-        if len(content) > _LARGEST:
-            raise ConfigError(f"{path} has more than {_LARGEST >> 20} MiB; a config is a YAML file of some lines")
-        raw = _parse(content.decode())
+            content = file.read(LARGEST + 1)
+        if len(content) > LARGEST:
+            raise ConfigError(f"{path} has more than {LARGEST >> 20} MiB; a config is a YAML file of some lines")
+        raw = parse(content.decode())
     except FileNotFoundError:
         raise ConfigError(f"there is no config file {path}") from None
     except OSError as e:
         raise ConfigError(f"{path} cannot be read: {e.strerror}") from None
-    except _NOT_YAML as e:
-        raise ConfigError(f"{path} is not YAML: {_why(e)}") from None
+    except ValueError as e:
+        raise ConfigError(f"{path} is not YAML: {cut(str(e), 400)}") from None
     if not isinstance(raw, dict):
         raise ConfigError(f"{path}: is {'empty' if raw is None else shown(raw, 40)}, not a mapping of keys")
     for text in overrides:
@@ -303,73 +302,6 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
         raise ConfigError(f"{path}: {_explain(e)}") from None
 
 
-_LARGEST = 1 << 20  # bytes of a config
-_MOST = 100_000  # values in it, when aliases are written out
-# PyYAML lets some of Python's own through, for example where a value does not fit its tag.
-_NOT_YAML = (yaml.YAMLError, ValueError, TypeError, AttributeError, LookupError, OverflowError, RecursionError)
-
-
-def _why(error: Exception) -> str:
-    if isinstance(error, RecursionError):
-        return "it is nested too deeply"
-    if isinstance(error, AttributeError | LookupError):
-        return f"a value does not fit its tag ({type(error).__name__}: {cut(str(error))})"
-    return cut(str(error), 400)
-
-
-class _Yaml(yaml.SafeLoader):
-    """For PyYAML alone, 1e-6 would be a text, and a number might have any number of digits."""
-
-    def construct_yaml_int(self, node: Any) -> int:
-        number = int(super().construct_yaml_int(node))
-        if not -(2**63) <= number < 2**63:
-            raise _mistake(f"the number {cut(node.value, 30)} is too large", node)
-        return number
-
-
-_Yaml.add_constructor("tag:yaml.org,2002:int", _Yaml.construct_yaml_int)
-_Yaml.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+\Z"), list("-+.0123456789")
-)
-
-
-def _parse(text: str) -> Any:
-    """YAML in which a key that is written twice is a mistake, and so are aliases that lead to ever more of them."""
-    root = yaml.compose(text, _Yaml)
-    if root is not None:
-        _size(root, {})
-    return yaml.load(text, _Yaml)
-
-
-def _size(node: Any, known: dict[int, int]) -> int:
-    """How many values there are in a node, aliases written out."""
-    if id(node) in known:
-        if not known[id(node)]:
-            raise _mistake("an alias stands for what it is in", node)
-        return known[id(node)]
-    known[id(node)], size = 0, 1
-    if isinstance(node, yaml.MappingNode):
-        keys: set[str] = set()
-        for key, value in node.value:
-            if isinstance(key, yaml.ScalarNode):
-                if key.value in keys:
-                    raise _mistake(f"the key '{cut(key.value)}' is there twice", key)
-                keys.add(key.value)
-            size += _size(key, known) + _size(value, known)
-    elif isinstance(node, yaml.SequenceNode):
-        size += sum(_size(value, known) for value in node.value)
-    elif any("\ud800" <= c <= "\udfff" for c in node.value):
-        raise _mistake(f"{shown(node.value, 40)} has half a character", node)
-    if size > _MOST:
-        raise _mistake(f"there are more than {_MOST:,} values here, as its aliases stand for others", node)
-    known[id(node)] = size
-    return size
-
-
-def _mistake(what: str, node: Any) -> yaml.MarkedYAMLError:
-    return yaml.MarkedYAMLError(problem=what, problem_mark=node.start_mark)
-
-
 def _override(raw: dict[str, Any], text: str) -> None:
     key, equals, value = text.partition("=")
     if not equals or not key:
@@ -382,9 +314,9 @@ def _override(raw: dict[str, Any], text: str) -> None:
             raise ConfigError(f"override '{cut(text)}': '{cut(part)}' is not a section, it is {shown(inner)}")
         place = inner
     try:
-        place[last] = _parse(value)
-    except _NOT_YAML as e:
-        raise ConfigError(f"override '{cut(text)}': not a YAML value: {_why(e)}") from None
+        place[last] = parse(value)
+    except ValueError as e:
+        raise ConfigError(f"override '{cut(text)}': not a YAML value: {e}") from None
 
 
 def _explain(error: ValidationError) -> str:

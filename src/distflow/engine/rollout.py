@@ -139,7 +139,7 @@ class _Running:
         self.how, self.seed = how, seed
         self.sizes = np.array([len(p) for p in prompts], np.int64)
         samples = len(ids)
-        self.cache, self.slots = cache, min(cache.slots, engine.max_sequences)
+        self.cache, self.slots = cache, cache.slots
         # Samples of a prompt one after the other, prompts of one length too: they are computed together.
         self.waiting = deque(np.lexsort((prompt_of, self.sizes[prompt_of])).tolist())
         self.count = 0

@@ -91,8 +91,10 @@ def _told(name: str) -> int:
 
 def _beside(rank: int) -> range:
     """Ranks of this host, as far as we are told."""
-    first = rank - int(os.environ.get("LOCAL_RANK", "0"))
-    return range(first, first + int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    if not {"LOCAL_RANK", "LOCAL_WORLD_SIZE"} <= os.environ.keys():
+        return range(rank, rank + 1)
+    first = rank - _told("LOCAL_RANK")
+    return range(first, first + _told("LOCAL_WORLD_SIZE"))
 
 
 def _until_told(limit_s: float) -> Callable[[], bool]:
