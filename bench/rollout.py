@@ -4,8 +4,9 @@
 
 Each engine is a process of its own, warm before it is measured; they take turns, round after round:
   ours    distflow's built-in engine; it also gives the log-prob of every token
-  hf      Hugging Face `generate`, dynamic cache, prompts sorted by length and padded left, in batches of the best size
-          (tried while it warms up)
+  hf      Hugging Face `generate`, dynamic cache, prompts as they come, padded left, in batches of the best size (tried
+          while it warms up)
+  hf-sorted    the same, helped: prompts of one length together
   vllm    vLLM for CPU, eager, in the environment DIR/vllm; absent if that is not there
   vllm-compiled    the same, compiled
   limit   what this machine's arithmetic and memory allow, see `Limit`
@@ -21,6 +22,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -34,7 +36,7 @@ from serve import Served, keep_stdout_for_answers, serve
 
 PROMPTS, SHORTEST, LONGEST, NEW, VOCAB = 256, 16, 64, 128, 1024
 THREADS = 2
-ALL = ("ours", "hf", "vllm", "vllm-compiled")
+ALL = ("ours", "hf", "hf-sorted", "vllm", "vllm-compiled")
 BATCHES = (32, 64, 128, 256)  # that are tried for Hugging Face
 HERE = Path(__file__).resolve().parent
 Work = dict[str, Any]
@@ -78,12 +80,12 @@ def ours(model: str, work: Work) -> None:
     serve(lambda: generate(PROMPTS), {"version": about})
 
 
-def hf(model: str, work: Work) -> None:
+def hf(model: str, work: Work, ordered: bool = False) -> None:
     from transformers import AutoModelForCausalLM
 
     lm = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="sdpa").eval()
     lm.generation_config.eos_token_id = None
-    prompts = sorted(work["prompts"], key=len)
+    prompts = sorted(work["prompts"], key=len) if ordered else work["prompts"]
 
     @torch.inference_mode()
     def batch(some: list[list[int]]) -> int:
@@ -174,7 +176,12 @@ def limit(model: str, work: Work) -> None:
     serve(Limit(model, work), {"version": f"torch {torch.__version__}"})
 
 
-ENGINES = {"ours": ours, "hf": hf, "limit": limit}
+ENGINES: dict[str, Callable[[str, Work], None]] = {
+    "ours": ours,
+    "hf": hf,
+    "hf-sorted": partial(hf, ordered=True),
+    "limit": limit,
+}
 
 
 # ---------------------------------------------------------------------------------------------- the whole run

@@ -333,9 +333,9 @@ def test_a_freed_place_is_taken_by_who_waits() -> None:
     assert same(got, expected("qwen2", how))
 
 
-def test_long_prompts_are_computed_in_several_passes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rollout, "_PREFILL", 12)
+def test_long_prompts_are_computed_in_several_passes() -> None:
     made = engine("gemma2", 64)
+    made.prefill = 12
     with passes() as seen:
         got = generate(made, replace(HOW, max_tokens=1))
     assert max(seen["Prefill"]) == 21  # the one prompt that is longer than a pass should be, alone

@@ -2,9 +2,10 @@
 
 import torch
 from torch import Tensor
+from torch.nn.functional import embedding_bag
 
 from distflow.data.balance import Ints
-from distflow.engine.attention import How, Packed, attend_once
+from distflow.engine.attention import How, Packed, weigh_once
 
 _CALL, _SMALLEST = 512, 16  # a call of attention costs as much as reading so many keys; slots not worth cutting
 
@@ -95,10 +96,27 @@ class _Block:
         self.keys = int(positions.max()) + 1
         self.even = int(positions.min()) + 1 == self.keys
         self._masks: dict[int | None, Tensor | None] = {}
+        self._bags: tuple[Tensor, Tensor] | None = None
 
     def __call__(self, queries: Tensor, keys: Tensor, values: Tensor, how: How) -> Tensor:
+        q = queries[self.lo : self.hi]
         k, v = (x[self.lo : self.hi, :, : self.keys] for x in (keys, values))
-        return attend_once(queries[self.lo : self.hi], k, v, how, self._mask(how.window))
+        weights = weigh_once(q, k, how, self._mask(how.window))
+        if values.device.type == "cpu" and values.dtype == torch.float32:
+            return self._sum(weights, values).view(q.shape)
+        return torch.bmm(weights.flatten(0, 1), v.flatten(0, 1)).view(q.shape)
+
+    def _sum(self, weights: Tensor, values: Tensor) -> Tensor:
+        """Weighted sums of vectors are what bags of embeddings are; a CPU is faster at them than at thin products."""
+        _, pairs, each, _ = weights.shape
+        if self._bags is None or len(self._bags[1]) != weights[..., 0].numel():
+            longest = values.shape[2]
+            first = torch.arange(self.lo * pairs, self.hi * pairs, dtype=torch.int32).mul_(longest)
+            vectors = first.repeat_interleave(each)[:, None] + torch.arange(self.keys, dtype=torch.int32)
+            self._bags = vectors.flatten(), torch.arange(len(vectors), dtype=torch.int32).mul_(self.keys)
+        vectors, starts = self._bags
+        rows = values.view(-1, values.shape[-1])
+        return embedding_bag(vectors, rows, starts, mode="sum", per_sample_weights=weights.flatten())
 
     def _mask(self, window: int | None) -> Tensor | None:
         if self.even and (window is None or window >= self.keys):

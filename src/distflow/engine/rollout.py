@@ -24,7 +24,7 @@ from distflow.engine.sampling import Sampling, choose
 from distflow.errors import ConfigError
 from distflow.plan.units import human_bytes
 
-_PREFILL = 8192  # prompt tokens computed in one pass
+_PREFILL, _PREFILL_CPU = 8192, 1024  # prompt tokens computed in one pass; a CPU keeps what is in between in its cache
 _LANE = 64  # samples that are worth a lane: all lanes read all weights
 
 Agree = Callable[[Tensor], Tensor]
@@ -62,6 +62,7 @@ class Rollout:
     ) -> None:
         self.bytes_per_token, self.agree = bytes_per_token, agree
         self.device = device or torch.device("cpu")
+        self.prefill = _PREFILL_CPU if self.device.type == "cpu" else _PREFILL
         self.cache_bytes, self.max_sequences = cache_bytes, max_sequences
         self.model, self.lanes = model, lanes if reentrant(model) else 1
         self._caches: list[Cache] = []  # one for each lane
@@ -169,7 +170,7 @@ class _Running:
         budget: list[list[tuple[int, int]]] = []
         for group in [*groups, None]:
             tokens = sum(int(self.sizes[self.prompt_of[g[0][1]]]) for g in [*budget, *([group] if group else [])])
-            if budget and (group is None or tokens > _PREFILL):
+            if budget and (group is None or tokens > self.engine.prefill):
                 self._prefill(budget)
                 budget = []
             if group:
