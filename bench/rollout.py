@@ -210,7 +210,8 @@ def measure(args: argparse.Namespace, folder: Path) -> tuple[dict[str, list[Work
     make_model(model, VOCAB)
     work = {"prompts": prompts, "new_tokens": args.new_tokens, "warm_up": 32, "hf_batches": args.hf_batches}
     file.write_text(json.dumps(work))
-    env = os.environ | {"OMP_NUM_THREADS": str(THREADS), "HF_HUB_OFFLINE": "1"}
+    # numpy's threads as `distflow run` sets them
+    env = os.environ | {"OMP_NUM_THREADS": str(THREADS), "OPENBLAS_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     env.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
     engines: dict[str, Served] = {}
     about: dict[str, Work] = {}

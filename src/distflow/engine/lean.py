@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear
 from transformers import PreTrainedModel
 
 from distflow.engine.attention import Attention, How
+from distflow.engine.blas import matrix
 
 FAMILY = ("llama", "mistral", "qwen2", "qwen3")
 Forward = Callable[[Tensor, Tensor, Attention, Tensor | None], Tensor]
@@ -71,7 +71,7 @@ class Lean:
     """The same arithmetic, by hand."""
 
     def __init__(self, model: Any) -> None:
-        self.body, self.head = model.model, model.lm_head
+        self.body, self.head = model.model, _Together([model.lm_head])
         self.layers = [_Layer(block) for block in self.body.layers]
         self.norm = _Norm(self.body.norm)
 
@@ -83,7 +83,7 @@ class Lean:
         for layer in self.layers:
             x = layer(x, cos, sin, attention)
         x = self.norm(x)
-        return self.head(x if keep is None else x[keep])  # type: ignore[no-any-return]
+        return self.head(x if keep is None else x[keep])
 
 
 class _Layer:
@@ -94,9 +94,9 @@ class _Layer:
         window = at.sliding_window if hasattr(at, "sliding_window") else getattr(at.config, "sliding_window", None)
         self.how = How(at.scaling, window)
         self.before, self.between = _Norm(block.input_layernorm), _Norm(block.post_attention_layernorm)
-        qkv, (self.o,), gate_up, (self.down,) = _matrices(block)
+        qkv, o, gate_up, down = _matrices(block)
         self.heads = [len(layer.weight) // self.dim for layer in qkv]
-        self.qkv, self.gate_up = _Together(qkv), _Together(gate_up)
+        self.qkv, self.o, self.gate_up, self.down = (_Together(layers) for layers in (qkv, o, gate_up, down))
         self.norms = (_Norm(at.q_norm), _Norm(at.k_norm)) if hasattr(at, "q_norm") else None
 
     def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, attention: Attention) -> Tensor:
@@ -108,9 +108,9 @@ class _Layer:
         else:
             q, k = _turn(qkv[:, : -self.heads[2]], cos, sin).split(self.heads[:2], 1)
         y = attention(self.index, q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1), self.how)
-        x = _add(x, self.o, y.flatten(1))
+        x = self.o.add(x, y.flatten(1))
         gate, up = self.gate_up(self.between(x)).chunk(2, -1)
-        return _add(x, self.down, self.act(gate).mul_(up))
+        return self.down.add(x, self.act(gate).mul_(up))
 
 
 class _Together:
@@ -119,13 +119,17 @@ class _Together:
     def __init__(self, layers: Sequence[nn.Linear]) -> None:
         self.layers = layers
         biases: list[Tensor] = [layer.bias for layer in layers if layer.bias is not None]
-        self.weight = joined([layer.weight for layer in layers]) if len(biases) in (0, len(layers)) else None
-        self.bias = torch.cat(biases) if self.weight is not None and biases else None
+        weight = joined([layer.weight for layer in layers]) if len(biases) in (0, len(layers)) else None
+        hooks = any(layer._forward_hooks for layer in layers)  # as of tensor parallelism
+        bias = torch.cat(biases) if biases else None
+        self.matrix = None if hooks or weight is None else matrix(weight, bias)
 
     def __call__(self, x: Tensor) -> Tensor:
-        if self.weight is None:
-            return torch.cat([layer(x) for layer in self.layers], -1)
-        return linear(x, self.weight, self.bias)
+        return self.matrix(x) if self.matrix else torch.cat([layer(x) for layer in self.layers], -1)
+
+    def add(self, to: Tensor, x: Tensor) -> Tensor:
+        """The same, added to `to`, in its place."""
+        return self.matrix.add(to, x) if self.matrix else to.add_(self(x))
 
 
 def joined(parts: Sequence[Tensor]) -> Tensor | None:
@@ -139,13 +143,6 @@ def joined(parts: Sequence[Tensor]) -> Tensor | None:
             return None
         rows += len(part)
     return first.as_strided((rows, first.shape[1]), first.stride())
-
-
-def _add(x: Tensor, layer: nn.Linear, y: Tensor) -> Tensor:
-    """x + layer(y), in the place of `x` where nothing hangs on the layer, as tensor parallelism does."""
-    if layer._forward_hooks or getattr(layer, "bias", None) is not None:
-        return x + layer(y)  # type: ignore[no-any-return]
-    return x.addmm_(y, layer.weight.T)
 
 
 def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
