@@ -145,17 +145,18 @@ def attend(q: Tensor, k: Tensor, v: Tensor, how: How, *, causal: bool = False, m
 
 
 def weigh_once(q: Tensor, k: Tensor, how: How, mask: Tensor | None) -> Tensor:
-    """One query a sequence, q [n, heads, dim]: what it gives to each of k [n, kv heads, keys, dim], as [n, kv heads,
-    heads of each, keys]; `mask` [n, 1, 1, keys] is added to the scores.
+    """One query a sequence, q [n, heads, dim]: what it gives to each of k [pairs of n and kv heads, keys, dim], as
+    [pairs, heads of each, keys]; `mask` [pairs, 1, keys] is added to the scores.
 
     Heads that share keys are the queries of one small product: for so few of them that is faster than a kernel made
     for many.
     """
-    n, pairs, dim = len(q), k.shape[0] * k.shape[1], q.shape[-1]
-    few, scale = q.reshape(pairs, -1, dim), how.scale or dim**-0.5
-    # beta 0: nothing is added
-    scores = torch.baddbmm(q.new_empty(1), few, k.flatten(0, 1).transpose(1, 2), beta=0, alpha=scale)
-    return _weights(scores.unflatten(0, (n, -1)), how, mask).to(q.dtype)
+    few, scale = q.reshape(len(k), -1, q.shape[-1]), how.scale or q.shape[-1] ** -0.5
+    if mask is None or how.softcap is not None or mask.dtype != q.dtype:
+        scores = torch.baddbmm(q.new_empty(1), few, k.transpose(1, 2), beta=0, alpha=scale)  # beta 0: nothing is added
+    else:
+        scores, mask = torch.baddbmm(mask, few, k.transpose(1, 2), alpha=scale), None
+    return _weights(scores, how, mask).to(q.dtype)
 
 
 def _plainly(q: Tensor, k: Tensor, v: Tensor, how: How, mask: Tensor | None) -> Tensor:

@@ -11,24 +11,22 @@ _CALL, _SMALLEST = 512, 16  # a call of attention costs as much as reading so ma
 
 
 class Cache:
-    """Keys and values, [slots, kv heads, longest, dim] per layer; memory is taken once and kept."""
+    """Keys and values, [2, slots, kv heads, longest, dim] per layer; memory is taken once and kept."""
 
     def __init__(self, slots: int, longest: int) -> None:
         self.slots, self.longest = slots, longest
-        self.layers: dict[int, tuple[Tensor, Tensor]] = {}  # made when a layer first writes, which says its shape
+        self.layers: dict[int, Tensor] = {}  # made when a layer first writes, which says its shape
 
-    def layer(self, index: int, like: Tensor) -> tuple[Tensor, Tensor]:
+    def layer(self, index: int, like: Tensor) -> Tensor:
         if index not in self.layers:
-            shape = self.slots, like.shape[0], self.longest, like.shape[2]
             # Zeros: what lies behind a sequence's end has weight 0, and 0 × NaN would be NaN.
-            self.layers[index] = like.new_zeros(shape), like.new_zeros(shape)
+            self.layers[index] = like.new_zeros(2, self.slots, like.shape[0], self.longest, like.shape[2])
         return self.layers[index]
 
     def copy(self, sources: Tensor, targets: Tensor, length: int) -> None:
         """The first `length` positions of some slots into others."""
-        for pair in self.layers.values():
-            for x in pair:
-                x[targets, :, :length] = x[sources, :, :length]
+        for both in self.layers.values():
+            both[:, targets, :, :length] = both[:, sources, :, :length]
 
 
 class Prefill(Packed):
@@ -58,20 +56,18 @@ class Decode:
         self._rows: Tensor | None = None
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, how: How) -> Tensor:
-        cached = self.cache.layer(layer, k)
-        rows = self._where(k.shape[0])
-        for x, new in zip(cached, (k, v), strict=True):
-            x.view(-1, x.shape[-1]).index_copy_(0, rows, new.transpose(0, 1).flatten(0, 1))
-        queries = q.transpose(0, 1)
-        parts = [block(queries, *cached, how) for block in self.blocks]
+        both = self.cache.layer(layer, k)
+        both.view(-1, both.shape[-1]).index_copy_(0, self._where(len(k)), torch.cat((k, v)).flatten(0, 1))
+        queries, (keys, values) = q.transpose(0, 1), both.unbind()
+        parts = [block(queries, keys, values, how) for block in self.blocks]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _where(self, heads: int) -> Tensor:
-        """The row of each (slot, head) in the cache seen as one list of vectors."""
-        pairs = len(self.positions) * heads
-        if self._rows is None or len(self._rows) != pairs:
-            every = torch.arange(pairs, device=self.positions.device)
-            self._rows = every * self.cache.longest + self.positions.repeat_interleave(heads)
+        """The row of each (key or value, head, slot) in the cache seen as one list of vectors."""
+        if self._rows is None or len(self._rows) != 2 * heads * len(self.positions):
+            part, head, slot = (torch.arange(n, device=self.positions.device) for n in (2, heads, len(self.positions)))
+            first = (part[:, None, None] * self.cache.slots + slot) * heads + head[:, None]
+            self._rows = (first * self.cache.longest + self.positions).flatten()
         return self._rows
 
 
@@ -95,37 +91,38 @@ class _Block:
         self.lo, self.hi, self.positions = lo, hi, positions
         self.keys = int(positions.max()) + 1
         self.even = int(positions.min()) + 1 == self.keys
-        self._masks: dict[int | None, Tensor | None] = {}
-        self._bags: tuple[Tensor, Tensor] | None = None
+        # Made by the first layer, for all of its kind.
+        self._masks: dict[tuple[int | None, int], Tensor] = {}
+        self._bags: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
 
     def __call__(self, queries: Tensor, keys: Tensor, values: Tensor, how: How) -> Tensor:
         q = queries[self.lo : self.hi]
-        k, v = (x[self.lo : self.hi, :, : self.keys] for x in (keys, values))
-        weights = weigh_once(q, k, how, self._mask(how.window))
+        k, v = (x[self.lo : self.hi, :, : self.keys].flatten(0, 1) for x in (keys, values))
+        weights = weigh_once(q, k, how, self._mask(how.window, keys.shape[1]))
         if values.device.type == "cpu" and values.dtype == torch.float32:
             return self._sum(weights, values).view(q.shape)
-        return torch.bmm(weights.flatten(0, 1), v.flatten(0, 1)).view(q.shape)
+        return torch.bmm(weights, v).view(q.shape)
 
     def _sum(self, weights: Tensor, values: Tensor) -> Tensor:
         """Weighted sums of vectors are what bags of embeddings are; a CPU is faster at them than at thin products."""
-        _, pairs, each, _ = weights.shape
-        if self._bags is None or len(self._bags[1]) != weights[..., 0].numel():
-            longest = values.shape[2]
-            first = torch.arange(self.lo * pairs, self.hi * pairs, dtype=torch.int32).mul_(longest)
+        each, (_, heads, longest, _) = weights.shape[1], values.shape
+        if (heads, each) not in self._bags:
+            first = torch.arange(self.lo * heads, self.hi * heads, dtype=torch.int32).mul_(longest)
             vectors = first.repeat_interleave(each)[:, None] + torch.arange(self.keys, dtype=torch.int32)
-            self._bags = vectors.flatten(), torch.arange(len(vectors), dtype=torch.int32).mul_(self.keys)
-        vectors, starts = self._bags
+            starts = torch.arange(len(vectors), dtype=torch.int32).mul_(self.keys)
+            self._bags[heads, each] = vectors.flatten(), starts
+        vectors, starts = self._bags[heads, each]
         rows = values.view(-1, values.shape[-1])
         return embedding_bag(vectors, rows, starts, mode="sum", per_sample_weights=weights.flatten())
 
-    def _mask(self, window: int | None) -> Tensor | None:
+    def _mask(self, window: int | None, heads: int) -> Tensor | None:
         if self.even and (window is None or window >= self.keys):
             return None
-        if window not in self._masks:
+        if (window, heads) not in self._masks:
             place = torch.arange(self.keys, device=self.positions.device)
             hidden = place > self.positions[:, None]
             if window is not None:
                 hidden |= place <= self.positions[:, None] - window
             mask = torch.zeros(hidden.shape, device=hidden.device).masked_fill_(hidden, -torch.inf)
-            self._masks[window] = mask[:, None, None]  # [slots, 1, 1, keys]
-        return self._masks[window]
+            self._masks[window, heads] = mask.repeat_interleave(heads, 0)[:, None]  # [slots and heads, 1, keys]
+        return self._masks[window, heads]
