@@ -71,12 +71,15 @@ def _of_matmul(run: Runs, assets: Path, prompt: float, seconds: float) -> tuple[
 
 
 def versus(rows: dict[str, dict[str, Runs]]) -> dict[str, float | None]:
-    """How many times faster ours is than each peer in the better of its variants."""
+    """How many times faster ours is than each peer in the better of its variants; and than it is without our help."""
     ours = rows.get("ours", {}).get("")
     found: dict[str, float | None] = {}
     for name in PEERS:
         theirs = rows.get(name, {}).values()
         found[f"vs_{name}"] = round(min(r.s for r in theirs) / ours.s, 3) if ours and theirs else None
+    for name in ("verl", "siirl"):
+        shipped = rows.get(name, {}).get("SHIM_NOSYNC=0")
+        found[f"vs_{name}_as_shipped"] = round(shipped.s / ours.s, 3) if ours and shipped else None
     for name in PEERS:
         theirs = rows.get(name, {}).values()
         cpu = min((statistics.median(r.cpu_s) for r in theirs), default=None)
