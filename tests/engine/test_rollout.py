@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from distflow.engine import cache, rollout
 from distflow.engine.attention import Attention, Packed
-from distflow.engine.lean import Forward, Full, Lean, forward_of, joined, together
+from distflow.engine.lean import Forward, Full, Lean, forward_of, together
 from distflow.engine.model import kv_bytes
 from distflow.engine.rollout import Agree, Completions, Rollout
 from distflow.engine.sampling import Sampling, choose
@@ -292,11 +292,8 @@ def test_matrices_side_by_side_are_one(arch: str) -> None:
         (layer.qkv, (attention.q_proj, attention.k_proj, attention.v_proj)),
         (layer.gate_up, (mlp.gate_proj, mlp.up_proj)),
     ):
-        one = joined([p.weight for p in parts])
-        assert one is not None
-        assert torch.equal(one, torch.cat([p.weight for p in parts]))
-        assert one.data_ptr() == parts[0].weight.data_ptr()  # no copy
-        assert both.matrix is not None
+        assert torch.equal(both.matrix.weight, torch.cat([p.weight for p in parts]))
+        assert both.matrix.weight.data_ptr() == parts[0].weight.data_ptr()  # no copy
     assert forward_of(pair(arch).ours).layers[1].qkv.matrix is None  # type: ignore[attr-defined]
     assert same(generate(Rollout(model, kv_bytes(model.config, torch.float32, 1), 1 << 22, 8)), expected(arch))
 

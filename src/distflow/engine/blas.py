@@ -14,6 +14,8 @@ from torch.nn.functional import linear
 class Matrix(Protocol):
     """A linear layer, [in] to [out]."""
 
+    weight: Tensor
+
     def __call__(self, x: Tensor) -> Tensor: ...
 
     def add(self, to: Tensor, x: Tensor) -> Tensor:
@@ -34,7 +36,8 @@ class ByTorch:
 
 class ByNumpy:
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        self.columns, self.bias = weight.detach().numpy().T, bias
+        self.weight, self.bias = weight, bias
+        self.columns = weight.detach().numpy().T  # the same memory
 
     def __call__(self, x: Tensor) -> Tensor:
         made = torch.from_numpy(np.matmul(x.numpy(), self.columns))

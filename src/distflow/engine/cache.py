@@ -97,11 +97,14 @@ class _Block:
 
     def __call__(self, queries: Tensor, keys: Tensor, values: Tensor, how: How) -> Tensor:
         q = queries[self.lo : self.hi]
-        k, v = (x[self.lo : self.hi, :, : self.keys].flatten(0, 1) for x in (keys, values))
-        weights = weigh_once(q, k, how, self._mask(how.window, keys.shape[1]))
+        weights = weigh_once(q, self._seen(keys), how, self._mask(how.window, keys.shape[1]))
         if values.device.type == "cpu" and values.dtype == torch.float32:
             return self._sum(weights, values).view(q.shape)
-        return torch.bmm(weights, v).view(q.shape)
+        return torch.bmm(weights, self._seen(values)).view(q.shape)
+
+    def _seen(self, x: Tensor) -> Tensor:
+        """[slots and heads, keys, dim]"""
+        return x[self.lo : self.hi, :, : self.keys].flatten(0, 1)
 
     def _sum(self, weights: Tensor, values: Tensor) -> Tensor:
         """Weighted sums of vectors are what bags of embeddings are; a CPU is faster at them than at thin products."""

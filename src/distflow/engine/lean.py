@@ -121,8 +121,9 @@ class _Together:
         biases: list[Tensor] = [layer.bias for layer in layers if layer.bias is not None]
         weight = joined([layer.weight for layer in layers]) if len(biases) in (0, len(layers)) else None
         hooks = any(layer._forward_hooks for layer in layers)  # as of tensor parallelism
-        bias = torch.cat(biases) if biases else None
-        self.matrix = None if hooks or weight is None else matrix(weight, bias)
+        self.matrix = None
+        if weight is not None and not hooks:
+            self.matrix = matrix(weight, torch.cat(biases) if biases else None)
 
     def __call__(self, x: Tensor) -> Tensor:
         return self.matrix(x) if self.matrix else torch.cat([layer(x) for layer in self.layers], -1)
