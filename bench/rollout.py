@@ -49,7 +49,7 @@ def ours(model: str, work: Work) -> None:
     from transformers import AutoModelForCausalLM
 
     from distflow.engine import attention
-    from distflow.engine.lean import together
+    from distflow.engine.family import together
     from distflow.engine.model import kv_bytes
     from distflow.engine.rollout import Rollout
     from distflow.engine.sampling import Sampling

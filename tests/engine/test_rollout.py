@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import replace
 from functools import cache as once
+from typing import Any
 from unittest.mock import patch
 
 import numpy as np
@@ -15,17 +16,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from distflow.engine import cache, rollout
+from distflow.engine import attention, cache, cpu, rollout
 from distflow.engine.attention import Attention, Packed
-from distflow.engine.lean import Forward, Full, Lean, forward_of, together
+from distflow.engine.compiled import Compiled
+from distflow.engine.family import FAMILY, matrices, together
+from distflow.engine.forward import Forward, Full, forward_of
+from distflow.engine.lean import Lean
 from distflow.engine.model import kv_bytes
 from distflow.engine.rollout import Agree, Completions, Rollout
 from distflow.engine.sampling import Sampling, choose
 from distflow.engine.weights import room
 from distflow.errors import ConfigError
-from engine.tiny import ARCHITECTURES, VOCABULARY, pair
+from engine.tiny import ARCHITECTURES, VOCABULARY, config_of, pair, with_weights_that_matter
 
 SEED = 11
 STOP = frozenset({2, 3, 4, 5, 6, 7})
@@ -82,6 +86,17 @@ def same(got: list[Said], want: list[Said]) -> bool:
     )
 
 
+@pytest.fixture(params=["compiled", "plain"])
+def by(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """In one thread, which is where there are kernels; and without them."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    if request.param == "plain":
+        monkeypatch.setattr(cpu, "_compiled", lambda: None)
+    yield request.param
+    torch.set_num_threads(threads)
+
+
 @contextmanager
 def passes() -> Iterator[dict[str, list[int]]]:
     """How many tokens each pass through the model computes."""
@@ -90,17 +105,21 @@ def passes() -> Iterator[dict[str, list[int]]]:
     def told(model: PreTrainedModel) -> Forward:
         forward = forward_of(model)
 
-        def tell(tokens: Tensor, positions: Tensor, attention: Attention, keep: Tensor | None) -> Tensor:
-            seen[type(attention).__name__].append(len(tokens))
-            return forward(tokens, positions, attention, keep)
+        class Told:
+            ready = staticmethod(forward.ready)
 
-        return tell
+            def __call__(self, tokens: Tensor, positions: Tensor, attention: Attention, keep: Tensor | None) -> Tensor:
+                seen[type(attention).__name__].append(len(tokens))
+                return forward(tokens, positions, attention, keep)
+
+        return Told()
 
     with patch.object(rollout, "forward_of", told):
         yield seen
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.usefixtures("by")
 def test_it_says_what_a_plain_loop_says_in_a_batch_of_any_size(arch: str) -> None:
     want = expected(arch)
     assert len({len(tokens) for tokens, _, _ in want}) > 3  # they end at different times
@@ -109,6 +128,7 @@ def test_it_says_what_a_plain_loop_says_in_a_batch_of_any_size(arch: str) -> Non
 
 
 @pytest.mark.parametrize("lanes", [2, 3, 100])
+@pytest.mark.usefixtures("by")
 def test_lanes_say_what_one_would(lanes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rollout, "_LANE", 1)
     models = pair("qwen3")
@@ -123,14 +143,16 @@ def test_lanes_say_what_one_would(lanes: int, monkeypatch: pytest.MonkeyPatch) -
     assert torch.get_num_threads() == threads
 
 
+@pytest.mark.usefixtures("by")
 def test_a_failure_in_a_lane_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rollout, "_LANE", 1)
     models = pair("qwen3")
     made = Rollout(models.ours, 1, 1 << 30, 12, lanes=3)
-    threads = torch.get_num_threads()
+    threads, weights = torch.get_num_threads(), deepcopy(models.ours.state_dict())
     with pytest.raises(IndexError):
         made.generate([[1], [VOCABULARY + 1]], np.array([0] * 8 + [1]), np.arange(9), HOW, SEED)
     assert torch.get_num_threads() == threads
+    assert all(torch.equal(t, weights[name]) for name, t in models.ours.state_dict().items())  # as they were
 
 
 def test_a_model_that_is_not_known_has_one_lane() -> None:
@@ -155,17 +177,37 @@ def test_blocks_cover_the_slots_and_read_no_more_than_one_would(lengths: list[in
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_the_short_way_through_a_model_gives_what_its_own_modules_give(arch: str) -> None:
-    model = pair(arch).ours
+@pytest.mark.parametrize("vocabulary", [VOCABULARY, 64])  # the second fits a kernel
+def test_the_short_way_through_a_model_gives_what_its_own_modules_give(arch: str, vocabulary: int, by: str) -> None:
+    config = config_of(arch, vocab_size=vocabulary)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention.NAME, dtype=torch.float32)
+    with_weights_that_matter(model)
+    before = deepcopy(model.state_dict())
     lengths = [9, 9, 4, 1]
     tokens, positions = torch.arange(3, 26), torch.cat([torch.arange(n) for n in lengths])
-    short = forward_of(model)
-    assert isinstance(short, Lean if arch in ("qwen2", "llama", "qwen3", "mistral") else Full)
+    short: type = {"compiled": Compiled, "plain": Lean}[by]
     for keep in (None, torch.tensor([8, 17, 21, 22])):
-        with torch.no_grad():
-            got, want = (f(tokens, positions, Packed(lengths), keep) for f in (short, Full(model)))
-        assert got.shape == want.shape == (4 if keep is not None else 23, VOCABULARY)
+        with torch.inference_mode():
+            want = Full(model)(tokens, positions, Packed(lengths), keep)
+            forward = forward_of(model)
+            assert isinstance(forward, short if arch in FAMILY else Full)
+            with forward.ready():
+                got = forward(tokens, positions, Packed(lengths), keep)
+        assert got.shape == want.shape == (4 if keep is not None else 23, vocabulary)
         assert torch.allclose(got, want, atol=3e-5)
+    assert all(torch.equal(t, before[name]) for name, t in model.state_dict().items())  # as they were
+
+
+def test_a_model_whose_matrices_do_not_fit_the_kernels_goes_the_other_way(by: str) -> None:
+    def way(**changes: Any) -> type:
+        return type(forward_of(AutoModelForCausalLM.from_config(config_of("llama", **changes), dtype=torch.float32)))
+
+    assert way() is {"compiled": Compiled, "plain": Lean}[by]
+    scaled = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+    for changes in ({"intermediate_size": 50}, {"hidden_act": "gelu"}, {"rope_parameters": scaled}):
+        assert way(**changes) is Lean, changes
+    torch.set_num_threads(2)
+    assert way() is Lean
 
 
 @pytest.mark.parametrize(
@@ -237,6 +279,7 @@ def test_the_name_of_a_prompt_does_not_matter() -> None:
 
 
 @pytest.mark.parametrize("arch", ["qwen2", "gemma2", "mistral"])
+@pytest.mark.usefixtures("by")
 def test_what_is_left_in_the_cache_does_not_matter(arch: str) -> None:
     made = engine(arch, 4)
     kept = None
@@ -259,6 +302,7 @@ def test_the_cache_grows_with_what_it_must_hold() -> None:
     assert made._caches[0].slots == 8
 
 
+@pytest.mark.usefixtures("by")
 def test_weights_may_change_between_calls() -> None:
     model = deepcopy(pair("qwen2").ours)
     made = Rollout(model, kv_bytes(model.config, torch.float32, 1), 1 << 22, 8)
@@ -282,19 +326,17 @@ def side_by_side(model: PreTrainedModel) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("arch", ["qwen2", "llama", "qwen3", "mistral"])
-def test_matrices_side_by_side_are_one(arch: str) -> None:
+def test_matrices_side_by_side_are_one(arch: str, by: str) -> None:
     model = deepcopy(pair(arch).ours)
     side_by_side(model)
-    layer = forward_of(model).layers[1]  # type: ignore[attr-defined]
-    block = model.model.layers[1]
-    attention, mlp = block.self_attn, block.mlp
-    for both, parts in (
-        (layer.qkv, (attention.q_proj, attention.k_proj, attention.v_proj)),
-        (layer.gate_up, (mlp.gate_proj, mlp.up_proj)),
-    ):
-        assert torch.equal(both.matrix.weight, torch.cat([p.weight for p in parts]))
-        assert both.matrix.weight.data_ptr() == parts[0].weight.data_ptr()  # no copy
-    assert forward_of(pair(arch).ours).layers[1].qkv.matrix is None  # type: ignore[attr-defined]
+    layer = Lean(model).layers[1]
+    qkv, _, gate_up, _ = matrices(model.model.layers[1])
+    for both, parts in ((layer.qkv, qkv), (layer.gate_up, gate_up)):
+        assert both.weight is not None
+        assert torch.equal(both.weight, torch.cat([p.weight for p in parts]))
+        assert both.weight.data_ptr() == parts[0].weight.data_ptr()  # no copy
+        assert both.weight.is_contiguous() == (by == "compiled")  # otherwise by columns
+    assert Lean(pair(arch).ours).layers[1].qkv.weight is None
     assert same(generate(Rollout(model, kv_bytes(model.config, torch.float32, 1), 1 << 22, 8)), expected(arch))
 
 
@@ -302,6 +344,7 @@ def test_a_model_that_is_not_known_has_its_weights_one_by_one() -> None:
     assert list(together(pair("gemma2").ours)) == []
 
 
+@pytest.mark.usefixtures("by")
 def test_between_calls_the_memory_of_weights_may_be_taken_away() -> None:
     model = deepcopy(pair("qwen2").ours)
     made = side_by_side(model)

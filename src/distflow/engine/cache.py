@@ -1,11 +1,16 @@
 """The KV cache: a fixed number of slots, one sequence each. The slots in use are always the first ones."""
 
+from functools import cached_property
+from types import ModuleType
+
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import embedding_bag
 
 from distflow.data.balance import Ints
 from distflow.engine.attention import How, Packed, weigh_once
+from distflow.engine.cpu import kernels
 
 _CALL, _SMALLEST = 512, 16  # a call of attention costs as much as reading so many keys; slots not worth cutting
 
@@ -50,17 +55,29 @@ class Decode:
     """One new token for each of the first slots, at these positions."""
 
     def __init__(self, cache: Cache, positions: Tensor) -> None:
-        self.cache, self.positions = cache, positions
-        _, cut = _cut(positions.cpu().numpy() + 1, 0, len(positions))
-        self.blocks = [_Block(lo, hi, positions[lo:hi]) for lo, hi in cut]
+        self.cache, self.positions, self.places = cache, positions, positions.cpu().numpy()
         self._rows: Tensor | None = None
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, how: How) -> Tensor:
         both = self.cache.layer(layer, k)
+        if (compiled := kernels(q)) and how.softcap is None:
+            return self._compiled(compiled, both, q, k, v, how)
         both.view(-1, both.shape[-1]).index_copy_(0, self._where(len(k)), torch.cat((k, v)).flatten(0, 1))
         queries, (keys, values) = q.transpose(0, 1), both.unbind()
         parts = [block(queries, keys, values, how) for block in self.blocks]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _compiled(self, compiled: ModuleType, both: Tensor, q: Tensor, k: Tensor, v: Tensor, how: How) -> Tensor:
+        out = q.new_empty(q.shape[1], q.shape[0], q.shape[2])
+        new = [x.transpose(0, 1).numpy() for x in (q, k, v)]
+        window, scale = how.window or self.cache.longest, how.scale or q.shape[-1] ** -0.5
+        compiled.attend(*new, both.numpy(), self.places, window, np.float32(scale), out.numpy())
+        return out
+
+    @cached_property
+    def blocks(self) -> list["_Block"]:
+        _, cut = _cut(self.places + 1, 0, len(self.places))
+        return [_Block(lo, hi, self.positions[lo:hi]) for lo, hi in cut]
 
     def _where(self, heads: int) -> Tensor:
         """The row of each (key or value, head, slot) in the cache seen as one list of vectors."""

@@ -1,70 +1,18 @@
-"""A model's forward pass without most of what Hugging Face's modules do between their matrices.
+"""A forward pass of the Llama family without most of what Hugging Face's modules do between their matrices.
 
-A step of decoding is so small that this was a third of it. For the Llama family, whose members differ only in biases
-and in norms of queries and keys; any other model goes through its own `forward`.
+A step of decoding is so small that this was a third of it.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from torch.nn.functional import linear
 
-from distflow.engine.attention import Attention, How
-from distflow.engine.blas import matrix
-
-FAMILY = ("llama", "mistral", "qwen2", "qwen3")
-Forward = Callable[[Tensor, Tensor, Attention, Tensor | None], Tensor]
-
-
-def forward_of(model: PreTrainedModel) -> Forward:
-    """A function of tokens [n], positions [n], who attends to what, and whose logits are wanted (None: everybody's).
-
-    It is made for the weights that the model has now.
-    """
-    return Lean(model) if _known(model) else Full(model)
-
-
-def reentrant(model: Any) -> bool:
-    """Several threads may pass through it at once: no module keeps anything from one call to the next."""
-    return _known(model) and model.model.rotary_emb.rope_type not in ("dynamic", "longrope")
-
-
-def _known(model: PreTrainedModel) -> bool:
-    kind = model.config.model_type
-    return kind in FAMILY and type(model).__module__ == f"transformers.models.{kind}.modeling_{kind}"
-
-
-def together(model: Any) -> Iterator[list[str]]:
-    """Names of the matrices in the layers, those that are multiplied with the same input together: if they lie side by
-    side in memory, they are one."""
-    names = {p: name for name, p in model.named_parameters()}
-    for block in model.model.layers if _known(model) else ():
-        for layers in _matrices(block):
-            yield [names[layer.weight] for layer in layers]
-
-
-def _matrices(block: Any) -> tuple[Sequence[Any], ...]:
-    at, mlp = block.self_attn, block.mlp
-    return (at.q_proj, at.k_proj, at.v_proj), (at.o_proj,), (mlp.gate_proj, mlp.up_proj), (mlp.down_proj,)
-
-
-class Full:
-    """Through the model's own modules."""
-
-    def __init__(self, model: PreTrainedModel) -> None:
-        self.model = model
-
-    def __call__(self, tokens: Tensor, positions: Tensor, attention: Attention, keep: Tensor | None) -> Tensor:
-        out = self.model(
-            input_ids=tokens[None],
-            position_ids=positions[None],
-            use_cache=False,
-            logits_to_keep=0 if keep is None else keep,
-            distflow=attention,
-        )
-        return out.logits[0]  # type: ignore[no-any-return]
+from distflow.engine.attention import Attention
+from distflow.engine.family import hooked, how, matrices
 
 
 class Lean:
@@ -85,16 +33,17 @@ class Lean:
         x = self.norm(x)
         return self.head(x if keep is None else x[keep])
 
+    def ready(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
 
 class _Layer:
     def __init__(self, block: Any) -> None:
         at, self.act = block.self_attn, block.mlp.act_fn
         self.index, self.dim = at.layer_idx, at.head_dim
-        # Mistral says it in its config, for all layers.
-        window = at.sliding_window if hasattr(at, "sliding_window") else getattr(at.config, "sliding_window", None)
-        self.how = How(at.scaling, window)
+        self.how = how(at)
         self.before, self.between = _Norm(block.input_layernorm), _Norm(block.post_attention_layernorm)
-        qkv, o, gate_up, down = _matrices(block)
+        qkv, o, gate_up, down = matrices(block)
         self.heads = [len(layer.weight) // self.dim for layer in qkv]
         self.qkv, self.o, self.gate_up, self.down = (_Together(layers) for layers in (qkv, o, gate_up, down))
         self.norms = (_Norm(at.q_norm), _Norm(at.k_norm)) if hasattr(at, "q_norm") else None
@@ -118,19 +67,22 @@ class _Together:
 
     def __init__(self, layers: Sequence[nn.Linear]) -> None:
         self.layers = layers
+        self.weight = self.bias = None
         biases: list[Tensor] = [layer.bias for layer in layers if layer.bias is not None]
-        weight = joined([layer.weight for layer in layers]) if len(biases) in (0, len(layers)) else None
-        hooks = any(layer._forward_hooks for layer in layers)  # as of tensor parallelism
-        self.matrix = None
-        if weight is not None and not hooks:
-            self.matrix = matrix(weight, torch.cat(biases) if biases else None)
+        if len(biases) in (0, len(layers)) and not hooked(layers):
+            self.weight = joined([layer.weight for layer in layers])
+            self.bias = torch.cat(biases) if biases and self.weight is not None else None
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self.matrix(x) if self.matrix else torch.cat([layer(x) for layer in self.layers], -1)
+        if self.weight is None:
+            return torch.cat([layer(x) for layer in self.layers], -1)
+        return linear(x, self.weight, self.bias)
 
     def add(self, to: Tensor, x: Tensor) -> Tensor:
         """The same, added to `to`, in its place."""
-        return self.matrix.add(to, x) if self.matrix else to.add_(self(x))
+        if self.weight is None or self.bias is not None:
+            return to.add_(self(x))
+        return to.addmm_(x, self.weight.T)
 
 
 def joined(parts: Sequence[Tensor]) -> Tensor | None:

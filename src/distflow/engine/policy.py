@@ -19,7 +19,7 @@ from distflow.data.batch import Batch, Ragged
 from distflow.data.comm import telling
 from distflow.data.exchange import Collective
 from distflow.engine import parallel
-from distflow.engine.lean import together
+from distflow.engine.family import together
 from distflow.engine.model import DTYPES, Source, kv_bytes
 from distflow.engine.roles import find_loss
 from distflow.engine.rollout import Completions, Rollout

@@ -19,7 +19,8 @@ from distflow.data.balance import Ints
 from distflow.data.batch import Ragged, join
 from distflow.engine.attention import Attention
 from distflow.engine.cache import Cache, Decode, Prefill
-from distflow.engine.lean import forward_of, reentrant
+from distflow.engine.family import reentrant
+from distflow.engine.forward import Forward, forward_of
 from distflow.engine.sampling import Sampling, choose
 from distflow.errors import ConfigError
 from distflow.plan.units import human_bytes
@@ -75,11 +76,12 @@ class Rollout:
         order = np.argsort(prompt_of, kind="stable")  # samples of a prompt in one lane, but for a few
         shares = np.array_split(order, len(caches))
         threads = torch.get_num_threads()
+        each = max(1, threads // len(caches))
 
         @torch.inference_mode()
         def run(lane: int) -> Completions:
             share = shares[lane]
-            batch = _Running(self, caches[lane], prompts, prompt_of[share], ids[share], how, seed)
+            batch = _Running(self, forward, caches[lane], prompts, prompt_of[share], ids[share], how, seed)
             while batch.waiting or batch.count:
                 if batch.waiting and batch.room:
                     batch.admit()
@@ -87,12 +89,11 @@ class Rollout:
                     batch.decode()
             return batch.completions()
 
-        if len(caches) == 1:
-            return run(0).select(np.argsort(order))
-        each = max(1, threads // len(caches))
         try:
-            with ThreadPoolExecutor(len(caches), "lane", torch.set_num_threads, (each,)) as pool:
-                done = list(pool.map(run, range(len(caches))))
+            torch.set_num_threads(each)
+            forward = forward_of(self.model)
+            with forward.ready(), ThreadPoolExecutor(len(caches), "lane", torch.set_num_threads, (each,)) as pool:
+                done = list(pool.map(run, range(len(caches)))) if len(caches) > 1 else [run(0)]
         finally:
             torch.set_num_threads(threads)
         return _joined(done).select(np.argsort(order))
@@ -128,6 +129,7 @@ class _Running:
     def __init__(
         self,
         engine: Rollout,
+        forward: Forward,
         cache: Cache,
         prompts: Sequence[Sequence[int]],
         prompt_of: Ints,
@@ -136,7 +138,7 @@ class _Running:
         seed: int,
     ) -> None:
         self.engine, self.prompts, self.prompt_of, self.ids = engine, prompts, prompt_of, ids
-        self.forward = forward_of(engine.model)  # its weights are others in each call
+        self.forward = forward
         self.how, self.seed = how, seed
         self.sizes = np.array([len(p) for p in prompts], np.int64)
         samples = len(ids)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from distflow.data.balance import Ints
 from distflow.data.order import mix
+from distflow.engine.cpu import kernels
 
 _BLOCK = 1 << 20  # elements worked on at once
 
@@ -63,9 +64,14 @@ def race(logits: Tensor, keys: Ints) -> tuple[Tensor, Tensor]:
     Every token runs for a time that is exponential, at the speed of its odds; the first to arrive is the draw.
     """
     n, vocabulary = logits.shape
+    column = _column(vocabulary, logits.device)
+    if compiled := kernels(logits):
+        tokens, totals = np.empty(n, np.int64), np.empty(n, np.float32)
+        words = keys.view(np.uint32).reshape(n, 2), column.numpy().view(np.uint32)
+        compiled.race(logits.numpy(), *words, tokens, totals)
+        return torch.from_numpy(tokens), torch.from_numpy(totals)
     halves = torch.from_numpy(keys.view(np.int32).reshape(n, 2).copy()).to(logits.device)
     rows = max(1, _BLOCK // vocabulary)
-    column = _column(vocabulary, logits.device)
     runs = [_race(logits[i : i + rows], halves[i : i + rows], column) for i in range(0, n, rows)]
     if len(runs) == 1:
         return runs[0]

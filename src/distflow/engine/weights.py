@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from distflow.data.exchange import AllToAll, Collective
+from distflow.engine.cpu import by_columns
 from distflow.plan.layout import Layout
 
 Box = tuple[tuple[int, int], ...]  # [from, to) in each dimension
@@ -64,12 +65,11 @@ class Held:
 def room(
     shapes: Mapping[str, tuple[int, ...]], together: Iterable[Sequence[str]], dtype: torch.dtype, device: torch.device
 ) -> dict[str, Tensor]:
-    """Memory for parameters. Matrices that are used `together` lie side by side, on a CPU as columns: a few rows are
-    multiplied with them faster so."""
+    """Memory for parameters. Matrices that are used `together` lie side by side, as `by_columns` has it."""
     made: dict[str, Tensor] = {}
     for names in together:
         rows, width = [shapes[n][0] for n in names], shapes[names[0]][1]
-        if device.type == "cpu":
+        if by_columns(dtype, device):
             whole = torch.empty(width, sum(rows), dtype=dtype).T
         else:
             whole = torch.empty(sum(rows), width, dtype=dtype, device=device)

@@ -1,0 +1,31 @@
+"""What the rollout engine does otherwise on a CPU."""
+
+from functools import cache
+from importlib import import_module
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+
+def kernels(like: Tensor) -> ModuleType | None:
+    """`kernels.py`, where it is of use: for numbers like these, in a thread that has no others of torch's to help it,
+    with numba installed."""
+    return _compiled() if _fits(like.dtype, like.device) and torch.get_num_threads() == 1 else None
+
+
+def by_columns(dtype: torch.dtype, device: torch.device) -> bool:
+    """How a matrix [out, in] had better lie: MKL multiplies a few rows with it faster so. Kernels re-lay it anyway."""
+    return device.type == "cpu" and not (_fits(dtype, device) and _compiled())
+
+
+def _fits(dtype: torch.dtype, device: torch.device) -> bool:
+    return device.type == "cpu" and dtype == torch.float32
+
+
+@cache
+def _compiled() -> ModuleType | None:
+    try:
+        return import_module("distflow.engine.kernels")
+    except ImportError:  # numba is an extra, and wants a numpy that it knows
+        return None

@@ -1,0 +1,317 @@
+"""What lies between the matrices of a model, in float32, compiled by numba for the CPU it runs on.
+
+Each does at once what takes torch several operations, which in a step of decoding cost more than their work. Arrays
+of numpy, written in place or into `out`; one thread, which holds no lock of Python. Only `cpu.py` imports this.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from llvmlite.binding import get_host_cpu_features
+from numba import njit, types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+_F, _U, _I = np.float32, np.uint32, np.int32
+PANEL = 16  # rows of a matrix that lie side by side
+# Sums may be reordered, as vectors need it; NaN and infinity are what they are.
+_SUMS = {"reassoc", "contract", "arcp", "nsz"}
+
+
+def _compile(fastmath: set[str]) -> Callable[[Any], Any]:
+    return njit(fastmath=fastmath, error_model="numpy", nogil=True, cache=True)
+
+
+@_compile({"contract"})
+def exp(x):
+    """To the last bit or two, for 2^-126 to 2^127: 2^n times the series of what is left."""
+    x = min(max(x, _F(-87)), _F(88))
+    n = np.floor(x * _F(1.4426950408889634) + _F(0.5))
+    r = x - n * _F(0.693359375)  # ln 2 in two parts, of which the first times n is exact
+    r = r + n * _F(2.12194440e-4)
+    p = _F(1 / 5040)
+    p = p * r + _F(1 / 720)
+    p = p * r + _F(1 / 120)
+    p = p * r + _F(1 / 24)
+    p = p * r + _F(1 / 6)
+    p = p * r + _F(1 / 2)
+    p = p * r + _F(1)
+    p = p * r + _F(1)
+    return p * _I((_I(n) + _I(127)) << _I(23)).view(_F)
+
+
+@_compile({"contract"})
+def log(x):
+    """To the last bit or two, for ordinary positive numbers: x = 2^n m, with m about 1."""
+    bits = _F(x).view(_I)
+    n = _I((bits - _I(0x3F3504F3)) >> _I(23))  # m from √½ to √2
+    m = _I(bits - _I(n << _I(23))).view(_F)
+    s = (m - _F(1)) / (m + _F(1))
+    z = s * s
+    p = _F(1 / 9)
+    p = p * z + _F(1 / 7)
+    p = p * z + _F(1 / 5)
+    p = p * z + _F(1 / 3)
+    p = p * z * s + s
+    return _F(n) * _F(0.6931471805599453) + (p + p)
+
+
+@_compile(set())
+def lay(panels):
+    """Re-lay a matrix in its memory: [n × PANEL rows, dim], seen as `panels` [n, dim, PANEL], becomes that."""
+    count, dim, _ = panels.shape
+    rows = np.empty((PANEL, dim), _F)
+    for p in range(count):
+        panel = panels[p]
+        rows[:] = panel.reshape(PANEL, dim)
+        for d in range(dim):
+            for r in range(PANEL):
+                panel[d, r] = rows[r, d]
+
+
+@_compile(set())
+def lay_back(panels):
+    count, dim, _ = panels.shape
+    panel = np.empty((dim, PANEL), _F)
+    for p in range(count):
+        panel[:] = panels[p]
+        rows = panels[p].reshape(PANEL, dim)
+        for r in range(PANEL):
+            for d in range(dim):
+                rows[r, d] = panel[d, r]
+
+
+def _tile(height: int) -> Any:
+    """A piece of a product that stays in registers, which no compiler makes of a loop by itself: so many rows of `out`
+    from row i on, the columns of panel p."""
+
+    @intrinsic
+    def tile(context, x, panels, out, i, p):
+        def code(context, b, signature, arguments):
+            *arrays, i, p = arguments
+            arrays = [context.make_array(t)(context, b, a) for t, a in zip(signature.args[:3], arrays, strict=True)]
+            x, panels, out = arrays
+            number, whole = ir.FloatType(), ir.IntType(32)
+            vector = ir.VectorType(number, PANEL)
+            undefined, zeros = ir.Constant(vector, ir.Undefined), ir.Constant(ir.VectorType(whole, PANEL), [0] * PANEL)
+            dim = cgutils.unpack_tuple(b, x.shape)[1]
+            gap = b.sdiv(cgutils.unpack_tuple(b, out.strides)[0], ir.Constant(i.type, 4))  # from row to row
+
+            def times(one, other):
+                return b.mul(one, ir.Constant(i.type, other) if isinstance(other, int) else other)
+
+            def number_at(address, place):
+                return b.gep(address, [place], source_etype=number)
+
+            def vector_at(address, place):
+                return b.bitcast(number_at(address, place), vector.as_pointer())
+
+            byte = ir.IntType(8).as_pointer()
+            kind = ir.FunctionType(ir.VoidType(), [byte, whole, whole, whole])
+            fetch = b.module.declare_intrinsic("llvm.prefetch", [byte], kind)
+            rows = [b.add(i, ir.Constant(i.type, r)) for r in range(height)]
+            lines = [number_at(x.data, times(row, dim)) for row in rows]
+            panel = number_at(panels.data, times(times(p, dim), PANEL))
+            coming = number_at(panel, times(dim, PANEL))  # memory has the time of this panel to bring the next
+            targets = [vector_at(out.data, b.add(times(row, gap), times(p, PANEL))) for row in rows]
+            sums = [cgutils.alloca_once(b, vector) for _ in rows]
+            for target, total in zip(targets, sums, strict=True):
+                b.store(b.load(target, typ=vector, align=4), total)
+            with cgutils.for_range(b, dim) as loop:
+                weights = b.load(vector_at(panel, times(loop.index, PANEL)), typ=vector, align=4)
+                ahead = b.bitcast(number_at(coming, times(loop.index, PANEL)), byte)
+                b.call(fetch, [ahead, whole(0), whole(3), whole(1)])  # to be read, and to stay, as data
+                for line, total in zip(lines, sums, strict=True):
+                    one = b.insert_element(undefined, b.load(number_at(line, loop.index), typ=number), whole(0))
+                    product = b.fmul(b.shuffle_vector(one, undefined, zeros), weights, flags=("contract",))
+                    b.store(b.fadd(product, b.load(total, typ=vector), flags=("contract",)), total)
+            for target, total in zip(targets, sums, strict=True):
+                b.store(b.load(total, typ=vector), target, align=4)
+            return context.get_dummy_value()
+
+        return types.void(x, panels, out, types.intp, types.intp), code
+
+    return tile
+
+
+# As high as there are registers: AVX-512 has 32 of 16 numbers, AVX2 has 16 of 8.
+_HIGH = 12 if get_host_cpu_features().get("avx512f") else 6
+_tile_high, _tile_4, _tile_1 = _tile(_HIGH), _tile(4), _tile(1)
+
+
+@_compile(set())
+def _multiply(x, panels, out):
+    """out += x · the matrix in `panels`"""
+    for low in range(0, len(x), 96):  # rows that stay in a cache
+        high = min(low + 96, len(x))
+        for p in range(len(panels)):
+            i = low
+            while i + _HIGH <= high and i + 8 != high:
+                _tile_high(x, panels, out, i, p)
+                i += _HIGH
+            while i + 4 <= high:
+                _tile_4(x, panels, out, i, p)
+                i += 4
+            while i < high:
+                _tile_1(x, panels, out, i, p)
+                i += 1
+
+
+@_compile(set())
+def add(x, matrices, bias, out):
+    """out += bias + x · each of the matrices, side by side"""
+    if len(bias):
+        out += bias
+    at = 0
+    for panels in matrices:
+        width = len(panels) * PANEL
+        _multiply(x, panels, out[:, at : at + width])
+        at += width
+
+
+@_compile(_SUMS)
+def norm(x, weight, epsilon, out):
+    """Rows of [n, dim], brought to the length √dim, times `weight`."""
+    n, dim = x.shape
+    for i in range(n):
+        row, to = x[i], out[i]
+        total = _F(0)
+        for d in range(dim):
+            total += row[d] * row[d]
+        factor = _F(1) / np.sqrt(total / _F(dim) + epsilon)
+        for d in range(dim):
+            to[d] = row[d] * factor * weight[d]
+
+
+@_compile(_SUMS)
+def _turn(x, heads, positions, cos, sin):
+    """Rotary positions, in place, for the first `heads` of x [n, all heads, dim]; cos and sin of each position, the
+    first half of sin negative."""
+    n, _, dim = x.shape
+    half = dim // 2
+    for i in range(n):
+        row, c, s = x[i], cos[positions[i]], sin[positions[i]]
+        for h in range(heads):
+            for d in range(half):
+                a, b = row[h, d], row[h, half + d]
+                row[h, d] = a * c[d] + b * s[d]
+                row[h, half + d] = b * c[half + d] + a * s[half + d]
+
+
+@_compile(_SUMS)
+def _gate(x, out):
+    """silu(first half) × second half, of rows."""
+    n, dim = out.shape
+    for i in range(n):
+        first, second, to = x[i, :dim], x[i, dim:], out[i]
+        for d in range(dim):
+            to[d] = first[d] / (_F(1) + exp(-first[d])) * second[d]
+
+
+@_compile(_SUMS)
+def _norm_heads(x, first, last, weight, epsilon):
+    for i in range(len(x)):
+        norm(x[i, first:last], weight, epsilon, x[i, first:last])
+
+
+@_compile(set())
+def before(x, weight, epsilon, matrices, bias, norms, queries, keys, positions, cos, sin, normed, qkv):
+    """What a layer does up to its attention: queries, keys and values of x [n, hidden] into qkv [n, heads, dim]."""
+    norm(x, weight, epsilon, normed)
+    flat = qkv.reshape(len(x), -1)
+    flat[:] = _F(0)
+    add(normed, matrices, bias, flat)
+    if len(norms[0]):
+        _norm_heads(qkv, 0, queries, norms[0], epsilon)
+        _norm_heads(qkv, queries, queries + keys, norms[1], epsilon)
+    _turn(qkv, queries + keys, positions, cos, sin)
+
+
+@_compile(set())
+def after(x, y, out, out_bias, weight, epsilon, gate_up, gate_up_bias, down, down_bias, normed, both, gated):
+    """What it does with what attention says, y; x is written over."""
+    add(y, out, out_bias, x)
+    norm(x, weight, epsilon, normed)
+    both[:] = _F(0)
+    add(normed, gate_up, gate_up_bias, both)
+    _gate(both, gated)
+    add(gated, down, down_bias, x)
+
+
+@_compile(_SUMS)
+def attend(q, k, v, cache, positions, window, scale, out):
+    """One token of each of n sequences: its k and v [n, kv heads, dim] join those before it in `cache` [2, slots, kv
+    heads, longest, dim], and its q [n, heads, dim] is answered into `out`."""
+    n, heads, dim = q.shape
+    groups = k.shape[1]
+    each = heads // groups
+    query, weights = np.empty(dim, _F), np.empty(cache.shape[3], _F)
+    for i in range(n):
+        end = positions[i] + 1
+        start = max(0, end - window)
+        for g in range(groups):
+            keys, values = cache[0, i, g], cache[1, i, g]
+            for d in range(dim):
+                keys[end - 1, d] = k[i, g, d]
+                values[end - 1, d] = v[i, g, d]
+            for h in range(g * each, (g + 1) * each):
+                for d in range(dim):
+                    query[d] = q[i, h, d] * scale
+                peak = _F(-np.inf)
+                for t in range(start, end):
+                    key, score = keys[t], _F(0)
+                    for d in range(dim):
+                        score += query[d] * key[d]
+                    weights[t] = score
+                    peak = max(peak, score)
+                total = _F(0)
+                for t in range(start, end):
+                    weights[t] = exp(weights[t] - peak)
+                    total += weights[t]
+                to = out[i, h]
+                for d in range(dim):
+                    to[d] = _F(0)
+                t = start
+                while t + 4 <= end:  # `to` is read and written once for four
+                    a0, a1, a2, a3 = weights[t], weights[t + 1], weights[t + 2], weights[t + 3]
+                    v0, v1, v2, v3 = values[t], values[t + 1], values[t + 2], values[t + 3]
+                    for d in range(dim):
+                        to[d] += a0 * v0[d] + a1 * v1[d] + a2 * v2[d] + a3 * v3[d]
+                    t += 4
+                while t < end:
+                    a0, v0 = weights[t], values[t]
+                    for d in range(dim):
+                        to[d] += a0 * v0[d]
+                    t += 1
+                factor = _F(1) / total
+                for d in range(dim):
+                    to[d] *= factor
+
+
+@_compile(_SUMS)
+def race(logits, keys, column, tokens, totals):
+    """`sampling.race`: of each row the token that arrives first, and the logsumexp."""
+    n, vocabulary = logits.shape
+    times = np.empty(vocabulary, _F)
+    for i in range(n):
+        row = logits[i]
+        peak = _F(-np.inf)
+        for c in range(vocabulary):
+            peak = max(peak, row[c])
+        total, one, other = _F(0), keys[i, 0], keys[i, 1]
+        for c in range(vocabulary):
+            odds = exp(row[c] - peak)
+            total += odds
+            x = _U(column[c] + one)
+            x = _U(_U(x ^ _U(x >> _U(16))) * _U(0x21F0AAAD)) ^ other
+            x = _U(_U(x ^ _U(x >> _U(15))) * _U(0x735A2D97))
+            uniform = (_F(_I(x >> _U(9))) + _F(0.5)) * _F(2.0**-23)
+            times[c] = odds / log(uniform)  # negative: the least is the fastest
+        best, first = 0, times[0]
+        for c in range(1, vocabulary):
+            if times[c] < first:
+                best, first = c, times[c]
+        tokens[i] = best
+        totals[i] = np.log(total) + peak
