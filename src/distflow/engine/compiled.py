@@ -3,19 +3,18 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import ModuleType
-from typing import Any, Self, cast
+from typing import Any, Self
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.functional import linear
-from transformers.activations import SiLUActivation
 
 from distflow.data.balance import Ints
 from distflow.engine.attention import Attention
-from distflow.engine.cpu import kernels
-from distflow.engine.family import hooked, how, matrices, reentrant
+from distflow.engine.cpu import kernels, same
+from distflow.engine.family import hooked, how, matrices, reentrant, silu
 
 Floats = NDArray[np.float32]
 _NONE = np.zeros(0, np.float32)
@@ -33,7 +32,7 @@ class Compiled:
         for block in model.model.layers:
             layers = [layer for some in matrices(block) for layer in some]
             fits = all(_fits(layer.weight, compiled) for layer in layers)
-            if not fits or hooked(layers) or not isinstance(block.mlp.act_fn, nn.SiLU | SiLUActivation):
+            if not fits or hooked(layers) or not silu(block.mlp):
                 return None
         return cls(model, compiled)
 
@@ -121,16 +120,11 @@ class _Room:
 
 
 def _fits(weight: Tensor, compiled: ModuleType) -> bool:
-    return weight.is_contiguous() and len(weight) % compiled.PANEL == 0 and _same(weight).flags.writeable
+    return weight.is_contiguous() and len(weight) % compiled.PANEL == 0 and same(weight).flags.writeable
 
 
 def _panels(weight: Tensor, compiled: ModuleType) -> Floats:
-    return _same(weight).reshape(-1, weight.shape[1], compiled.PANEL)
-
-
-def _same(weight: Tensor) -> Floats:
-    """The same memory; after `numpy()` FSDP could not free it."""
-    return cast(Floats, np.from_dlpack(weight.detach()))
+    return same(weight).reshape(-1, weight.shape[1], compiled.PANEL)
 
 
 def _bias(layers: Sequence[nn.Linear]) -> Floats:
@@ -139,11 +133,11 @@ def _bias(layers: Sequence[nn.Linear]) -> Floats:
     each: list[Tensor] = [
         layer.weight.new_zeros(len(layer.weight)) if layer.bias is None else layer.bias for layer in layers
     ]
-    return _same(torch.cat(each))
+    return same(torch.cat(each))
 
 
 def _norm(module: Any) -> tuple[Floats, np.float32]:
-    return _same(module.weight), np.float32(module.variance_epsilon)
+    return same(module.weight), np.float32(module.variance_epsilon)
 
 
 def _turns(body: Any, length: int) -> tuple[Floats, Floats]:

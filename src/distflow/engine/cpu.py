@@ -3,8 +3,11 @@
 from functools import cache
 from importlib import import_module
 from types import ModuleType
+from typing import cast
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 
@@ -12,6 +15,11 @@ def kernels(like: Tensor) -> ModuleType | None:
     """`kernels.py`, where it is of use: for numbers like these, in a thread that has no others of torch's to help it,
     with numba installed."""
     return _compiled() if _fits(like.dtype, like.device) and torch.get_num_threads() == 1 else None
+
+
+def same(x: Tensor) -> NDArray[np.float32]:
+    """The same memory for numpy; after `x.numpy()` FSDP could not free it."""
+    return cast(NDArray[np.float32], np.from_dlpack(x.detach()))
 
 
 def by_columns(dtype: torch.dtype, device: torch.device) -> bool:

@@ -5,6 +5,7 @@ from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.activations import SiLUActivation
 
 from distflow.engine.attention import How
 
@@ -38,6 +39,10 @@ def matrices(block: Any) -> tuple[Sequence[nn.Linear], ...]:
 def hooked(layers: Sequence[nn.Linear]) -> bool:
     """As by tensor parallelism."""
     return any(layer._forward_hooks for layer in layers)
+
+
+def silu(mlp: Any) -> bool:
+    return isinstance(mlp.act_fn, nn.SiLU | SiLUActivation)
 
 
 def how(attention: Any) -> How:

@@ -201,13 +201,44 @@ def _turn(x, heads, positions, cos, sin):
 
 
 @_compile(_SUMS)
-def _gate(x, out):
-    """silu(first half) × second half, of rows."""
-    n, dim = out.shape
+def norm_back(d, x, weight, epsilon, dx, dw):
+    """Gradients of `norm`; `dw` is added to."""
+    n, dim = x.shape
     for i in range(n):
-        first, second, to = x[i, :dim], x[i, dim:], out[i]
-        for d in range(dim):
-            to[d] = first[d] / (_F(1) + exp(-first[d])) * second[d]
+        row, grad, to = x[i], d[i], dx[i]
+        total, along = _F(0), _F(0)
+        for j in range(dim):
+            total += row[j] * row[j]
+            along += grad[j] * weight[j] * row[j]
+        factor = _F(1) / np.sqrt(total / _F(dim) + epsilon)
+        along *= factor * factor * factor / _F(dim)
+        for j in range(dim):
+            to[j] = grad[j] * weight[j] * factor - row[j] * along
+            dw[j] += grad[j] * row[j] * factor
+
+
+@_compile(_SUMS)
+def _gate_row(gate, up, out):
+    for d in range(len(out)):
+        out[d] = gate[d] / (_F(1) + exp(-gate[d])) * up[d]
+
+
+@_compile(_SUMS)
+def gate(gate, up, out):
+    """silu(gate) × up"""
+    for i in range(len(out)):
+        _gate_row(gate[i], up[i], out[i])
+
+
+@_compile(_SUMS)
+def gate_back(d, gate, up, d_gate, d_up):
+    n, dim = d.shape
+    for i in range(n):
+        grad, a, b, to_a, to_b = d[i], gate[i], up[i], d_gate[i], d_up[i]
+        for j in range(dim):
+            share = _F(1) / (_F(1) + exp(-a[j]))
+            to_a[j] = grad[j] * b[j] * share * (_F(1) + a[j] * (_F(1) - share))
+            to_b[j] = grad[j] * a[j] * share
 
 
 @_compile(_SUMS)
@@ -236,7 +267,9 @@ def after(x, y, out, out_bias, weight, epsilon, gate_up, gate_up_bias, down, dow
     norm(x, weight, epsilon, normed)
     both[:] = _F(0)
     add(normed, gate_up, gate_up_bias, both)
-    _gate(both, gated)
+    inner = gated.shape[1]
+    for i in range(len(both)):
+        _gate_row(both[i, :inner], both[i, inner:], gated[i])
     add(gated, down, down_bias, x)
 
 

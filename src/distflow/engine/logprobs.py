@@ -5,6 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from distflow.engine.quick import linear, multiply
+
 _CHUNK = 1 << 20  # logits held at once
 
 
@@ -75,7 +77,7 @@ class _Head(torch.autograd.Function):
             if ctx.temperature != 1:
                 d_logits /= ctx.temperature
             d_logits = d_logits.to(hidden.dtype)
-            torch.mm(d_logits, weight, out=d_hidden[part])
+            multiply(d_logits, weight, out=d_hidden[part])
             if d_weight is not None and kind == d_logits.dtype:
                 d_weight.addmm_(d_logits.T, hidden[part])
             elif d_weight is not None:
@@ -94,7 +96,7 @@ def _logits(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float, softcap: float | None
 ) -> tuple[Tensor, Tensor | None]:
     """Logits, in float32 or better, and the derivative of the soft cap where there is one."""
-    logits = torch.nn.functional.linear(hidden, weight, bias)
+    logits = linear(hidden, weight, bias)
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     slope = None
     if softcap is not None:

@@ -28,6 +28,7 @@ from distflow.engine.lora import Adapter, Merged, pairs, plain
 from distflow.engine.model import DTYPES, Read, Source
 from distflow.engine.model import Kind as ModelKind
 from distflow.engine.packing import RESPONSE, ROLLOUT, Pack, micro_batches, nothing, pack
+from distflow.engine.quick import quicken
 from distflow.engine.schedule import learning_rate
 from distflow.engine.weights import Held, Spec, slices
 from distflow.errors import ConfigError
@@ -121,6 +122,7 @@ class Trainer:
         self.dp_group, self.dp = mesh.get_group("dp"), layout.dp
         self.lead = layout.ranks.index(rank) % layout.tp == 0  # speaks for its tensor-parallel cell
         lm = source.skeleton()
+        quicken(lm)
         self.cut = parallel.styles(lm, layout.tp, "placement")
         self.specs = parallel.specs(lm, self.cut)  # of the model, whether an adapter is beside it or not
         self.held = Held(layout, sharded=True)
