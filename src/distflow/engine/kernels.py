@@ -204,7 +204,11 @@ def _turn(x, heads, positions, cos, sin):
 def norm_back(d, x, weight, epsilon, dx, dw):
     """Gradients of `norm`; `dw` is added to."""
     n, dim = x.shape
+    some = np.zeros(dim, _F)  # of a few rows: a sum of sums loses less to rounding
     for i in range(n):
+        if i % 64 == 0:
+            dw += some
+            some[:] = _F(0)
         row, grad, to = x[i], d[i], dx[i]
         total, along = _F(0), _F(0)
         for j in range(dim):
@@ -214,7 +218,8 @@ def norm_back(d, x, weight, epsilon, dx, dw):
         along *= factor * factor * factor / _F(dim)
         for j in range(dim):
             to[j] = grad[j] * weight[j] * factor - row[j] * along
-            dw[j] += grad[j] * row[j] * factor
+            some[j] += grad[j] * row[j] * factor
+    dw += some
 
 
 @_compile(_SUMS)
