@@ -12,6 +12,7 @@ from numba import njit
 from distflow.engine import cpu, kernels, sampling
 from distflow.engine.attention import How
 from distflow.engine.cache import Cache, Decode
+from distflow.engine.logprobs import token_logprobs
 
 LAST_BIT = 2.0**-24
 
@@ -45,6 +46,7 @@ def test_exponentials() -> None:
     _each_exp(far, out)
     assert 0 <= out[0] == out[1] < 1e-37
     assert out[2] == 1
+    assert np.isnan(out[3])
 
 
 def test_logarithms() -> None:
@@ -132,11 +134,24 @@ def test_races(vocabulary: int, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.testing.assert_close(total, right)
 
 
-def test_a_model_gone_mad_is_no_crash() -> None:
-    logits = torch.full((3, 40), torch.nan)
+@pytest.mark.parametrize("where", [slice(None), 0, 17, 39])
+def test_a_model_gone_mad_is_told_and_no_crash(where: slice | int) -> None:
+    logits = torch.randn(3, 40)
+    logits[:, where] = torch.nan
     tokens, total = sampling.race(logits, sampling.keys(5, np.arange(3), np.arange(3)))
     assert ((tokens >= 0) & (tokens < 40)).all()
     assert total.isnan().all()
+    cache = Cache(1, 8)
+    q, k, v = torch.randn(2, 1, 8), torch.randn(1, 1, 8), torch.randn(1, 1, 8)
+    cache.layer(0, k)[0, 0, 0, 3, 2] = torch.nan
+    assert Decode(cache, torch.tensor([5]))(0, q, k, v, How()).isnan().all()
+    assert not Decode(cache, torch.tensor([2]))(0, q, k, v, How()).isnan().any()
+
+
+@pytest.mark.parametrize("target", [-1, 7])
+def test_a_target_outside_of_the_vocabulary_is_an_error(target: int) -> None:
+    with pytest.raises(IndexError):
+        token_logprobs(torch.randn(2, 4), torch.randn(7, 4), None, torch.tensor([3, target]))
 
 
 def test_kernels_are_for_one_thread_and_float32() -> None:

@@ -71,6 +71,25 @@ def test_values_and_gradients_are_those_of_the_plain_formula(
 
 @pytest.mark.usefixtures("small_chunks")
 @pytest.mark.parametrize(("temperature", "softcap"), WAYS)
+@pytest.mark.parametrize("threads", [1, 2])  # with one, in kernels
+def test_in_float32_they_are_those_of_float64(temperature: float, softcap: float | None, threads: int) -> None:
+    exact, given = (some(53, 7, 61, True, dtype) for dtype in (torch.float64, torch.float32))
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        ours, theirs = token_logprobs(*given, temperature, softcap), plainly(*exact, temperature, softcap)
+        torch.testing.assert_close([x.double() for x in ours], list(theirs), rtol=1e-5, atol=1e-5)
+        up, down = torch.randn(53), torch.randn(53)
+        for weights in ((up, down), (up, 0 * down), (0 * up, down)):
+            got = torch.autograd.grad(ours, given[:3], weights, retain_graph=True)  # type: ignore[arg-type]
+            want = torch.autograd.grad(theirs, exact[:3], [w.double() for w in weights], retain_graph=True)  # type: ignore[arg-type]
+            torch.testing.assert_close([x.double() for x in got], list(want), rtol=1e-4, atol=1e-4)
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("small_chunks")
+@pytest.mark.parametrize(("temperature", "softcap"), WAYS)
 def test_gradients_pass_the_numerical_check(temperature: float, softcap: float | None) -> None:
     hidden, weight, bias, targets = some(18, 2, 4, bias=True)
     assert bias is not None

@@ -1,4 +1,4 @@
-"""What the rollout engine does otherwise on a CPU."""
+"""What is done otherwise on a CPU."""
 
 from functools import cache
 from importlib import import_module
@@ -35,5 +35,5 @@ def _fits(dtype: torch.dtype, device: torch.device) -> bool:
 def _compiled() -> ModuleType | None:
     try:
         return import_module("distflow.engine.kernels")
-    except ImportError:  # numba is an extra, and wants a numpy that it knows
+    except (ImportError, RuntimeError):  # no numba, or one that does not know this numpy, or nowhere to keep its work
         return None

@@ -27,7 +27,8 @@ def _compile(fastmath: set[str]) -> Callable[[Any], Any]:
 @_compile({"contract"})
 def exp(x):
     """To the last bit or two, for 2^-126 to 2^127: 2^n times the series of what is left."""
-    x = min(max(x, _F(-87)), _F(88))
+    x = _F(-87) if x < _F(-87) else x  # NaN stays what it is
+    x = _F(88) if x > _F(88) else x
     n = np.floor(x * _F(1.4426950408889634) + _F(0.5))
     r = x - n * _F(0.693359375)  # ln 2 in two parts, of which the first times n is exact
     r = r + n * _F(2.12194440e-4)
@@ -303,7 +304,7 @@ def attend(q, k, v, cache, positions, window, scale, out):
                     for d in range(dim):
                         score += query[d] * key[d]
                     weights[t] = score
-                    peak = max(peak, score)
+                    peak = score if score > peak else peak
                 total = _F(0)
                 for t in range(start, end):
                     weights[t] = exp(weights[t] - peak)
@@ -329,16 +330,56 @@ def attend(q, k, v, cache, positions, window, scale, out):
 
 
 @_compile(_SUMS)
+def _peak(row):
+    peak = _F(-np.inf)
+    for x in row:
+        peak = x if x > peak else peak
+    return peak
+
+
+@_compile(_SUMS)
+def score(logits, targets, logprobs, entropy):
+    """Of each row the log-prob of its target, and the entropy."""
+    for i in range(len(logits)):
+        row = logits[i]
+        if not 0 <= targets[i] < len(row):
+            raise IndexError("a target is not in the vocabulary")
+        peak, total, weighted = _peak(row), _F(0), _F(0)
+        for c in range(len(row)):
+            odds = exp(row[c] - peak)
+            total += odds
+            weighted += odds * (row[c] - peak)
+        size = np.log(total)
+        logprobs[i] = row[targets[i]] - peak - size
+        entropy[i] = size - weighted / total
+
+
+@_compile(_SUMS)
+def score_back(logits, targets, d_logprobs, d_entropy):
+    """The gradient of `score` by the logits, in their place."""
+    for i in range(len(logits)):
+        row, d, d_e = logits[i], d_logprobs[i], d_entropy[i]
+        peak, total, weighted = _peak(row), _F(0), _F(0)
+        for c in range(len(row)):
+            odds = exp(row[c] - peak)
+            total += odds
+            weighted += odds * (row[c] - peak)
+        share = _F(1) / total
+        same = d - d_e * weighted * share
+        for c in range(len(row)):
+            x = row[c] - peak
+            row[c] = -exp(x) * share * (same + d_e * x)
+        row[targets[i]] += d
+
+
+@_compile(_SUMS)
 def race(logits, keys, column, tokens, totals):
     """`sampling.race`: of each row the token that arrives first, and the logsumexp."""
     n, vocabulary = logits.shape
     times = np.empty(vocabulary, _F)
     for i in range(n):
-        row = logits[i]
-        peak = _F(-np.inf)
-        for c in range(vocabulary):
-            peak = max(peak, row[c])
-        total, one, other = _F(0), keys[i, 0], keys[i, 1]
+        row, one, other = logits[i], keys[i, 0], keys[i, 1]
+        peak, total = _peak(row), _F(0)
         for c in range(vocabulary):
             odds = exp(row[c] - peak)
             total += odds

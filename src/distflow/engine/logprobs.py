@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from distflow.engine.cpu import kernels, same
 from distflow.engine.quick import linear, multiply
 
 _CHUNK = 1 << 20  # logits held at once
@@ -43,6 +44,9 @@ class _Head(torch.autograd.Function):
         logprobs, entropy = (hidden.new_empty(len(hidden), dtype=kind) for _ in range(2))
         for part in _parts(len(hidden), len(weight)):
             logits = _logits(hidden[part], weight, bias, temperature, softcap)[0]
+            if compiled := kernels(logits):
+                compiled.score(*map(same, (logits, targets[part], logprobs[part], entropy[part])))
+                continue
             logprobs[part] = logits.gather(1, targets[part, None])[:, 0]
             peak = logits.amax(-1, keepdim=True)
             shifted = logits.sub_(peak)
@@ -63,15 +67,7 @@ class _Head(torch.autograd.Function):
         sharpen = bool(d_entropy.any())  # most losses leave the entropy alone
         for part in _parts(len(hidden), len(weight)):
             logits, slope = _logits(hidden[part], weight, bias, ctx.temperature, ctx.softcap)
-            log_p = logits.sub_(logits.logsumexp(-1, keepdim=True))
-            p = log_p.exp()
-            d = d_logprobs[part, None]
-            if sharpen:
-                entropy = -(p * log_p).sum(-1, keepdim=True)
-                d_logits = log_p.add_(entropy).mul_(-d_entropy[part, None]).sub_(d).mul_(p)
-            else:
-                d_logits = p.mul_(-d)
-            d_logits.scatter_add_(1, targets[part, None], d)
+            d_logits = _gradient(logits, targets[part], d_logprobs[part], d_entropy[part], sharpen)
             if slope is not None:
                 d_logits *= slope
             if ctx.temperature != 1:
@@ -85,6 +81,22 @@ class _Head(torch.autograd.Function):
             if d_bias is not None:
                 d_bias += d_logits.sum(0)
         return d_hidden, None if d_weight is None else d_weight.to(weight.dtype), d_bias, None, None, None
+
+
+def _gradient(logits: Tensor, targets: Tensor, d: Tensor, d_entropy: Tensor, sharpen: bool) -> Tensor:
+    """By the logits, which are written over."""
+    if compiled := kernels(logits):
+        compiled.score_back(*map(same, (logits, targets, d.contiguous(), d_entropy.contiguous())))
+        return logits
+    log_p = logits.sub_(logits.logsumexp(-1, keepdim=True))
+    p = log_p.exp()
+    d, d_entropy = d[:, None], d_entropy[:, None]
+    if sharpen:
+        entropy = -(p * log_p).sum(-1, keepdim=True)
+        d_logits = log_p.add_(entropy).mul_(-d_entropy).sub_(d).mul_(p)
+    else:
+        d_logits = p.mul_(-d)
+    return d_logits.scatter_add_(1, targets[:, None], d)
 
 
 def _parts(tokens: int, vocabulary: int) -> list[slice]:

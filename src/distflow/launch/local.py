@@ -36,7 +36,7 @@ def launch(config: Config, path: str, overrides: Sequence[str]) -> int:
     workers = config.workers or 1
     lock = _lock(config.run_folder)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // workers)))
-    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy's: the rollout engine has threads of its own
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy's: a worker has threads of its own
     # All peers are here: stay off the network. The store of torchelastic listens to the whole world, so it is given a
     # file instead, and the workers meet in ours.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
