@@ -15,7 +15,7 @@ import spawn  # noqa: F401 (all tests share one server, and who asks last says w
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(
-    ["distflow.launch.local", "distflow.engine.policy", "transformers.models.qwen2.modeling_qwen2", "pytest"]
+    ["distflow.launch.local", "distflow.engine.policy", "warm_kernels", "pytest"]
 )
 
 
