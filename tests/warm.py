@@ -14,9 +14,7 @@ from pathlib import Path
 import spawn  # noqa: F401 (all tests share one server, and who asks last says what it imports: after spawn, then)
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(
-    ["distflow.launch.local", "distflow.engine.policy", "warm_kernels", "pytest"]
-)
+_context.set_forkserver_preload(["distflow.launch.local", "distflow.engine.policy", "warm_kernels", "pytest"])
 
 
 _GRACE_S = 3.0  # for the others, when one has failed; torchrun ends them, too
