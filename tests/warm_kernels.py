@@ -1,5 +1,7 @@
 """Imported by the server that tests' workers are forks of: compiled kernels are loaded once, not by each of them."""
 
+from copy import deepcopy
+
 import numpy as np
 import torch
 
@@ -12,7 +14,7 @@ from engine.tiny import pair
 
 
 def _generate() -> None:
-    model = pair("qwen2").ours
+    model = deepcopy(pair("qwen2").ours)
     engine = Rollout(model, 1, 1 << 20, 4)
     for _ in range(2):
         engine.generate([[3, 4]], np.zeros(2, np.int64), np.arange(2), Sampling(2), 0)

@@ -155,7 +155,7 @@ def gradient(rank: int, case: Case, folder: Path) -> tuple[Parts, list[str], flo
 
 def learn(rank: int, case: Case, folder: Path) -> tuple[Parts, list[Any]] | None:
     """Two mini-batches, twice over, in two steps; the weights afterwards, and what they say of its samples."""
-    made = trainer(case, rank, folder, TrainConfig(lr=1e-2, eps=1e-2, warmup=2))
+    made = trainer(case, rank, folder, TrainConfig(lr=5e-3, eps=1e-2, warmup=2))
     if made is None:
         return None
     batch = mine(samples(), made, rank)
@@ -294,9 +294,7 @@ def test_mini_batches_and_epochs_change_the_weights_alike_in_any_layout(results:
         assert torch.allclose(alone[name], four[name], atol=2e-5), name
     said = [np.concatenate(rows) for (_, rows) in results.learnt[2 * number]]
     told = [np.concatenate(rows) for (_, rows) in results.learnt[2 * number + 1]]
-    assert np.allclose(
-        said[0], np.concatenate([told[0], told[2]]), atol=5e-4
-    )  # Adam follows rounding, where it is all there is
+    assert np.allclose(said[0], np.concatenate([told[0], told[2]]), atol=1e-4)
     assert np.array_equal(told[0], told[1])  # of one tensor-parallel cell
 
 
