@@ -80,6 +80,19 @@ def test_products(rows: int, dim: int, panels: list[int], biased: bool) -> None:
         assert (m.reshape(before.shape) == before).all()
 
 
+def test_products_join_large_numbers_at_once() -> None:
+    """A model's residuals may be thousands of times what a layer adds to them: term by term it would be rounded off."""
+    draw = np.random.default_rng(0)
+    x, matrix = (draw.standard_normal((16, 1500), np.float32) for _ in range(2))
+    out = np.full((16, 16), 3000, np.float32)
+    panels = matrix.copy().reshape(1, 1500, 16)
+    kernels.lay(panels)
+    want = out + x.astype(np.float64) @ matrix.T
+    kernels.add(x, (panels,), np.zeros(0, np.float32), out)
+    blocks = -(-1500 // 256)
+    assert np.abs(out / want - 1).max() < blocks * LAST_BIT
+
+
 @pytest.mark.parametrize("dim", [1, 7, 64, 200])
 def test_norms(dim: int) -> None:
     x, weight = torch.randn(5, dim), torch.randn(dim)
@@ -132,6 +145,21 @@ def test_races(vocabulary: int, monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(got.unique()) > 1
     assert (got != want).sum() <= 1  # where two tie
     torch.testing.assert_close(total, right)
+
+
+def test_the_unlikely_count_together() -> None:
+    """Each of 50,000 tokens is less than the last bit of the one that is likely; all together are not."""
+    logits = torch.full((2, 50_000), -17.0)
+    logits[:, 333] = 0
+    right = logits.double().log_softmax(-1)
+    logprobs, entropy = (np.empty(2, np.float32) for _ in range(2))
+    targets = np.array([333, 7])
+    kernels.score(logits.numpy(), targets, logprobs, entropy)
+    _, total = sampling.race(logits, sampling.keys(5, np.arange(2), np.arange(2)))
+    want = right[torch.arange(2), torch.from_numpy(targets)].numpy()
+    np.testing.assert_allclose(logprobs, want, rtol=2 * LAST_BIT, atol=3e-6)  # the likely one's neighbours are lost
+    np.testing.assert_allclose(total, -right[:, 333], rtol=0, atol=3e-6)
+    np.testing.assert_allclose(entropy, -(right.exp() * right).sum(-1), rtol=1e-3)
 
 
 @pytest.mark.parametrize("where", [slice(None), 0, 17, 39])

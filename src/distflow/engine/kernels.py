@@ -16,6 +16,7 @@ from numba.extending import intrinsic
 
 _F, _U, _I = np.float32, np.uint32, np.int32
 PANEL = 16  # rows of a matrix that lie side by side
+_SUM = 256  # terms that are added up before they join others: a sum of sums loses less to rounding
 # Sums may be reordered, as vectors need it; NaN and infinity are what they are.
 _SUMS = {"reassoc", "contract", "arcp", "nsz"}
 
@@ -118,18 +119,22 @@ def _tile(height: int) -> Any:
             coming = number_at(panel, times(dim, PANEL))  # memory has the time of this panel to bring the next
             targets = [vector_at(out.data, b.add(times(row, gap), times(p, PANEL))) for row in rows]
             sums = [cgutils.alloca_once(b, vector) for _ in rows]
-            for target, total in zip(targets, sums, strict=True):
-                b.store(b.load(target, typ=vector, align=4), total)
-            with cgutils.for_range(b, dim) as loop:
-                weights = b.load(vector_at(panel, times(loop.index, PANEL)), typ=vector, align=4)
-                ahead = b.bitcast(number_at(coming, times(loop.index, PANEL)), byte)
-                b.call(fetch, [ahead, whole(0), whole(3), whole(1)])  # to be read, and to stay, as data
-                for line, total in zip(lines, sums, strict=True):
-                    one = b.insert_element(undefined, b.load(number_at(line, loop.index), typ=number), whole(0))
-                    product = b.fmul(b.shuffle_vector(one, undefined, zeros), weights, flags=("contract",))
-                    b.store(b.fadd(product, b.load(total, typ=vector), flags=("contract",)), total)
-            for target, total in zip(targets, sums, strict=True):
-                b.store(b.load(total, typ=vector), target, align=4)
+            step = ir.Constant(dim.type, _SUM)
+            with cgutils.for_range_slice(b, ir.Constant(dim.type, 0), dim, step) as (start, _):
+                for total in sums:
+                    b.store(ir.Constant(vector, None), total)
+                end = b.add(start, step)
+                end = b.select(b.icmp_signed("<", end, dim), end, dim)
+                with cgutils.for_range(b, end, start) as loop:
+                    weights = b.load(vector_at(panel, times(loop.index, PANEL)), typ=vector, align=4)
+                    ahead = b.bitcast(number_at(coming, times(loop.index, PANEL)), byte)
+                    b.call(fetch, [ahead, whole(0), whole(3), whole(1)])  # to be read, and to stay, as data
+                    for line, total in zip(lines, sums, strict=True):
+                        one = b.insert_element(undefined, b.load(number_at(line, loop.index), typ=number), whole(0))
+                        product = b.fmul(b.shuffle_vector(one, undefined, zeros), weights, flags=("contract",))
+                        b.store(b.fadd(product, b.load(total, typ=vector), flags=("contract",)), total)
+                for target, total in zip(targets, sums, strict=True):
+                    b.store(b.fadd(b.load(total, typ=vector), b.load(target, typ=vector, align=4)), target, align=4)
             return context.get_dummy_value()
 
         return types.void(x, panels, out, types.intp, types.intp), code
@@ -338,17 +343,28 @@ def _peak(row):
 
 
 @_compile(_SUMS)
+def _odds(row):
+    """The peak, how likely all are measured by it, and the same weighted by how far below it they are."""
+    peak, total, weighted = _peak(row), _F(0), _F(0)
+    for start in range(0, len(row), _SUM):
+        some, far = _F(0), _F(0)
+        for c in range(start, min(start + _SUM, len(row))):
+            odds = exp(row[c] - peak)
+            some += odds
+            far += odds * (row[c] - peak)
+        total += some
+        weighted += far
+    return peak, total, weighted
+
+
+@_compile(_SUMS)
 def score(logits, targets, logprobs, entropy):
     """Of each row the log-prob of its target, and the entropy."""
     for i in range(len(logits)):
         row = logits[i]
         if not 0 <= targets[i] < len(row):
             raise IndexError("a target is not in the vocabulary")
-        peak, total, weighted = _peak(row), _F(0), _F(0)
-        for c in range(len(row)):
-            odds = exp(row[c] - peak)
-            total += odds
-            weighted += odds * (row[c] - peak)
+        peak, total, weighted = _odds(row)
         size = np.log(total)
         logprobs[i] = row[targets[i]] - peak - size
         entropy[i] = size - weighted / total
@@ -359,11 +375,7 @@ def score_back(logits, targets, d_logprobs, d_entropy):
     """The gradient of `score` by the logits, in their place."""
     for i in range(len(logits)):
         row, d, d_e = logits[i], d_logprobs[i], d_entropy[i]
-        peak, total, weighted = _peak(row), _F(0), _F(0)
-        for c in range(len(row)):
-            odds = exp(row[c] - peak)
-            total += odds
-            weighted += odds * (row[c] - peak)
+        peak, total, weighted = _odds(row)
         share = _F(1) / total
         same = d - d_e * weighted * share
         for c in range(len(row)):
@@ -380,14 +392,17 @@ def race(logits, keys, column, tokens, totals):
     for i in range(n):
         row, one, other = logits[i], keys[i, 0], keys[i, 1]
         peak, total = _peak(row), _F(0)
-        for c in range(vocabulary):
-            odds = exp(row[c] - peak)
-            total += odds
-            x = _U(column[c] + one)
-            x = _U(_U(x ^ _U(x >> _U(16))) * _U(0x21F0AAAD)) ^ other
-            x = _U(_U(x ^ _U(x >> _U(15))) * _U(0x735A2D97))
-            uniform = (_F(_I(x >> _U(9))) + _F(0.5)) * _F(2.0**-23)
-            times[c] = odds / log(uniform)  # negative: the least is the fastest
+        for start in range(0, vocabulary, _SUM):
+            some = _F(0)
+            for c in range(start, min(start + _SUM, vocabulary)):
+                odds = exp(row[c] - peak)
+                some += odds
+                x = _U(column[c] + one)
+                x = _U(_U(x ^ _U(x >> _U(16))) * _U(0x21F0AAAD)) ^ other
+                x = _U(_U(x ^ _U(x >> _U(15))) * _U(0x735A2D97))
+                uniform = (_F(_I(x >> _U(9))) + _F(0.5)) * _F(2.0**-23)
+                times[c] = odds / log(uniform)  # negative: the least is the fastest
+            total += some
         best, first = 0, times[0]
         for c in range(1, vocabulary):
             if times[c] < first:
