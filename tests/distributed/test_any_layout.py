@@ -17,9 +17,12 @@ FLOW = """
 import json
 
 from distflow import flow, node
+from distflow.engine import weights
 from distflow.flows.dapo import dapo
 from distflow.flows.grpo import grpo
 from distflow.flows.ppo import ppo
+
+weights._BUCKET = 1 << 14  # a large model's are handed over in many pieces
 
 
 @node(writes=())

@@ -2,6 +2,7 @@
 
 import os
 import random
+import time
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from cases import Source, random_plan
 from distflow.data.batch import Batch
 from distflow.data.comm import SHARED_MEMORY, Comm
 from distflow.data.coordinator import Coordinator, Traffic
+from distflow.data.exchange import AllToAll
 from distflow.data.loader import Loader
 from distflow.flow import Flow, Node
 from distflow.observe.metrics import Metrics, Tally
@@ -93,6 +95,28 @@ def test_no_worker_carries_more_when_there_are_more_workers() -> None:
     for n in (4, 8):
         for few, many in zip(busiest[2], busiest[n], strict=True):
             assert many < 1.15 * few, busiest
+
+
+def run_dealing(rank: int, shared_memory: str) -> None:
+    os.environ[SHARED_MEMORY] = shared_memory
+    everybody, size = (0, 1, 2), 1 << 16
+    comm = Comm([everybody], torch.device("cpu"), lambda _: nullcontext())
+    for turn in range(8):
+        takers = everybody if turn % 2 else (2,)  # who only gives does not wait for who takes
+        send = [size if r in takers else 0 for r in everybody]
+        out = torch.empty(3 * size if rank in takers else 0, dtype=torch.uint8)
+        if rank == 2:
+            time.sleep(0.05)  # late for all of them
+        mine = 16 * rank + turn
+        receive = [size if rank in takers else 0] * 3
+        comm.perform(AllToAll(everybody, lambda data, mine=mine: data.fill_(mine), send, out, receive))  # type: ignore[misc]
+        for giver, piece in enumerate(out.split(size)):
+            assert (piece == 16 * giver + turn).all(), (turn, giver)
+
+
+@pytest.mark.parametrize("shared_memory", ["1", "0"])
+def test_what_is_dealt_stays_until_the_slowest_has_read_it(shared_memory: str) -> None:
+    spawn(3, run_dealing, shared_memory)
 
 
 def write_differently(batch: Batch, ctx: Any) -> Any:

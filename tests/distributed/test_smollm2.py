@@ -23,3 +23,6 @@ def test_a_real_model_learns_to_add(tmp_path: Path) -> None:
     before, *_, after = [row["val/all/score"] for row in rows if "val/all/score" in row]
     assert before < 0.3
     assert after > before + 0.2
+    agree = [row["rollout/mismatch_max"] for row in rows if "rollout/mismatch_max" in row]
+    assert len(agree) == 12
+    assert max(agree) < 1e-4

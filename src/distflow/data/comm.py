@@ -58,7 +58,8 @@ class Comm:
         if isinstance(wish, AllGather):
             with self.waiting(wish.ranks):
                 return near.gather(wish.data) if near else self._gather(wish.ranks, wish.data)
-        data = (near.outbox if near else self._outbox)(sum(wish.send))
+        with self.waiting(wish.ranks):
+            data = (near.outbox if near else self._outbox)(sum(wish.send))
         wish.pack(data)
         with self.waiting(wish.ranks):
             if near:

@@ -88,11 +88,12 @@ class Neighbours:
             socket.send_fds(link, [b"boxes"], [b.fd for b in self._mine])
         self._theirs = {r: [Box(fd) for fd in socket.recv_fds(link, 5, BOXES)[1]] for r, link in self._links.items()}
         self._place = {r: i for i, r in enumerate(ranks)}
-        self._turn = 0
+        self._turn, self._dealt = 0, False
 
     def gather(self, data: Tensor) -> Tensor:
         """Everybody's data, [ranks, …]. It ends when all have come here, so what was dealt before has been read."""
         self._turn ^= 1  # who is late may still be reading what was gathered before
+        self._dealt = False
         mine = data.numpy().view(np.uint8)
         self._mine[self._turn].room(len(mine))[:] = mine
         self._ring(dict.fromkeys(self._links, (0, len(mine))))
@@ -103,11 +104,14 @@ class Neighbours:
         return torch.from_numpy(out).view(data.dtype)
 
     def outbox(self, size: int) -> Tensor:
-        """Where what is dealt next is packed. A gather must have come in between."""
+        """Where what is dealt next is packed, once everybody has read what was dealt before. To be called by all."""
+        if self._dealt:
+            self.gather(torch.zeros(1, dtype=torch.uint8))
         return torch.from_numpy(self._mine[2].room(size))
 
     def deal(self, send: Sequence[int], out: Tensor, receive: Sequence[int]) -> None:
         """The outbox, split by `send` among the ranks; `out` is filled with `receive` bytes of each."""
+        self._dealt = True
         ends = np.cumsum(send).tolist()
         where = {r: (end - n, n) for r, n, end in zip(self.ranks, send, ends, strict=True) if n}
         own = where.pop(self.rank, None)
