@@ -16,6 +16,7 @@ from distflow.plan.units import human_bytes
 
 SHOWN = 4  # metrics in the line, of these first
 FIRST = ("reward/mean", "val/", "actor/loss", "response_length/mean", "actor/grad_norm")
+APART = "rollout/mismatch_kl", 0.01  # and this one, if it is more: what generates is not what is trained
 
 
 class Progress:
@@ -91,7 +92,9 @@ def summary(metrics: dict[str, float]) -> str:
         parts.append(f"{human_bytes(metrics['data/bytes_sent_max'])} sent by the busiest worker")
     own = [k for k in metrics if k.partition("/")[0] not in ("timing_s", "timing_max_s", "data", "perf")]
     own.sort(key=lambda k: next((i for i, first in enumerate(FIRST) if k.startswith(first)), len(FIRST)))
-    parts += [f"{k} {metrics[k]:.4g}" for k in own[:SHOWN]]
+    name, much = APART
+    shown = own[:SHOWN] + [k for k in own[SHOWN:] if k == name and metrics[k] > much]
+    parts += [f"{k} {metrics[k]:.4g}" for k in shown]
     return "  ".join(parts)
 
 
