@@ -197,6 +197,6 @@ class EvalConfig(Section):
 
     files: Names = Field(min_length=1)
     every: int = Field(10, gt=0)
-    n: int = Field(1, gt=0)  # responses to a prompt; above 1 also pass@n
+    n: int = Field(1, gt=0)  # responses to a prompt; above 1 also pass@2, pass@4, … pass@n
     temperature: float = Field(0.0, ge=0)  # 0: the likeliest tokens
     limit: int | None = Field(None, gt=0)  # rows

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distflow.algo.advantages import group_advantages, zero_std_fraction
+from distflow.algo.advantages import group_advantages, mean_std, zero_std_fraction
 from distflow.errors import ConfigError
 
 Case = tuple[list[float], list[int]]
@@ -225,6 +225,13 @@ def test_fraction_of_groups_that_teach_nothing() -> None:
     scores = torch.tensor([0.1, 1.0, 0.1, 0.0, 0.1, 2.0, 5.0, 5.0])
     groups = torch.tensor([8, 4, 8, 4, 8, 1, -2, -2])
     assert zero_std_fraction(scores, groups) == 0.75  # all but group 4; group 1 has one sample
+
+
+def test_how_much_the_scores_of_a_group_differ() -> None:
+    scores = torch.tensor([1.0, 3.0, 0.1, 0.1, 0.1, 7.0])
+    groups = torch.tensor([8, 8, 4, 4, 4, 1])
+    assert mean_std(scores, groups) == pytest.approx(2**0.5 / 3)  # √2, 0, and of one there is none
+    assert mean_std(scores[:0], groups[:0]) == 0
 
 
 @BUSY

@@ -128,6 +128,8 @@ def test_a_held_out_set_is_judged_before_in_between_and_at_the_end(judged: Path)
         for kind, rows in (("even", scores[::2]), ("odd", scores[1::2])):
             assert numbers[f"val/{kind}/score"] == pytest.approx(np.mean(rows))
             assert numbers[f"val/{kind}/pass@3"] == pytest.approx(np.mean([max(s) for s in rows]))
+            two = [np.mean([max(a, b), max(a, c), max(b, c)]) for a, b, c in rows]
+            assert numbers[f"val/{kind}/pass@2"] == pytest.approx(np.mean(two))
         assert numbers.keys() >= {"val/response_length/mean", "val/response_length/clip_ratio"}
     assert len({tuple(numbers.values()) for numbers in found.values()}) > 1  # the model changes
 
@@ -152,7 +154,7 @@ def test_every_held_out_row_counts_once_on_any_number_of_workers(
     want = judgements(read(judged / "alone" / "metrics.jsonl"))
     name = f"{workers} {'-'.join(placement)}"
     got = judgements(run(judged, name, workers=workers, placement=placement, **GRPO))
-    names = [f"val/{kind}/{what}" for kind in ("even", "odd") for what in ("score", "pass@3")]
+    names = [f"val/{kind}/{what}" for kind in ("even", "odd") for what in ("score", "pass@2", "pass@3")]
     assert got.keys() == want.keys()
     for step, numbers in want.items():
         assert {n: got[step][n] for n in names} == pytest.approx({n: numbers[n] for n in names})

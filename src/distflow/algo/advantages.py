@@ -35,11 +35,7 @@ def group_advantages(
         raise ConfigError(f"eps of advantages is {eps}; it must be above 0, or equal scores would be divided by 0")
     dtype = scores.dtype if scores.is_floating_point() else torch.get_default_dtype()
     _, group, sizes = torch.unique(groups, return_inverse=True, return_counts=True)  # [n], [groups]
-    values = scores.double()
-    # Measured from the lowest, equal scores are exactly 0, and so is their mean; a rounded mean would leave crumbs.
-    values = values - _per_group(values, group, len(sizes), "amin")[group]
-    mean: Tensor = _per_group(values, group, len(sizes), "sum") / sizes  # [groups]
-    centred: Tensor = values - mean[group]  # [n]
+    values, centred = _from_lowest_and_mean(scores, group, sizes)
     better: Tensor
     if baseline == "others":
         better = centred * (sizes.double() / (sizes - 1).clamp(min=1))[group]
@@ -58,8 +54,14 @@ def group_advantages(
     if scale == "informative":
         highest = _per_group(values, group, len(sizes), "amax")  # the lowest is 0
         return (better * len(sizes) / int((highest > 0).sum().clamp(min=1))).to(dtype)
-    variance: Tensor = _per_group(centred.square(), group, len(sizes), "sum") / (sizes - 1).clamp(min=1)  # [groups]
-    return (better / (variance.sqrt() + eps)[group]).to(dtype)
+    return (better / (_std(centred, group, sizes) + eps)[group]).to(dtype)
+
+
+def mean_std(scores: Tensor, groups: Tensor) -> float:
+    """The standard deviation (n − 1) of a group's scores, in the mean over groups. 0 without groups."""
+    _, group, sizes = torch.unique(groups, return_inverse=True, return_counts=True)
+    _, centred = _from_lowest_and_mean(scores, group, sizes)
+    return float(_std(centred, group, sizes).mean()) if len(sizes) else 0.0
 
 
 def zero_std_fraction(scores: Tensor, groups: Tensor) -> float:
@@ -70,6 +72,20 @@ def zero_std_fraction(scores: Tensor, groups: Tensor) -> float:
     values = scores.double()
     equal = _per_group(values, group, len(ids), "amin") == _per_group(values, group, len(ids), "amax")  # [groups]
     return float(equal.double().mean())
+
+
+def _from_lowest_and_mean(scores: Tensor, group: Tensor, sizes: Tensor) -> tuple[Tensor, Tensor]:
+    """How far each score [n] is above the lowest of its group, and above the mean; in float64."""
+    values = scores.double()
+    # Measured from the lowest, equal scores are exactly 0, and so is their mean; a rounded mean would leave crumbs.
+    values = values - _per_group(values, group, len(sizes), "amin")[group]
+    mean: Tensor = _per_group(values, group, len(sizes), "sum") / sizes  # [groups]
+    return values, values - mean[group]
+
+
+def _std(centred: Tensor, group: Tensor, sizes: Tensor) -> Tensor:
+    """[groups]"""
+    return (_per_group(centred.square(), group, len(sizes), "sum") / (sizes - 1).clamp(min=1)).sqrt()
 
 
 def _per_group(values: Tensor, group: Tensor, groups: int, reduce: Literal["sum", "amin", "amax"]) -> Tensor:

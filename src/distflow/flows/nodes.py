@@ -22,14 +22,16 @@ def group_advantage(
     """
     import torch
 
-    from distflow.algo.advantages import group_advantages, zero_std_fraction
+    from distflow.algo.advantages import group_advantages, mean_std, zero_std_fraction
 
     groups, score = torch.from_numpy(batch.groups), batch[of]
     lengths = torch.from_numpy(batch["response_tokens"].lengths) if baseline == "length" else None
     advantage = group_advantages(score, groups, scale, baseline, lengths)  # type: ignore[arg-type]
     ctx.metrics.log("advantage/mean", float(advantage.mean()), len(batch))
     ctx.metrics.log("reward/trained_mean", float(score.mean()), len(batch))  # reward/mean tells of all that was drawn
-    ctx.metrics.log("reward/zero_std_frac", zero_std_fraction(score, groups), len(groups.unique()))
+    count = len(groups.unique())
+    ctx.metrics.log("reward/std", mean_std(score, groups), count)
+    ctx.metrics.log("reward/zero_std_frac", zero_std_fraction(score, groups), count)
     return advantage
 
 
@@ -160,8 +162,10 @@ def whiten(batch: "Batch", ctx: "Context") -> Any:
 
 @node(role="report", whole_groups=True, writes=())
 def report(batch: "Batch", ctx: "Context", rows: int, n: int) -> None:
-    """`val/<source>/score` and, of several responses, the best one's; prompts beyond `rows` are repeats, to fill up."""
+    """`val/<source>/score` and, of several responses, `pass@k`; prompts beyond `rows` are repeats, to fill up."""
     import numpy as np
+
+    from distflow.algo.best import best_of, widths
 
     sources = batch["data_source"] if "data_source" in batch else ["all"] * len(batch)
     score = batch["score"].numpy()
@@ -169,8 +173,8 @@ def report(batch: "Batch", ctx: "Context", rows: int, n: int) -> None:
         mine = np.flatnonzero(batch.groups == group)
         source = sources[int(mine[0])]
         ctx.metrics.log(f"val/{source}/score", float(score[mine].mean()), len(mine))
-        if n > 1:
-            ctx.metrics.log(f"val/{source}/pass@{n}", float(score[mine].max()))
+        for k in widths(n):
+            ctx.metrics.log(f"val/{source}/pass@{k}", best_of(score[mine].tolist(), k))
         if group < SHOWN and ctx.lead:
             _show(ctx, batch, mine[0])
 
