@@ -80,6 +80,30 @@ def test_products(rows: int, dim: int, panels: list[int], biased: bool) -> None:
         assert (m.reshape(before.shape) == before).all()
 
 
+@pytest.mark.parametrize("dim", [16, 300, 1024])  # rows of 1024 numbers share places in a cache, and are copied
+@pytest.mark.parametrize("rows", [1, 101])
+def test_a_matrix_that_stays_as_it_is(rows: int, dim: int) -> None:
+    draw = np.random.default_rng(dim)
+    x, matrix = (draw.standard_normal((n, dim), np.float32) for n in (rows, 5 * kernels.PANEL))
+    before, out = matrix.copy(), np.full((rows, len(matrix)), np.nan, np.float32)
+    kernels.multiply(x, matrix, out)
+    np.testing.assert_allclose(out, x.astype(np.float64) @ matrix.T, atol=1e-4)
+    assert (matrix == before).all()
+    laid = matrix.reshape(-1, dim, kernels.PANEL)
+    kernels.lay(laid)
+    again = out.copy()
+    kernels.add(x, (laid,), np.zeros(0, np.float32), again)
+    np.testing.assert_allclose(again, 2 * out, atol=1e-4)
+
+
+def test_a_large_matrix_is_laid_piece_by_piece() -> None:
+    draw = np.random.default_rng(0)
+    x, matrix = (draw.standard_normal((n, 8192), np.float32) for n in (3, 25 * kernels.PANEL))  # 256 rows at once
+    out = np.full((3, len(matrix)), np.nan, np.float32)
+    kernels.multiply(x, matrix, out)
+    np.testing.assert_allclose(out, x.astype(np.float64) @ matrix.T, atol=2e-3)
+
+
 def test_products_join_large_numbers_at_once() -> None:
     """A model's residuals may be thousands of times what a layer adds to them: term by term it would be rounded off."""
     draw = np.random.default_rng(0)

@@ -1,7 +1,12 @@
-"""What lies between the matrices of a model, in float32, compiled by numba for the CPU it runs on.
+"""What a model does to numbers in float32, compiled by numba for the CPU it runs on: products of matrices, and all that
+lies between them.
 
 Each does at once what takes torch several operations, which in a step of decoding cost more than their work. Arrays
-of numpy, written in place or into `out`; one thread, which holds no lock of Python. Only `cpu.py` imports this.
+of numpy, written in place or into `out`; one thread, which holds no lock of Python. Only `cpu.py` imports this. It is
+one file because numba keeps what it has compiled until the file of a function changes, not of what that calls.
+
+A matrix [rows, dim] is read fastest if PANEL rows of it lie side by side, number by number: that is a panel, and the
+matrix is `panels` [rows / PANEL, dim, PANEL].
 """
 
 from collections.abc import Callable
@@ -15,8 +20,11 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 _F, _U, _I = np.float32, np.uint32, np.int32
-PANEL = 16  # rows of a matrix that lie side by side
+PANEL = 16
 _SUM = 256  # terms that are added up before they join others: a sum of sums loses less to rounding
+_ROWS = 96  # of x, of which _SUM terms stay in a cache
+_LAID = 1 << 21  # numbers of a matrix that are laid in panels at once
+_ALIKE = 1024  # numbers: rows so far apart, or a multiple of it, share few places in a cache
 # Sums may be reordered, as vectors need it; NaN and infinity are what they are.
 _SUMS = {"reassoc", "contract", "arcp", "nsz"}
 
@@ -61,16 +69,21 @@ def log(x):
 
 
 @_compile(set())
+def _side_by_side(rows, panel):
+    """rows [PANEL, dim] as a panel [dim, PANEL]"""
+    for d in range(len(panel)):
+        for r in range(PANEL):
+            panel[d, r] = rows[r, d]
+
+
+@_compile(set())
 def lay(panels):
     """Re-lay a matrix in its memory: [n × PANEL rows, dim], seen as `panels` [n, dim, PANEL], becomes that."""
     count, dim, _ = panels.shape
     rows = np.empty((PANEL, dim), _F)
     for p in range(count):
-        panel = panels[p]
-        rows[:] = panel.reshape(PANEL, dim)
-        for d in range(dim):
-            for r in range(PANEL):
-                panel[d, r] = rows[r, d]
+        rows[:] = panels[p].reshape(PANEL, dim)
+        _side_by_side(rows, panels[p])
 
 
 @_compile(set())
@@ -85,24 +98,30 @@ def lay_back(panels):
                 rows[r, d] = panel[d, r]
 
 
+# Rows of a tile: as many as there are registers for. AVX-512 has 32 of 16 numbers, AVX2 has 16 of 8.
+_HIGH = 12 if get_host_cpu_features().get("avx512f") else 6
+
+
 def _tile(height: int) -> Any:
     """A piece of a product that stays in registers, which no compiler makes of a loop by itself: so many rows of `out`
-    from row i on, the columns of panel p."""
+    from row i on, the columns of panel p. That is x · the rows of the panel from `first` on, or that and what is there.
+    """
 
     @intrinsic
-    def tile(context, x, panels, out, i, p):
+    def tile(context, x, panels, first, out, fresh, i, p):
         def code(context, b, signature, arguments):
-            *arrays, i, p = arguments
-            arrays = [context.make_array(t)(context, b, a) for t, a in zip(signature.args[:3], arrays, strict=True)]
-            x, panels, out = arrays
+            x, panels, first, out, fresh, i, p = arguments
+            kinds = signature.args
+            x, panels, out = (context.make_array(kinds[k])(context, b, a) for k, a in ((0, x), (1, panels), (3, out)))
             number, whole = ir.FloatType(), ir.IntType(32)
             vector = ir.VectorType(number, PANEL)
             undefined, zeros = ir.Constant(vector, ir.Undefined), ir.Constant(ir.VectorType(whole, PANEL), [0] * PANEL)
-            dim = cgutils.unpack_tuple(b, x.shape)[1]
-            gap = b.sdiv(cgutils.unpack_tuple(b, out.strides)[0], ir.Constant(i.type, 4))  # from row to row
+
+            def constant(n):
+                return ir.Constant(i.type, n)
 
             def times(one, other):
-                return b.mul(one, ir.Constant(i.type, other) if isinstance(other, int) else other)
+                return b.mul(one, constant(other) if isinstance(other, int) else other)
 
             def number_at(address, place):
                 return b.gep(address, [place], source_etype=number)
@@ -110,59 +129,79 @@ def _tile(height: int) -> Any:
             def vector_at(address, place):
                 return b.bitcast(number_at(address, place), vector.as_pointer())
 
+            def line(array, row):
+                gap = b.sdiv(cgutils.unpack_tuple(b, array.strides)[0], constant(4))
+                return number_at(array.data, times(row, gap))
+
             byte = ir.IntType(8).as_pointer()
             kind = ir.FunctionType(ir.VoidType(), [byte, whole, whole, whole])
             fetch = b.module.declare_intrinsic("llvm.prefetch", [byte], kind)
-            rows = [b.add(i, ir.Constant(i.type, r)) for r in range(height)]
-            lines = [number_at(x.data, times(row, dim)) for row in rows]
-            panel = number_at(panels.data, times(times(p, dim), PANEL))
+            rows = [b.add(i, constant(r)) for r in range(height)]
+            lines = [line(x, row) for row in rows]
+            depth = cgutils.unpack_tuple(b, x.shape)[1]
+            dim = cgutils.unpack_tuple(b, panels.shape)[1]
+            panel = number_at(panels.data, times(b.add(times(p, dim), first), PANEL))
             coming = number_at(panel, times(dim, PANEL))  # memory has the time of this panel to bring the next
-            targets = [vector_at(out.data, b.add(times(row, gap), times(p, PANEL))) for row in rows]
-            sums = [cgutils.alloca_once(b, vector) for _ in rows]
-            step = ir.Constant(dim.type, _SUM)
-            with cgutils.for_range_slice(b, ir.Constant(dim.type, 0), dim, step) as (start, _):
-                for total in sums:
-                    b.store(ir.Constant(vector, None), total)
-                end = b.add(start, step)
-                end = b.select(b.icmp_signed("<", end, dim), end, dim)
-                with cgutils.for_range(b, end, start) as loop:
-                    weights = b.load(vector_at(panel, times(loop.index, PANEL)), typ=vector, align=4)
-                    ahead = b.bitcast(number_at(coming, times(loop.index, PANEL)), byte)
-                    b.call(fetch, [ahead, whole(0), whole(3), whole(1)])  # to be read, and to stay, as data
-                    for line, total in zip(lines, sums, strict=True):
-                        one = b.insert_element(undefined, b.load(number_at(line, loop.index), typ=number), whole(0))
-                        product = b.fmul(b.shuffle_vector(one, undefined, zeros), weights, flags=("contract",))
-                        b.store(b.fadd(product, b.load(total, typ=vector), flags=("contract",)), total)
-                for target, total in zip(targets, sums, strict=True):
-                    b.store(b.fadd(b.load(total, typ=vector), b.load(target, typ=vector, align=4)), target, align=4)
+            targets = [vector_at(line(out, row), times(p, PANEL)) for row in rows]
+            sums = [cgutils.alloca_once_value(b, ir.Constant(vector, None)) for _ in rows]
+            with cgutils.for_range(b, depth) as loop:
+                weights = b.load(vector_at(panel, times(loop.index, PANEL)), typ=vector, align=4)
+                ahead = b.bitcast(number_at(coming, times(loop.index, PANEL)), byte)
+                b.call(fetch, [ahead, whole(0), whole(3), whole(1)])  # to be read, and to stay, as data
+                for start, total in zip(lines, sums, strict=True):
+                    one = b.insert_element(undefined, b.load(number_at(start, loop.index), typ=number), whole(0))
+                    product = b.fmul(b.shuffle_vector(one, undefined, zeros), weights, flags=("contract",))
+                    b.store(b.fadd(product, b.load(total, typ=vector), flags=("contract",)), total)
+            with b.if_else(fresh) as (then, otherwise):
+                with then:
+                    for target, total in zip(targets, sums, strict=True):
+                        b.store(b.load(total, typ=vector), target, align=4)
+                with otherwise:
+                    for target, total in zip(targets, sums, strict=True):
+                        b.store(b.fadd(b.load(total, typ=vector), b.load(target, typ=vector, align=4)), target, align=4)
             return context.get_dummy_value()
 
-        return types.void(x, panels, out, types.intp, types.intp), code
+        integer = types.intp
+        return types.void(x, panels, integer, out, types.boolean, integer, integer), code
 
     return tile
 
 
-# As high as there are registers: AVX-512 has 32 of 16 numbers, AVX2 has 16 of 8.
-_HIGH = 12 if get_host_cpu_features().get("avx512f") else 6
 _tile_high, _tile_4, _tile_1 = _tile(_HIGH), _tile(4), _tile(1)
 
 
 @_compile(set())
-def _multiply(x, panels, out):
-    """out += x · the matrix in `panels`"""
-    for low in range(0, len(x), 96):  # rows that stay in a cache
-        high = min(low + 96, len(x))
-        for p in range(len(panels)):
-            i = low
-            while i + _HIGH <= high and i + 8 != high:
-                _tile_high(x, panels, out, i, p)
-                i += _HIGH
-            while i + 4 <= high:
-                _tile_4(x, panels, out, i, p)
-                i += 4
-            while i < high:
-                _tile_1(x, panels, out, i, p)
-                i += 1
+def _some(x, panels, first, out, fresh):
+    """For a few rows and terms: x [at most _ROWS, at most _SUM]."""
+    n = len(x)
+    for p in range(len(panels)):
+        i = 0
+        while i + _HIGH <= n and i + 8 != n:
+            _tile_high(x, panels, first, out, fresh, i, p)
+            i += _HIGH
+        while i + 4 <= n:
+            _tile_4(x, panels, first, out, fresh, i, p)
+            i += 4
+        while i < n:
+            _tile_1(x, panels, first, out, fresh, i, p)
+            i += 1
+
+
+@_compile(set())
+def _multiply(x, panels, out, fresh):
+    """out = x · the matrix in `panels`, or that added to `out`"""
+    n, dim = x.shape
+    room = np.empty((_ROWS, _SUM + PANEL), _F)
+    alike = x.strides[0] // 4 % _ALIKE == 0
+    for low in range(0, n, _ROWS):
+        high = min(low + _ROWS, n)
+        for first in range(0, dim, _SUM):
+            last = min(first + _SUM, dim)
+            some = x[low:high, first:last]
+            if alike:
+                room[: high - low, : last - first] = some
+                some = room[: high - low, : last - first]
+            _some(some, panels, first, out[low:high], fresh and first == 0)
 
 
 @_compile(set())
@@ -173,8 +212,20 @@ def add(x, matrices, bias, out):
     at = 0
     for panels in matrices:
         width = len(panels) * PANEL
-        _multiply(x, panels, out[:, at : at + width])
+        _multiply(x, panels, out[:, at : at + width], False)
         at += width
+
+
+@_compile(set())
+def multiply(x, matrix, out):
+    """out = x · the matrix [n × PANEL rows, dim], which stays as it is"""
+    rows, dim = matrix.shape
+    room = np.empty((max(1, min(rows, _LAID // dim) // PANEL), dim, PANEL), _F)
+    for start in range(0, rows, len(room) * PANEL):
+        panels = room[: (rows - start) // PANEL]
+        for p in range(len(panels)):
+            _side_by_side(matrix[start + p * PANEL : start + (p + 1) * PANEL], panels[p])
+        _multiply(x, panels, out[:, start : start + len(panels) * PANEL], True)
 
 
 @_compile(_SUMS)

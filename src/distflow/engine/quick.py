@@ -31,7 +31,11 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """As a layer does it, for x [n, in]; no gradient."""
     if not _by_numpy(x, weight):
         return functional.linear(x, weight, bias)
-    out = multiply(x, weight.T)
+    compiled, out = kernels(x), x.new_empty(len(x), len(weight))
+    if compiled and len(weight) % compiled.PANEL == 0:  # faster still
+        compiled.multiply(same(x.contiguous()), same(weight), same(out))
+    else:
+        multiply(x, weight.T, out)
     return out if bias is None else out.add_(bias)
 
 
