@@ -46,8 +46,9 @@ def some(tokens: int, width: int, vocabulary: int, bias: bool, dtype: torch.dtyp
 
 @pytest.fixture
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """16 tokens, the least."""
+    """16 tokens."""
     monkeypatch.setattr(logprobs, "_CHUNK", 1)
+    monkeypatch.setattr(logprobs, "_FEWEST", 16)
 
 
 @pytest.mark.usefixtures("small_chunks")
@@ -112,6 +113,7 @@ def test_a_loss_of_the_log_probs_alone_is_enough() -> None:
 @pytest.mark.parametrize("chunk", [1, 23 * 20, 1 << 20])
 def test_how_the_work_is_cut_does_not_show(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(logprobs, "_CHUNK", chunk)
+    monkeypatch.setattr(logprobs, "_FEWEST", 16)
     hidden, weight, _, targets = some(70, 5, 23, bias=False, dtype=torch.float32)
     want = plainly(hidden.double(), weight.double(), None, targets, 0.8, 2.0)
     for a, b in zip(token_logprobs(hidden, weight, None, targets, 0.8, 2.0), want, strict=True):

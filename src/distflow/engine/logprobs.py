@@ -9,6 +9,7 @@ from distflow.engine.cpu import kernels, same
 from distflow.engine.quick import linear, multiply
 
 _CHUNK = 1 << 20  # logits held at once
+_FEWEST = 128  # tokens at once all the same: each time the whole output layer is read
 
 
 def token_logprobs(
@@ -100,7 +101,7 @@ def _gradient(logits: Tensor, targets: Tensor, d: Tensor, d_entropy: Tensor, sha
 
 
 def _parts(tokens: int, vocabulary: int) -> list[slice]:
-    size = max(16, _CHUNK // vocabulary)
+    size = max(_FEWEST, _CHUNK // vocabulary)
     return [slice(i, i + size) for i in range(0, tokens, size)]
 
 
