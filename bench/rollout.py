@@ -118,7 +118,7 @@ def hf(model: str, work: Work, ordered: bool = False) -> None:
 
 
 class Limit:
-    """Seconds that no engine which computes in float32 can beat here, whatever it is written in.
+    """Seconds of an engine that does nothing but `torch.mm` and reading of keys. Who multiplies faster can beat it.
 
     Every token passes through every matrix of the model: the time `torch.mm` takes for them alone, at the shapes they
     have (all prompt tokens at once; then all sequences in flight, once per new token), on this machine's two threads.

@@ -282,7 +282,9 @@ def test_in_bfloat16_only_the_computation_is_rough(
     joined = whole(shapes(case.arch), [parts for parts, _, _ in found], rtol=1e-2)
     three = joined, expected[case.arch], by_hand(case.arch, torch.bfloat16)
     got, want, plain = (torch.cat([g[n].double().flatten() for n in joined]) for g in three)
-    assert float((got - want).norm() / (plain - want).norm()) < 1.25  # no rougher than Hugging Face's own
+    assert (
+        float((got - want).norm() / (plain - want).norm()) < 1.1
+    )  # as rough as Hugging Face's own, which differs by CPU
     assert not torch.allclose(got, want, rtol=1e-4)
 
 

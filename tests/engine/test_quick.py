@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from distflow.engine import cpu, quick
+from distflow.engine import cpu, kernels, quick
 from distflow.engine.attention import Packed
 from engine.tiny import ARCHITECTURES, pair
 
@@ -102,6 +102,16 @@ def test_products(shape: tuple[int, int]) -> None:
     bias = torch.randn(shape[0])
     torch.testing.assert_close(quick.linear(a, b, bias), nn.functional.linear(a, b, bias))
     torch.testing.assert_close(quick.linear(a, b, None), a @ b.T)
+
+
+@pytest.mark.parametrize(("rows", "fits"), [(32, True), (40, False)])
+def test_forward_products_are_the_kernels_where_they_fit(
+    rows: int, fits: bool, ways: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+    monkeypatch.setattr(kernels, "multiply", lambda x, matrix, out: asked.append(matrix.shape))
+    quick.linear(torch.randn(7, 20), torch.randn(rows, 20), None)
+    assert asked == ([(rows, 20)] if fits and ways == {"numpy", "kernels"} else [])
 
 
 def test_memory_may_be_freed_after_a_product(ways: set[str]) -> None:
