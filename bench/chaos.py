@@ -21,7 +21,7 @@ from pathlib import Path
 
 import torch
 
-from distflow.checkpoint import load_whole, place_of, steps_there
+from distflow.run.checkpoint import load_whole, place_of, steps_there
 
 MOMENTS = ("actor.generate", "move", "actor.update", "checkpoint", "any")
 CURVES = ("actor/loss", "actor/grad_norm", "actor/kl", "actor/entropy", "reward/mean", "response_length/mean")

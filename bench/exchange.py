@@ -29,9 +29,9 @@ import torch
 import torch.distributed as dist
 
 from distflow.data.batch import Column, Ragged
-from distflow.data.comm import SHARED_MEMORY, Comm
 from distflow.data.exchange import AllToAll, Slabs, exchange
 from distflow.data.routes import contiguous, route
+from distflow.data.transport import SHARED_MEMORY, Transport
 from distflow.data.wire import Segments, read, segment_size, strip, write
 from distflow.plan import Layout, Move, Partition
 from workers import run_workers
@@ -80,7 +80,7 @@ class Measure:
         deals: bool,
         samples: int,
         lengths: np.ndarray,
-        comms: dict[str, Comm],
+        comms: dict[str, Transport],
     ) -> None:
         self.rank, self.samples, self.comms, self.slabs = rank, samples, comms, Slabs()
         self.move = Move(
@@ -234,7 +234,7 @@ def worker(iters: int, out: str) -> None:
     comms = {}
     for transport, shared in (("shm", "1"), ("sockets", "0")):
         os.environ[SHARED_MEMORY] = shared
-        comms[transport] = Comm([everybody], torch.device("cpu"), lambda _: nullcontext())
+        comms[transport] = Transport([everybody], torch.device("cpu"), lambda _: nullcontext())
     full = np.full(SAMPLES, TOKENS, np.int64)
     result: dict[str, object] = {"workers": n, "layouts": {}}
     for name, (src, dst, deals) in layouts(n).items():

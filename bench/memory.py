@@ -16,7 +16,7 @@ from pathlib import Path
 
 from transformers import AutoModelForCausalLM, Qwen2Config
 
-from distflow.engine.tokenizer import train_tokenizer
+from distflow.engine.model.tokenizer import train_tokenizer
 
 
 def make(folder: Path) -> int:

@@ -48,11 +48,11 @@ Work = dict[str, Any]
 def ours(model: str, work: Work) -> None:
     from transformers import AutoModelForCausalLM
 
-    from distflow.engine import attention
-    from distflow.engine.family import together
-    from distflow.engine.model import kv_bytes
-    from distflow.engine.rollout import Rollout
-    from distflow.engine.sampling import Sampling
+    from distflow.engine.model import attention
+    from distflow.engine.model.llama_family import together
+    from distflow.engine.model.source import kv_bytes
+    from distflow.engine.rollout.builtin import Rollout
+    from distflow.engine.rollout.sampling import Sampling
     from distflow.engine.weights import room
     from distflow.launch.process import keep_freed_memory
 

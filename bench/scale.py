@@ -17,12 +17,12 @@ import torch
 import torch.distributed as dist
 
 from distflow.data.batch import Batch, Ragged
-from distflow.data.comm import Comm
 from distflow.data.coordinator import Coordinator, Traffic
 from distflow.data.loader import Loader
+from distflow.data.transport import Transport
 from distflow.flow import Flow, Node
 from distflow.plan import Place, Placement, Plan, Workload, plan
-from distflow.worker import Worker
+from distflow.run.worker import Worker
 from workers import run_workers
 
 INTS, FLOATS = ("tokens", "mask", "position"), ("old_logprobs", "ref_logprobs", "advantage")
@@ -73,7 +73,7 @@ def worker(steps: int, out: str) -> None:
     dist.init_process_group("gloo")
     rank, n = dist.get_rank(), dist.get_world_size()
     made = make_plan(n)
-    comm = Comm([m.ranks for m in made.moves], torch.device("cpu"), lambda _: nullcontext())
+    comm = Transport([m.ranks for m in made.moves], torch.device("cpu"), lambda _: nullcontext())
     data = Coordinator(rank, made, Loader(NoRows(), made.samples, 1, seed=0))
     seen: list[Traffic] = []
     end = data.end

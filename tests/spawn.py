@@ -10,7 +10,7 @@ from typing import Any
 
 # The server imports torch once; each worker is then a quick fork of it.
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["distflow.worker", "distflow.data.comm", "pytest"])
+_context.set_forkserver_preload(["distflow.run.worker", "distflow.data.transport", "pytest"])
 
 
 def spawn(n: int, fn: Callable[..., Any], *args: Any, timeout_s: float = 120) -> list[Any]:

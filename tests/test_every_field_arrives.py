@@ -13,22 +13,22 @@ from cases import Source, random_plan
 from distflow.data.coordinator import Coordinator
 from distflow.data.exchange import AllGather, Steps
 from distflow.data.loader import Loader
-from distflow.observe.metrics import Tally
+from distflow.observe.metrics import StepMetrics
 from distflow.plan import Plan, Run
-from distflow.worker import Worker
+from distflow.run.worker import Worker
 from simulate import DeadlockError, simulate
 
 
-def run_simulated(plan: Plan, steps: int) -> list[Tally]:
+def run_simulated(plan: Plan, steps: int) -> list[StepMetrics]:
     """All workers of a plan against each other; their tallies."""
-    tallies: list[Tally] = []
+    tallies: list[StepMetrics] = []
     prompts = plan.samples // plan.repeat
     workers, opened = {}, []
     for rank in range(plan.workers):
         data = Coordinator(rank, plan, Loader(Source(), prompts, plan.repeat, seed=0))
         opened.append(data)
         worker = Worker(rank, plan, data, {}, 0, Path(), lambda *_: None)
-        workers[rank] = worker.steps(0, steps, lambda _, tally: tallies.append(tally))
+        workers[rank] = worker.steps(0, steps, lambda _, metrics: tallies.append(metrics))
     simulate(workers)
     for data in opened:
         data.close()  # it has a thread
@@ -40,8 +40,8 @@ def check_random_plan(rng: random.Random, workers: int) -> None:
     steps = rng.choice([1, 1, 2])
     tallies = run_simulated(plan, steps)
     handled: Counter[str] = Counter()
-    for tally in tallies:
-        for (name, _), (total, _) in tally.totals.items():
+    for metrics in tallies:
+        for (name, _), (total, _) in metrics.totals.items():
             if name.startswith("samples/"):
                 handled[name.removeprefix("samples/")] += int(total)
     for task in plan.tasks:

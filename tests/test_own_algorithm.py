@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from distflow import Batch
-from distflow.flow.call import load
+from distflow.flow.importing import load
 from page import blocks, done
 
 ROOT = Path(__file__).parent.parent
@@ -25,7 +25,7 @@ LEARNED = (
     "own/weight",
     "sampling/discarded",
 )
-Metrics = list[dict[str, float]]
+MetricsReducer = list[dict[str, float]]
 
 
 def shown(line: str) -> str:
@@ -52,7 +52,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
-def metrics(folder: Path, name: str) -> Metrics:
+def metrics(folder: Path, name: str) -> MetricsReducer:
     return [json.loads(line) for line in (folder / "runs" / name / "metrics.jsonl").read_text().splitlines()]
 
 

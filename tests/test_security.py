@@ -12,7 +12,7 @@ import yaml
 
 import distflow
 from distflow.config import load_config
-from distflow.sections import ModelConfig
+from distflow.config.schema import ModelConfig
 
 SOURCE = Path(distflow.__file__).parent
 
@@ -66,9 +66,9 @@ def test_what_is_allowed_is_still_there() -> None:
 
 
 def test_a_config_is_data() -> None:
-    import distflow.plain_yaml
+    import distflow.config.yaml
 
-    assert issubclass(distflow.plain_yaml._Yaml, yaml.SafeLoader)
+    assert issubclass(distflow.config.yaml._Yaml, yaml.SafeLoader)
 
 
 def test_code_of_a_model_is_run_only_when_asked_for() -> None:

@@ -5,10 +5,10 @@ from copy import deepcopy
 import numpy as np
 import torch
 
-from distflow.engine import kernels
-from distflow.engine.family import together
-from distflow.engine.rollout import Rollout
-from distflow.engine.sampling import Sampling
+from distflow.engine.cpu import kernels
+from distflow.engine.model.llama_family import together
+from distflow.engine.rollout.builtin import Rollout
+from distflow.engine.rollout.sampling import Sampling
 from distflow.engine.weights import room
 from engine.tiny import pair
 

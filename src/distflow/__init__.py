@@ -11,13 +11,13 @@ from distflow.plan import Layout, Plan
 if TYPE_CHECKING:
     from distflow.algo.tokens import Loss, Tokens
     from distflow.data.batch import Batch, Ragged
-    from distflow.worker import Context
+    from distflow.run.worker import Context
 
 __all__ = ["Batch", "Context", "Flow", "Layout", "Loss", "Node", "Plan", "Ragged", "Tokens", "flow", "node"]
 
 _WITH_TORCH = {
     "Batch": "distflow.data.batch",
-    "Context": "distflow.worker",
+    "Context": "distflow.run.worker",
     "Loss": "distflow.algo.tokens",
     "Ragged": "distflow.data.batch",
     "Tokens": "distflow.algo.tokens",

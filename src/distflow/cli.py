@@ -68,7 +68,7 @@ def _parser() -> argparse.ArgumentParser:
 def _plan(args: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from distflow.plan.picture import svg
+    from distflow.plan.svg import svg
     from distflow.plan.table import render
 
     config = _config(args)
@@ -106,7 +106,7 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace) -> int:
-    from distflow.check import check
+    from distflow.run.check import check
 
     for line in check(_config(args)):
         print(line, flush=True)
@@ -124,7 +124,7 @@ def _eval(args: argparse.Namespace) -> int:
 
 
 def _export(args: argparse.Namespace) -> int:
-    from distflow.export import export, export_adapter
+    from distflow.run.export import export, export_adapter
 
     if args.adapter:
         out = export_adapter(args.run, args.out, args.step, args.role)

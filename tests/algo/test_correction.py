@@ -15,14 +15,14 @@ from distflow.errors import ConfigError, DataError
 
 BUSY = settings(deadline=None)  # the first example waits for torch
 KINDS: tuple[Kind, ...] = get_args(Kind)
-Rows = list[list[tuple[float, float]]]  # of each token: the trainer's, the engine's
+Dataset = list[list[tuple[float, float]]]  # of each token: the trainer's, the engine's
 
 
-def rows(values: st.SearchStrategy[float]) -> st.SearchStrategy[Rows]:
+def rows(values: st.SearchStrategy[float]) -> st.SearchStrategy[Dataset]:
     return st.lists(st.lists(st.tuples(values, values), max_size=5), max_size=5)
 
 
-def run(kind: Kind, case: Rows, limit: float = 2.0, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
+def run(kind: Kind, case: Dataset, limit: float = 2.0, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
     ours, theirs = (torch.tensor([pair[k] for row in case for pair in row], dtype=dtype) for k in (0, 1))
     weights, metrics = correction(kind, ours, theirs, torch.tensor([len(r) for r in case], dtype=torch.int64), limit)
     assert set(metrics) == {"rollout/correction", "rollout/corrected_frac"}
@@ -30,7 +30,7 @@ def run(kind: Kind, case: Rows, limit: float = 2.0, dtype: torch.dtype = torch.f
     return weights, metrics["rollout/corrected_frac"]
 
 
-def log_ratios(kind: Kind, case: Rows) -> list[float]:
+def log_ratios(kind: Kind, case: Dataset) -> list[float]:
     """The logarithm of what each token is judged by."""
     out = []
     for row in case:
@@ -68,7 +68,7 @@ def test_a_whole_response_by_hand() -> None:
 
 @BUSY
 @given(rows(st.floats(-6, 0)), st.sampled_from(KINDS), st.sampled_from([1.0, 1.5, 2.0, 10.0]))
-def test_as_the_reference_says(case: Rows, kind: Kind, limit: float) -> None:
+def test_as_the_reference_says(case: Dataset, kind: Kind, limit: float) -> None:
     logs = log_ratios(kind, case)
     bound = math.log(limit)
     assume(all(abs(abs(x) - bound) > 1e-9 or x == 0 for x in logs))  # either is right at the bound
@@ -83,7 +83,7 @@ def test_as_the_reference_says(case: Rows, kind: Kind, limit: float) -> None:
 
 @BUSY
 @given(rows(st.floats(-1e5, 0)), st.sampled_from(KINDS), st.sampled_from([1.0, 2.0, math.inf]))
-def test_agreement_is_exactly_1(case: Rows, kind: Kind, limit: float) -> None:
+def test_agreement_is_exactly_1(case: Dataset, kind: Kind, limit: float) -> None:
     same = [[(a, a) for a, _ in row] for row in case]
     for dtype in (torch.float32, torch.float64):
         weights, corrected = run(kind, same, limit, dtype)
@@ -93,7 +93,7 @@ def test_agreement_is_exactly_1(case: Rows, kind: Kind, limit: float) -> None:
 
 @BUSY
 @given(rows(st.floats(-(2.0**120), 2.0**120, width=32) | st.sampled_from([-math.inf, 0.0])), st.sampled_from(KINDS))
-def test_always_finite(case: Rows, kind: Kind) -> None:
+def test_always_finite(case: Dataset, kind: Kind) -> None:
     for dtype in (torch.float32, torch.float64):
         for limit in (2.0, math.inf):
             weights, corrected = run(kind, case, limit, dtype)
@@ -104,7 +104,7 @@ def test_always_finite(case: Rows, kind: Kind) -> None:
 
 @BUSY
 @given(rows(st.floats(-6, 0)), st.sampled_from(KINDS))
-def test_a_response_does_not_see_the_others(case: Rows, kind: Kind) -> None:
+def test_a_response_does_not_see_the_others(case: Dataset, kind: Kind) -> None:
     alone = [run(kind, [row])[0].tolist() for row in case]
     assert run(kind, case)[0].tolist() == [x for part in alone for x in part]
 

@@ -13,7 +13,7 @@ from distflow.algo.returns import discounted_returns, explained_variance, gae, m
 from distflow.errors import ConfigError, DataError
 
 BUSY = settings(deadline=None)  # the first example waits for torch
-Rows = list[list[float]]
+Dataset = list[list[float]]
 FLOATS = st.floats(-10, 10) | st.sampled_from([0.0, 0.1, 1.0])
 ROWS = st.lists(st.lists(FLOATS, max_size=9), max_size=6)
 PAIRS = st.lists(st.lists(st.tuples(FLOATS, FLOATS), max_size=9), max_size=6).map(
@@ -22,15 +22,15 @@ PAIRS = st.lists(st.lists(st.tuples(FLOATS, FLOATS), max_size=9), max_size=6).ma
 SHARES = st.floats(0, 1) | st.sampled_from([0.0, 0.95, 1.0])
 
 
-def flat(rows: Rows) -> Tensor:
+def flat(rows: Dataset) -> Tensor:
     return torch.tensor([x for row in rows for x in row], dtype=torch.float64)
 
 
-def sizes(rows: Rows) -> Tensor:
+def sizes(rows: Dataset) -> Tensor:
     return torch.tensor([len(row) for row in rows], dtype=torch.int64)
 
 
-def by_gae(rewards: Rows, values: Rows, gamma: float, lam: float) -> tuple[list[float], list[float]]:
+def by_gae(rewards: Dataset, values: Dataset, gamma: float, lam: float) -> tuple[list[float], list[float]]:
     advantages, returns = [], []
     for r, v in zip(rewards, values, strict=True):
         for t in range(len(r)):
@@ -50,7 +50,7 @@ def test_gae_by_hand() -> None:
 
 @BUSY
 @given(PAIRS, SHARES, SHARES)
-def test_gae_as_the_reference_says(pair: tuple[Rows, Rows], gamma: float, lam: float) -> None:
+def test_gae_as_the_reference_says(pair: tuple[Dataset, Dataset], gamma: float, lam: float) -> None:
     rewards, values = pair
     got = gae(flat(rewards), flat(values), sizes(rewards), gamma, lam)
     for mine, want in zip(got, by_gae(rewards, values, gamma, lam), strict=True):
@@ -59,7 +59,7 @@ def test_gae_as_the_reference_says(pair: tuple[Rows, Rows], gamma: float, lam: f
 
 @BUSY
 @given(PAIRS)
-def test_ends_of_lambda(pair: tuple[Rows, Rows]) -> None:
+def test_ends_of_lambda(pair: tuple[Dataset, Dataset]) -> None:
     """With λ = 1 the return is what comes, with λ = 0 the advantage is one step's surprise."""
     rewards, values = pair
     _, returns = gae(flat(rewards), flat(values), sizes(rewards), 1.0, 1.0)
@@ -72,7 +72,7 @@ def test_ends_of_lambda(pair: tuple[Rows, Rows]) -> None:
 
 @BUSY
 @given(ROWS, SHARES)
-def test_discounted_returns_as_the_reference_says(rewards: Rows, gamma: float) -> None:
+def test_discounted_returns_as_the_reference_says(rewards: Dataset, gamma: float) -> None:
     got = discounted_returns(flat(rewards), sizes(rewards), gamma)
     want = [math.fsum(gamma**k * r for k, r in enumerate(row[t:])) for row in rewards for t in range(len(row))]
     np.testing.assert_allclose(got.numpy(), want, rtol=1e-9, atol=1e-9)
@@ -90,7 +90,7 @@ def test_a_long_response() -> None:
 
 @BUSY
 @given(PAIRS, st.randoms(use_true_random=False))
-def test_a_response_does_not_see_the_others(pair: tuple[Rows, Rows], random) -> None:
+def test_a_response_does_not_see_the_others(pair: tuple[Dataset, Dataset], random) -> None:
     rewards, values = pair
     order = list(range(len(rewards)))
     random.shuffle(order)
@@ -101,7 +101,7 @@ def test_a_response_does_not_see_the_others(pair: tuple[Rows, Rows], random) -> 
 
 @BUSY
 @given(PAIRS, st.sampled_from([-2.0, 0.5, 8.0]))
-def test_scaling_scales(pair: tuple[Rows, Rows], factor: float) -> None:
+def test_scaling_scales(pair: tuple[Dataset, Dataset], factor: float) -> None:
     rewards, values = pair
     plain = gae(flat(rewards), flat(values), sizes(rewards))
     scaled = gae(flat(rewards) * factor, flat(values) * factor, sizes(rewards))
@@ -128,14 +128,14 @@ def test_scores_at_the_last_token() -> None:
 
 @BUSY
 @given(ROWS)
-def test_the_score_is_what_comes(rows: Rows) -> None:
+def test_the_score_is_what_comes(rows: Dataset) -> None:
     """Undiscounted, the return of every token of a response is its score."""
     scores = torch.arange(len(rows), dtype=torch.float64) + 0.1
     got = discounted_returns(token_rewards(scores, sizes(rows)), sizes(rows))
     assert got.tolist() == scores.repeat_interleave(sizes(rows)).tolist()
 
 
-def by_whitening(rows: Rows, eps: float) -> list[float]:
+def by_whitening(rows: Dataset, eps: float) -> list[float]:
     values = [x for row in rows for x in row]
     if len(set(values)) < 2:
         return [0.0] * len(values)
@@ -144,7 +144,7 @@ def by_whitening(rows: Rows, eps: float) -> list[float]:
     return [(x - mean) / (deviation + eps) for x in values]
 
 
-def whitened(rows: Rows, eps: float = 1e-6) -> np.ndarray:
+def whitened(rows: Dataset, eps: float = 1e-6) -> np.ndarray:
     return whiten(flat(rows), moments(flat(rows), sizes(rows)), eps).numpy()
 
 
@@ -158,13 +158,13 @@ def test_moments_by_hand() -> None:
 
 @BUSY
 @given(ROWS, st.sampled_from([1e-6, 1e-2, 1.0]))
-def test_whitening_as_the_reference_says(rows: Rows, eps: float) -> None:
+def test_whitening_as_the_reference_says(rows: Dataset, eps: float) -> None:
     np.testing.assert_allclose(whitened(rows, eps), by_whitening(rows, eps), rtol=1e-7, atol=1e-7)
 
 
 @BUSY
 @given(ROWS, st.data())
-def test_whitening_is_the_same_in_any_layout(rows: Rows, data: st.DataObject) -> None:
+def test_whitening_is_the_same_in_any_layout(rows: Dataset, data: st.DataObject) -> None:
     """To the bit: whichever worker has which responses, and in whatever order their moments come together."""
     whole = whiten(flat(rows), moments(flat(rows), sizes(rows)))
     parts = whole.split(sizes(rows).tolist()) if rows else ()
@@ -183,7 +183,7 @@ def test_whitening_is_the_same_in_any_layout(rows: Rows, data: st.DataObject) ->
 
 @BUSY
 @given(ROWS, st.sampled_from([-1e6, 0.3, 1e6]), st.sampled_from([0.001, 3.0, 1e4]))
-def test_shift_and_scale_change_nothing(rows: Rows, shift: float, factor: float) -> None:
+def test_shift_and_scale_change_nothing(rows: Dataset, shift: float, factor: float) -> None:
     moved = [[x * factor + shift for x in row] for row in rows]
     # Rounding the sums can merge values that were apart; eps keeps that small.
     np.testing.assert_allclose(whitened(moved, 0.01 * factor), whitened(rows, 0.01), atol=1e-4)
@@ -224,7 +224,7 @@ def test_explained_variance_by_hand() -> None:
 
 @BUSY
 @given(PAIRS)
-def test_explained_variance_as_numpy_says(pair: tuple[Rows, Rows]) -> None:
+def test_explained_variance_as_numpy_says(pair: tuple[Dataset, Dataset]) -> None:
     returns, values = (flat(rows).numpy() for rows in pair)
     errors = torch.from_numpy(returns - values)
     got = explained_variance(moments(flat(pair[0]), sizes(pair[0])), moments(errors, sizes(pair[0])))

@@ -14,24 +14,24 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from distflow.data.dataset import Dataset
 from distflow.data.loader import Loader
-from distflow.data.rows import Rows
 from distflow.errors import DataError
 
-Make = Callable[[int], Rows]
+Make = Callable[[int], Dataset]
 
 
 @pytest.fixture(scope="module")
 def make(tmp_path_factory: pytest.TempPathFactory) -> Make:
     """Rows {"x": 0} … {"x": n - 1}."""
-    made: dict[int, Rows] = {}
+    made: dict[int, Dataset] = {}
     home = tmp_path_factory.mktemp("loader")
 
-    def rows(n: int) -> Rows:
+    def rows(n: int) -> Dataset:
         if n not in made:
             file = home / f"{n}.jsonl"
             file.write_text("".join(json.dumps({"x": i, "tags": [i]}) + "\n" for i in range(n)))
-            made[n] = Rows([file], cache=home / "cache")
+            made[n] = Dataset([file], cache=home / "cache")
         return made[n]
 
     return rows
@@ -108,7 +108,7 @@ def test_ids_and_epochs(make: Make) -> None:
 
 def test_only_the_share_of_the_cell_is_read(make: Make) -> None:
     rows = make(40)
-    with patch.object(Rows, "__getitem__", autospec=True, side_effect=Rows.__getitem__) as read:
+    with patch.object(Dataset, "__getitem__", autospec=True, side_effect=Dataset.__getitem__) as read:
         Loader(rows, prompts=8, repeat=16, seed=0).load(0, 1, 4)
     assert read.call_count == 2
 
@@ -157,7 +157,7 @@ def test_loading_another_step_leaves_the_prefetched_one_alone(make: Make) -> Non
 def test_an_error_while_prefetching_is_raised_by_load(tmp_path: Path) -> None:
     file = tmp_path / "a.jsonl"
     file.write_text('{"x": 1}\nbroken\n')
-    loader = Loader(Rows([file], cache=tmp_path / "cache"), 2, 1, 0)
+    loader = Loader(Dataset([file], cache=tmp_path / "cache"), 2, 1, 0)
     loader.prefetch(0, 0, 1)
     with pytest.raises(DataError, match=r"a\.jsonl:2"):
         loader.load(0, 0, 1)
@@ -181,7 +181,7 @@ def test_a_prefetch_under_way_does_not_hold_up_the_exit(tmp_path: Path) -> None:
     code = f"""
 import time
 from distflow.data.loader import Loader
-from distflow.data.rows import Rows
+from distflow.data.dataset import Rows
 loader = Loader(Rows([{str(file)!r}], cache=__import__("pathlib").Path({str(tmp_path)!r}) / "cache"), 1, 1, 0)
 loader._load = lambda *a: time.sleep(60)
 loader.prefetch(0, 0, 1)

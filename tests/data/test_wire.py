@@ -7,9 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cases import KINDS, column, same, value
-from distflow.data import runs
+from distflow.data import copy_ranges as runs
 from distflow.data.batch import Ragged
-from distflow.data.runs import copy_runs
+from distflow.data.copy_ranges import copy_runs
 from distflow.data.wire import DTYPES, Segments, Strip, read, segment_size, strip, write
 from distflow.errors import DataError
 

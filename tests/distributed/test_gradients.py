@@ -14,17 +14,18 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from distflow import checkpoint, cli
+from distflow import cli
 from distflow.algo.losses import policy
+from distflow.config.schema import TrainConfig
 from distflow.data.batch import Batch, Column, Ragged
-from distflow.engine import parallel
-from distflow.engine.model import Source
+from distflow.engine.model import parallel
+from distflow.engine.model.source import Source
+from distflow.engine.model.tokenizer import train_tokenizer
 from distflow.engine.policy import part_of
-from distflow.engine.tokenizer import train_tokenizer
-from distflow.engine.trainer import Recipe, Trainer
-from distflow.observe.metrics import Tally
+from distflow.engine.train.trainer import Recipe, Trainer
+from distflow.observe.metrics import StepMetrics
 from distflow.plan.layout import Layout
-from distflow.sections import TrainConfig
+from distflow.run import checkpoint
 from engine.tiny import VOCABULARY, config_of, pair
 from spawn import spawn
 
@@ -146,9 +147,9 @@ def gradient(rank: int, case: Case, folder: Path) -> tuple[Parts, list[str], flo
     assert made.optimizer is not None
     made.optimizer.step = keep  # type: ignore[method-assign, assignment]
     batch = mine(samples(), made, rank)
-    tally = Tally()
-    made.update(batch, np.zeros(len(batch), np.int64), recipe(), 1, tally)
-    norm, count = tally.totals["actor/grad_norm", "mean"]
+    metrics = StepMetrics()
+    made.update(batch, np.zeros(len(batch), np.int64), recipe(), 1, metrics)
+    norm, count = metrics.totals["actor/grad_norm", "mean"]
     dtypes = [str(t.dtype) for t in (*made.parts().values(), *grads)]
     return in_parts(made, rank, grads), dtypes, norm / count
 
@@ -160,7 +161,7 @@ def learn(rank: int, case: Case, folder: Path) -> tuple[Parts, list[Any]] | None
         return None
     batch = mine(samples(), made, rank)
     for _ in range(2):
-        made.update(batch, batch.groups * 2 // 5, recipe(2, 2), 8, Tally())
+        made.update(batch, batch.groups * 2 // 5, recipe(2, 2), 8, StepMetrics())
     assert made.updates == 8
     logprobs = made.ask(batch)
     if case.dp == case.tp == 2:

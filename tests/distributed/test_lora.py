@@ -19,22 +19,23 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from distflow import checkpoint, cli
+from distflow import cli
 from distflow.config import Config
+from distflow.config.schema import LoraConfig
 from distflow.data.batch import Batch
-from distflow.data.comm import Comm
-from distflow.engine.lora import Adapter, pairs
-from distflow.engine.model import Source, open_model
-from distflow.engine.parallel import local
+from distflow.data.transport import Transport
+from distflow.engine.model.lora import Adapter, pairs
+from distflow.engine.model.parallel import local
+from distflow.engine.model.source import Source, open_model
+from distflow.engine.model.text import ragged
 from distflow.engine.policy import Policy
-from distflow.engine.setup import Setup
-from distflow.engine.text import ragged
+from distflow.engine.role_context import RoleContext
 from distflow.engine.weights import slices
 from distflow.errors import ConfigError
-from distflow.observe.metrics import Tally
+from distflow.observe.metrics import StepMetrics
 from distflow.plan import Layout
-from distflow.sections import LoraConfig
-from distflow.worker import Context
+from distflow.run import checkpoint
+from distflow.run.worker import Context
 from engine.tiny import with_weights_that_matter
 from spawn import spawn
 from warm import distflow_run
@@ -110,14 +111,14 @@ class Found:
 class Actor:
     """One worker's part of a policy."""
 
-    def __init__(self, case: Case, rank: int, folder: Path, setup: Setup) -> None:
+    def __init__(self, case: Case, rank: int, folder: Path, setup: RoleContext) -> None:
         self.case, self.rank = case, rank
         self.policy = Policy(setup)
-        self.context = Context(0, rank, WORKERS, case.trains, 5, Tally(), folder, np.arange(len(PROMPTS)))
+        self.context = Context(0, rank, WORKERS, case.trains, 5, StepMetrics(), folder, np.arange(len(PROMPTS)))
         assert self.policy.trainer is not None
         self.trainer = self.policy.trainer
 
-    def generate(self, comm: Comm, temperature: float | None) -> dict[str, Any]:
+    def generate(self, comm: Transport, temperature: float | None) -> dict[str, Any]:
         """On all of its workers, though only some have a generator."""
         comm.drive(self.policy.hand_over())  # type: ignore[arg-type]
         said = None
@@ -146,7 +147,7 @@ class Actor:
         )
 
     @torch.no_grad()
-    def far_from_merged(self, comm: Comm) -> float:
+    def far_from_merged(self, comm: Transport) -> float:
         """What the engine has been given, against the whole matrices by hand."""
         comm.drive(self.policy.hand_over())  # type: ignore[arg-type]
         adapter = {spec.name: p.detach().full_tensor() for spec, p in self.trainer.named}
@@ -168,7 +169,7 @@ class Actor:
 
 
 def on_a_worker(rank: int, folder: Path) -> dict[str, Found]:
-    comm = Comm([case.ranks for case in CASES.values()], torch.device("cpu"), lambda ranks: nullcontext())
+    comm = Transport([case.ranks for case in CASES.values()], torch.device("cpu"), lambda ranks: nullcontext())
     everybody = checkpoint.Team(tuple(range(dist.get_world_size())), dist.new_group())
     found = {}
     for name, case in CASES.items():
@@ -181,7 +182,7 @@ def on_a_worker(rank: int, folder: Path) -> dict[str, Found]:
         actor = None
         if rank in case.ranks:
             where = {"update": case.trains, "logprobs": case.trains, "generate": case.generates}
-            setup = Setup("actor", rank, config, 1, where, meshes, groups, torch.device("cpu"), source_of(config))
+            setup = RoleContext("actor", rank, config, 1, where, meshes, groups, torch.device("cpu"), source_of(config))
             actor = Actor(case, rank, folder, setup)
             found[name] = learn(actor, comm)
         team = checkpoint.Team(case.trains.ranks, groups[case.trains])
@@ -192,7 +193,7 @@ def on_a_worker(rank: int, folder: Path) -> dict[str, Found]:
     return found
 
 
-def learn(actor: Actor, comm: Comm) -> Found:
+def learn(actor: Actor, comm: Transport) -> Found:
     trainer = actor.trainer
     token = actor.policy.text.encode("7")[0]
     first = {name: part.clone() for name, part in trainer.parts().items()}

@@ -9,10 +9,10 @@ import torch
 import yaml
 from transformers import AutoModelForSequenceClassification
 
-from distflow.check import check
 from distflow.config import load_config
 from distflow.errors import ConfigError
-from distflow.export import export, export_adapter
+from distflow.run.check import check
+from distflow.run.export import export, export_adapter
 from warm import Ended, distflow_run
 
 ROWS = [{"prompt": f"count to {i}:", "chosen": str(i) * (1 + i % 3), "rejected": "no" * (1 + i % 4)} for i in range(16)]

@@ -13,14 +13,14 @@ import torch
 
 from cases import Source, random_plan
 from distflow.data.batch import Batch
-from distflow.data.comm import SHARED_MEMORY, Comm
 from distflow.data.coordinator import Coordinator, Traffic
 from distflow.data.exchange import AllToAll
 from distflow.data.loader import Loader
+from distflow.data.transport import SHARED_MEMORY, Transport
 from distflow.flow import Flow, Node
-from distflow.observe.metrics import Metrics, Tally
+from distflow.observe.metrics import MetricsReducer, StepMetrics
 from distflow.plan import Place, Placement, Plan, Run, Workload, plan
-from distflow.worker import Worker
+from distflow.run.worker import Worker
 from spawn import spawn
 
 WORKERS = [1, 2, 4, 8]
@@ -29,18 +29,18 @@ WORKERS = [1, 2, 4, 8]
 def run_worker(rank: int, made: Plan, steps: int) -> tuple[list[dict[str, float]], list[Traffic]]:
     """Rank's part of a plan over gloo; the reduced metrics and its own traffic, per step."""
     everybody = tuple(range(made.workers))
-    comm = Comm([everybody, *(m.ranks for m in made.moves)], torch.device("cpu"), lambda _: nullcontext())
+    comm = Transport([everybody, *(m.ranks for m in made.moves)], torch.device("cpu"), lambda _: nullcontext())
     data = Coordinator(rank, made, Loader(Source(), made.samples // made.repeat, made.repeat, seed=0))
     reduced: list[dict[str, float]] = []
     group = torch.distributed.new_group(backend="gloo") if made.workers > 1 else None
-    metrics = Metrics(group, lambda _, numbers: reduced.append(numbers))
+    reducer = MetricsReducer(group, lambda _, numbers: reduced.append(numbers))
     traffic: list[Traffic] = []
     end = data.end
     data.end = lambda step: traffic.append(end(step)) or traffic[-1]  # type: ignore[method-assign, func-returns-value]
     worker = Worker(rank, made, data, {}, 0, Path(), lambda *_: None)
-    comm.drive(worker.steps(0, steps, metrics.submit))
-    metrics.wait(0)
-    metrics.close()
+    comm.drive(worker.steps(0, steps, reducer.submit))
+    reducer.wait(0)
+    reducer.close()
     data.close()
     return reduced, traffic
 
@@ -100,7 +100,7 @@ def test_no_worker_carries_more_when_there_are_more_workers() -> None:
 def run_dealing(rank: int, shared_memory: str) -> None:
     os.environ[SHARED_MEMORY] = shared_memory
     everybody, size = (0, 1, 2), 1 << 16
-    comm = Comm([everybody], torch.device("cpu"), lambda _: nullcontext())
+    comm = Transport([everybody], torch.device("cpu"), lambda _: nullcontext())
     for turn in range(8):
         takers = everybody if turn % 2 else (2,)  # who only gives does not wait for who takes
         send = [size if r in takers else 0 for r in everybody]
@@ -137,18 +137,18 @@ def test_workers_that_write_different_types_are_told_the_field() -> None:
 
 def run_metrics(rank: int) -> list[dict[str, float]]:
     reduced: list[dict[str, float]] = []
-    metrics = Metrics(torch.distributed.new_group(), lambda _, numbers: reduced.append(numbers))
+    reducer = MetricsReducer(torch.distributed.new_group(), lambda _, numbers: reduced.append(numbers))
     for step in range(3):
-        tally = Tally()
-        tally.log("reward/mean", value=float(rank), count=rank + 1)
-        tally.log("length/max", 10.0 * rank, reduce="max")
-        tally.log("length/min", 10.0 * rank, reduce="min")
-        tally.log("tokens", 5, reduce="sum")
+        metrics = StepMetrics()
+        metrics.log("reward/mean", value=float(rank), count=rank + 1)
+        metrics.log("length/max", 10.0 * rank, reduce="max")
+        metrics.log("length/min", 10.0 * rank, reduce="min")
+        metrics.log("tokens", 5, reduce="sum")
         if rank == 1 and step == 1:  # a metric that one worker has, once
-            tally.log("rare/thing", 7.0)
-        metrics.submit(step, tally)
-    metrics.wait(0)
-    metrics.close()
+            metrics.log("rare/thing", 7.0)
+        reducer.submit(step, metrics)
+    reducer.wait(0)
+    reducer.close()
     return reduced
 
 
@@ -173,7 +173,7 @@ def run_without_memfd(rank: int, seeds: range) -> list[bool]:
 
         os.memfd_create = forbidden  # type: ignore[assignment]
     sets = [(0, 1, 2), (0, 2)]
-    comm = Comm(sets, torch.device("cpu"), lambda _: nullcontext())
+    comm = Transport(sets, torch.device("cpu"), lambda _: nullcontext())
     run_random_graphs(rank, 3, seeds, "1")
     return [ranks in comm._neighbours for ranks in sets]
 

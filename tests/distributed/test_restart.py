@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from distflow.observe.board import read_all
+from distflow.observe.heartbeat import read_all
 from distributed.test_run import orphans
 from warm_launch import Launch
 

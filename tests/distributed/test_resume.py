@@ -13,7 +13,7 @@ import pytest
 import torch
 import yaml
 
-from distflow.checkpoint import damage, load_whole, steps_there
+from distflow.run.checkpoint import damage, load_whole, steps_there
 from warm import Ended, distflow_run
 
 PROMPTS = [f"{'so ' * (i % 5)}what is {i} + {i * i % 17}?" for i in range(20)]

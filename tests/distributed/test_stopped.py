@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from distflow.observe.board import read
+from distflow.observe.heartbeat import read
 from warm_launch import Launch
 
 LIMIT_S, STEPS = 3.0, 30

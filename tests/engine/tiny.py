@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from distflow.engine import attention
-from distflow.engine.attention import Packed
+from distflow.engine.model import attention
+from distflow.engine.model.attention import Packed
 
 VOCABULARY = 61
 _BASE: dict[str, Any] = {

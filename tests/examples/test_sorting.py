@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from distflow.config import load_config
-from distflow.flow.call import load
+from distflow.flow.importing import load
 
 HERE = Path(__file__).parents[2] / "examples" / "sorting"
 PARTS = ("held_out", "train", "warmup")

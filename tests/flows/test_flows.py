@@ -13,7 +13,7 @@ import yaml
 from distflow.algo import losses
 from distflow.engine.roles import Actor, Critic, Reference, RewardModel
 from distflow.flow import Flow, FlowFunction
-from distflow.flow.call import load
+from distflow.flow.importing import load
 from distflow.flows import BUILT_IN
 from distflow.reward.reward import Reward
 

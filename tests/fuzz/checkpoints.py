@@ -12,9 +12,20 @@ from typing import Any
 
 import torch
 
-from distflow.checkpoint import COMPLETE, STATE, TENSORS, Part, Saver, Team, damage, load_tensors, load_whole, place_of
 from distflow.launch import NEWEST
-from distflow.launch.keeper import Keeper
+from distflow.run.checkpoint import (
+    COMPLETE,
+    STATE,
+    TENSORS,
+    Part,
+    Saver,
+    Team,
+    damage,
+    load_tensors,
+    load_whole,
+    place_of,
+)
+from distflow.run.checkpoint_manager import CheckpointManager
 from fuzz.harness import Case
 from fuzz.junk import damaged, junk, mutate
 
@@ -59,12 +70,16 @@ class Checkpoints:
         saver.close()
         self.place = place_of(self.folder, 4)
         self.whole = {p: p.read_bytes() for p in sorted(self.place.rglob("*")) if p.is_file()}
-        self.keeper = Keeper.__new__(Keeper)
-        self.keeper.folder, self.keeper.rank, self.keeper.teams = self.folder, 0, {"actor": alone, "judge": alone}
-        self.keeper.network = SimpleNamespace(everybody=(0,), any_of_us=lambda it: it)  # type: ignore[assignment]
-        self.keeper.players = {"actor": Learner(), "judge": Player()}
-        self.keeper.data = SimpleNamespace(position=0)  # type: ignore[assignment]
-        self.keeper._run = lambda: run  # type: ignore[method-assign]
+        self.checkpoints = CheckpointManager.__new__(CheckpointManager)
+        self.checkpoints.folder, self.checkpoints.rank, self.checkpoints.teams = (
+            self.folder,
+            0,
+            {"actor": alone, "judge": alone},
+        )
+        self.checkpoints.network = SimpleNamespace(everybody=(0,), any_of_us=lambda it: it)  # type: ignore[assignment]
+        self.checkpoints.players = {"actor": Learner(), "judge": Player()}
+        self.checkpoints.data = SimpleNamespace(position=0)  # type: ignore[assignment]
+        self.checkpoints._run = lambda: run  # type: ignore[method-assign]
 
     def close(self) -> None:
         pass
@@ -78,7 +93,7 @@ class Checkpoints:
             assert wrong is not None or not listed, f"unnoticed: {told}"
             assert wrong is None or str(self.place) in wrong, wrong
             with contextlib.redirect_stderr(io.StringIO()) as said, contextlib.redirect_stdout(io.StringIO()):
-                step = self.keeper.resume(NEWEST)
+                step = self.checkpoints.resume(NEWEST)
             there = (self.place / COMPLETE).is_file()
             assert step == (2 if wrong or not there else 4), step
             assert not (wrong and there) or wrong in said.getvalue(), said.getvalue()

@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 
 from distflow.config import Config, load_config
 from distflow.errors import DistflowError
-from distflow.plan.picture import svg
+from distflow.plan.svg import svg
 from distflow.plan.table import render
 from fuzz.harness import Case
 from fuzz.junk import TEXTS, as_yaml, damaged, junk, misspelt, mutate, places

@@ -7,9 +7,9 @@ from typing import Any
 
 from distflow.errors import shown
 from distflow.flow import from_list
-from distflow.flow.listing import KEYS
+from distflow.flow.yaml_flow import KEYS
 from distflow.plan import Place, Placement, Workload, plan
-from distflow.plan.picture import svg
+from distflow.plan.svg import svg
 from distflow.plan.table import render
 from fuzz.configs import CODE
 from fuzz.harness import Case

@@ -10,10 +10,10 @@ from typing import Any, cast
 import numpy as np
 
 from distflow.data.batch import Batch
-from distflow.observe.metrics import Tally
+from distflow.observe.metrics import StepMetrics
 from distflow.reward.pool import Pool
 from distflow.reward.reward import Reward
-from distflow.worker import Context
+from distflow.run.worker import Context
 from fuzz.harness import Case
 
 # The response is a program that says what is returned: one file serves all cases.
@@ -142,7 +142,7 @@ class Rewards:
         )
 
         def run() -> None:
-            context = cast(Context, SimpleNamespace(step=1, metrics=Tally(), lead=True))
+            context = cast(Context, SimpleNamespace(step=1, metrics=StepMetrics(), lead=True))
             scores = self.rewards[name, mode].score(batch, context)["score"]
             assert len(scores) == len(programs)
             assert all(math.isfinite(s) for s in scores.tolist())

@@ -12,14 +12,14 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from distflow.config.schema import ModelConfig
 from distflow.data.batch import as_column
+from distflow.data.dataset import Dataset
+from distflow.data.dataset_view import DatasetView
 from distflow.data.loader import Loader
-from distflow.data.rows import Rows
-from distflow.data.view import View
-from distflow.engine.model import open_model
-from distflow.engine.screen import screen
-from distflow.engine.text import Text
-from distflow.sections import ModelConfig
+from distflow.engine.model.prompt_check import screen
+from distflow.engine.model.source import open_model
+from distflow.engine.model.text import Text
 from fuzz.harness import Case
 from fuzz.junk import TEXTS, damaged, junk
 
@@ -75,8 +75,8 @@ class DataRows:
         tokens = rng.random() < 0.3
 
         def run() -> None:
-            rows = Rows(files, fields, "skip" if skip else "error", self.cache)
-            view = View(rows, {"answer": "truth"})
+            rows = Dataset(files, fields, "skip" if skip else "error", self.cache)
+            view = DatasetView(rows, {"answer": "truth"})
             if tokens:
                 view = screen(view, self.text, skip, 0, 1).rows
             for i in range(min(len(view), 20)):

@@ -14,21 +14,21 @@ import torch
 import yaml
 
 from distflow import cli
-from distflow.checkpoint import Part, Saver, Team, damage, load_tensors, steps_there
 from distflow.config import Config, load_config
+from distflow.config.schema import ModelConfig
 from distflow.data import wire
 from distflow.data.batch import Ragged, as_column
-from distflow.data.rows import Rows
-from distflow.engine.model import find_folder, open_model
-from distflow.engine.screen import texts
-from distflow.engine.text import Text
+from distflow.data.dataset import Dataset
+from distflow.engine.model.prompt_check import texts
+from distflow.engine.model.source import find_folder, open_model
+from distflow.engine.model.text import Text
 from distflow.errors import CheckpointError, ConfigError, DataError, DistflowError, FlowError, PlacementError, shown
-from distflow.export import export
 from distflow.flow import from_list
 from distflow.launch.local import launch
 from distflow.launch.process import run_worker
 from distflow.reward.server import Scorer
-from distflow.sections import ModelConfig
+from distflow.run.checkpoint import Part, Saver, Team, damage, load_tensors, steps_there
+from distflow.run.export import export
 from fuzz.checkpoints import Checkpoints, all_flips
 from fuzz.configs import CODE, bomb
 
@@ -122,25 +122,25 @@ def test_a_node_of_a_list_is_refused_by_its_name(folder: Path, more: dict[str, A
 def test_a_pipe_is_no_data_file(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "a.jsonl")
     with pytest.raises(DataError, match=r"a\.jsonl: is not a file that can be read more than once"):
-        Rows([tmp_path], cache=tmp_path / "cache")
+        Dataset([tmp_path], cache=tmp_path / "cache")
 
 
 def test_parquet_that_python_cannot_say(tmp_path: Path) -> None:
     path = tmp_path / "a.parquet"
     days = pa.array([0, 2**50], pa.date64())
     pq.write_table(pa.table({"day": days}), path)
-    rows = Rows([path], cache=tmp_path / "cache")
+    rows = Dataset([path], cache=tmp_path / "cache")
     with pytest.raises(DataError, match=r"a\.parquet:2: the row cannot be read"):
         rows[1]
-    assert len(Rows([path], on_bad_row="skip", cache=tmp_path / "cache")) == 1
+    assert len(Dataset([path], on_bad_row="skip", cache=tmp_path / "cache")) == 1
     pq.write_table(pa.Table.from_arrays([days, days], ["day", "day"]), path)
     with pytest.raises(DataError, match=r"a\.parquet: has two columns 'day'"):
-        Rows([path], cache=tmp_path / "cache")
+        Dataset([path], cache=tmp_path / "cache")
 
 
 def test_half_a_character_is_a_bad_prompt(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"prompt": "x\\ud800"}\n')
-    rows: Any = Rows([tmp_path / "a.jsonl"], cache=tmp_path / "cache")
+    rows: Any = Dataset([tmp_path / "a.jsonl"], cache=tmp_path / "cache")
     source = open_model(ModelConfig(arch="qwen2", hidden=32, heads=2, vocab=300), lambda: texts(rows), tmp_path, 0)
     with pytest.raises(DataError, match=r"the prompt has half a character, '\\ud800', at 1"):
         Text(source, 10).encode(rows[0]["prompt"])
@@ -214,13 +214,13 @@ def test_no_flip_of_a_bit_goes_unnoticed(tmp_path: Path) -> None:
 def test_a_checkpoint_may_have_been_given_another_name(tmp_path: Path) -> None:
     made = Checkpoints(tmp_path)
     best = made.place.rename(tmp_path / "the best")
-    assert made.keeper.resume(str(best)) == 4
+    assert made.checkpoints.resume(str(best)) == 4
     for name in ("step_²", "step_x", "step_9.part"):
         (made.folder / name).mkdir()
         (made.folder / name / "complete.json").write_text("{}")
     assert steps_there(made.folder) == [2]
     with pytest.raises(ConfigError, match="--resume: '~nobody-here' cannot be looked up"):
-        made.keeper.resume("~nobody-here")
+        made.checkpoints.resume("~nobody-here")
 
 
 def test_a_list_of_files_that_lists_nothing_is_no_checkpoint(tmp_path: Path) -> None:

@@ -407,7 +407,7 @@ def test_the_hash_is_that_of_the_plan() -> None:
 PLAN_IN_A_PROCESS = """
 import sys
 from distflow.config import load_config
-from distflow.plan.picture import svg
+from distflow.plan.svg import svg
 from distflow.plan.table import render
 
 workers, *overrides = sys.argv[1:]

@@ -14,7 +14,7 @@ import torch
 
 from distflow import Batch, Context
 from distflow.data.batch import Column, Ragged
-from distflow.observe.metrics import Tally
+from distflow.observe.metrics import StepMetrics
 from distflow.reward.reward import Reward
 
 HERE = Path(__file__).parent
@@ -35,7 +35,7 @@ def batch_of(responses: Sequence[str], **columns: Any) -> Batch:
 
 def context() -> Context:
     """What a reward asks of it."""
-    return cast(Context, SimpleNamespace(step=3, metrics=Tally(), lead=True))
+    return cast(Context, SimpleNamespace(step=3, metrics=StepMetrics(), lead=True))
 
 
 def metrics_of(ctx: Context) -> dict[str, float]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from distflow.data.balance import Ints
-from distflow.data.runs import copy_runs
+from distflow.data.copy_ranges import copy_runs
 from distflow.errors import DataError, suggest
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from distflow.data.balance import Ints
 from distflow.data.batch import Batch, Column, Ragged, as_column, join, own_copy, select, stride_of
 from distflow.data.buffer import Buffer, Key
-from distflow.data.draw import Draw, Drawn
+from distflow.data.dynamic_sampling import DynamicSampling, SampledPrompts
 from distflow.data.exchange import AllGather, Collective, Slabs, exchange
 from distflow.data.loader import Loader
 from distflow.data.routes import contiguous
@@ -40,8 +40,8 @@ class Coordinator:
         self._slots: dict[tuple[int, str], Ints] = {}  # (step, partition) → the slots this rank has there
         self._moved: set[Key] = set()  # columns that came by a move, not from a node here
         self.position = 0  # in the stream of prompts, where the next step begins, if the plan has a refill
-        self._draw: Draw | None = None  # while prompts are being drawn
-        self.drawn: Drawn | None = None  # the prompts of the step, afterwards
+        self._draw: DynamicSampling | None = None  # while prompts are being drawn
+        self.drawn: SampledPrompts | None = None  # the prompts of the step, afterwards
         self._stash: dict[str, list[tuple[Ints, dict[str, Column]]]] = {}  # partition → what the rounds have brought
 
     def load(self, step: int, task: Load) -> None:
@@ -140,7 +140,7 @@ class Coordinator:
 
     def begin(self, task: Refill) -> None:
         """Before the first round of a step."""
-        self._draw = Draw(self.position, self.loader.prompts, task.rounds, task.unit)
+        self._draw = DynamicSampling(self.position, self.loader.prompts, task.rounds, task.unit)
 
     def refill(self, step: int, task: Refill) -> Generator[Collective, Tensor, bool]:
         """Keep what a round has brought; False if there has to be another one."""

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from distflow.data.balance import Ints
-from distflow.data.order import permute
+from distflow.data.shuffle import permute
 from distflow.errors import DataError
 
 _Loaded = tuple[Ints, dict[str, list[Any]]]

@@ -21,7 +21,7 @@ from torch import Tensor
 from distflow.data import objects
 from distflow.data.balance import Ints
 from distflow.data.batch import Column, Ragged, stride_of
-from distflow.data.runs import copy_runs
+from distflow.data.copy_ranges import copy_runs
 from distflow.errors import DataError
 
 Kind = Literal["dense", "ragged"] | objects.Kind

@@ -12,34 +12,34 @@ from torch import Tensor, nn
 
 from distflow.algo.aggregate import Mode
 from distflow.algo.correction import Kind
-from distflow.checkpoint import Part
 from distflow.config import Config
+from distflow.config.schema import LearnConfig, LoraConfig
 from distflow.data.balance import Ints
 from distflow.data.batch import Batch, Ragged
-from distflow.data.comm import telling
 from distflow.data.exchange import Collective
-from distflow.engine import parallel
-from distflow.engine.family import together
-from distflow.engine.model import DTYPES, Source, kv_bytes
+from distflow.data.transport import telling
+from distflow.engine.model import parallel
+from distflow.engine.model.llama_family import together
+from distflow.engine.model.source import DTYPES, Source, kv_bytes
+from distflow.engine.model.text import Text, ragged
+from distflow.engine.role_context import RoleContext
 from distflow.engine.roles import find_loss
-from distflow.engine.rollout import Completions, Rollout
-from distflow.engine.sampling import Sampling
-from distflow.engine.setup import Setup
-from distflow.engine.text import Text, ragged
-from distflow.engine.trainer import Recipe, Trainer
+from distflow.engine.rollout.builtin import Completions, Rollout
+from distflow.engine.rollout.sampling import Sampling
+from distflow.engine.train.trainer import Recipe, Trainer
 from distflow.engine.weights import HandOver, Held, room, slices
 from distflow.errors import ConfigError
-from distflow.export import describe
-from distflow.observe.metrics import Tally
+from distflow.observe.metrics import StepMetrics
 from distflow.plan.layout import Layout
-from distflow.sections import LearnConfig, LoraConfig
-from distflow.worker import Context
+from distflow.run.checkpoint import Part
+from distflow.run.export import describe
+from distflow.run.worker import Context
 
 _HELD_OUT = 0x5EED  # evaluation draws its own noise
 
 
 class Policy:
-    def __init__(self, setup: Setup) -> None:
+    def __init__(self, setup: RoleContext) -> None:
         self.setup, self.config = setup, setup.config
         source = source_of(setup)
         self.text = Text(source, prompt_limit(setup.config, source))
@@ -111,7 +111,7 @@ class Policy:
 
 
 def update(
-    setup: Setup,
+    setup: RoleContext,
     trainer: Trainer,
     batch: Batch,
     ctx: Context,
@@ -144,7 +144,7 @@ def with_column(batch: Batch, name: str, column: Any) -> Batch:
 class Generator:
     """A copy of the model's modules with plain tensors for weights: no hooks, no DTensors, nothing between layers."""
 
-    def __init__(self, setup: Setup, source: Source, layout: Layout) -> None:
+    def __init__(self, setup: RoleContext, source: Source, layout: Layout) -> None:
         rollout = setup.config.rollout
         self.rank, self.device, self.dtype = setup.rank, setup.device, DTYPES[setup.config.train.dtype]
         self.model = source.skeleton()
@@ -214,7 +214,7 @@ class Generator:
             made[spec.name].copy_(read(spec.name, slices(self.held.box(spec, self.rank))))
 
 
-def frozen(setup: Setup) -> Trainer:
+def frozen(setup: RoleContext) -> Trainer:
     """A model that is only asked for log-probs."""
     layout = one_layout(setup, ("logprobs",))
     assert layout is not None
@@ -232,14 +232,14 @@ def prompt_limit(config: Config, source: Source) -> int:
     return min(config.data.max_prompt or room, room)
 
 
-def source_of(setup: Setup) -> Source:
+def source_of(setup: RoleContext) -> Source:
     if setup.source is None:
         raise ConfigError(f"role '{setup.role}' needs a model; say which: `model: name-or-directory`")
     return setup.source
 
 
 def trainer_of(
-    setup: Setup, source: Source, layout: Layout, learns: LearnConfig | None, lora: LoraConfig | None = None
+    setup: RoleContext, source: Source, layout: Layout, learns: LearnConfig | None, lora: LoraConfig | None = None
 ) -> Trainer:
     train = learns or setup.config.train
     return Trainer(
@@ -262,7 +262,7 @@ def part_of(trainer: Trainer, source: Source) -> Part:
     return Part(*trainer.state(), partial(describe, source=source, adapter=trainer.adapter))
 
 
-def one_layout(setup: Setup, methods: tuple[str, ...]) -> Layout | None:
+def one_layout(setup: RoleContext, methods: tuple[str, ...]) -> Layout | None:
     """Nodes that share a model run in one place."""
     found = {m: setup.layouts[m] for m in methods if m in setup.layouts}
     if len(set(found.values())) > 1:
@@ -271,8 +271,8 @@ def one_layout(setup: Setup, methods: tuple[str, ...]) -> Layout | None:
     return next(iter(found.values()), None)
 
 
-def _tell_lengths(tokens: Ragged, finished: Tensor, tally: Tally, prefix: str) -> None:
+def _tell_lengths(tokens: Ragged, finished: Tensor, metrics: StepMetrics, prefix: str) -> None:
     n = len(tokens)
-    tally.log(f"{prefix}response_length/mean", float(tokens.lengths.mean()), n)
-    tally.log(f"{prefix}response_length/max", float(tokens.lengths.max()), reduce="max")
-    tally.log(f"{prefix}response_length/clip_ratio", 1 - float(finished.float().mean()), n)
+    metrics.log(f"{prefix}response_length/mean", float(tokens.lengths.mean()), n)
+    metrics.log(f"{prefix}response_length/max", float(tokens.lengths.max()), reduce="max")
+    metrics.log(f"{prefix}response_length/clip_ratio", 1 - float(finished.float().mean()), n)

@@ -4,9 +4,9 @@ import inspect
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from distflow.engine.setup import Setup
+from distflow.engine.role_context import RoleContext
 from distflow.errors import ConfigError, suggest
-from distflow.flow.call import load
+from distflow.flow.importing import load
 from distflow.flow.trace import node
 
 if TYPE_CHECKING:
@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 
     from torch.distributed import ProcessGroup
 
-    from distflow.checkpoint import Part
     from distflow.data.batch import Batch, Ragged
     from distflow.data.exchange import Collective
-    from distflow.worker import Context
+    from distflow.run.checkpoint import Part
+    from distflow.run.worker import Context
 
 TOKENS = ("prompt_tokens", "response_tokens")
 
@@ -25,7 +25,7 @@ TOKENS = ("prompt_tokens", "response_tokens")
 class Actor:
     """The policy: generates, tells log-probs, learns. `generate` may have another layout than the rest."""
 
-    def __init__(self, setup: Setup) -> None:
+    def __init__(self, setup: RoleContext) -> None:
         from distflow.engine.policy import Policy
 
         self.policy = Policy(setup)
@@ -84,7 +84,7 @@ class Actor:
 class Reference:
     """The model as it was at the start, never trained."""
 
-    def __init__(self, setup: Setup) -> None:
+    def __init__(self, setup: RoleContext) -> None:
         from distflow.engine.policy import frozen
 
         self.trainer = frozen(setup)
@@ -97,7 +97,7 @@ class Reference:
 class Critic:
     """A model of its own that tells what is still to be gained, token by token, and learns it."""
 
-    def __init__(self, setup: Setup) -> None:
+    def __init__(self, setup: RoleContext) -> None:
         from distflow.engine.value_models import critic
 
         self.model = critic(setup)
@@ -122,7 +122,7 @@ class Critic:
 class RewardModel:
     """A model with one number for a head, which is the score of a whole response."""
 
-    def __init__(self, setup: Setup, model: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, setup: RoleContext, model: Mapping[str, Any] | None = None) -> None:
         """`model`: where it comes from, as in a config; by default the model of the config."""
         from distflow.engine.value_models import reward_model
 

@@ -7,16 +7,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from distflow.checkpoint import Part
 from distflow.config import Config
+from distflow.config.schema import LearnConfig, ModelConfig
 from distflow.data.batch import Batch, Ragged
-from distflow.engine.model import Source, open_model
+from distflow.engine.model.source import Source, open_model
+from distflow.engine.model.text import Text
 from distflow.engine.policy import one_layout, part_of, prompt_limit, source_of, trainer_of, update, with_column
-from distflow.engine.setup import Setup
-from distflow.engine.text import Text
+from distflow.engine.role_context import RoleContext
 from distflow.errors import ConfigError
-from distflow.sections import LearnConfig, ModelConfig
-from distflow.worker import Context
+from distflow.run.checkpoint import Part
+from distflow.run.worker import Context
 
 RESPONSE = "response_tokens"
 
@@ -24,7 +24,9 @@ RESPONSE = "response_tokens"
 class ValueModel:
     """One rank's part of it; `learns` None: it is only asked."""
 
-    def __init__(self, setup: Setup, source: Source, methods: tuple[str, ...], learns: LearnConfig | None) -> None:
+    def __init__(
+        self, setup: RoleContext, source: Source, methods: tuple[str, ...], learns: LearnConfig | None
+    ) -> None:
         self.setup, self.source = setup, source
         layout = one_layout(setup, methods)
         assert layout is not None
@@ -40,7 +42,7 @@ class ValueModel:
 class Judge(ValueModel):
     """Scores whole responses. The last token is read, too, so it is followed by one that nobody looks at."""
 
-    def __init__(self, setup: Setup, source: Source, learns: LearnConfig | None) -> None:
+    def __init__(self, setup: RoleContext, source: Source, learns: LearnConfig | None) -> None:
         super().__init__(setup, source, ("score", "update_pairs"), learns)
         self.text = Text(source, prompt_limit(setup.config, source))
 
@@ -57,7 +59,7 @@ class Judge(ValueModel):
         update(self.setup, self.trainer, _one_more(batch), ctx, together=True, **how)
 
 
-def critic(setup: Setup) -> ValueModel:
+def critic(setup: RoleContext) -> ValueModel:
     config = setup.config
     given = config.critic.model
     source = open_other(setup.role, given, config, setup.source) if given else source_of(setup)
@@ -65,7 +67,7 @@ def critic(setup: Setup) -> ValueModel:
     return ValueModel(setup, source.of_values(), ("values", "update"), learns)
 
 
-def reward_model(setup: Setup, model: Mapping[str, Any] | None) -> Judge:
+def reward_model(setup: RoleContext, model: Mapping[str, Any] | None) -> Judge:
     given = ModelConfig(**model) if model else None
     source = open_other(setup.role, given, setup.config, setup.source) if given else source_of(setup)
     learns = setup.config.train if "update_pairs" in setup.layouts else None

@@ -12,8 +12,8 @@ from types import MappingProxyType
 from typing import Any, NoReturn
 
 from distflow.errors import FlowError, cut, shown, suggest
-from distflow.flow.call import reference
 from distflow.flow.graph import SOURCE, Flow, Node, NodeType
+from distflow.flow.importing import reference
 
 Names = str | Iterable[str]
 

@@ -8,8 +8,8 @@ from typing import Literal
 
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from distflow.observe.board import read
-from distflow.observe.report import Kind, read_reports
+from distflow.observe.failures import Kind, read_reports
+from distflow.observe.heartbeat import read
 
 TOLD = (-signal.SIGTERM, 128 + signal.SIGTERM)  # exit codes of a worker that was told to end
 

@@ -26,7 +26,7 @@ from distflow.config import Config
 from distflow.errors import ConfigError
 from distflow.launch import IF_ANY, RESUME, make_folder
 from distflow.launch.failure import Failure, find, hopeless
-from distflow.launch.network import LAUNCHED
+from distflow.run.network import LAUNCHED
 
 LONGEST_S = 30.0  # between two attempts
 

@@ -12,14 +12,14 @@ from typing import NoReturn
 import torch
 
 from distflow.config import Config
-from distflow.data.comm import lost
+from distflow.data.transport import lost
 from distflow.errors import ConfigError, DistflowError, NodeError, PeerLostError, StoppedError, StuckError, cut
 from distflow.launch import IF_ANY, RESUME, make_folder
-from distflow.launch.job import Job
-from distflow.launch.network import LAUNCHED
-from distflow.observe.board import Board
-from distflow.observe.report import Kind, Report
-from distflow.observe.watch import PACKAGE, Watch
+from distflow.observe.failures import Kind, Report
+from distflow.observe.heartbeat import Heartbeat
+from distflow.observe.watchdog import PACKAGE, Watchdog
+from distflow.run.job import Job
+from distflow.run.network import LAUNCHED
 
 STOPPED = 128 + signal.SIGTERM
 
@@ -39,7 +39,7 @@ def run_worker(config: Config) -> int:
         old.unlink(missing_ok=True)
 
     def fail(error: BaseException) -> None:
-        step, message = board.record.step, explain(error, rank)
+        step, message = heartbeat.record.step, explain(error, rank)
         saved = Report(rank, kind_of(error, step), message, step).save(folder)
         if LAUNCHED not in os.environ or not saved:
             print(f"distflow: {message}", file=sys.stderr, flush=True)
@@ -51,14 +51,14 @@ def run_worker(config: Config) -> int:
         fail(error)
         os._exit(1)
 
-    board = Board(folder, rank)
+    heartbeat = Heartbeat(folder, rank)
     try:
         if config.workers not in (None, workers):
             raise ConfigError(f"workers: {config.workers}, but {workers} were started; set workers={workers}")
         plan = config.plan(workers)
-        watch = Watch(board, workers, config.wait_limit_s, end_stuck, told_to_stop, _beside(rank))
+        watch = Watchdog(heartbeat, workers, config.wait_limit_s, end_stuck, told_to_stop, _beside(rank))
         watch.start()
-        job = Job(config, plan, rank, board, resume, told_to_stop)
+        job = Job(config, plan, rank, heartbeat, resume, told_to_stop)
         try:
             job.run()
         except StoppedError as e:

@@ -10,9 +10,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from distflow.data.comm import all_gather
 from distflow.data.coordinator import Traffic
-from distflow.data.draw import Drawn
+from distflow.data.dynamic_sampling import SampledPrompts
+from distflow.data.transport import all_gather
 from distflow.errors import DistflowError, PeerLostError, suggest
 
 Reduce = Literal["mean", "sum", "max", "min"]
@@ -21,7 +21,7 @@ Key = tuple[str, Reduce]
 BUSIEST, RANKS = "perf/busiest", 1 << 20  # a time in units of 0.1 ms and below it the rank: exact in a float for days
 
 
-class Tally:
+class StepMetrics:
     """One worker's numbers of one step. How one is reduced is said where it is logged, never guessed from its name."""
 
     def __init__(self) -> None:
@@ -52,11 +52,11 @@ class Tally:
         self.log("perf/work_s", seconds)
         self.log(BUSIEST, round(seconds * 10_000) * RANKS + rank, reduce="max")
 
-    def under(self, prefix: str) -> "Tally":
-        """The same tally, for names that begin with `prefix`."""
+    def under(self, prefix: str) -> "StepMetrics":
+        """The same metrics, for names that begin with `prefix`."""
         return _Under(self, prefix)
 
-    def sampling(self, drawn: Drawn | None) -> None:
+    def sampling(self, drawn: SampledPrompts | None) -> None:
         """How the prompts of a step were found; every worker knows the same."""
         assert drawn is not None
         for name in ("rounds", "discarded", "filled"):
@@ -71,8 +71,8 @@ class Tally:
             self.log("data/imbalance", t.imbalance)
 
 
-class _Under(Tally):
-    def __init__(self, whole: Tally, prefix: str) -> None:
+class _Under(StepMetrics):
+    def __init__(self, whole: StepMetrics, prefix: str) -> None:
         self.totals, self.prefix = whole.totals, prefix
 
     def log(self, name: str, value: float, count: float = 1, reduce: Reduce = "mean") -> None:
@@ -82,13 +82,13 @@ class _Under(Tally):
 Sink = Callable[[int, dict[str, float]], None]
 
 
-class Metrics:
+class MetricsReducer:
     """Reduces tallies step after step in a thread of its own, so that no step waits for the log of another.
 
     `group` is a process group for this alone (None: one worker); `sink` gets the result on rank 0.
     """
 
-    BACKLOG = 2  # steps a worker may run ahead of the slowest one's tally
+    BACKLOG = 2  # steps a worker may run ahead of the slowest one's metrics
 
     def __init__(self, group: dist.ProcessGroup | None, sink: Sink | None) -> None:
         self.group, self.sink = group, sink
@@ -96,8 +96,8 @@ class Metrics:
         self._thread = ThreadPoolExecutor(1, "metrics")
         self._pending: list[Future[None]] = []
 
-    def submit(self, step: int, tally: Tally) -> None:
-        self._pending.append(self._thread.submit(self._reduce, step, tally))
+    def submit(self, step: int, metrics: StepMetrics) -> None:
+        self._pending.append(self._thread.submit(self._reduce, step, metrics))
 
     def wait(self, backlog: int = BACKLOG) -> None:
         """Until at most `backlog` steps are outstanding; raises what went wrong in the thread."""
@@ -107,29 +107,29 @@ class Metrics:
     def close(self) -> None:
         self._thread.shutdown(cancel_futures=True)
 
-    def _reduce(self, step: int, tally: Tally) -> None:
+    def _reduce(self, step: int, metrics: StepMetrics) -> None:
         try:
-            result = self._reduced(tally)
+            result = self._reduced(metrics)
         except RuntimeError as e:
             raise PeerLostError(f"lost a worker while reducing metrics: {str(e).splitlines()[0]}") from e
         if self.sink is not None:
             self.sink(step, result)
 
-    def _reduced(self, tally: Tally) -> dict[str, float]:
-        new = [k for k in tally.totals if k not in self._keys]
-        found, strangers = self._sum(self._keys, tally, len(new))
+    def _reduced(self, metrics: StepMetrics) -> dict[str, float]:
+        new = [k for k in metrics.totals if k not in self._keys]
+        found, strangers = self._sum(self._keys, metrics, len(new))
         if strangers:  # somebody has a metric that not everybody knows of: agree on the names first
             fresh = self._agree_on(new)
             self._keys += fresh
-            found |= self._sum(fresh, tally, 0)[0]
+            found |= self._sum(fresh, metrics, 0)[0]
         return found
 
-    def _sum(self, keys: list[Key], tally: Tally, new: int) -> tuple[dict[str, float], bool]:
+    def _sum(self, keys: list[Key], metrics: StepMetrics, new: int) -> tuple[dict[str, float], bool]:
         added = torch.zeros(2 * len(keys) + 1, dtype=torch.float64)
         highest = torch.full((len(keys) + 1,), -math.inf, dtype=torch.float64)
         added[-1] = new
         for i, key in enumerate(keys):
-            value, count = tally.totals.get(key, (_neutral(key[1]), 0.0))
+            value, count = metrics.totals.get(key, (_neutral(key[1]), 0.0))
             if key[1] in ("mean", "sum"):
                 added[2 * i] = value
             elif count:

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 
-from distflow.observe.straggle import Stragglers
+from distflow.observe.stragglers import Stragglers
 from distflow.plan.units import human_bytes
 
 SHOWN = 4  # metrics in the line, of these first

@@ -15,9 +15,9 @@ from distflow.reward.signature import Failure, Result, Score
 
 if TYPE_CHECKING:  # flows are planned without torch
     from distflow.data.batch import Batch
-    from distflow.observe.metrics import Tally
+    from distflow.observe.metrics import StepMetrics
     from distflow.reward.samples import Samples
-    from distflow.worker import Context
+    from distflow.run.worker import Context
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ class Reward:
             total += function.weight * (result.value or 0.0)
         return total
 
-    def _measure(self, metrics: "Tally", scored: _Scored, sources: list[str] | None) -> None:
+    def _measure(self, metrics: "StepMetrics", scored: _Scored, sources: list[str] | None) -> None:
         def mean(name: str, values: Sequence[float]) -> None:
             if values:
                 metrics.log(f"reward/{name}mean", sum(values) / len(values), len(values))

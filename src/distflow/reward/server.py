@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from distflow.errors import DistflowError, cut
-from distflow.flow.call import load
+from distflow.flow.importing import load
 from distflow.reward import leash
 from distflow.reward.signature import Failure, Function, Result, Signature, recognise, results_of
 

@@ -1,0 +1,228 @@
+"""A model to start from: a name on the hub, a directory, or an architecture filled at random. Its config, tokenizer
+and weights; the weights are read in parts, so that a worker never holds more than its own."""
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from copy import copy
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+from transformers import (
+    CONFIG_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+from transformers import PreTrainedTokenizerBase as Tokenizer
+
+from distflow.config.schema import ModelConfig
+from distflow.engine.model import attention
+from distflow.engine.model.tokenizer import train_tokenizer
+from distflow.errors import ConfigError, cut, suggest
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+Read = Callable[[str, tuple[slice, ...]], Tensor]
+Kind = Literal["words", "values"]  # what a model gives for a token: log-probs of a vocabulary, or one number
+HEAD = "score.weight"  # of a model that gives one number
+
+
+@dataclass(frozen=True)
+class Source:
+    """What a model starts from."""
+
+    name: str
+    config: PreTrainedConfig
+    tokenizer: Tokenizer
+    folder: Path | None = None  # where the weights are; None: drawn at random, from `seed`
+    seed: int = 0
+    remote_code: bool = False
+    kind: Kind = "words"
+
+    def of_values(self) -> "Source":
+        """The same model with one number for a head; where it never had such a head, that number is 0 at first."""
+        config = copy(self.config)
+        config.num_labels = 1
+        return replace(self, config=config, kind="values")
+
+    @property
+    def address(self) -> str | None:
+        """Where others find it: a name on the hub, or a directory; nowhere, if it was made on the spot."""
+        if self.folder is None:
+            return None
+        return self.name if self.folder.parent.name == "snapshots" else str(self.folder.resolve())
+
+    @property
+    def has_head(self) -> bool:
+        """Whether it comes with a head for values."""
+        return self.folder is not None and HEAD in self._files
+
+    @property
+    def _class(self) -> Any:
+        return AutoModelForCausalLM if self.kind == "words" else AutoModelForSequenceClassification
+
+    def skeleton(self) -> PreTrainedModel:
+        """The model without memory for its parameters."""
+        with _parameters_on_meta():
+            model = self._class.from_config(
+                self.config, attn_implementation=attention.NAME, dtype=torch.float32, trust_remote_code=self.remote_code
+            )
+        if not getattr(model, "_supports_attention_backend", False):
+            raise ConfigError(f"model: '{self.name}' is a {self.config.model_type}, which brings its own attention")
+        model.tie_weights()
+        model.eval()
+        assert isinstance(model, PreTrainedModel)
+        return model
+
+    def reader(self, names: Sequence[str]) -> Read:
+        """A function that reads a part of a parameter, by its name in the skeleton."""
+        files = self._files if self.folder else {}
+        if self.kind == "values" and HEAD not in files:
+            rest = replace(self, kind="words").reader([n for n in names if n != HEAD])
+            head = torch.zeros(1, self.config.get_text_config().hidden_size)
+            return lambda name, part: head[part] if name == HEAD else rest(name, part)
+        if files and all(n in files for n in names):
+            opened = {f: safe_open(f, "pt") for f in set(files.values())}
+            return lambda name, part: opened[files[name]].get_slice(name)[part]
+        whole = self._whole()
+        return lambda name, part: whole[name][part]
+
+    @cached_property
+    def _files(self) -> Mapping[str, str]:
+        """Parameter → the safetensors file it is in."""
+        assert self.folder is not None
+        index = self.folder / "model.safetensors.index.json"
+        if index.exists():
+            places: Mapping[str, str] = json.loads(index.read_text())["weight_map"]
+            return {name: str(self.folder / file) for name, file in places.items()}
+        single = self.folder / "model.safetensors"
+        if not single.exists():
+            return {}
+        with safe_open(single, "pt") as f:
+            return dict.fromkeys(f.keys(), str(single))
+
+    def _whole(self) -> Mapping[str, Tensor]:
+        """All weights at once: at random, or of a kind of file that cannot be read in parts."""
+        if self.folder is None:
+            state = torch.get_rng_state()
+            torch.manual_seed(self.seed)
+            model = AutoModelForCausalLM.from_config(self.config, dtype=torch.float32)
+            torch.set_rng_state(state)
+        else:
+            model = AutoModelForCausalLM.from_pretrained(
+                self.folder, dtype=torch.float32, trust_remote_code=self.remote_code
+            )
+        return dict(model.named_parameters(remove_duplicate=False))
+
+
+def open_model(given: ModelConfig, texts: Callable[[], Iterator[str]], base: Path, seed: int) -> Source:
+    """`texts` is what a tokenizer is trained on, where the model is made on the spot."""
+    if given.arch is not None:
+        return _fresh(given, texts, seed)
+    assert given.path is not None
+    folder = find_folder(given.path, base)
+    try:
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=given.trust_remote_code)
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=given.trust_remote_code)
+    except (OSError, ValueError) as e:
+        raise ConfigError(f"model: '{given.path}' cannot be loaded: {_first_line(e)}") from None
+    _without_dropout(config)
+    if tokenizer.eos_token_id is None:
+        raise ConfigError(f"model: the tokenizer of '{given.path}' has no eos_token; responses could not end")
+    return Source(given.path, config, tokenizer, Path(folder), seed, given.trust_remote_code)
+
+
+def _fresh(given: ModelConfig, texts: Callable[[], Iterator[str]], seed: int) -> Source:
+    assert given.arch is not None
+    if given.arch not in CONFIG_MAPPING:
+        known = ("gemma", "llama", "mistral", "qwen2", "qwen3")
+        raise ConfigError(f"model.arch: '{given.arch}' is not one of transformers{suggest(given.arch, known)}")
+    tokenizer = train_tokenizer(texts(), given.vocab)
+    heads = given.heads or max(1, given.hidden // 64)
+    try:
+        config = AutoConfig.for_model(
+            given.arch,
+            vocab_size=len(tokenizer),
+            hidden_size=given.hidden,
+            intermediate_size=given.ffn or 4 * given.hidden,
+            num_hidden_layers=given.layers,
+            num_attention_heads=heads,
+            num_key_value_heads=given.kv_heads or heads,
+            head_dim=given.hidden // heads,
+            max_position_embeddings=given.positions,
+            tie_word_embeddings=True,
+            bos_token_id=None,
+            eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=tokenizer.pad_token_id,
+        )
+    except Exception as e:  # each architecture has its own way to refuse
+        raise ConfigError(f"model.arch: a small '{given.arch}' cannot be made: {_first_line(e)}") from None
+    _without_dropout(config)
+    return Source(f"{given.arch} at random", config, tokenizer, seed=seed)
+
+
+def find_folder(name: str, base: Path) -> Path:
+    """The directory of a model: given as such, or fetched from the hub (or its cache)."""
+    try:
+        path = base / Path(name).expanduser()
+        if path.is_dir():
+            return path
+    except (OSError, RuntimeError) as e:  # a name too long, no such user
+        raise ConfigError(f"model: '{cut(name)}' cannot be looked up: {e}") from None
+    if name.startswith((".", "/", "~")) or name.count("/") > 1:  # no name on the hub looks like this
+        near = suggest(path.name, (p.name for p in path.parent.iterdir() if p.is_dir())) if path.parent.is_dir() else ""
+        raise ConfigError(f"model: there is no directory {path}{near}")
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(
+            snapshot_download(name, ignore_patterns=["*.bin", "*.pth", "*.gguf", "*.onnx", "*.msgpack", "*.h5"])
+        )
+    except Exception as e:  # the hub's client raises what it likes: not found, no access, no network, no such cache
+        raise ConfigError(
+            f"model: '{name}' is neither a directory ({path}) nor a model that the hub gives us: {_first_line(e)};"
+            " check the name, your access (HF_TOKEN) and the network, or give a directory"
+        ) from None
+
+
+def _without_dropout(config: PreTrainedConfig) -> None:
+    """It would make the trainer's log-probs differ from the rollout's."""
+    for key, value in config.to_dict().items():
+        if "dropout" in key and isinstance(value, float):
+            setattr(config, key, 0.0)
+
+
+def _first_line(error: Exception) -> str:
+    text = str(error).strip() or type(error).__name__
+    return text.splitlines()[0].rstrip(".;: ")
+
+
+@contextmanager
+def _parameters_on_meta() -> Iterator[None]:
+    """Modules made here have parameters without memory; buffers, which no file brings, are real."""
+    register = nn.Module.register_parameter
+
+    def on_meta(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        register(self, name, None if param is None else nn.Parameter(param.to("meta"), param.requires_grad))
+
+    nn.Module.register_parameter = on_meta  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
+def kv_bytes(config: PreTrainedConfig, dtype: torch.dtype, tp: int) -> int:
+    """Bytes of KV cache for one token."""
+    c: Any = config.get_text_config()
+    heads = getattr(c, "num_key_value_heads", None) or c.num_attention_heads
+    dim = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
+    return int(2 * c.num_hidden_layers * heads * dim * dtype.itemsize // tp)

@@ -1,0 +1,112 @@
+"""Text to tokens and back, once each: what the model said stays tokens."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import GenerationConfig
+from transformers import PreTrainedTokenizerBase as Tokenizer
+
+from distflow.data.batch import Batch, Ragged
+from distflow.engine.model.source import Source
+from distflow.errors import ConfigError, DataError, shown
+
+Prompt = str | list[dict[str, Any]]
+
+
+class Text:
+    """`limit`: the longest prompt, in tokens."""
+
+    def __init__(self, source: Source, limit: int) -> None:
+        self.name, self.limit = source.name, limit
+        self.tokenizer: Tokenizer = source.tokenizer
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        """A prompt as the model reads it; chat messages go through the tokenizer's template."""
+        tokens = self._encode(prompt)
+        if not tokens:
+            raise DataError("the prompt is empty; it needs at least one token")
+        if len(tokens) > self.limit:
+            raise DataError(
+                f"the prompt has {len(tokens)} tokens, the longest allowed is {self.limit}"
+                " (data.max_prompt, or the model's positions less rollout.max_tokens)"
+            )
+        return tokens
+
+    def _encode(self, prompt: Prompt) -> list[int]:
+        if isinstance(prompt, str):
+            _check_whole(prompt, "the prompt")
+            return self.tokenizer(prompt, return_attention_mask=False)["input_ids"]  # type: ignore[no-any-return]
+        if not isinstance(prompt, list) or not all(isinstance(m, dict) and "content" in m for m in prompt):
+            raise DataError(
+                f"the prompt is {str(prompt)[:60]!r}; it is text or a list of chat messages {{role, content}}"
+            )
+        if not self.tokenizer.chat_template:
+            raise DataError(
+                f"the prompt is a list of chat messages, and the tokenizer of '{self.name}' has no chat template;"
+                " give a model that has one (an instruct model), or prompts as text"
+            )
+        if not prompt:
+            return []
+        try:
+            return self.tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False)  # type: ignore
+        except Exception as e:  # a template is a program: it refuses roles and content as it likes
+            raise DataError(
+                f"the chat template of '{self.name}' does not take the prompt: {e}; mend its messages"
+            ) from e
+
+    def encode_pairs(self, prompts: Sequence[Prompt], responses: Sequence[str]) -> dict[str, Ragged]:
+        end = [self.tokenizer.eos_token_id]
+        answers = [self.tokenizer(_text(r), add_special_tokens=False)["input_ids"] + end for r in responses]
+        return {
+            "prompt_tokens": ragged([self.encode(p) for p in prompts]),
+            "response_tokens": ragged(answers),
+        }
+
+    def encode_preferences(self, batch: Batch) -> dict[str, Any]:
+        """Of the two samples of a prompt the first has the response `chosen` (+1), the other one `rejected` (−1)."""
+        first = batch.ids == 2 * batch.groups
+        answers = [_text(batch["chosen" if one else "rejected"][i]) for i, one in enumerate(first.tolist())]
+        preferred = torch.from_numpy(np.where(first, 1.0, -1.0).astype(np.float32))
+        return {**self.encode_pairs(batch["prompt"], answers), "preferred": preferred}
+
+    def decode(self, tokens: Ragged) -> list[str]:
+        return self.tokenizer.batch_decode([t.tolist() for t in tokens], skip_special_tokens=True)
+
+    def stop_tokens(self, source: Source, extra: Sequence[str]) -> frozenset[int]:
+        """Tokens that end a response: the tokenizer's, those of the model's generation config, the user's."""
+        ends = {self.tokenizer.eos_token_id}
+        if source.folder and (source.folder / "generation_config.json").exists():
+            said = GenerationConfig.from_pretrained(source.folder).eos_token_id
+            ends |= set(said if isinstance(said, list) else [said] if said is not None else [])
+        for text in extra:
+            ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+            if len(ids) != 1:
+                raise ConfigError(
+                    f"rollout.stop: '{text}' is {len(ids)} tokens; a text that is one token can end a response"
+                )
+            ends.add(ids[0])
+        return frozenset(ends)
+
+
+def _text(response: Any) -> str:
+    """A response may be given as chat messages, of which the last is it."""
+    if isinstance(response, list) and response and isinstance(response[-1], dict) and "content" in response[-1]:
+        response = response[-1]["content"]
+    if not isinstance(response, str):
+        raise DataError(f"a response is {shown(response, 60)}; it is text, or chat messages that end with it")
+    _check_whole(response, "a response")
+    return response
+
+
+def _check_whole(text: str, what: str) -> None:
+    """JSON can say half a character, which is no text that a tokenizer takes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as e:
+        raise DataError(f"{what} has half a character, {text[e.start]!r}, at {e.start}: {shown(text, 60)}") from None
+
+
+def ragged(rows: Sequence[Sequence[int]]) -> Ragged:
+    return Ragged.of([torch.tensor(r, dtype=torch.int64) for r in rows])

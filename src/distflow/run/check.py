@@ -1,0 +1,114 @@
+"""Everything that can go wrong before the first step, tried in one process: what `distflow check` prints."""
+
+from collections.abc import Generator, Iterator
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from distflow.config import MODELS, REWARD, Config
+from distflow.data.dataset import Dataset
+from distflow.data.dataset_view import DatasetView
+from distflow.engine.roles import find_loss
+from distflow.errors import ConfigError
+from distflow.plan import Plan
+from distflow.plan.units import human_bytes
+
+
+def check(config: Config) -> Iterator[str]:
+    """A line for each thing that holds; the first one that does not is raised."""
+    workers = config.workers or 1
+    plan = config.plan(workers)
+    nodes = ", ".join(n.id for n in plan.flow.order)
+    yield f"flow      {plan.flow.name}: {nodes}"
+    yield f"plan      {workers} workers, {plan.samples} samples a step ({config.data.batch} prompts × {config.repeat})"
+    rows = config.rows(plan)
+    yield f"data      {len(rows)} rows, {rows.rows.skipped_count} skipped; columns {', '.join(rows.names)}"
+    held_out = None
+    if config.eval:
+        held_out = DatasetView(Dataset(config.eval_files), config.data.rename)
+        held_out = held_out.keep(np.arange(min(len(held_out), config.eval.limit or len(held_out))))
+        config.eval_plan(workers, len(held_out))
+        yield f"eval      {len(held_out)} rows every {config.eval.every} steps"
+    first = rows[0]
+    if config.model:
+        first = yield from _model(config, plan, rows, held_out)
+    for n in plan.flow.nodes:
+        if isinstance(n.params.get("loss"), str):
+            find_loss(n.params["loss"], f"node '{n.id}': loss", config.base, n.params)
+    if config.reward and "reward" in config.cast and config.cast["reward"].call == REWARD:
+        yield from _reward(config, first)
+
+
+def _model(
+    config: Config, plan: Plan, rows: DatasetView, held_out: DatasetView | None
+) -> Generator[str, None, dict[str, Any]]:
+    """Returns the first row whose prompt the model can read."""
+    from distflow.engine.model.lora import Adapter
+    from distflow.engine.model.parallel import styles
+    from distflow.engine.model.prompt_check import screen, texts
+    from distflow.engine.model.source import DTYPES, kv_bytes, open_model
+    from distflow.engine.model.text import Text
+    from distflow.engine.policy import prompt_limit
+
+    assert config.model is not None
+    source = open_model(config.model, lambda: texts(rows), config.base, config.seed)
+    skeleton = source.skeleton()
+    count = sum(p.numel() for p in skeleton.parameters())
+    layouts = {n.id: plan.partition_of(n.id).layout for n in plan.flow.nodes if n.role in MODELS}
+    for node, layout in layouts.items():
+        styles(skeleton, layout.tp, f"placement of {node}")
+    trained = ""
+    if config.train.lora:
+        more = sum(prod(s.shape) for s in Adapter(skeleton, config.train.lora).specs)
+        trained = f" and {more:,} of an adapter, which alone are trained"
+    told = f"{source.config.model_type}, {count:,} parameters{trained}, {len(source.tokenizer)} tokens"
+    yield f"model     {source.name}: {told}"
+    yield from _others(config, plan, source)
+    text = Text(source, prompt_limit(config, source))
+    text.stop_tokens(source, config.rollout.stop)
+    seen = screen(rows, text, config.data.on_bad_row == "skip", 0, 1)
+    if held_out:
+        screen(held_out, text, False, 0, 1)
+    first = seen.rows[0]
+    tokens = len(text.encode(first["prompt"]))
+    told = f"have at most {text.limit} tokens, {seen.count} skipped; the first has {tokens}"
+    yield f"prompts   all {len(seen.rows)} {told}"
+    if generates := layouts.get("actor.generate"):
+        per_token = kv_bytes(source.config, DTYPES[config.train.dtype], generates.tp)
+        room = int(config.rollout.kv_cache_gb * (1 << 30))
+        need = per_token * (tokens + config.rollout.max_tokens)
+        if need > room:
+            raise ConfigError(
+                f"rollout.kv_cache_gb: the first prompt and its response need {human_bytes(need)} of KV cache and there"
+                f" are {human_bytes(room)}; raise it, or lower rollout.max_tokens"
+            )
+        most = per_token * (text.limit + config.rollout.max_tokens)
+        yield f"kv cache  {human_bytes(room)}, {human_bytes(most)} for the longest sequence allowed"
+    return first
+
+
+def _others(config: Config, plan: Plan, main: Any) -> Iterator[str]:
+    """Models besides the main one."""
+    from distflow.engine.value_models import check_judge, open_other
+
+    roles = {n.role for n in plan.flow.nodes}
+    if "critic" in roles and config.critic.model:
+        yield f"critic    {open_other('critic', config.critic.model, config, main).name}"
+    if "reward" in roles and config.reward and config.reward.model:
+        judge = open_other("reward", config.reward.model, config, main)
+        check_judge("reward", judge)
+        yield f"reward    the model {judge.name}"
+
+
+def _reward(config: Config, row: dict[str, Any]) -> Iterator[str]:
+    from distflow.reward.reward import Reward
+
+    args = config.cast["reward"].args | {"log": None, "base": Path(config.base)}
+    reward = Reward(**args)
+    try:
+        score = reward.try_one({**row, "response": ""})
+    finally:
+        reward.close()
+    yield f"reward    {score:g} for an empty response to the first prompt"

@@ -1,0 +1,344 @@
+"""`distflow check`, and what is told before any worker starts: in one line, with the place and the way out."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from transformers import AutoConfig
+
+from distflow import cli
+from distflow.engine.model.tokenizer import train_tokenizer
+
+Output = pytest.CaptureFixture[str]
+REWARDS = """
+import time
+
+def fine(solution_str):
+    return 0.25
+
+def truth(solution_str, ground_truth):
+    return float(solution_str == ground_truth)
+
+def raises(solution_str):
+    raise ValueError("no idea")
+
+def hangs(solution_str):
+    time.sleep(10_000)
+
+def nan(solution_str):
+    return float("nan")
+
+def text(solution_str):
+    return "good"
+
+def many(completions):
+    return [1.0] * (len(completions) + 1)
+"""
+CONFIG: dict[str, Any] = {
+    "flow": "grpo",
+    "data": {"files": "data.jsonl", "batch": 4},
+    "model": {"arch": "qwen2", "hidden": 32, "layers": 2, "heads": 4, "kv_heads": 2},
+    "rollout": {"n": 2, "max_tokens": 8},
+    "reward": "rewards.py:fine",
+    "workers": 2,
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("check")
+    (made / "rewards.py").write_text(REWARDS)
+    texts = [f"what is {i}?" for i in range(12)]
+
+    def write(name: str, prompts: list[Any], answer: str = "answer") -> None:
+        rows = [{"prompt": p, answer: str(i)} for i, p in enumerate(prompts)]
+        (made / name).write_text("".join(json.dumps(r) + "\n" for r in rows))
+
+    write("data.jsonl", texts)
+    write("pairs.jsonl", texts, "response")
+    rows = ({"prompt": t, "chosen": "yes", "rejected": "no"} for t in texts)
+    (made / "preferred.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    write("chat.jsonl", [[{"role": "user", "content": t}] for t in texts])
+    write("long.jsonl", [t + "!" * 50 * (i in (0, 7)) for i, t in enumerate(texts)])
+    write("empty.jsonl", ["a", "", "b"])
+    write("numbers.jsonl", [1, 2])
+    tokenizer = train_tokenizer(iter(texts), 0)
+    for name, template in (("chatty", tokenizer.chat_template), ("plain", None)):
+        tokenizer.chat_template = template
+        tokenizer.save_pretrained(made / name)
+        AutoConfig.for_model("qwen2", hidden_size=32, num_attention_heads=4, vocab_size=258).save_pretrained(
+            made / name
+        )
+    (made / "hollow").mkdir()
+    return made
+
+
+def distflow(folder: Path, command: str, *overrides: str, without: str = "") -> int:
+    path = folder / "config.yaml"
+    path.write_text(yaml.safe_dump({k: v for k, v in CONFIG.items() if k != without}))
+    with pytest.raises(SystemExit) as e:
+        cli.main([command, str(path), *overrides])
+    assert isinstance(e.value.code, int)
+    return e.value.code
+
+
+def lines(capsys: Output) -> dict[str, str]:
+    """What was printed, by its first word."""
+    out, err = capsys.readouterr()
+    assert err == ""
+    return {line[:10].strip(): line[10:] for line in out.splitlines()}
+
+
+def told(capsys: Output) -> str:
+    """The one line of an error."""
+    err = capsys.readouterr().err
+    assert err.startswith("distflow: ")
+    assert err.index("\n") == len(err) - 1
+    return err.removeprefix("distflow: ").rstrip("\n")
+
+
+def test_a_good_config_is_told_thing_by_thing(folder: Path, capsys: Output) -> None:
+    assert distflow(folder, "check", "eval={files: long.jsonl, every: 3, limit: 5}") == 0
+    assert lines(capsys) == {
+        "flow": "grpo: actor.generate, reward.score, group_advantage, actor.update",
+        "plan": "2 workers, 8 samples a step (4 prompts × 2)",
+        "data": "12 rows, 0 skipped; columns prompt, answer",
+        "eval": "5 rows every 3 steps",
+        "model": "qwen2 at random: qwen2, 39,264 parameters, 258 tokens",
+        "prompts": "all 12 have at most 4088 tokens, 0 skipped; the first has 10",
+        "kv cache": "2.0 GiB, 1.0 MiB for the longest sequence allowed",
+        "reward": "0.25 for an empty response to the first prompt",
+    }
+
+
+def test_what_an_adapter_adds_is_told(folder: Path, capsys: Output) -> None:
+    assert distflow(folder, "check", "train.lora={rank: 2, targets: q_proj}") == 0
+    told = "39,264 parameters and 256 of an adapter, which alone are trained, 258 tokens"
+    assert lines(capsys)["model"] == f"qwen2 at random: qwen2, {told}"
+
+
+def test_peft_is_needed_only_for_adapters(folder: Path, capsys: Output, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "peft", None)
+    assert distflow(folder, "check") == 0
+    lines(capsys)
+    assert distflow(folder, "check", "train.lora={}") == 2
+    said = told(capsys)
+    assert said.startswith("train.lora: PEFT is not installed (")
+    assert said.endswith("; pip install 'distflow-rl[lora]'")
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["flow=sft", "data.files=pairs.jsonl"],
+        ["train.lora={}", "placement.nodes={actor.generate: {tp: 2}}"],
+        ["flow=sft", "data.files=pairs.jsonl", "train.lora={targets: [self_attn.o_proj, 0.mlp.up_proj]}"],
+        ["flow=sft", "data.rename={answer: response}", "rollout.kv_cache_gb=1e-9"],  # nobody generates
+        ["data.files=chat.jsonl"],
+        ["data.files=chat.jsonl", "model=chatty"],
+        ["model=plain"],
+        ["reward=rewards.py:truth"],
+        ["algo.kl=1e-3", "workers=4", "placement.roles={actor: {tp: 2}, reference: {tp: 2}}"],
+        ["train.lr=1e-6", "algo.mini_batches=2", "algo.epochs=3"],  # PyYAML alone would take 1e-6 for a text
+        ["rollout.kv_cache_gb=3e-6", "placement.roles.actor.tp=2"],  # half of the heads, half of the memory
+    ],
+)
+def test_other_good_configs(folder: Path, capsys: Output, overrides: list[str]) -> None:
+    assert distflow(folder, "check", *overrides) == 0, told(capsys)
+
+
+def test_skipped_prompts_are_counted(folder: Path, capsys: Output) -> None:
+    """Also the first one, which is not what the reward is tried on, then."""
+    skip = ["data.files=long.jsonl", "data.max_prompt=20", "data.on_bad_row=skip"]
+    assert distflow(folder, "check", "reward=rewards.py:truth", *skip) == 0
+    found = lines(capsys)
+    assert found["data"].startswith("12 rows, 0 skipped")
+    assert found["prompts"] == "all 10 have at most 20 tokens, 2 skipped; the first has 10"
+
+
+LONG = "long.jsonl:1: the prompt has 60 tokens, the longest allowed is 20 (data.max_prompt"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "parts"),
+    [
+        (["model=./missing"], ["model: there is no directory ", "/missing"]),
+        (["model=./palin"], ["model: there is no directory ", "did you mean 'plain'?"]),
+        (["model=hollow"], ["model: 'hollow' cannot be loaded: "]),
+        (["model.arch=qwen22"], ["model.arch: 'qwen22' is not one of transformers; did you mean 'qwen2'?"]),
+        (["model.path=x"], ["'model' is ", "give one of `path`", "and `arch`"]),
+        (["model.heads=5"], ["hidden 32 is not a multiple of heads 5"]),
+        (
+            ["data.files=chat.jsonl", "model=plain"],
+            ["chat.jsonl:1: ", "'plain' has no chat template", "prompts as text"],
+        ),
+        (["data.files=long.jsonl", "data.max_prompt=20"], [LONG, "mend the row or set `data.on_bad_row: skip`"]),
+        (["eval=long.jsonl", "data.max_prompt=20"], [LONG]),
+        (
+            ["data.max_prompt=2", "data.on_bad_row=skip"],
+            ["all 12 rows were skipped: ", "data.jsonl:1: the prompt has 10"],
+        ),
+        (["data.files=empty.jsonl"], ["empty.jsonl:2: the prompt is empty"]),
+        (["data.files=numbers.jsonl"], ["numbers.jsonl:1: the prompt is '1'", "text or a list of chat messages"]),
+        (
+            ["reward=rewards.py:raises"],
+            ["'raises' (rewards.py:raises) raised ValueError: no idea", "rewards.py:11", "mend"],
+        ),
+        (["reward=rewards.py:nan"], ["'nan' (rewards.py:nan) returned nan; a score is a finite number"]),
+        (["reward=rewards.py:text"], ["'text' (rewards.py:text) returned 'good' (str) as a score; return a number"]),
+        (
+            ["reward=rewards.py:many"],
+            ["'many' (rewards.py:many) returned 2 scores for 1 samples; return one per sample"],
+        ),
+        (["reward=rewards.py:fin"], ["'rewards.py:fin' has no 'fin'; did you mean 'fine'?"]),
+        (["reward=rewards.py:truth", "data.fields=[prompt]"], ["needs a ground truth", "`reward.answer`"]),
+        (
+            ["reward={functions: rewards.py:hangs, time_limit_s: 0.2}"],
+            ["'hangs' (rewards.py:hangs) took longer than 0.2 s; if it may, raise `reward.time_limit_s`"],
+        ),
+        (
+            ["workers=4", "placement.roles.actor.tp=4"],
+            ["placement of actor.generate: tp 4 does not divide", "num_key_value_heads, 2"],
+        ),
+        (
+            ["rollout.kv_cache_gb=1e-6"],
+            ["rollout.kv_cache_gb: ", "4.5 KiB", "1.0 KiB; raise it, or lower rollout.max_tokens"],
+        ),
+        (["rollout.max_tokens=5000"], ["rollout.max_tokens: 5000 leaves no room for a prompt in the model's 4096"]),
+        (["rollout.stop=[END]"], ["rollout.stop: 'END' is 3 tokens"]),
+        (
+            ["train.lora={targets: [q_proj, v_prj]}"],
+            ["train.lora.targets: 'v_prj' is no linear layer", "did you mean 'v_proj'?"],
+        ),
+        (
+            ["train.lora.targets=lm_head"],
+            ["'lm_head' is no linear layer in the model's blocks; known: all-linear, down"],
+        ),
+        (["train.lora.targets=[norm]"], ["'norm' is no linear layer in the model's blocks; known: all-linear, down"]),
+        (["eval=missing.jsonl"], ["missing.jsonl: no such file"]),
+    ],
+)
+def test_what_does_not_hold_is_told_in_one_line(
+    folder: Path, capsys: Output, overrides: list[str], parts: list[str]
+) -> None:
+    assert distflow(folder, "check", *overrides) == 2
+    said = told(capsys)
+    for part in parts:
+        assert part in said
+
+
+@pytest.mark.parametrize(
+    ("overrides", "without", "said"),
+    [
+        (
+            ["data.batch=5"],
+            "",
+            "5 prompts of a step do not divide over its 2 data-parallel cells; use a batch of 4 or 6",
+        ),
+        (
+            ["algo.mini_batches=3"],
+            "",
+            "algo.mini_batches: 3 does not divide the 4 prompts of data.batch; what fits: 1, 2, 4",
+        ),
+        (["algo.mini_batches=0"], "", "algo.mini_batches: 0; a step has 1 or more"),
+        (["algo.epochs=many"], "", "algo.epochs: 'many'; a step has 1 or more"),
+        (["algo.cilp=0.1"], "", "algo: flow 'grpo' has no constant 'cilp'; did you mean 'clip'?"),
+        (["flow=grpoo"], "", "flow: there is no built-in flow 'grpoo'; did you mean 'grpo'?"),
+        ([], "model", "'model' is missing; the flow 'grpo' needs one: `model: "),
+        ([], "reward", "'reward' is missing; the flow 'grpo' needs one: `reward: file.py:function`"),
+        (["data.rename={prompt: question}"], "", "the data has no column 'prompt'"),
+        (["data.files=pairs.jsonl"], "", "give the column another name with `data.rename: {response: "),
+        (["flow=sft"], "", "the data has no column 'response'"),
+        (["placement.roles.reference.tp=2"], "", "placement.roles: no node has the role 'reference'"),
+        (["placement.roles.actor.tp=3"], "", "placement.roles.actor: tp 3 does not fit group 'all' of 2 ranks"),
+        (
+            ["train.lora={}", "placement.roles.actor.tp=2"],
+            "",
+            "placement: actor.update has tp 2, and an adapter (train.lora) is trained with tp 1; use dp alone for it,"
+            " and for generation any tp: placement.nodes.actor.generate",
+        ),
+        (["train.lora.rank=0"], "", "'train.lora.rank' is 0: input should be greater than 0"),
+        (["train.lora.rank=-4"], "", "'train.lora.rank' is -4: input should be greater than 0"),
+        (["train.lora.alpha=0"], "", "'train.lora.alpha' is 0: input should be greater than 0"),
+        (["train.lora.targets=[]"], "", "'train.lora.targets' is []: "),
+        (["train.lora=16"], "", "'train.lora' is 16; it is a section with the keys rank, alpha, targets"),
+        (["train.lora.dropout=0.1"], "", "unknown key 'train.lora.dropout'; known: alpha, rank, targets"),
+        (["critic.lora={}"], "", "unknown key 'critic.lora'"),
+        (
+            ["flow=reward_model", "data.files=preferred.jsonl", "train.lora={}"],
+            "reward",
+            "train.lora: reward_model.update_pairs trains a reward model, but adapters are for actors; remove it",
+        ),
+    ],
+)
+def test_every_command_tells_it_before_anything_starts(
+    folder: Path, capsys: Output, monkeypatch: pytest.MonkeyPatch, overrides: list[str], without: str, said: str
+) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    for command in ("plan", "check", "run", "eval"):
+        assert distflow(folder, command, *overrides, "eval=data.jsonl", without=without) == 2, command
+        assert said in told(capsys), command
+
+
+FLOW = """
+from distflow import flow
+from distflow.flows.learn import learn
+from distflow.flows.nodes import group_advantage
+
+NOTHING = 0
+
+def narrow(tokens, clip=0.2):
+    ...
+
+def open_ended(tokens, **rest):
+    ...
+
+@flow(also=learn)
+def own(prompts, actor, reference, reward, *, loss="policy", **rest):
+    said = actor.generate(prompts["prompt"])
+    learn(actor, reference, said, group_advantage(reward.score(prompts, said)), loss=loss, **rest)
+"""
+
+
+@pytest.mark.parametrize(
+    ("loss", "said"),
+    [
+        ("flow.py:narrow", "'flow.py:narrow' has no parameter 'kl', which the flow gives it; known: clip; a loss that"),
+        ("flow.py:NOTHING", "'flow.py:NOTHING' is a int, not a function of tokens"),
+        ("flow.py:narow", "'flow.py:narow' has no 'narow'; did you mean 'narrow'?"),
+        ("polcy", "'distflow.algo.losses:polcy' has no 'polcy'; did you mean 'policy'?"),
+        ("flow.py:open_ended", ""),
+    ],
+)
+def test_a_loss_takes_what_the_flow_gives_it(folder: Path, capsys: Output, loss: str, said: str) -> None:
+    (folder / "flow.py").write_text(FLOW)
+    code = distflow(folder, "check", "flow=flow.py:own", f"algo.loss={loss}")
+    assert code == (2 if said else 0)
+    if said:
+        assert told(capsys).startswith(f"node 'actor.update': loss: {said}")
+
+
+def test_nothing_is_evaluated_without_a_held_out_set(folder: Path, capsys: Output) -> None:
+    assert distflow(folder, "eval") == 2
+    assert told(capsys) == f"{folder}/config.yaml: has no `eval` section; add one: `eval: held-out.jsonl`"
+
+
+def test_a_model_that_the_hub_does_not_give(folder: Path, capsys: Output, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(name: str, **_: Any) -> str:
+        raise RuntimeError(f"404: there is no {name}.\nLong advice")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", refuse)
+    assert distflow(folder, "check", "model=nobody/nothing") == 2
+    said = told(capsys)
+    assert f"'nobody/nothing' is neither a directory ({folder}/nobody/nothing) nor a model" in said
+    assert "404: there is no nobody/nothing; check the name, your access (HF_TOKEN) and the network" in said
+
+
+def test_nothing_is_exported_from_where_nothing_is(tmp_path: Path, capsys: Output) -> None:
+    with pytest.raises(SystemExit) as e:
+        cli.main(["export", str(tmp_path), str(tmp_path / "out")])
+    assert e.value.code == 2
+    assert "has no checkpoint" in told(capsys)

@@ -1,0 +1,110 @@
+"""What the worker guarantees to the functions it calls, in one process."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from distflow import Batch, Context
+from distflow.data.coordinator import Coordinator
+from distflow.data.loader import Loader
+from distflow.errors import NodeError
+from distflow.flow import Flow, Node
+from distflow.observe.metrics import StepMetrics
+from distflow.plan import Placement, Workload, plan
+from distflow.run.worker import Worker
+from simulate import simulate
+
+
+class Prompts:
+    names: tuple[str, ...] = ("prompt",)
+
+    def __len__(self) -> int:
+        return 3
+
+    def __getitem__(self, i: int) -> dict[str, Any]:
+        return {"prompt": [{"role": "user", "content": f"row {i}"}]}
+
+
+def run(*nodes: Node, steps: int = 2, repeat: int = 2) -> tuple[list[StepMetrics], Coordinator]:
+    made = plan(Flow("test", Prompts.names, nodes), Placement(1), Workload(2, repeat))
+    tallies: list[StepMetrics] = []
+    data = Coordinator(0, made, Loader(Prompts(), 2, repeat, seed=0))
+    worker = Worker(0, made, data, {}, 7, Path(), lambda *_: None)
+    simulate({0: worker.steps(0, steps, lambda _, metrics: tallies.append(metrics))})
+    return tallies, data
+
+
+def write(batch: Batch) -> dict[str, Any]:
+    return {"tokens": torch.arange(len(batch)), "rows": [torch.ones(2), *[torch.ones(1)] * (len(batch) - 1)]}
+
+
+WRITE = Node("write", reads=("prompt",), writes=("tokens", "rows"), fn=write)
+
+
+def test_a_node_that_changes_a_tensor_in_place_is_stopped() -> None:
+    def spoil_dense(batch: Batch) -> None:
+        batch["tokens"].add_(1)
+
+    def spoil_ragged(batch: Batch) -> None:
+        batch["rows"][0].zero_()
+
+    for fn, field in ((spoil_dense, "tokens"), (spoil_ragged, "rows")):
+        with pytest.raises(NodeError, match=f"rank 0, step 0, node 'spoil': changed field '{field}' in place"):
+            run(WRITE, Node("spoil", reads=("tokens", "rows"), fn=fn))
+
+
+def test_a_node_may_change_objects_without_anybody_noticing() -> None:
+    def scribble(batch: Batch) -> None:
+        for messages in batch["prompt"]:
+            messages.append("scribble")
+            messages[0]["content"] = "gone"
+
+    def check(batch: Batch) -> None:
+        for messages in batch["prompt"]:
+            assert len(messages) == 1
+            assert re.fullmatch(r"row \d", messages[0]["content"])
+
+    run(Node("scribble", reads=("prompt",), fn=scribble), Node("check", reads=("prompt",), fn=check))
+
+
+def test_the_context_tells_where_and_when() -> None:
+    seen: list[Context] = []
+
+    def look(batch: Batch, ctx: Context, more: int) -> None:
+        assert more == 3
+        seen.append(ctx)
+
+    run(Node("look", reads=("prompt",), params={"more": 3}, fn=look))
+    assert [(c.step, c.rank, c.workers, c.layout.dp, c.seed) for c in seen] == [(0, 0, 1, 1, 7), (1, 0, 1, 1, 7)]
+
+
+def test_every_field_is_gone_when_its_step_is_over() -> None:
+    _, data = run(WRITE, Node("use", reads=("tokens", "rows"), fn=lambda batch: None))
+    assert not data.buffer._columns
+    assert not data._slots
+    assert not data._moved
+
+
+def test_what_a_node_returns_is_checked_against_what_it_declares() -> None:
+    for result, message in (
+        ({"tokenz": [1, 2, 3, 4]}, "returned field 'tokenz', which it does not declare; did you mean 'tokens'"),
+        (None, "returned no field 'tokens', which 'use' reads"),
+        ([1, 2, 3, 4], "returned a list; return a dict of the fields tokens, rows"),
+        ({"tokens": [1], "rows": [1]}, "field 'tokens': has 1 values for 4 samples"),
+    ):
+        bad = Node("write", reads=("prompt",), writes=("tokens", "rows"), fn=lambda batch, r=result: r)
+        with pytest.raises(NodeError, match=re.escape(message)):
+            run(bad, Node("use", reads=("tokens",), fn=lambda batch: None))
+
+
+def test_timings_and_traffic_of_every_step_are_tallied() -> None:
+    tallies, _ = run(WRITE, Node("use", reads=("tokens", "rows"), fn=lambda batch: None))
+    assert len(tallies) == 2
+    for metrics in tallies:
+        names = {name for name, _ in metrics.totals}
+        assert {"timing_s/load", "timing_s/write", "timing_s/use", "timing_s/step"} <= names
+        assert metrics.totals["data/bytes_local", "mean"][0] >= 4 * 8 + 5 * 4  # tokens and rows, handed over in place
+        assert metrics.totals["data/bytes_sent", "mean"][0] == 0
