@@ -9,10 +9,10 @@ import numpy as np
 import torch
 
 from distflow.data.batch import Batch, Column, Ragged
+from distflow.data.context import Context
 from distflow.data.shuffle import permute
 from distflow.flow import Flow, Node
 from distflow.plan import Place, Placement, Plan, Workload, plan
-from distflow.run.worker import Context
 
 KINDS = (
     "float",

@@ -11,13 +11,13 @@ from distflow.plan import Layout, Plan
 if TYPE_CHECKING:
     from distflow.algo.tokens import Loss, Tokens
     from distflow.data.batch import Batch, Ragged
-    from distflow.run.worker import Context
+    from distflow.data.context import Context
 
 __all__ = ["Batch", "Context", "Flow", "Layout", "Loss", "Node", "Plan", "Ragged", "Tokens", "flow", "node"]
 
 _WITH_TORCH = {
     "Batch": "distflow.data.batch",
-    "Context": "distflow.run.worker",
+    "Context": "distflow.data.context",
     "Loss": "distflow.algo.tokens",
     "Ragged": "distflow.data.batch",
     "Tokens": "distflow.algo.tokens",

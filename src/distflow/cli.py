@@ -7,9 +7,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from distflow.config import Config, load_config
 from distflow.errors import ConfigError, DistflowError, cut
 from distflow.launch import NEWEST, RESUME
+from distflow.run.program import Program
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -71,8 +71,8 @@ def _plan(args: argparse.Namespace) -> int:
     from distflow.plan.svg import svg
     from distflow.plan.table import render
 
-    config = _config(args)
-    plan = config.plan(config.workers or 1)
+    program = _program(args)
+    plan = program.plan(program.config.workers or 1)
     if args.json:
         print(json.dumps(plan.to_json() | {"hash": plan.hash}, indent=2))
     elif args.svg:
@@ -94,27 +94,27 @@ def _run(args: argparse.Namespace) -> int:
         where = NEWEST
     if where:
         os.environ[RESUME] = where
-    config = _config(args)
+    program = _program(args)
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:  # somebody has started us as one of many
         from distflow.launch.process import run_worker
 
-        return run_worker(config)
-    config.plan(config.workers or 1)  # a mistake is told here, once, before any worker starts
+        return run_worker(program)
+    program.plan(program.config.workers or 1)  # a mistake is told here, once, before any worker starts
     from distflow.launch.local import launch
 
-    return launch(config, args.config, args.overrides)
+    return launch(program.config, args.config, args.overrides)
 
 
 def _check(args: argparse.Namespace) -> int:
     from distflow.run.check import check
 
-    for line in check(_config(args)):
+    for line in check(_program(args)):
         print(line, flush=True)
     return 0
 
 
 def _eval(args: argparse.Namespace) -> int:
-    config = _config(args)
+    config = _program(args).config
     if config.eval is None:
         raise ConfigError(f"{args.config}: has no `eval` section; add one: `eval: held-out.jsonl`")
     args.overrides.append("steps=0")
@@ -134,10 +134,10 @@ def _export(args: argparse.Namespace) -> int:
     return 0
 
 
-def _config(args: argparse.Namespace) -> Config:
+def _program(args: argparse.Namespace) -> Program:
     overrides = list(args.overrides)
     if args.workers is not None:
         if args.workers < 1:
             raise ConfigError(f"--workers {args.workers}: at least one worker is needed")
         overrides.append(f"workers={args.workers}")
-    return load_config(args.config, overrides)
+    return Program.load(args.config, overrides)

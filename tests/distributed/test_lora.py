@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import yaml
+from distflow.engine.model.parallel import local
 from peft import PeftModel
 from safetensors import safe_open
 from torch import Tensor
@@ -23,9 +24,9 @@ from distflow import cli
 from distflow.config import Config
 from distflow.config.schema import LoraConfig
 from distflow.data.batch import Batch
+from distflow.data.context import Context
 from distflow.data.transport import Transport
 from distflow.engine.model.lora import Adapter, pairs
-from distflow.engine.model.parallel import local
 from distflow.engine.model.source import Source, open_model
 from distflow.engine.model.text import ragged
 from distflow.engine.policy import Policy
@@ -35,7 +36,6 @@ from distflow.errors import ConfigError
 from distflow.observe.metrics import StepMetrics
 from distflow.plan import Layout
 from distflow.run import checkpoint
-from distflow.run.worker import Context
 from engine.tiny import with_weights_that_matter
 from spawn import spawn
 from warm import distflow_run

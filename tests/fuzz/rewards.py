@@ -10,10 +10,10 @@ from typing import Any, cast
 import numpy as np
 
 from distflow.data.batch import Batch
+from distflow.data.context import Context
 from distflow.observe.metrics import StepMetrics
 from distflow.reward.pool import Pool
 from distflow.reward.reward import Reward
-from distflow.run.worker import Context
 from fuzz.harness import Case
 
 # The response is a program that says what is returned: one file serves all cases.

@@ -1,5 +1,6 @@
 """The sections of a config: what may be said of data, model, rollout, training, reward and evaluation. No torch."""
 
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
@@ -100,7 +101,7 @@ class RolloutConfig(Section):
     max_sequences: int = Field(256, gt=0)  # in the batch at once
 
 
-class LearnConfig(Section):
+class TrainerConfig(Section):
     """The optimiser and how the work is cut."""
 
     lr: float = Field(1e-6, ge=0)
@@ -123,13 +124,13 @@ class LoraConfig(Section):
     targets: Names = Field([ALL_LINEAR], min_length=1)  # names of layers, such as q_proj
 
 
-class TrainConfig(LearnConfig):
+class TrainConfig(TrainerConfig):
     """How the actor learns."""
 
     lora: LoraConfig | None = None  # default: all weights are trained
 
 
-class CriticConfig(LearnConfig):
+class CriticConfig(TrainerConfig):
     """The critic's own optimiser, and where it starts from."""
 
     lr: float = Field(1e-5, ge=0)
@@ -200,3 +201,59 @@ class EvalConfig(Section):
     n: int = Field(1, gt=0)  # responses to a prompt; above 1 also pass@2, pass@4, … pass@n
     temperature: float = Field(0.0, ge=0)  # 0: the likeliest tokens
     limit: int | None = Field(None, gt=0)  # rows
+
+
+class Config(Section):
+    """A whole run."""
+
+    flow: str | list[dict[str, Any]]  # a built-in one by name, `file.py:function` made with @flow, or the nodes
+    data: DataConfig
+    steps: int | None = Field(None, ge=0)  # default: once through the data; 0 only evaluates
+    name: str  # default: that of the flow
+    algo: dict[str, Any] = Field(default_factory=dict)  # constants of the flow: its parameters that have a default
+    model: ModelConfig | None = None
+    rollout: RolloutConfig = RolloutConfig()
+    train: TrainConfig = TrainConfig()
+    critic: CriticConfig = CriticConfig()
+    reward: RewardConfig | None = None
+    eval: EvalConfig | None = None
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    workers: int | None = Field(None, gt=0)
+    roles: dict[str, RoleConfig] = Field(default_factory=dict)
+    placement: PlacementConfig = PlacementConfig()
+    bytes: dict[str, Size] = Field(default_factory=dict)  # expected, per sample of a field: for estimates in the plan
+    seed: int = 0
+    run_dir: str | None = None  # default: runs/<name>
+    wait_limit_s: float = Field(600.0, gt=0, le=LONGEST_S)  # a worker that waits longer for others ends the run
+    stop_limit_s: float = Field(60.0, gt=0, le=LONGEST_S)  # what a run told to end has for its step and checkpoint
+    restarts: int = Field(3, ge=0)  # of all workers after a failure that may pass, before it comes any further
+    base: Path = Field(Path(), exclude=True)
+
+    @field_validator("roles", mode="before")
+    @classmethod
+    def _role_as_text(cls, value: Any) -> Any:
+        return (
+            {r: {"call": c} if isinstance(c, str) else c for r, c in value.items()}
+            if isinstance(value, dict)
+            else value
+        )
+
+    @field_validator("data", "eval", mode="before")
+    @classmethod
+    def _files_alone(cls, value: Any) -> Any:
+        return {"files": value} if isinstance(value, str | list) else value
+
+    @field_validator("model", mode="before")
+    @classmethod
+    def _path_alone(cls, value: Any) -> Any:
+        return {"path": value} if isinstance(value, str) else value
+
+    @field_validator("reward", mode="before")
+    @classmethod
+    def _functions_alone(cls, value: Any) -> Any:
+        alone = isinstance(value, str | list) or (isinstance(value, dict) and "call" in value)
+        return {"functions": value} if alone else value
+
+    @property
+    def run_folder(self) -> Path:
+        return Path(self.run_dir or f"runs/{self.name}")

@@ -81,14 +81,14 @@ class Transport:
             even = [1] * len(ranks)
             self._all_to_all(ranks, out, data.expand_as(out).contiguous(), even, even)
         else:
-            with telling(ranks):
+            with naming_lost_peers(ranks):
                 all_gather(out.view(-1), data, group=self._groups[ranks])
         return out
 
     def _all_to_all(
         self, ranks: tuple[int, ...], out: Tensor, data: Tensor, receive: list[int], send: list[int]
     ) -> None:
-        with telling(ranks):
+        with naming_lost_peers(ranks):
             dist.all_to_all_single(out, data, receive, send, group=self._groups[ranks])
 
 
@@ -108,7 +108,7 @@ def _meet(sets: list[tuple[int, ...]]) -> tuple[list[tuple[int, ...]], dict[int,
 
 
 @contextmanager
-def telling(ranks: tuple[int, ...]) -> Iterator[None]:
+def naming_lost_peers(ranks: tuple[int, ...]) -> Iterator[None]:
     """Who was lost, if a collective among these ranks breaks."""
     try:
         yield

@@ -1,173 +1,197 @@
-"""The roles that have a model, as flows see them. Importing this imports no torch: flows are planned without it."""
+"""The built-in roles that have a model, as flows see them. Imports no torch: flows are planned without it."""
 
-import inspect
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from distflow.config.schema import TrainConfig
 from distflow.engine.role_context import RoleContext
-from distflow.errors import ConfigError, suggest
-from distflow.flow.importing import load
+from distflow.errors import ConfigError
 from distflow.flow.trace import node
+from distflow.plan.layout import Layout
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
-    from torch.distributed import ProcessGroup
-
     from distflow.data.batch import Batch, Ragged
+    from distflow.data.context import Context
     from distflow.data.exchange import Collective
-    from distflow.run.checkpoint import Part
-    from distflow.run.worker import Context
+    from distflow.engine.role_state import LoadTensors, RoleState
+    from distflow.engine.train.trainer import Trainer
 
 TOKENS = ("prompt_tokens", "response_tokens")
+_HELD_OUT = 0x5EED  # evaluation has its own sampling noise
 
 
-class Actor:
-    """The policy: generates, tells log-probs, learns. `generate` may have another layout than the rest."""
+class _Trained:
+    """A role with a trainer: what its updates and checkpoints have in common."""
 
-    def __init__(self, setup: RoleContext) -> None:
+    role: RoleContext
+    trainer: "Trainer | None"  # on ranks that only generate there is none
+
+    def _update(self, batch: "Batch", ctx: "Context", **params: Any) -> None:
+        from distflow.engine.train.update_spec import update_spec
+
+        assert self.trainer is not None
+        self.trainer.update(batch, update_spec(self.role, **params), ctx)
+
+    def role_state(self) -> "RoleState | None":
+        """Returns what a checkpoint keeps of the role; None where it is not trained."""
+        from distflow.engine.model.description import describe
+        from distflow.engine.role_state import RoleState
+
+        trainer = self.trainer
+        if trainer is None or not trainer.trainable:
+            return None
+        return RoleState(*trainer.state(), partial(describe, source=trainer.source, adapter=trainer.adapter))
+
+    def load_role_state(self, values: Mapping[str, Any], load: "LoadTensors") -> None:
+        assert self.trainer is not None
+        self.trainer.load_state(values, load)
+
+
+class Actor(_Trained):
+    """The policy: generates, computes log-probs, is trained. `generate` may have another layout than the rest."""
+
+    def __init__(self, role: RoleContext) -> None:
         from distflow.engine.policy import Policy
 
-        self.policy = Policy(setup)
+        self.role, self.policy = role, Policy(role)
+        self.trainer = self.policy.trainer
+
+    @staticmethod
+    def check_training(config: TrainConfig, role: str, node: str, layout: Layout) -> None:
+        if config.lora and layout.tp > 1:
+            raise ConfigError(
+                f"placement: {node} has tp {layout.tp}, and an adapter (train.lora) is trained with tp 1; use dp alone"
+                f" for it, and for generation any tp: placement.nodes.{role}.generate"
+            )
 
     def hand_over(self) -> "Iterator[Collective]":
-        """The newest weights to where responses are generated."""
+        """Moves the newest weights to where responses are generated."""
         return self.policy.hand_over()
-
-    def part(self) -> "Part | None":
-        """What it has learned, for a checkpoint; None where it does not learn."""
-        return self.policy.part()
-
-    def restore(self, folder: "Path", group: "ProcessGroup") -> None:
-        """As it was in a checkpoint. To be called where it learns."""
-        assert self.policy.trainer is not None
-        self.policy.trainer.restore(folder, group)
 
     @node(type="inference", writes=[*TOKENS, "rollout_logprobs", "response", "finished"], hand_over=True)
     def generate(
         self, batch: "Batch", ctx: "Context", temperature: float | None = None, held_out: bool = False
     ) -> dict[str, Any]:
-        """Responses to the field `prompt`: text or chat messages."""
-        return self.policy.generate(batch, ctx, temperature, held_out)
+        """Generates responses to the field `prompt`: text or chat messages."""
+        from distflow.engine.rollout.responses import generate_responses, log_lengths
+
+        policy, sampling = self.policy, self.policy.sampling
+        assert policy.engine is not None
+        if temperature is not None:
+            sampling = replace(sampling, temperature=temperature)
+        seed = ctx.seed ^ _HELD_OUT if held_out else ctx.seed
+        rollout = generate_responses(policy.engine, policy.text, batch, sampling, seed)
+        policy.release_engine_memory()
+        log_lengths(rollout, ctx.metrics, "val/" if held_out else "")
+        if ctx.lead:
+            ctx.metrics.log("perf/tokens", int(rollout["response_tokens"].lengths.sum()), reduce="sum")
+        return rollout
 
     @node(type="inference", writes="old_logprobs")
     def logprobs(self, batch: "Batch") -> "Ragged":
-        """Of the response tokens, under the weights of this step."""
-        return self.policy.logprobs(batch)
+        """Computes log-probs of the response tokens under the weights of this step."""
+        assert self.trainer is not None
+        return self.trainer.infer(batch)
 
     @node(writes=TOKENS)
     def encode(self, batch: "Batch") -> dict[str, Any]:
-        """Tokens of `prompt` and of a given `response`, which ends with the end-of-sequence token."""
+        """Encodes `prompt` and a given `response`, which ends with the end-of-sequence token."""
         return self.policy.text.encode_pairs(batch["prompt"], batch["response"])
 
     @node(writes=(*TOKENS, "preferred"))
     def encode_pair(self, batch: "Batch") -> dict[str, Any]:
-        """Tokens of `prompt` and of `chosen` for the first sample of a prompt, `rejected` for the second."""
+        """Encodes `prompt` with `chosen` for the first sample of a prompt, with `rejected` for the second."""
         return self.policy.text.encode_preferences(batch)
 
     @node(type="train", writes=(), balance="response_tokens")
-    def update(self, batch: "Batch", ctx: "Context", loss: str, **how: Any) -> None:
-        """Optimiser steps: `loss` is a function of tokens, one of distflow.algo.losses by name, any as `file.py:name`.
+    def update(self, batch: "Batch", ctx: "Context", loss: str, **params: Any) -> None:
+        """Makes optimiser steps on a loss: one of distflow.algo.losses by name, another function as `file.py:name`.
 
-        `aggregate` says how token losses become one number. Every step sees `epochs` × `mini_batches` updates; with
-        more than one, and no field `old_logprobs`, the log-probs of the rollout are the old ones. What else is given
-        are constants of the loss.
+        `aggregate` says how token losses become one number. A step has `epochs` × `mini_batches` updates. The loss sees
+        the old policy's log-probs as `old_logprobs`: the field of that name, or the one named by `old_logprobs`; with
+        several updates and neither, `rollout_logprobs`. All other parameters are constants of the loss.
         """
-        self.policy.update(batch, ctx, {"loss": loss, **how})
+        self._update(batch, ctx, loss=loss, **params)
 
     @node(type="train", writes=(), balance="response_tokens", whole_groups=True)
-    def update_pairs(self, batch: "Batch", ctx: "Context", loss: str, **how: Any) -> None:
-        """The same for a loss that compares the samples of a prompt: they are in one micro-batch."""
-        self.policy.update(batch, ctx, {"loss": loss, **how}, together=True)
+    def update_pairs(self, batch: "Batch", ctx: "Context", loss: str, **params: Any) -> None:
+        """Makes the same steps for a loss that compares the samples of a prompt: they are in one micro-batch."""
+        self._update(batch, ctx, loss=loss, whole_groups=True, **params)
 
 
 class Reference:
-    """The model as it was at the start, never trained."""
+    """The model as it was at the start, frozen."""
 
-    def __init__(self, setup: RoleContext) -> None:
-        from distflow.engine.policy import frozen
+    def __init__(self, role: RoleContext) -> None:
+        from distflow.engine.train.trainer import make_trainer
 
-        self.trainer = frozen(setup)
+        layout = role.layout("logprobs")
+        assert layout is not None
+        self.trainer = make_trainer(role, role.model, layout, role.train, trainable=False)
 
     @node(type="inference", writes="ref_logprobs")
     def logprobs(self, batch: "Batch") -> "Ragged":
-        return self.trainer.ask(batch)
+        return self.trainer.infer(batch)
 
 
-class Critic:
-    """A model of its own that tells what is still to be gained, token by token, and learns it."""
+class Critic(_Trained):
+    """A model of its own with a value head, which learns the expected return of every token."""
 
-    def __init__(self, setup: RoleContext) -> None:
-        from distflow.engine.value_models import critic
+    trainer: "Trainer"
 
-        self.model = critic(setup)
+    def __init__(self, role: RoleContext) -> None:
+        from distflow.engine.value_model import critic_trainer
 
-    def part(self) -> "Part | None":
-        return self.model.part()
-
-    def restore(self, folder: "Path", group: "ProcessGroup") -> None:
-        self.model.trainer.restore(folder, group)
+        self.role, self.trainer = role, critic_trainer(role)
 
     @node(type="inference", writes="old_values")
     def values(self, batch: "Batch") -> "Ragged":
-        """Of the state before each response token, under the weights of this step."""
-        return self.model.trainer.ask(batch)
+        """Computes the value of the state before each response token, under the weights of this step."""
+        return self.trainer.infer(batch)
 
     @node(type="train", writes=(), balance="response_tokens")
-    def update(self, batch: "Batch", ctx: "Context", loss: str = "value", **how: Any) -> None:
-        """Optimiser steps towards the field `returns`; see `Actor.update`."""
-        self.model.update(batch, ctx, {"loss": loss, **how})
+    def update(self, batch: "Batch", ctx: "Context", loss: str = "value", **params: Any) -> None:
+        """Makes optimiser steps towards the field `returns`; see `Actor.update`."""
+        self._update(batch, ctx, loss=loss, **params)
 
 
-class RewardModel:
-    """A model with one number for a head, which is the score of a whole response."""
+class RewardModel(_Trained):
+    """A model with a value head, whose value of a whole response is its score."""
 
-    def __init__(self, setup: RoleContext, model: Mapping[str, Any] | None = None) -> None:
-        """`model`: where it comes from, as in a config; by default the model of the config."""
-        from distflow.engine.value_models import reward_model
+    trainer: "Trainer"
 
-        self.model = reward_model(setup, model)
+    def __init__(self, role: RoleContext, model: Mapping[str, Any] | None = None) -> None:
+        """`model`: a model section as in a config; by default the model of the config."""
+        from distflow.engine.value_model import RewardScorer
 
-    def part(self) -> "Part | None":
-        return self.model.part()
+        self.role, self.scorer = role, RewardScorer(role, model)
+        self.trainer = self.scorer.trainer
 
-    def restore(self, folder: "Path", group: "ProcessGroup") -> None:
-        self.model.trainer.restore(folder, group)
+    @staticmethod
+    def check_training(config: TrainConfig, role: str, node: str, layout: Layout) -> None:
+        if config.lora:
+            raise ConfigError(f"train.lora: {node} trains a reward model, but adapters are for actors; remove it")
 
     @node(type="inference", reads=TOKENS, writes="score")
     def score(self, batch: "Batch", ctx: "Context") -> Any:
-        """Of `response_tokens` as an answer to `prompt_tokens`."""
-        return self.model.score(batch, ctx)
+        """Scores `response_tokens` as an answer to `prompt_tokens`."""
+        score = self.scorer.score(batch)
+        if len(batch):
+            ctx.metrics.log("reward/mean", float(score.mean()), len(batch))
+            ctx.metrics.log("reward/min", float(score.min()), reduce="min")
+            ctx.metrics.log("reward/max", float(score.max()), reduce="max")
+        return score
 
     @node(writes=(*TOKENS, "preferred"))
     def encode_pair(self, batch: "Batch") -> dict[str, Any]:
-        """See `Actor.encode_pair`."""
-        return self.model.text.encode_preferences(batch)
+        """Encodes preference pairs; see `Actor.encode_pair`."""
+        return self.scorer.text.encode_preferences(batch)
 
     @node(type="train", writes=(), balance="response_tokens", whole_groups=True)
-    def update_pairs(self, batch: "Batch", ctx: "Context", loss: str = "preference", **how: Any) -> None:
-        """Optimiser steps that tell the chosen response from the rejected one."""
-        self.model.update_pairs(batch, ctx, {"loss": loss, **how})
+    def update_pairs(self, batch: "Batch", ctx: "Context", loss: str = "preference", **params: Any) -> None:
+        """Makes optimiser steps that raise the score of the chosen response above that of the rejected one."""
+        from distflow.engine.value_model import with_appended_token
 
-
-OF_UPDATES = ("loss", "aggregate", "mini_batches", "epochs", "correct", "correct_limit")
-
-
-def find_loss(name: str, where: str, base: "Path", told: Iterable[str] = ()) -> Any:
-    """A built-in one by its name, any other as `package.module:name` or `file.py:name`.
-
-    `told` are the constants of the update: what is not of its own is for the loss, and refused if that has none such.
-    """
-    found = load(name if ":" in name else f"distflow.algo.losses:{name}", where, base)
-    if not callable(found):
-        raise ConfigError(f"{where}: '{name}' is a {type(found).__name__}, not a function of tokens")
-    parameters = inspect.signature(found).parameters
-    known = list(parameters)[1:]
-    for constant in told:
-        if constant in known or constant in OF_UPDATES or any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-            continue
-        raise ConfigError(
-            f"{where}: '{name}' has no parameter '{constant}', which the flow gives it{suggest(constant, known)};"
-            " a loss that takes `**rest` can pass it on to distflow.algo.losses.finish, which knows kl and entropy"
-        )
-    return found
+        self._update(with_appended_token(batch), ctx, loss=loss, whole_groups=True, **params)

@@ -1,18 +1,16 @@
-"""Weights from one layout to another, peer to peer: every rank sends what it has of what another needs, and no more.
+"""The weight hand-over from one layout to another, peer to peer: a rank sends another what that one lacks, and no more.
 
-A parameter is cut by tensor parallelism along one dimension, or not at all, and what is left by FSDP along the first.
+Tensor parallelism cuts a parameter along one dimension, or not at all; FSDP cuts what is left along the first one.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from math import prod
 
 import torch
 from torch import Tensor
 
 from distflow.data.exchange import AllToAll, Collective
-from distflow.engine.cpu import by_columns
 from distflow.plan.layout import Layout
 
 Box = tuple[tuple[int, int], ...]  # [from, to) in each dimension
@@ -29,14 +27,14 @@ class Spec:
 
 
 @dataclass(frozen=True)
-class Held:
-    """A layout as a holder of weights: `sharded` over its data-parallel cells (FSDP), or whole in each of them."""
+class Shards:
+    """Which part of a parameter each rank of a layout has: `sharded` over its dp ranks (FSDP), or replicated."""
 
     layout: Layout
     sharded: bool
 
     def box(self, spec: Spec, rank: int) -> Box:
-        """What this rank has of a parameter."""
+        """Returns the part of a parameter that this rank has."""
         place = self.layout.ranks.index(rank)
         d, t = divmod(place, self.layout.tp)
         box = [(0, n) for n in spec.shape]
@@ -49,33 +47,17 @@ class Held:
             box[0] = min(first + d * size, end), min(first + (d + 1) * size, end)
         return tuple(box)
 
-    def sources(self, spec: Spec, taker: int) -> Iterator[tuple[int, Box]]:
-        """Ranks that together have the whole parameter, with the part of each; of replicas, one that is near."""
+    def sources(self, spec: Spec, receiver: int) -> Iterator[tuple[int, Box]]:
+        """Yields ranks that together have the whole parameter, with the part of each; of replicas, a near one."""
         dp = self.layout.dp if self.sharded else 1
         for d in range(dp):
             cell = self.layout.cells[d]
             if spec.tp_dim is None:
-                ranks: Sequence[int] = [taker if taker in cell else cell[taker % len(cell)]]
+                ranks: Sequence[int] = [receiver if receiver in cell else cell[receiver % len(cell)]]
             else:
                 ranks = cell
             for rank in ranks:
                 yield rank, self.box(spec, rank)
-
-
-def room(
-    shapes: Mapping[str, tuple[int, ...]], together: Iterable[Sequence[str]], dtype: torch.dtype, device: torch.device
-) -> dict[str, Tensor]:
-    """Memory for parameters. Matrices that are used `together` lie side by side, as `by_columns` has it."""
-    made: dict[str, Tensor] = {}
-    for names in together:
-        rows, width = [shapes[n][0] for n in names], shapes[names[0]][1]
-        if by_columns(dtype, device):
-            whole = torch.empty(width, sum(rows), dtype=dtype).T
-        else:
-            whole = torch.empty(sum(rows), width, dtype=dtype, device=device)
-        made |= {name: whole[end - n : end] for name, n, end in zip(names, rows, accumulate(rows), strict=True)}
-    alone = {name: torch.empty(shape, dtype=dtype, device=device) for name, shape in shapes.items() if name not in made}
-    return made | alone
 
 
 def overlap(a: Box, b: Box) -> Box | None:
@@ -84,12 +66,12 @@ def overlap(a: Box, b: Box) -> Box | None:
 
 
 def within(box: Box, inner: Box) -> tuple[slice, ...]:
-    """Where `inner` is in a tensor that holds `box`."""
+    """Returns the place of `inner` in a tensor that holds `box`."""
     return tuple(slice(lo - first, hi - first) for (lo, hi), (first, _) in zip(inner, box, strict=True))
 
 
 def slices(box: Box) -> tuple[slice, ...]:
-    """Where it is in the whole parameter."""
+    """Returns its place in the whole parameter."""
     return tuple(slice(lo, hi) for lo, hi in box)
 
 
@@ -98,12 +80,12 @@ def size(box: Box) -> int:
 
 
 class HandOver:
-    """From `giver` to `taker`, for one rank of either. `run` is to be driven by all ranks of both."""
+    """Moves weights from the ranks of `source` to those of `target`. All ranks of both drive `run`."""
 
-    def __init__(self, specs: Sequence[Spec], giver: Held, taker: Held, rank: int, dtype: torch.dtype) -> None:
+    def __init__(self, specs: Sequence[Spec], source: Shards, target: Shards, rank: int, dtype: torch.dtype) -> None:
         self.rank, self.dtype = rank, dtype
-        self.ranks = tuple(sorted({*giver.layout.ranks, *taker.layout.ranks}))
-        self.giver, self.taker = giver, taker
+        self.ranks = tuple(sorted({*source.layout.ranks, *target.layout.ranks}))
+        self.source, self.target = source, target
         self.buckets: list[list[Spec]] = [[]]
         filled = 0
         for spec in specs:
@@ -113,34 +95,34 @@ class HandOver:
             self.buckets[-1].append(spec)
             filled += 4 * prod(spec.shape)
 
-    def run(self, source: Mapping[str, Tensor], target: Mapping[str, Tensor]) -> Iterator[Collective]:
-        """`source`: this rank's part of each parameter as giver; `target`: the tensors to fill, as taker.
+    def run(self, held: Mapping[str, Tensor], filled: Mapping[str, Tensor]) -> Iterator[Collective]:
+        """Fills `filled`, this rank's parameters in the target layout, from everybody's `held` in the source layout.
 
-        What is in `source` is looked up when its turn comes, and once: it may be made then.
+        A tensor of `held` is looked up when its bucket is sent, and once: it may be computed then.
         """
         for bucket in self.buckets:
-            parts = {spec.name: source[spec.name] for spec in bucket} if source else {}
-            yield from self._bucket(bucket, parts, target)
+            parts = {spec.name: held[spec.name] for spec in bucket} if held else {}
+            yield from self._bucket(bucket, parts, filled)
 
     def _bucket(
-        self, bucket: list[Spec], source: Mapping[str, Tensor], target: Mapping[str, Tensor]
+        self, bucket: list[Spec], held: Mapping[str, Tensor], filled: Mapping[str, Tensor]
     ) -> Iterator[Collective]:
         me, kind = self.rank, self.dtype
         parts: dict[int, list[Tensor]] = {r: [] for r in self.ranks}  # of mine, for each rank
-        if me in self.giver.layout.ranks:
-            for taker in self.taker.layout.ranks:
-                for spec, giver, inner in self._pieces(bucket, taker):
-                    if giver == me:
-                        mine = source[spec.name][within(self.giver.box(spec, me), inner)]
-                        if taker == me:
-                            target[spec.name][within(self.taker.box(spec, me), inner)].copy_(mine)
+        if me in self.source.layout.ranks:
+            for receiver in self.target.layout.ranks:
+                for spec, sender, inner in self._pieces(bucket, receiver):
+                    if sender == me:
+                        mine = held[spec.name][within(self.source.box(spec, me), inner)]
+                        if receiver == me:
+                            filled[spec.name][within(self.target.box(spec, me), inner)].copy_(mine)
                         else:
-                            parts[taker].append(mine)
-        coming: dict[int, list[tuple[Spec, Box]]] = {r: [] for r in self.ranks}
-        if me in self.taker.layout.ranks:
-            for spec, giver, inner in self._pieces(bucket, me):
-                if giver != me:
-                    coming[giver].append((spec, inner))
+                            parts[receiver].append(mine)
+        incoming: dict[int, list[tuple[Spec, Box]]] = {r: [] for r in self.ranks}
+        if me in self.target.layout.ranks:
+            for spec, sender, inner in self._pieces(bucket, me):
+                if sender != me:
+                    incoming[sender].append((spec, inner))
         width = kind.itemsize
 
         def write(out: Tensor) -> None:
@@ -152,23 +134,23 @@ class HandOver:
                     at = end
 
         send = [sum(p.numel() for p in parts[r]) * width for r in self.ranks]
-        receive = [sum(size(b) for _, b in coming[r]) * width for r in self.ranks]
-        device = next(iter((source or target).values())).device
+        receive = [sum(size(b) for _, b in incoming[r]) * width for r in self.ranks]
+        device = next(iter((held or filled).values())).device
         out = torch.empty(sum(receive), dtype=torch.uint8, device=device)
         yield AllToAll(self.ranks, write, send, out, receive)
         at = 0
         for rank in self.ranks:
-            for spec, inner in coming[rank]:
+            for spec, inner in incoming[rank]:
                 end = at + size(inner) * width
-                place = target[spec.name][within(self.taker.box(spec, me), inner)]
+                place = filled[spec.name][within(self.target.box(spec, me), inner)]
                 place.copy_(out[at:end].view(kind).view(place.shape))
                 at = end
 
-    def _pieces(self, bucket: list[Spec], taker: int) -> Iterator[tuple[Spec, int, Box]]:
-        """What a rank takes: of which parameter, from whom, which part."""
+    def _pieces(self, bucket: list[Spec], receiver: int) -> Iterator[tuple[Spec, int, Box]]:
+        """Yields what a rank receives: of which parameter, from which rank, which part."""
         for spec in bucket:
-            wanted = self.taker.box(spec, taker)
-            for giver, has in self.giver.sources(spec, taker):
+            wanted = self.target.box(spec, receiver)
+            for sender, has in self.source.sources(spec, receiver):
                 inner = overlap(wanted, has)
                 if inner is not None:
-                    yield spec, giver, inner
+                    yield spec, sender, inner

@@ -7,7 +7,7 @@ from distflow.flow import node
 
 if TYPE_CHECKING:
     from distflow.data.batch import Batch
-    from distflow.run.worker import Context
+    from distflow.data.context import Context
 
 KINDS = ("adaptive", "lagrange")
 

@@ -11,7 +11,6 @@ from typing import NoReturn
 
 import torch
 
-from distflow.config import Config
 from distflow.data.transport import lost
 from distflow.errors import ConfigError, DistflowError, NodeError, PeerLostError, StoppedError, StuckError, cut
 from distflow.launch import IF_ANY, RESUME, make_folder
@@ -20,12 +19,14 @@ from distflow.observe.heartbeat import Heartbeat
 from distflow.observe.watchdog import PACKAGE, Watchdog
 from distflow.run.job import Job
 from distflow.run.network import LAUNCHED
+from distflow.run.program import Program
 
 STOPPED = 128 + signal.SIGTERM
 
 
-def run_worker(config: Config) -> int:
+def run_worker(program: Program) -> int:
     """Be worker RANK of WORLD_SIZE until the run is over."""
+    config = program.config
     rank, workers = _told("RANK"), _told("WORLD_SIZE")
     if not 0 <= rank < workers:
         raise ConfigError(f"RANK is {rank} and WORLD_SIZE {workers}; a rank is one of 0 to WORLD_SIZE - 1")
@@ -55,10 +56,10 @@ def run_worker(config: Config) -> int:
     try:
         if config.workers not in (None, workers):
             raise ConfigError(f"workers: {config.workers}, but {workers} were started; set workers={workers}")
-        plan = config.plan(workers)
+        plan = program.plan(workers)
         watch = Watchdog(heartbeat, workers, config.wait_limit_s, end_stuck, told_to_stop, _beside(rank))
         watch.start()
-        job = Job(config, plan, rank, heartbeat, resume, told_to_stop)
+        job = Job(program, plan, rank, heartbeat, resume, told_to_stop)
         try:
             job.run()
         except StoppedError as e:

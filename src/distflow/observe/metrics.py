@@ -4,18 +4,18 @@ import json
 import math
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Literal, get_args
+from typing import get_args
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
+from distflow.data.context import Reduce
 from distflow.data.coordinator import Traffic
 from distflow.data.dynamic_sampling import SampledPrompts
 from distflow.data.transport import all_gather
 from distflow.errors import DistflowError, PeerLostError, suggest
 
-Reduce = Literal["mean", "sum", "max", "min"]
 REDUCES: tuple[Reduce, ...] = get_args(Reduce)
 Key = tuple[str, Reduce]
 BUSIEST, RANKS = "perf/busiest", 1 << 20  # a time in units of 0.1 ms and below it the rank: exact in a float for days

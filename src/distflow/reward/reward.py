@@ -15,9 +15,8 @@ from distflow.reward.signature import Failure, Result, Score
 
 if TYPE_CHECKING:  # flows are planned without torch
     from distflow.data.batch import Batch
-    from distflow.observe.metrics import StepMetrics
+    from distflow.data.context import Context, MetricLog
     from distflow.reward.samples import Samples
-    from distflow.run.worker import Context
 
 
 @dataclass(frozen=True)
@@ -128,7 +127,7 @@ class Reward:
             total += function.weight * (result.value or 0.0)
         return total
 
-    def _measure(self, metrics: "StepMetrics", scored: _Scored, sources: list[str] | None) -> None:
+    def _measure(self, metrics: "MetricLog", scored: _Scored, sources: list[str] | None) -> None:
         def mean(name: str, values: Sequence[float]) -> None:
             if values:
                 metrics.log(f"reward/{name}mean", sum(values) / len(values), len(values))

@@ -5,31 +5,29 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from distflow.config import MODELS, REWARD, Config
-from distflow.data.dataset import Dataset
+from distflow.config import Config
 from distflow.data.dataset_view import DatasetView
-from distflow.engine.roles import find_loss
 from distflow.errors import ConfigError
 from distflow.plan import Plan
 from distflow.plan.units import human_bytes
+from distflow.run.program import MODEL_ROLES, REWARD_FUNCTIONS, Program
 
 
-def check(config: Config) -> Iterator[str]:
+def check(program: Program) -> Iterator[str]:
     """A line for each thing that holds; the first one that does not is raised."""
+    from distflow.engine.train.update_spec import find_loss
+
+    config = program.config
     workers = config.workers or 1
-    plan = config.plan(workers)
+    plan = program.plan(workers)
     nodes = ", ".join(n.id for n in plan.flow.order)
     yield f"flow      {plan.flow.name}: {nodes}"
-    yield f"plan      {workers} workers, {plan.samples} samples a step ({config.data.batch} prompts × {config.repeat})"
-    rows = config.rows(plan)
+    yield f"plan      {workers} workers, {plan.samples} samples a step ({config.data.batch} prompts × {program.repeat})"
+    rows = program.dataset(plan)
     yield f"data      {len(rows)} rows, {rows.rows.skipped_count} skipped; columns {', '.join(rows.names)}"
-    held_out = None
-    if config.eval:
-        held_out = DatasetView(Dataset(config.eval_files), config.data.rename)
-        held_out = held_out.keep(np.arange(min(len(held_out), config.eval.limit or len(held_out))))
-        config.eval_plan(workers, len(held_out))
+    held_out = program.eval_dataset()
+    if config.eval and held_out:
+        program.eval_plan(workers, len(held_out))
         yield f"eval      {len(held_out)} rows every {config.eval.every} steps"
     first = rows[0]
     if config.model:
@@ -37,8 +35,8 @@ def check(config: Config) -> Iterator[str]:
     for n in plan.flow.nodes:
         if isinstance(n.params.get("loss"), str):
             find_loss(n.params["loss"], f"node '{n.id}': loss", config.base, n.params)
-    if config.reward and "reward" in config.cast and config.cast["reward"].call == REWARD:
-        yield from _reward(config, first)
+    if config.reward and program.role_bindings["reward"].call == REWARD_FUNCTIONS:
+        yield from _reward(program, first)
 
 
 def _model(
@@ -46,19 +44,18 @@ def _model(
 ) -> Generator[str, None, dict[str, Any]]:
     """Returns the first row whose prompt the model can read."""
     from distflow.engine.model.lora import Adapter
-    from distflow.engine.model.parallel import styles
     from distflow.engine.model.prompt_check import screen, texts
     from distflow.engine.model.source import DTYPES, kv_bytes, open_model
-    from distflow.engine.model.text import Text
-    from distflow.engine.policy import prompt_limit
+    from distflow.engine.model.tensor_parallel import tp_styles
+    from distflow.engine.model.text import Text, prompt_limit
 
     assert config.model is not None
     source = open_model(config.model, lambda: texts(rows), config.base, config.seed)
     skeleton = source.skeleton()
     count = sum(p.numel() for p in skeleton.parameters())
-    layouts = {n.id: plan.partition_of(n.id).layout for n in plan.flow.nodes if n.role in MODELS}
+    layouts = {n.id: plan.partition_of(n.id).layout for n in plan.flow.nodes if n.role in MODEL_ROLES}
     for node, layout in layouts.items():
-        styles(skeleton, layout.tp, f"placement of {node}")
+        tp_styles(skeleton, layout.tp, f"placement of {node}")
     trained = ""
     if config.train.lora:
         more = sum(prod(s.shape) for s in Adapter(skeleton, config.train.lora).specs)
@@ -66,7 +63,7 @@ def _model(
     told = f"{source.config.model_type}, {count:,} parameters{trained}, {len(source.tokenizer)} tokens"
     yield f"model     {source.name}: {told}"
     yield from _others(config, plan, source)
-    text = Text(source, prompt_limit(config, source))
+    text = Text(source, prompt_limit(source, config.rollout.max_tokens, config.data.max_prompt))
     text.stop_tokens(source, config.rollout.stop)
     seen = screen(rows, text, config.data.on_bad_row == "skip", 0, 1)
     if held_out:
@@ -91,21 +88,21 @@ def _model(
 
 def _others(config: Config, plan: Plan, main: Any) -> Iterator[str]:
     """Models besides the main one."""
-    from distflow.engine.value_models import check_judge, open_other
+    from distflow.engine.value_model import check_reward_model, open_second_model
 
     roles = {n.role for n in plan.flow.nodes}
     if "critic" in roles and config.critic.model:
-        yield f"critic    {open_other('critic', config.critic.model, config, main).name}"
+        yield f"critic    {open_second_model('critic', config.critic.model, config.base, config.seed, main).name}"
     if "reward" in roles and config.reward and config.reward.model:
-        judge = open_other("reward", config.reward.model, config, main)
-        check_judge("reward", judge)
+        judge = open_second_model("reward", config.reward.model, config.base, config.seed, main)
+        check_reward_model("reward", judge)
         yield f"reward    the model {judge.name}"
 
 
-def _reward(config: Config, row: dict[str, Any]) -> Iterator[str]:
+def _reward(program: Program, row: dict[str, Any]) -> Iterator[str]:
     from distflow.reward.reward import Reward
 
-    args = config.cast["reward"].args | {"log": None, "base": Path(config.base)}
+    args = program.role_bindings["reward"].args | {"log": None, "base": Path(program.config.base)}
     reward = Reward(**args)
     try:
         score = reward.try_one({**row, "response": ""})

@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,23 +27,11 @@ from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.tensor import DTensor
 
+from distflow.engine.role_state import RoleState, shard_like
 from distflow.errors import CheckpointError, PeerLostError, cut
 
 LATEST, COMPLETE, STATE, VALUES, TENSORS = "latest", "complete.json", "state.json", "values.json", "tensors"
 _STEP = re.compile(r"step_([0-9]{1,18})\Z")
-
-
-@dataclass(frozen=True)
-class Part:
-    """What one role has to keep: this worker's shards of tensors, and small values that its workers have in common."""
-
-    values: Mapping[str, Any]
-    tensors: Mapping[str, Tensor] = field(default_factory=dict)
-    describe: Callable[[Path], None] = lambda folder: None  # writes what else is needed to use the tensors
-
-    def copy(self) -> "Part":
-        """For a writer in the background: the tensors as they are now."""
-        return replace(self, tensors={name: _copy(t) for name, t in self.tensors.items()})
 
 
 @dataclass(frozen=True)
@@ -63,14 +51,14 @@ class Saver:
         self._running: Future[None] | None = None
 
     def save(
-        self, step: int, parts: Mapping[str, Part], state: Mapping[str, Any], after: Callable[[Path], None]
+        self, step: int, parts: Mapping[str, RoleState], state: Mapping[str, Any], after: Callable[[Path], None]
     ) -> None:
         """Take a copy and write it behind the next steps; `after` is what rank 0 does with the finished one.
 
         Waits for the one before, and raises what went wrong with it.
         """
         self.wait()
-        copies = {role: part.copy() for role, part in parts.items()}
+        copies = {role: _copied(state) for role, state in parts.items()}
         self._running = self._thread.submit(self._write, step, copies, dict(state), after)
 
     def wait(self) -> None:
@@ -83,7 +71,7 @@ class Saver:
         self._thread.shutdown()
 
     def _write(
-        self, step: int, parts: Mapping[str, Part], state: dict[str, Any], after: Callable[[Path], None]
+        self, step: int, parts: Mapping[str, RoleState], state: dict[str, Any], after: Callable[[Path], None]
     ) -> None:
         place, making = place_of(self.folder, step), self.folder / f"step_{step}.part"
         stages: list[Callable[[], None]] = [
@@ -110,7 +98,7 @@ class Saver:
             shutil.rmtree(making, ignore_errors=True)
             making.mkdir(parents=True)
 
-    def _fill(self, making: Path, parts: Mapping[str, Part], state: Mapping[str, Any]) -> None:
+    def _fill(self, making: Path, parts: Mapping[str, RoleState], state: Mapping[str, Any]) -> None:
         mine: list[Path] = []
         for role, part in parts.items():
             team, folder = self.teams[role], making / role
@@ -212,12 +200,12 @@ def read_values(folder: Path) -> dict[str, Any]:
     return values
 
 
-def load_tensors(folder: Path, into: Mapping[str, Tensor], group: dist.ProcessGroup | None) -> None:
+def load_tensors(folder: Path, into: Mapping[str, Tensor], process_group: dist.ProcessGroup | None) -> None:
     """Fill tensors, or this worker's shards of them, whatever the shards were when they were written."""
     with _reading(folder), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # without a group this is one process, which is meant
         reader = HuggingFaceStorageReader(str(folder / TENSORS))
-        dcp.load(dict(into), storage_reader=reader, process_group=group, no_dist=group is None)
+        dcp.load(dict(into), storage_reader=reader, process_group=process_group, no_dist=process_group is None)
 
 
 def load_whole(folder: Path, prefix: str = "") -> dict[str, Tensor]:
@@ -272,17 +260,15 @@ def _save_tensors(folder: Path, tensors: Mapping[str, Tensor], group: dist.Proce
     dcp.save(dict(tensors), storage_writer=writer, process_group=group)
 
 
+def _copied(state: RoleState) -> RoleState:
+    """Copies the tensors as they are now, for the writer in the background."""
+    return replace(state, tensors={name: _copy(t) for name, t in state.tensors.items()})
+
+
 def _copy(tensor: Tensor) -> Tensor:
     if not isinstance(tensor, DTensor):
         return tensor.detach().clone()
-    return like(tensor, tensor.to_local().detach().clone())
-
-
-def like(tensor: DTensor, local: Tensor) -> DTensor:
-    """This worker's part of another tensor that is sharded the same way."""
-    return DTensor.from_local(
-        local, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
-    )
+    return shard_like(tensor, tensor.to_local().detach().clone())
 
 
 def _as_json(values: Mapping[str, Any], role: str) -> str:

@@ -3,20 +3,21 @@
 import json
 import sys
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from distflow.config import Config
 from distflow.data.coordinator import Coordinator
+from distflow.engine.role_state import RoleState
 from distflow.errors import CheckpointError, ConfigError, cut
 from distflow.launch import IF_ANY, NEWEST
 from distflow.plan import Plan
 from distflow.run.checkpoint import (
     COMPLETE,
-    Part,
     Saver,
     Team,
     damage,
+    load_tensors,
     place_of,
     prune,
     read_state,
@@ -26,6 +27,7 @@ from distflow.run.checkpoint import (
     write_whole,
 )
 from distflow.run.network import Network
+from distflow.run.program import Program
 
 BEST = "best"
 
@@ -35,15 +37,16 @@ class CheckpointManager:
 
     def __init__(
         self,
-        config: Config,
+        program: Program,
         plan: Plan,
         rank: int,
         network: Network,
-        players: Mapping[str, Any],
+        roles: Mapping[str, Any],
         data: Coordinator,
     ) -> None:
-        self.config, self.rank, self.network, self.players, self.data = config, rank, network, players, data
-        self.folder = config.run_folder / "checkpoints"
+        self.program, self.config = program, program.config
+        self.rank, self.network, self.roles, self.data = rank, network, roles, data
+        self.folder = self.config.run_folder / "checkpoints"
         self.teams: dict[str, Team] = {}
         for role in sorted({n.role for n in plan.flow.nodes if n.method}):
             own = [n for n in plan.flow.nodes if n.role == role and n.method]
@@ -61,10 +64,10 @@ class CheckpointManager:
         """Behind the next steps. One that cannot be written is told and does not end the run; the next one may be."""
         try:
             with self.network.heartbeat.waiting(self.network.everybody):
-                self.saver.save(step, self._parts(), self._state(), self._after)
+                self.saver.save(step, self._role_states(), self._state(), self._after)
         except CheckpointError as e:
             self._warn(f"{e}; the run goes on")
-            self.saver.save(step, self._parts(), self._state(), self._after)
+            self.saver.save(step, self._role_states(), self._state(), self._after)
 
     def finish(self, step: int | None) -> None:
         """Until what was last asked for is on disk, or else raise; `step` is one that may not have been asked for."""
@@ -108,16 +111,16 @@ class CheckpointManager:
                 raise ConfigError(f"--resume: '{cut(where)}' cannot be looked up: {e}") from None
         return folder, [place_of(folder, step) for step in steps_there(folder)]
 
-    def _parts(self) -> dict[str, Part]:
-        found = {}
-        for role, player in self.players.items():
-            if hasattr(player, "part"):
-                part = player.part()
+    def _role_states(self) -> dict[str, RoleState]:
+        states = {}
+        for name, role in self.roles.items():
+            if hasattr(role, "role_state"):
+                state = role.role_state()
             else:
-                part = Part(player.state()) if hasattr(player, "state") else None
-            if part is not None and self.rank in self.teams[role].ranks:
-                found[role] = part
-        return found
+                state = RoleState(role.state()) if hasattr(role, "state") else None
+            if state is not None and self.rank in self.teams[name].ranks:
+                states[name] = state
+        return states
 
     def _state(self) -> dict[str, Any]:
         return {"position": self.data.position, **self._run()}
@@ -125,7 +128,7 @@ class CheckpointManager:
     def _run(self) -> dict[str, Any]:
         """What must be the same for a run to be the same."""
         c = self.config
-        return {"flow": c.graph.name, "seed": c.seed, "batch": c.data.batch, "repeat": c.repeat}
+        return {"flow": self.program.flow.name, "seed": c.seed, "batch": c.data.batch, "repeat": self.program.repeat}
 
     def _restore(self, place: Path) -> int:
         """The step after which it was kept."""
@@ -136,16 +139,16 @@ class CheckpointManager:
                     f"--resume: {place} is of a run with {key} {state[key]!r}, the config has {value!r}; set it back or"
                     " start anew from an export"
                 )
-        for role, player in self.players.items():
-            if self.rank not in self.teams[role].ranks:
+        for name, role in self.roles.items():
+            folder, team = place / name, self.teams[name]
+            if self.rank not in team.ranks:
                 continue
-            kept = (place / role).is_dir()
-            if hasattr(player, "part") and player.part() is not None:
-                if not kept:
-                    raise ConfigError(f"--resume: {place} has nothing of the role '{role}', which the flow trains")
-                player.restore(place / role, self.teams[role].group)
-            elif kept and hasattr(player, "state"):
-                player.restore(read_values(place / role))
+            if hasattr(role, "role_state") and role.role_state() is not None:
+                if not folder.is_dir():
+                    raise ConfigError(f"--resume: {place} has nothing of the role '{name}', which the flow trains")
+                role.load_role_state(read_values(folder), partial(load_tensors, folder, process_group=team.group))
+            elif folder.is_dir() and hasattr(role, "state"):
+                role.restore(read_values(folder))
         self.data.position = state["position"]
         return int(state["step"])
 

@@ -4,36 +4,18 @@ import json
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from distflow.engine.model.description import ADAPTER, BASE, HEAD
+from distflow.engine.model.lora import adapter_pairs, merge, peft_name
+from distflow.engine.model.source import Source, find_folder
+from distflow.engine.role_state import WEIGHTS
 from distflow.errors import ConfigError, suggest
 from distflow.run.checkpoint import damage, load_whole, place_of, steps_there
-
-if TYPE_CHECKING:
-    from distflow.engine.model.lora import Adapter
-    from distflow.engine.model.source import Source
-
-KIND = "kind"
-WEIGHTS = "weights."  # what the names of a model's parameters begin with in a checkpoint
-ADAPTER, BASE = "adapter", "base.json"  # beside the weights, where those are only an adapter's
-
-
-def describe(folder: Path, source: "Source", adapter: "Adapter | None" = None) -> None:
-    """Beside the weights of a model, what it takes to use them. Of an adapter, where its base is, too."""
-    source.config.save_pretrained(folder / "model")
-    source.tokenizer.save_pretrained(folder / "model")
-    if source.folder and (source.folder / "generation_config.json").exists():
-        shutil.copy(source.folder / "generation_config.json", folder / "model")
-    (folder / KIND).write_text(source.kind)
-    if adapter:
-        adapter.save(folder / ADAPTER, source.address)
-        where = str(source.folder.resolve()) if source.folder else None
-        base = {"name": source.name, "folder": where, "seed": source.seed}
-        (folder / ADAPTER / BASE).write_text(json.dumps(base))
 
 
 def export(run: Path, out: Path, step: int | None = None, role: str | None = None, base: str | None = None) -> Path:
@@ -51,7 +33,7 @@ def export_place(place: Path, out: Path, base: str | None = None) -> Path:
     from transformers.utils import logging
 
     config, tokenizer = AutoConfig.from_pretrained(place / "model"), AutoTokenizer.from_pretrained(place / "model")
-    made = AutoModelForCausalLM if (place / KIND).read_text() == "words" else AutoModelForSequenceClassification
+    made = AutoModelForCausalLM if (place / HEAD).read_text() == "lm" else AutoModelForSequenceClassification
     with torch.device("meta"):
         model = made.from_config(config, dtype=torch.float32)  # type: ignore[no-untyped-call]
     weights = _weights(place)
@@ -67,24 +49,22 @@ def export_place(place: Path, out: Path, base: str | None = None) -> Path:
 
 
 @torch.no_grad()
-def _merged(place: Path, adapter: Mapping[str, Tensor], shapes: Mapping[str, Any], base: "Source") -> dict[str, Tensor]:
-    from distflow.engine.model.lora import merge, pairs
-
+def _merged(place: Path, adapter: Mapping[str, Tensor], shapes: Mapping[str, Any], base: Source) -> dict[str, Tensor]:
     said = json.loads((place / ADAPTER / "adapter_config.json").read_text())
-    beside, scale, read = pairs(adapter), said["lora_alpha"] / said["r"], base.reader(list(shapes))
+    beside, scale, read = adapter_pairs(adapter), said["lora_alpha"] / said["r"], base.reader(list(shapes))
     parts = {name: tuple(map(slice, shape)) for name, shape in shapes.items()}
     return {name: merge(read(name, part).float(), beside.get(name), scale) for name, part in parts.items()}
 
 
 def export_adapter(run: Path, out: Path, step: int | None = None, role: str | None = None) -> Path:
     """The adapter alone, as PEFT writes it."""
-    from distflow.engine.model.lora import in_file
-
     place = _place(run, out, step, role)
     if not (place / ADAPTER).is_dir():
         raise ConfigError(f"{run}: '{place.name}' was trained without an adapter; export it without --adapter")
     out.mkdir(parents=True, exist_ok=True)
-    save_file({in_file(n): w for n, w in _weights(place).items()}, out / "adapter_model.safetensors", {"format": "pt"})
+    save_file(
+        {peft_name(n): w for n, w in _weights(place).items()}, out / "adapter_model.safetensors", {"format": "pt"}
+    )
     shutil.copy(place / ADAPTER / "adapter_config.json", out)
     return out
 
@@ -114,10 +94,8 @@ def _weights(place: Path) -> dict[str, Tensor]:
     return load_whole(place, WEIGHTS)
 
 
-def _base(place: Path, config: Any, tokenizer: Any, given: str | None) -> "Source":
+def _base(place: Path, config: Any, tokenizer: Any, given: str | None) -> Source:
     """The model that an adapter was trained on; one that was made on the spot is made again."""
-    from distflow.engine.model.source import Source, find_folder
-
     base = json.loads((place / ADAPTER / BASE).read_text())
     folder = Path(base["folder"]) if base["folder"] else None
     if given is not None:

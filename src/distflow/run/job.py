@@ -4,13 +4,9 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import torch.distributed as dist
 
-from distflow.config import Config
 from distflow.data.coordinator import Coordinator
-from distflow.data.dataset import Dataset
-from distflow.data.dataset_view import DatasetView
 from distflow.data.loader import Loader
 from distflow.engine.role_context import RoleContext
 from distflow.errors import ConfigError, StoppedError
@@ -21,6 +17,7 @@ from distflow.plan import Layout, Plan, Run, Weights
 from distflow.run.checkpoint_manager import CheckpointManager
 from distflow.run.evaluation import Evaluation
 from distflow.run.network import Network
+from distflow.run.program import Program
 from distflow.run.worker import Worker
 
 
@@ -29,18 +26,19 @@ class Job:
 
     def __init__(
         self,
-        config: Config,
+        program: Program,
         plan: Plan,
         rank: int,
         heartbeat: Heartbeat,
         resume: str | None = None,
         told_to_stop: Callable[[], bool] = lambda: False,
     ) -> None:
-        self.config, self.plan, self.rank, self.heartbeat = config, plan, rank, heartbeat
-        self.rows = config.rows(plan)
+        config = program.config
+        self.program, self.config, self.plan, self.rank, self.heartbeat = program, config, plan, rank, heartbeat
+        self.rows = program.dataset(plan)
         self.skipped, self.skipped_count = self.rows.rows.skipped, self.rows.rows.skipped_count
-        self.held_out = _held_out(config)
-        self.eval_plan = config.eval_plan(plan.workers, len(self.held_out)) if self.held_out else None
+        self.held_out = program.eval_dataset()
+        self.eval_plan = program.eval_plan(plan.workers, len(self.held_out)) if self.held_out else None
         if config.steps == 0 and not self.eval_plan:
             raise ConfigError("steps: 0 only evaluates, and there is no `eval` section; add one, or give steps")
         self.plans = [p for p in (plan if config.steps != 0 else None, self.eval_plan) if p]
@@ -49,10 +47,10 @@ class Job:
         self.source = self._open_model()
         self.steps = max(1, len(self.rows) // config.data.batch) if config.steps is None else config.steps
         heartbeat.doing(-1, "load models")
-        self.players = {role: self._player(role) for role in _roles(self.plans, rank)}
-        self.data = self._coordinator(plan, Loader(self.rows, config.data.batch, config.repeat, config.seed))
+        self.roles = {name: self._make_role(name) for name in _roles(self.plans, rank)}
+        self.data = self._coordinator(plan, Loader(self.rows, config.data.batch, program.repeat, config.seed))
         self.told_to_stop = told_to_stop
-        self.checkpoints = CheckpointManager(config, plan, rank, self.network, self.players, self.data)
+        self.checkpoints = CheckpointManager(program, plan, rank, self.network, self.roles, self.data)
         self.first = self.checkpoints.resume(resume) if self.steps else 0
         self.progress = None
         if rank == 0:
@@ -83,9 +81,9 @@ class Job:
         self.metrics.close()
         self.checkpoints.close()
         self.data.close()
-        for player in self.players.values():
-            if hasattr(player, "close"):
-                player.close()
+        for role in self.roles.values():
+            if hasattr(role, "close"):
+                role.close()
         if self.progress:
             self.progress.close()
         dist.destroy_process_group()
@@ -96,13 +94,12 @@ class Job:
             return None
         from distflow.engine.model.prompt_check import screen, texts
         from distflow.engine.model.source import open_model
-        from distflow.engine.model.text import Text
-        from distflow.engine.policy import prompt_limit
+        from distflow.engine.model.text import Text, prompt_limit
 
         config, everybody = self.config, self.network.everybody
         self.heartbeat.doing(-1, "look at the prompts")
         source = open_model(self.config.model, lambda: texts(self.rows), config.base, config.seed)
-        text = Text(source, prompt_limit(config, source))
+        text = Text(source, prompt_limit(source, config.rollout.max_tokens, config.data.max_prompt))
         with self.heartbeat.waiting(everybody):
             seen = screen(self.rows, text, config.data.on_bad_row == "skip", self.rank, len(everybody))
             if self.held_out:
@@ -111,20 +108,33 @@ class Job:
         self.skipped_count += seen.count
         return source
 
-    def _player(self, role: str) -> Any:
-        config, net = self.config, self.network
-        extra: dict[str, Any] = {}
-        if _takes_setup(config.player(role)):
-            layouts = _layouts(self.plans, role)
-            extra["setup"] = RoleContext(
-                role, self.rank, config, self.steps, layouts, net.meshes, net.groups, net.device, self.source
+    def _make_role(self, name: str) -> Any:
+        """Makes the object that implements a role on this worker."""
+        config, network = self.config, self.network
+        implementation, args = self.program.implementation(name), dict(self.program.role_bindings[name].args)
+        if _takes_role_context(implementation):
+            args["role"] = RoleContext(
+                name=name,
+                rank=self.rank,
+                layouts=_layouts(self.plans, name),
+                meshes=network.meshes,
+                process_groups=network.process_groups,
+                device=network.device,
+                source=self.source,
+                rollout=config.rollout,
+                train=config.train,
+                critic=config.critic,
+                max_prompt=config.data.max_prompt,
+                steps=self.steps,
+                seed=config.seed,
+                base=config.base,
             )
-        return config.player(role)(**config.cast[role].args, **extra)
+        return implementation(**args)
 
     def _model_layouts(self) -> list[Layout]:
-        """Of the roles that ask for their setup."""
+        """Returns the layouts of the roles that ask for a RoleContext."""
         roles = {n.role for p in self.plans for n in p.flow.nodes if n.method}
-        wanted = [r for r in sorted(roles) if _takes_setup(self.config.player(r))]
+        wanted = [r for r in sorted(roles) if _takes_role_context(self.program.implementation(r))]
         return list(dict.fromkeys(layout for r in wanted for layout in _layouts(self.plans, r).values()))
 
     def _coordinator(self, plan: Plan, loader: Loader) -> Coordinator:
@@ -132,7 +142,7 @@ class Job:
 
     def _worker(self, plan: Plan, data: Coordinator) -> Worker:
         config = self.config
-        return Worker(self.rank, plan, data, self.players, config.seed, config.run_folder, self.heartbeat.doing)
+        return Worker(self.rank, plan, data, self.roles, config.seed, config.run_folder, self.heartbeat.doing)
 
     def _evaluation(self) -> Evaluation | None:
         plan = self.eval_plan
@@ -158,13 +168,6 @@ class Job:
             )
 
 
-def _held_out(config: Config) -> DatasetView | None:
-    if not config.eval:
-        return None
-    rows = DatasetView(Dataset(config.eval_files), config.data.rename)
-    return rows.keep(np.arange(min(len(rows), config.eval.limit or len(rows))))
-
-
 def _roles(plans: list[Plan], rank: int) -> list[str]:
     """Roles that are played by an object, and of which this rank's chains call a method or hand over weights."""
     found: dict[str, None] = {}
@@ -187,5 +190,5 @@ def _layouts(plans: list[Plan], role: str) -> dict[str, Layout]:
     }
 
 
-def _takes_setup(player: Any) -> bool:
-    return "setup" in inspect.signature(player).parameters
+def _takes_role_context(implementation: Any) -> bool:
+    return "role" in inspect.signature(implementation).parameters

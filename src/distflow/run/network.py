@@ -46,7 +46,7 @@ class Network:
             moves = [m.ranks for p in plans for m in p.moves]
             self.comm = Transport([self.everybody, *moves, *sets], self.device, heartbeat.waiting)
             self.meshes = {layout: self._mesh(layout) for layout in layouts}
-            self.groups = {layout: self.group(layout.ranks) for layout in layouts}
+            self.process_groups = {layout: self.group(layout.ranks) for layout in layouts}
             self._all = self.group(self.everybody)
 
     def _mesh(self, layout: Layout) -> DeviceMesh:

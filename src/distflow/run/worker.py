@@ -5,61 +5,41 @@ import inspect
 import resource
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from distflow.data.balance import Ints
 from distflow.data.batch import Batch, Column, Ragged
+from distflow.data.context import Context
 from distflow.data.coordinator import Coordinator
 from distflow.data.exchange import Collective
 from distflow.data.transport import lost, reason
 from distflow.errors import DistflowError, NodeError, PeerLostError
 from distflow.flow.graph import Node
 from distflow.observe.metrics import StepMetrics
-from distflow.plan.layout import Layout, format_ranks
+from distflow.plan.layout import format_ranks
 from distflow.plan.tasks import Free, Load, Move, Plan, Refill, Run, Task, Weights
 
 
-@dataclass(frozen=True)
-class Context:
-    """What a node may ask for, by a parameter called `ctx`."""
-
-    step: int
-    rank: int
-    workers: int
-    layout: Layout
-    seed: int
-    metrics: StepMetrics
-    folder: Path  # of the run
-    groups: Ints  # of all prompts of the step, ascending
-
-    @property
-    def lead(self) -> bool:
-        """Of the workers that hold the same samples, this is the first: what is written down is written by it."""
-        return any(cell[0] == self.rank for cell in self.layout.cells)
-
-
 class Worker:
-    """`players`: role → the object whose methods are its nodes. `doing` is told what the worker is about to do."""
+    """`roles`: role → the object whose methods are its nodes. `doing` is told what the worker is about to do."""
 
     def __init__(
         self,
         rank: int,
         plan: Plan,
         data: Coordinator,
-        players: Mapping[str, Any],
+        roles: Mapping[str, Any],
         seed: int,
         folder: Path,
         doing: Callable[[int, str], None],
     ) -> None:
         self.rank, self.plan, self.data, self.seed, self.folder = rank, plan, data, seed, folder
-        self.players, self.doing = players, doing
+        self.roles, self.doing = roles, doing
         self.chain = plan.chain(rank)
         self.worked = 0.0  # seconds in nodes, of this step: all else may be waiting for others
-        self.functions = {t.node: _bind(plan.flow.node(t.node), players) for t in self.chain if isinstance(t, Run)}
+        self.functions = {t.node: _bind(plan.flow.node(t.node), roles) for t in self.chain if isinstance(t, Run)}
 
     def steps(
         self,
@@ -111,7 +91,7 @@ class Worker:
                 case Move():
                     yield from self.data.move(step, task)
                 case Weights():
-                    yield from self.players[task.role].hand_over()
+                    yield from self.roles[task.role].hand_over()
                 case Run():
                     self.run_node(step, now, task, metrics)
                     self.worked += time.perf_counter() - start
@@ -148,10 +128,10 @@ def _sections(chain: tuple[Task, ...]) -> tuple[tuple[Task, ...], Refill | None,
     return (), None, chain
 
 
-def _bind(node: Node, players: Mapping[str, Any]) -> Callable[[Batch, Context], Any]:
+def _bind(node: Node, roles: Mapping[str, Any]) -> Callable[[Batch, Context], Any]:
     """The node's function as called here: with its object, its constants, and the context if it asks for it."""
     assert node.fn is not None
-    fn = functools.partial(node.fn, players[node.role]) if node.method else node.fn
+    fn = functools.partial(node.fn, roles[node.role]) if node.method else node.fn
     wants_context = "ctx" in inspect.signature(node.fn).parameters
 
     def call(batch: Batch, context: Context) -> Any:

@@ -1,12 +1,11 @@
-"""What a model does to numbers in float32, compiled by numba for the CPU it runs on: products of matrices, and all that
-lies between them.
+"""Float32 kernels compiled by numba for the CPU they run on: matrix products, and what a model does between them.
 
-Each does at once what takes torch several operations, which in a step of decoding cost more than their work. Arrays
-of numpy, written in place or into `out`; one thread, which holds no lock of Python. Only `cpu.py` imports this. It is
-one file because numba keeps what it has compiled until the file of a function changes, not of what that calls.
+Each fuses what takes torch several operations, whose overhead in a decoding step is larger than their work. They take
+numpy arrays, write in place or into `out`, and run in one thread without the GIL. Only `cpu` imports this module. It is
+one file because numba's cache of a compiled function is invalidated by changes in its own file, not in what it calls.
 
-A matrix [rows, dim] is read fastest if PANEL rows of it lie side by side, number by number: that is a panel, and the
-matrix is `panels` [rows / PANEL, dim, PANEL].
+A weight [rows, dim] is read fastest if PANEL rows of it are interleaved, element by element: that is a panel, and the
+weight is `panels` [rows / PANEL, dim, PANEL].
 """
 
 from collections.abc import Callable
@@ -21,11 +20,11 @@ from numba.extending import intrinsic
 
 _F, _U, _I = np.float32, np.uint32, np.int32
 PANEL = 16
-_SUM = 256  # terms that are added up before they join others: a sum of sums loses less to rounding
-_ROWS = 96  # of x, of which _SUM terms stay in a cache
-_LAID = 1 << 21  # numbers of a matrix that are laid in panels at once
-_ALIKE = 1024  # numbers: rows so far apart, or a multiple of it, share few places in a cache
-# Sums may be reordered, as vectors need it; NaN and infinity are what they are.
+_SUM = 256  # terms of a partial sum: a sum of partial sums loses less to rounding
+_ROWS = 96  # rows of x, of which _SUM columns stay in the CPU's cache
+_PACKED = 1 << 21  # elements of a weight that are packed at once
+_ALIASED = 1024  # elements: rows a multiple of this apart compete for the same cache lines
+# Sums may be reordered, as vectorisation needs; NaN and infinity are kept.
 _SUMS = {"reassoc", "contract", "arcp", "nsz"}
 
 
@@ -69,25 +68,25 @@ def log(x):
 
 
 @_compile(set())
-def _side_by_side(rows, panel):
-    """rows [PANEL, dim] as a panel [dim, PANEL]"""
+def _to_panel(rows, panel):
+    """Transposes rows [PANEL, dim] into a panel [dim, PANEL]."""
     for d in range(len(panel)):
         for r in range(PANEL):
             panel[d, r] = rows[r, d]
 
 
 @_compile(set())
-def lay(panels):
-    """Re-lay a matrix in its memory: [n × PANEL rows, dim], seen as `panels` [n, dim, PANEL], becomes that."""
+def pack(panels):
+    """Packs a weight [n × PANEL rows, dim] into panels, in its own memory, which `panels` [n, dim, PANEL] views."""
     count, dim, _ = panels.shape
     rows = np.empty((PANEL, dim), _F)
     for p in range(count):
         rows[:] = panels[p].reshape(PANEL, dim)
-        _side_by_side(rows, panels[p])
+        _to_panel(rows, panels[p])
 
 
 @_compile(set())
-def lay_back(panels):
+def unpack(panels):
     count, dim, _ = panels.shape
     panel = np.empty((dim, PANEL), _F)
     for p in range(count):
@@ -98,13 +97,13 @@ def lay_back(panels):
                 rows[r, d] = panel[d, r]
 
 
-# Rows of a tile: as many as there are registers for. AVX-512 has 32 of 16 numbers, AVX2 has 16 of 8.
+# Rows of a tile: as many as there are registers for. AVX-512 has 32 of 16 floats, AVX2 has 16 of 8.
 _HIGH = 12 if get_host_cpu_features().get("avx512f") else 6
 
 
 def _tile(height: int) -> Any:
-    """A piece of a product that stays in registers, which no compiler makes of a loop by itself: so many rows of `out`
-    from row i on, the columns of panel p. That is x · the rows of the panel from `first` on, or that and what is there.
+    """Makes a tile of a product that stays in registers, which no compiler makes of a loop by itself: `height` rows of
+    `out` from row i on, the columns of panel p: x · the rows of the panel from `first` on, plus `out` unless fresh.
     """
 
     @intrinsic
@@ -141,13 +140,13 @@ def _tile(height: int) -> Any:
             depth = cgutils.unpack_tuple(b, x.shape)[1]
             dim = cgutils.unpack_tuple(b, panels.shape)[1]
             panel = number_at(panels.data, times(b.add(times(p, dim), first), PANEL))
-            coming = number_at(panel, times(dim, PANEL))  # memory has the time of this panel to bring the next
+            coming = number_at(panel, times(dim, PANEL))  # prefetched while this panel is computed
             targets = [vector_at(line(out, row), times(p, PANEL)) for row in rows]
             sums = [cgutils.alloca_once_value(b, ir.Constant(vector, None)) for _ in rows]
             with cgutils.for_range(b, depth) as loop:
                 weights = b.load(vector_at(panel, times(loop.index, PANEL)), typ=vector, align=4)
                 ahead = b.bitcast(number_at(coming, times(loop.index, PANEL)), byte)
-                b.call(fetch, [ahead, whole(0), whole(3), whole(1)])  # to be read, and to stay, as data
+                b.call(fetch, [ahead, whole(0), whole(3), whole(1)])  # for reading, high locality, data cache
                 for start, total in zip(lines, sums, strict=True):
                     one = b.insert_element(undefined, b.load(number_at(start, loop.index), typ=number), whole(0))
                     product = b.fmul(b.shuffle_vector(one, undefined, zeros), weights, flags=("contract",))
@@ -171,8 +170,8 @@ _tile_high, _tile_4, _tile_1 = _tile(_HIGH), _tile(4), _tile(1)
 
 
 @_compile(set())
-def _some(x, panels, first, out, fresh):
-    """For a few rows and terms: x [at most _ROWS, at most _SUM]."""
+def _multiply_block(x, panels, first, out, fresh):
+    """Multiplies a block of x, [at most _ROWS, at most _SUM]."""
     n = len(x)
     for p in range(len(panels)):
         i = 0
@@ -189,24 +188,24 @@ def _some(x, panels, first, out, fresh):
 
 @_compile(set())
 def _multiply(x, panels, out, fresh):
-    """out = x · the matrix in `panels`, or that added to `out`"""
+    """out = x · the packed weight, or that added to `out`"""
     n, dim = x.shape
     room = np.empty((_ROWS, _SUM + PANEL), _F)
-    alike = x.strides[0] // 4 % _ALIKE == 0
+    aliased = x.strides[0] // 4 % _ALIASED == 0
     for low in range(0, n, _ROWS):
         high = min(low + _ROWS, n)
         for first in range(0, dim, _SUM):
             last = min(first + _SUM, dim)
             some = x[low:high, first:last]
-            if alike:
+            if aliased:
                 room[: high - low, : last - first] = some
                 some = room[: high - low, : last - first]
-            _some(some, panels, first, out[low:high], fresh and first == 0)
+            _multiply_block(some, panels, first, out[low:high], fresh and first == 0)
 
 
 @_compile(set())
-def add(x, matrices, bias, out):
-    """out += bias + x · each of the matrices, side by side"""
+def add_linear(x, matrices, bias, out):
+    """out += bias + x · each of the packed weights, side by side"""
     if len(bias):
         out += bias
     at = 0
@@ -218,19 +217,19 @@ def add(x, matrices, bias, out):
 
 @_compile(set())
 def multiply(x, matrix, out):
-    """out = x · the matrix [n × PANEL rows, dim], which stays as it is"""
+    """out = x · a weight [n × PANEL rows, dim] that is not packed"""
     rows, dim = matrix.shape
-    room = np.empty((max(1, min(rows, _LAID // dim) // PANEL), dim, PANEL), _F)
+    room = np.empty((max(1, min(rows, _PACKED // dim) // PANEL), dim, PANEL), _F)
     for start in range(0, rows, len(room) * PANEL):
         panels = room[: (rows - start) // PANEL]
         for p in range(len(panels)):
-            _side_by_side(matrix[start + p * PANEL : start + (p + 1) * PANEL], panels[p])
+            _to_panel(matrix[start + p * PANEL : start + (p + 1) * PANEL], panels[p])
         _multiply(x, panels, out[:, start : start + len(panels) * PANEL], True)
 
 
 @_compile(_SUMS)
 def norm(x, weight, epsilon, out):
-    """Rows of [n, dim], brought to the length √dim, times `weight`."""
+    """RMSNorm of the rows of [n, dim]."""
     n, dim = x.shape
     for i in range(n):
         row, to = x[i], out[i]
@@ -243,9 +242,9 @@ def norm(x, weight, epsilon, out):
 
 
 @_compile(_SUMS)
-def _turn(x, heads, positions, cos, sin):
-    """Rotary positions, in place, for the first `heads` of x [n, all heads, dim]; cos and sin of each position, the
-    first half of sin negative."""
+def _rotate(x, heads, positions, cos, sin):
+    """Applies rotary embeddings in place to the first `heads` of x [n, all heads, dim]; the first half of sin is
+    negative."""
     n, _, dim = x.shape
     half = dim // 2
     for i in range(n):
@@ -258,10 +257,10 @@ def _turn(x, heads, positions, cos, sin):
 
 
 @_compile(_SUMS)
-def norm_back(d, x, weight, epsilon, dx, dw):
-    """Gradients of `norm`; `dw` is added to."""
+def norm_backward(d, x, weight, epsilon, dx, dw):
+    """Gradients of `norm`; adds to `dw`."""
     n, dim = x.shape
-    some = np.zeros(dim, _F)  # of a few rows: a sum of sums loses less to rounding
+    some = np.zeros(dim, _F)  # partial sums lose less to rounding
     for i in range(n):
         if i % 64 == 0:
             dw += some
@@ -293,7 +292,7 @@ def gate(gate, up, out):
 
 
 @_compile(_SUMS)
-def gate_back(d, gate, up, d_gate, d_up):
+def gate_backward(d, gate, up, d_gate, d_up):
     n, dim = d.shape
     for i in range(n):
         grad, a, b, to_a, to_b = d[i], gate[i], up[i], d_gate[i], d_up[i]
@@ -310,35 +309,35 @@ def _norm_heads(x, first, last, weight, epsilon):
 
 
 @_compile(set())
-def before(x, weight, epsilon, matrices, bias, norms, queries, keys, positions, cos, sin, normed, qkv):
-    """What a layer does up to its attention: queries, keys and values of x [n, hidden] into qkv [n, heads, dim]."""
+def before_attention(x, weight, epsilon, matrices, bias, norms, queries, keys, positions, cos, sin, normed, qkv):
+    """The part of a layer before attention: queries, keys and values of x [n, hidden] into qkv [n, heads, dim]."""
     norm(x, weight, epsilon, normed)
     flat = qkv.reshape(len(x), -1)
     flat[:] = _F(0)
-    add(normed, matrices, bias, flat)
+    add_linear(normed, matrices, bias, flat)
     if len(norms[0]):
         _norm_heads(qkv, 0, queries, norms[0], epsilon)
         _norm_heads(qkv, queries, queries + keys, norms[1], epsilon)
-    _turn(qkv, queries + keys, positions, cos, sin)
+    _rotate(qkv, queries + keys, positions, cos, sin)
 
 
 @_compile(set())
-def after(x, y, out, out_bias, weight, epsilon, gate_up, gate_up_bias, down, down_bias, normed, both, gated):
-    """What it does with what attention says, y; x is written over."""
-    add(y, out, out_bias, x)
+def after_attention(x, y, out, out_bias, weight, epsilon, gate_up, gate_up_bias, down, down_bias, normed, both, gated):
+    """The part of a layer after attention, whose output is y; overwrites x."""
+    add_linear(y, out, out_bias, x)
     norm(x, weight, epsilon, normed)
     both[:] = _F(0)
-    add(normed, gate_up, gate_up_bias, both)
+    add_linear(normed, gate_up, gate_up_bias, both)
     inner = gated.shape[1]
     for i in range(len(both)):
         _gate_row(both[i, :inner], both[i, inner:], gated[i])
-    add(gated, down, down_bias, x)
+    add_linear(gated, down, down_bias, x)
 
 
 @_compile(_SUMS)
 def attend(q, k, v, cache, positions, window, scale, out):
-    """One token of each of n sequences: its k and v [n, kv heads, dim] join those before it in `cache` [2, slots, kv
-    heads, longest, dim], and its q [n, heads, dim] is answered into `out`."""
+    """Attention of one token of each of n sequences: writes its k and v [n, kv heads, dim] to `cache` [2, slots, kv
+    heads, longest, dim], and the output for its q [n, heads, dim] to `out`."""
     n, heads, dim = q.shape
     groups = k.shape[1]
     each = heads // groups
@@ -369,7 +368,7 @@ def attend(q, k, v, cache, positions, window, scale, out):
                 for d in range(dim):
                     to[d] = _F(0)
                 t = start
-                while t + 4 <= end:  # `to` is read and written once for four
+                while t + 4 <= end:  # four at a time, so that `to` is read and written once for them
                     a0, a1, a2, a3 = weights[t], weights[t + 1], weights[t + 2], weights[t + 3]
                     v0, v1, v2, v3 = values[t], values[t + 1], values[t + 2], values[t + 3]
                     for d in range(dim):
@@ -394,8 +393,8 @@ def _peak(row):
 
 
 @_compile(_SUMS)
-def _odds(row):
-    """The peak, how likely all are measured by it, and the same weighted by how far below it they are."""
+def _softmax_sums(row):
+    """Returns the maximum m, Σ exp(x − m), and Σ exp(x − m) (x − m)."""
     peak, total, weighted = _peak(row), _F(0), _F(0)
     for start in range(0, len(row), _SUM):
         some, far = _F(0), _F(0)
@@ -409,24 +408,24 @@ def _odds(row):
 
 
 @_compile(_SUMS)
-def score(logits, targets, logprobs, entropy):
-    """Of each row the log-prob of its target, and the entropy."""
+def token_logprobs(logits, targets, logprobs, entropy):
+    """The log-prob of each row's target, and the row's entropy."""
     for i in range(len(logits)):
         row = logits[i]
         if not 0 <= targets[i] < len(row):
             raise IndexError("a target is not in the vocabulary")
-        peak, total, weighted = _odds(row)
+        peak, total, weighted = _softmax_sums(row)
         size = np.log(total)
         logprobs[i] = row[targets[i]] - peak - size
         entropy[i] = size - weighted / total
 
 
 @_compile(_SUMS)
-def score_back(logits, targets, d_logprobs, d_entropy):
-    """The gradient of `score` by the logits, in their place."""
+def token_logprobs_backward(logits, targets, d_logprobs, d_entropy):
+    """Overwrites the logits with the gradient of `token_logprobs` by them."""
     for i in range(len(logits)):
         row, d, d_e = logits[i], d_logprobs[i], d_entropy[i]
-        peak, total, weighted = _odds(row)
+        peak, total, weighted = _softmax_sums(row)
         share = _F(1) / total
         same = d - d_e * weighted * share
         for c in range(len(row)):
@@ -436,8 +435,8 @@ def score_back(logits, targets, d_logprobs, d_entropy):
 
 
 @_compile(_SUMS)
-def race(logits, keys, column, tokens, totals):
-    """`sampling.race`: of each row the token that arrives first, and the logsumexp."""
+def gumbel_sample(logits, keys, column, tokens, totals):
+    """`rollout.sampling.gumbel_sample`: the token of each row that arrives first, and the logsumexp."""
     n, vocabulary = logits.shape
     times = np.empty(vocabulary, _F)
     for i in range(n):
@@ -452,7 +451,7 @@ def race(logits, keys, column, tokens, totals):
                 x = _U(_U(x ^ _U(x >> _U(16))) * _U(0x21F0AAAD)) ^ other
                 x = _U(_U(x ^ _U(x >> _U(15))) * _U(0x735A2D97))
                 uniform = (_F(_I(x >> _U(9))) + _F(0.5)) * _F(2.0**-23)
-                times[c] = odds / log(uniform)  # negative: the least is the fastest
+                times[c] = odds / log(uniform)  # negative: the least arrives first
             total += some
         best, first = 0, times[0]
         for c in range(1, vocabulary):

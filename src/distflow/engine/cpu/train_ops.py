@@ -1,9 +1,8 @@
-"""What a model's modules do, in training, faster on a CPU: in one thread and float32."""
+"""Modules of a model under training, replaced by ones that are faster on a CPU: in one thread and float32."""
 
 import os
 from functools import cache
 from pathlib import Path
-from types import MethodType
 from typing import Any
 
 import numpy as np
@@ -12,52 +11,85 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedModel
 
-from distflow.engine.cpu import kernels_for, same
-from distflow.engine.model.llama_family import known, silu
+from distflow.engine.cpu import as_numpy, kernels_for
+from distflow.engine.model.llama_family import is_llama_like, uses_silu
 
 
-def quicken(model: PreTrainedModel) -> None:
-    """Its linear layers; in the Llama family also norms, and what is between the matrices of an MLP."""
+def use_cpu_modules(model: PreTrainedModel) -> None:
+    """Changes the class of linear layers, in the Llama family also of norms and MLPs; `print(model)` shows it.
+
+    Parameters, names and results stay as they are, but for rounding.
+    """
     for module in model.modules():
-        if type(module) is nn.Linear:
-            module.forward = MethodType(_linear, module)  # type: ignore[method-assign]
-        elif known(model) and type(module).__name__.endswith("RMSNorm"):
-            module.forward = MethodType(_norm, module)
-        elif known(model) and type(module).__name__.endswith("MLP") and silu(module):
-            module.forward = MethodType(_mlp, module)
+        kind = type(module)
+        if kind is nn.Linear:
+            module.__class__ = CpuLinear
+        elif is_llama_like(model) and kind.__name__.endswith("RMSNorm"):
+            module.__class__ = _subclass(CpuRMSNorm, kind)
+        elif is_llama_like(model) and kind.__name__.endswith("MLP") and uses_silu(module):
+            module.__class__ = _subclass(CpuGatedMLP, kind)
+
+
+@cache  # one class per kind of module
+def _subclass(ours: Any, theirs: Any) -> Any:
+    return type(f"Cpu{theirs.__name__}", (ours, theirs), {})
+
+
+class CpuLinear(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        if _uses_openblas(x, self.weight):
+            return _Linear.apply(x, self.weight, self.bias)  # type: ignore[no-any-return, no-untyped-call]
+        return functional.linear(x, self.weight, self.bias)
+
+
+class CpuRMSNorm(nn.Module):
+    weight: nn.Parameter
+    variance_epsilon: float
+
+    def forward(self, x: Tensor) -> Tensor:
+        if _plain(x, self.weight) and kernels_for(x):
+            return _Norm.apply(x, self.weight, self.variance_epsilon)  # type: ignore[no-any-return, no-untyped-call]
+        return super().forward(x)  # type: ignore[no-any-return]
+
+
+class CpuGatedMLP(nn.Module):
+    gate_proj: nn.Module
+    up_proj: nn.Module
+    down_proj: nn.Module
+    act_fn: nn.Module
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_proj(x), self.up_proj(x)
+        if _plain(gate, up) and kernels_for(gate):
+            return self.down_proj(_Gate.apply(gate, up))  # type: ignore[no-any-return, no-untyped-call]
+        return self.down_proj(self.act_fn(gate) * up)  # type: ignore[no-any-return]
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """As a layer does it, for x [n, in]; no gradient."""
-    if not _by_numpy(x, weight):
+    """A linear layer for x [n, in], without a gradient."""
+    if not _uses_openblas(x, weight):
         return functional.linear(x, weight, bias)
-    compiled, out = kernels_for(x), x.new_empty(len(x), len(weight))
-    if compiled and len(weight) % compiled.PANEL == 0:  # faster still
-        compiled.multiply(same(x.contiguous()), same(weight), same(out))
+    kernels, out = kernels_for(x), x.new_empty(len(x), len(weight))
+    if kernels and len(weight) % kernels.PANEL == 0:  # faster still
+        kernels.multiply(as_numpy(x.contiguous()), as_numpy(weight), as_numpy(out))
     else:
         multiply(x, weight.T, out)
     return out if bias is None else out.add_(bias)
 
 
 def multiply(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
-    """a [n, m] · b [m, k]; no gradient."""
+    """a [n, m] · b [m, k], without a gradient."""
     out = a.new_empty(len(a), b.shape[1]) if out is None else out
-    if not _by_numpy(a, b):
+    if not _uses_openblas(a, b):
         return torch.mm(a, b, out=out)
-    np.matmul(same(a), same(b), out=same(out))
+    np.matmul(as_numpy(a), as_numpy(b), out=as_numpy(out))
     return out
 
 
-def _by_numpy(*tensors: Tensor) -> bool:
-    """On AMD's CPUs numpy's OpenBLAS is faster than torch's MKL when every core has a worker of its own. How many
-    threads it uses is settled when it is loaded: it is asked where one is right."""
-    return _plain(*tensors) and torch.get_num_threads() == 1 and _one_thread() and _by_amd()
-
-
-def _linear(module: nn.Linear, x: Tensor) -> Tensor:
-    if _by_numpy(x, module.weight):
-        return _Linear.apply(x, module.weight, module.bias)  # type: ignore[no-any-return, no-untyped-call]
-    return functional.linear(x, module.weight, module.bias)
+def _uses_openblas(*tensors: Tensor) -> bool:
+    """Whether to multiply with numpy's OpenBLAS: on AMD's CPUs it is faster than torch's MKL when every core has a
+    worker of its own. Its number of threads is fixed when it is loaded, so it has to be 1 already."""
+    return _plain(*tensors) and torch.get_num_threads() == 1 and _openblas_has_one_thread() and _is_amd()
 
 
 class _Linear(torch.autograd.Function):
@@ -69,63 +101,52 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, d: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        x_too, weight_too, bias_too = ctx.needs_input_grad
+        needs_x, needs_weight, needs_bias = ctx.needs_input_grad
         rows = d.flatten(0, -2)
         return (
-            multiply(rows, weight).view(x.shape) if x_too else None,
-            multiply(rows.T, x.flatten(0, -2)) if weight_too else None,
-            rows.sum(0) if bias_too else None,
+            multiply(rows, weight).view(x.shape) if needs_x else None,
+            multiply(rows.T, x.flatten(0, -2)) if needs_weight else None,
+            rows.sum(0) if needs_bias else None,
         )
-
-
-def _norm(module: Any, x: Tensor) -> Tensor:
-    if _plain(x, module.weight) and kernels_for(x):
-        return _Norm.apply(x, module.weight, module.variance_epsilon)  # type: ignore[no-any-return, no-untyped-call]
-    return type(module).forward(module, x)  # type: ignore[no-any-return]
 
 
 class _Norm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-        compiled, rows = kernels_for(x), _rows(x)
-        assert compiled is not None
+        kernels, rows = kernels_for(x), _rows(x)
+        assert kernels is not None
         ctx.save_for_backward(rows, weight)
-        ctx.epsilon, ctx.compiled = np.float32(epsilon), compiled
+        ctx.epsilon, ctx.kernels = np.float32(epsilon), kernels
         out = torch.empty_like(rows)
-        compiled.norm(same(rows), same(weight), ctx.epsilon, same(out))
+        kernels.norm(as_numpy(rows), as_numpy(weight), ctx.epsilon, as_numpy(out))
         return out.view(x.shape)
 
     @staticmethod
     def backward(ctx: Any, d: Tensor) -> tuple[Tensor | None, ...]:
         rows, weight = ctx.saved_tensors
         dx, dw = torch.empty_like(rows), torch.zeros_like(weight)
-        ctx.compiled.norm_back(same(_rows(d)), same(rows), same(weight), ctx.epsilon, same(dx), same(dw))
+        arrays = map(as_numpy, (_rows(d), rows, weight))
+        ctx.kernels.norm_backward(*arrays, ctx.epsilon, as_numpy(dx), as_numpy(dw))
         return dx.view(d.shape), dw if ctx.needs_input_grad[1] else None, None
-
-
-def _mlp(module: Any, x: Tensor) -> Tensor:
-    gate, up = module.gate_proj(x), module.up_proj(x)
-    both = _Gate.apply(gate, up) if _plain(gate, up) and kernels_for(gate) else module.act_fn(gate) * up  # type: ignore[no-untyped-call]
-    return module.down_proj(both)  # type: ignore[no-any-return]
 
 
 class _Gate(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
-        compiled, *pair = kernels_for(gate), _rows(gate), _rows(up)
-        assert compiled is not None
+        kernels, *pair = kernels_for(gate), _rows(gate), _rows(up)
+        assert kernels is not None
         ctx.save_for_backward(*pair)
-        ctx.compiled = compiled
+        ctx.kernels = kernels
         out = torch.empty_like(pair[0])
-        compiled.gate(*map(same, pair), same(out))
+        kernels.gate(*map(as_numpy, pair), as_numpy(out))
         return out.view(gate.shape)
 
     @staticmethod
     def backward(ctx: Any, d: Tensor) -> tuple[Tensor, ...]:
         pair = ctx.saved_tensors
-        made = [torch.empty_like(t) for t in pair]
-        ctx.compiled.gate_back(same(_rows(d)), *map(same, pair), *map(same, made))
-        return tuple(t.view(d.shape) for t in made)
+        grads = [torch.empty_like(t) for t in pair]
+        ctx.kernels.gate_backward(as_numpy(_rows(d)), *map(as_numpy, pair), *map(as_numpy, grads))
+        return tuple(g.view(d.shape) for g in grads)
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -136,12 +157,12 @@ def _plain(*tensors: Tensor) -> bool:
     return all(type(t) in (Tensor, nn.Parameter) and t.dtype == torch.float32 and t.is_cpu for t in tensors)
 
 
-def _one_thread() -> bool:
+def _openblas_has_one_thread() -> bool:
     return os.environ.get("OPENBLAS_NUM_THREADS", os.environ.get("OMP_NUM_THREADS")) == "1"
 
 
 @cache
-def _by_amd() -> bool:
+def _is_amd() -> bool:
     try:
         return "AuthenticAMD" in Path("/proc/cpuinfo").read_text()
     except OSError:

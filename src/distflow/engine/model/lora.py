@@ -1,5 +1,7 @@
-"""An adapter (LoRA): two matrices of low rank, B and A, beside each of some linear layers. W + scale · B @ A is trained
-by them alone. PEFT puts them there, so that names and files are PEFT's; shards and rollouts are seen to here."""
+"""LoRA: low-rank matrices B and A beside linear layers, so that W + scale · B @ A is trained through them alone.
+
+PEFT injects them, so that names and files are PEFT's; sharding and merging for the rollout are done here.
+"""
 
 import hashlib
 import math
@@ -25,7 +27,7 @@ Pairs = Mapping[str, tuple[Tensor, Tensor]]  # weight → B and A
 
 
 class Adapter:
-    """Puts an adapter into `lm`, which has no memory yet, and freezes the rest."""
+    """Injects an adapter into `lm`, which is on the meta device, and freezes the rest."""
 
     def __init__(self, lm: PreTrainedModel, given: LoraConfig) -> None:
         peft = _peft()
@@ -40,11 +42,11 @@ class Adapter:
         )
         peft.inject_adapter_in_model(self.config, lm, low_cpu_mem_usage=True)
         self.specs = [Spec(name, tuple(p.shape)) for name, p in lm.named_parameters() if p.requires_grad]
-        # What is beside anything else would not be merged.
+        # Anything else would not be merged.
         assert {spec.name for spec in self.specs} == {layer + end for layer in layers for end in (_A, _B)}
 
-    def at_first(self, seed: int) -> Read:
-        """B is 0, and A drawn as PEFT draws it, but from its name: the same in any layout."""
+    def initial_weights(self, seed: int) -> Read:
+        """Returns a reader of initial weights: B is 0, A is drawn like PEFT's, but seeded by its name."""
         shapes = {spec.name: spec.shape for spec in self.specs}
 
         def read(name: str, part: tuple[slice, ...]) -> Tensor:
@@ -57,26 +59,26 @@ class Adapter:
 
         return read
 
-    def with_whole_a(self, parts: Mapping[str, Tensor], group: dist.ProcessGroup) -> dict[str, Tensor]:
-        """This rank's parts, but every A whole, from the rows of all ranks of `group`; in one exchange."""
-        names, ranks = [name for name in parts if name.endswith(_A)], dist.get_world_size(group)
-        rows = -(-self.rank // ranks)  # of the first ranks; the last may have fewer
+    def gather_a(self, parts: Mapping[str, Tensor], process_group: dist.ProcessGroup) -> dict[str, Tensor]:
+        """Returns this rank's shards, but every A whole, gathered from all ranks in one exchange."""
+        names, ranks = [name for name in parts if name.endswith(_A)], dist.get_world_size(process_group)
+        rows = -(-self.rank // ranks)  # per rank; the last ones may have fewer
         mine = [nn.functional.pad(parts[name], (0, 0, 0, rows - len(parts[name]))).flatten() for name in names]
         everybody = mine[0].new_empty(ranks, sum(map(len, mine)))
-        all_gather(everybody.view(-1), torch.cat(mine), group=group)
+        all_gather(everybody.view(-1), torch.cat(mine), group=process_group)
         pieces = zip(names, everybody.split([len(a) for a in mine], 1), strict=True)
         return {**parts, **{name: a.reshape(rows * ranks, -1)[: self.rank] for name, a in pieces}}
 
     def save(self, folder: Path, base: str | None) -> None:
-        """PEFT's config of it, which says what model it belongs to."""
+        """Writes PEFT's config of it, which names the base model."""
         config = copy(self.config)
         config.base_model_name_or_path, config.inference_mode = base, True
         config.target_modules = sorted(config.target_modules)
         config.save_pretrained(folder)
 
 
-class Merged(Mapping[str, Tensor]):
-    """Parts of weights with the adapter in them; each is made when it is asked for."""
+class MergedWeights(Mapping[str, Tensor]):
+    """Shards of weights with the adapter merged; each is computed when it is looked up."""
 
     def __init__(self, base: Mapping[str, Tensor], pairs: Pairs, scale: float) -> None:
         self.base, self.pairs, self.scale = base, pairs, scale
@@ -92,28 +94,28 @@ class Merged(Mapping[str, Tensor]):
 
 
 def merge(weight: Tensor, pair: tuple[Tensor, Tensor] | None, scale: float) -> Tensor:
-    """In float32, as all of them are. Of a weight and B, the same rows; A is whole."""
+    """Returns weight + scale · B @ A in float32; weight and B are the same rows, A is whole."""
     return weight if pair is None else torch.addmm(weight, *pair, alpha=scale)
 
 
-def pairs(adapter: Mapping[str, Tensor]) -> Pairs:
-    """By the weight that they are beside."""
+def adapter_pairs(adapter: Mapping[str, Tensor]) -> Pairs:
+    """Returns B and A by the name of the weight that they adapt."""
     layers = [name.removesuffix(_B) for name in adapter if name.endswith(_B)]
     return {layer + _WEIGHT: (adapter[layer + _B], adapter[layer + _A]) for layer in layers}
 
 
-def plain(name: str) -> str:
-    """What a parameter is called where there is no adapter."""
+def base_name(name: str) -> str:
+    """Returns the name of a parameter in a model without an adapter."""
     return name.replace(".base_layer.", ".")
 
 
-def in_file(name: str) -> str:
-    """What a matrix of the adapter is called in PEFT's files."""
+def peft_name(name: str) -> str:
+    """Returns the name of an adapter's matrix in PEFT's files."""
     return "base_model.model." + name.replace(".default.", ".")
 
 
 def _targets(lm: PreTrainedModel, given: list[str]) -> tuple[set[str], list[str]]:
-    """Layers, and what PEFT finds them by: the end of their name."""
+    """Returns the layers to adapt, and the suffixes by which PEFT finds them."""
     head = lm.get_output_embeddings()
     linear = {name for name, m in lm.named_modules() if isinstance(m, nn.Linear) and m is not head}
     leaves = {name.rpartition(".")[2] for name in linear}

@@ -1,5 +1,7 @@
-"""A model to start from: a name on the hub, a directory, or an architecture filled at random. Its config, tokenizer
-and weights; the weights are read in parts, so that a worker never holds more than its own."""
+"""A model to start from: a name on the hub, a directory, or an architecture with random weights.
+
+Weights are read in parts, so that a worker never holds more than its own shard.
+"""
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -31,46 +33,45 @@ from distflow.errors import ConfigError, cut, suggest
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 Read = Callable[[str, tuple[slice, ...]], Tensor]
-Kind = Literal["words", "values"]  # what a model gives for a token: log-probs of a vocabulary, or one number
-HEAD = "score.weight"  # of a model that gives one number
+Head = Literal["lm", "value"]  # what the model outputs for a token: logits over the vocabulary, or one number
+VALUE_HEAD = "score.weight"
 
 
 @dataclass(frozen=True)
 class Source:
-    """What a model starts from."""
+    """Where a model's config, tokenizer and weights come from."""
 
     name: str
     config: PreTrainedConfig
     tokenizer: Tokenizer
-    folder: Path | None = None  # where the weights are; None: drawn at random, from `seed`
+    folder: Path | None = None  # where the weights are; None: random, from `seed`
     seed: int = 0
     remote_code: bool = False
-    kind: Kind = "words"
+    head: Head = "lm"
 
-    def of_values(self) -> "Source":
-        """The same model with one number for a head; where it never had such a head, that number is 0 at first."""
+    def with_value_head(self) -> "Source":
+        """Returns the same model with a value head; one that the model does not come with outputs 0 at first."""
         config = copy(self.config)
         config.num_labels = 1
-        return replace(self, config=config, kind="values")
+        return replace(self, config=config, head="value")
 
     @property
     def address(self) -> str | None:
-        """Where others find it: a name on the hub, or a directory; nowhere, if it was made on the spot."""
+        """The name on the hub or the directory by which others find it; None if its weights are random."""
         if self.folder is None:
             return None
         return self.name if self.folder.parent.name == "snapshots" else str(self.folder.resolve())
 
     @property
-    def has_head(self) -> bool:
-        """Whether it comes with a head for values."""
-        return self.folder is not None and HEAD in self._files
+    def has_value_head(self) -> bool:
+        return self.folder is not None and VALUE_HEAD in self._files
 
     @property
     def _class(self) -> Any:
-        return AutoModelForCausalLM if self.kind == "words" else AutoModelForSequenceClassification
+        return AutoModelForCausalLM if self.head == "lm" else AutoModelForSequenceClassification
 
     def skeleton(self) -> PreTrainedModel:
-        """The model without memory for its parameters."""
+        """Returns the model with its parameters on the meta device."""
         with _parameters_on_meta():
             model = self._class.from_config(
                 self.config, attn_implementation=attention.NAME, dtype=torch.float32, trust_remote_code=self.remote_code
@@ -83,12 +84,12 @@ class Source:
         return model
 
     def reader(self, names: Sequence[str]) -> Read:
-        """A function that reads a part of a parameter, by its name in the skeleton."""
+        """Returns a function that reads a part of a parameter, by its name in the skeleton."""
         files = self._files if self.folder else {}
-        if self.kind == "values" and HEAD not in files:
-            rest = replace(self, kind="words").reader([n for n in names if n != HEAD])
+        if self.head == "value" and VALUE_HEAD not in files:
+            rest = replace(self, head="lm").reader([n for n in names if n != VALUE_HEAD])
             head = torch.zeros(1, self.config.get_text_config().hidden_size)
-            return lambda name, part: head[part] if name == HEAD else rest(name, part)
+            return lambda name, part: head[part] if name == VALUE_HEAD else rest(name, part)
         if files and all(n in files for n in names):
             opened = {f: safe_open(f, "pt") for f in set(files.values())}
             return lambda name, part: opened[files[name]].get_slice(name)[part]
@@ -110,7 +111,7 @@ class Source:
             return dict.fromkeys(f.keys(), str(single))
 
     def _whole(self) -> Mapping[str, Tensor]:
-        """All weights at once: at random, or of a kind of file that cannot be read in parts."""
+        """Returns all weights at once: random ones, or from files that cannot be read in parts."""
         if self.folder is None:
             state = torch.get_rng_state()
             torch.manual_seed(self.seed)
@@ -124,7 +125,7 @@ class Source:
 
 
 def open_model(given: ModelConfig, texts: Callable[[], Iterator[str]], base: Path, seed: int) -> Source:
-    """`texts` is what a tokenizer is trained on, where the model is made on the spot."""
+    """Opens the model that the config names; `texts` train the tokenizer of one with random weights."""
     if given.arch is not None:
         return _fresh(given, texts, seed)
     assert given.path is not None
@@ -164,13 +165,13 @@ def _fresh(given: ModelConfig, texts: Callable[[], Iterator[str]], seed: int) ->
             pad_token_id=tokenizer.pad_token_id,
         )
     except Exception as e:  # each architecture has its own way to refuse
-        raise ConfigError(f"model.arch: a small '{given.arch}' cannot be made: {_first_line(e)}") from None
+        raise ConfigError(f"model.arch: a small '{given.arch}' cannot be built: {_first_line(e)}") from None
     _without_dropout(config)
-    return Source(f"{given.arch} at random", config, tokenizer, seed=seed)
+    return Source(f"{given.arch} with random weights", config, tokenizer, seed=seed)
 
 
 def find_folder(name: str, base: Path) -> Path:
-    """The directory of a model: given as such, or fetched from the hub (or its cache)."""
+    """Returns the directory of a model: as given, or downloaded from the hub (or found in its cache)."""
     try:
         path = base / Path(name).expanduser()
         if path.is_dir():
@@ -194,7 +195,7 @@ def find_folder(name: str, base: Path) -> Path:
 
 
 def _without_dropout(config: PreTrainedConfig) -> None:
-    """It would make the trainer's log-probs differ from the rollout's."""
+    """Turns dropout off: it would make the trainer's log-probs differ from the rollout's."""
     for key, value in config.to_dict().items():
         if "dropout" in key and isinstance(value, float):
             setattr(config, key, 0.0)
@@ -207,7 +208,7 @@ def _first_line(error: Exception) -> str:
 
 @contextmanager
 def _parameters_on_meta() -> Iterator[None]:
-    """Modules made here have parameters without memory; buffers, which no file brings, are real."""
+    """Modules made in here have parameters on the meta device; buffers, which are in no file, are real."""
     register = nn.Module.register_parameter
 
     def on_meta(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
@@ -221,7 +222,7 @@ def _parameters_on_meta() -> Iterator[None]:
 
 
 def kv_bytes(config: PreTrainedConfig, dtype: torch.dtype, tp: int) -> int:
-    """Bytes of KV cache for one token."""
+    """Returns the bytes of KV cache that one token takes."""
     c: Any = config.get_text_config()
     heads = getattr(c, "num_key_value_heads", None) or c.num_attention_heads
     dim = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads

@@ -1,4 +1,4 @@
-"""Text to tokens and back, once each: what the model said stays tokens."""
+"""Text to tokens and back, once each: what the model generated stays tokens."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -16,14 +16,14 @@ Prompt = str | list[dict[str, Any]]
 
 
 class Text:
-    """`limit`: the longest prompt, in tokens."""
+    """Encodes prompts of at most `limit` tokens, and decodes responses."""
 
     def __init__(self, source: Source, limit: int) -> None:
         self.name, self.limit = source.name, limit
         self.tokenizer: Tokenizer = source.tokenizer
 
     def encode(self, prompt: Prompt) -> list[int]:
-        """A prompt as the model reads it; chat messages go through the tokenizer's template."""
+        """Encodes a prompt; chat messages go through the tokenizer's chat template."""
         tokens = self._encode(prompt)
         if not tokens:
             raise DataError("the prompt is empty; it needs at least one token")
@@ -53,7 +53,7 @@ class Text:
             return self.tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False)  # type: ignore
         except Exception as e:  # a template is a program: it refuses roles and content as it likes
             raise DataError(
-                f"the chat template of '{self.name}' does not take the prompt: {e}; mend its messages"
+                f"the chat template of '{self.name}' does not accept the prompt: {e}; fix its messages"
             ) from e
 
     def encode_pairs(self, prompts: Sequence[Prompt], responses: Sequence[str]) -> dict[str, Ragged]:
@@ -65,7 +65,7 @@ class Text:
         }
 
     def encode_preferences(self, batch: Batch) -> dict[str, Any]:
-        """Of the two samples of a prompt the first has the response `chosen` (+1), the other one `rejected` (−1)."""
+        """Encodes `chosen` as the response of a prompt's first sample (+1), `rejected` as that of its second (−1)."""
         first = batch.ids == 2 * batch.groups
         answers = [_text(batch["chosen" if one else "rejected"][i]) for i, one in enumerate(first.tolist())]
         preferred = torch.from_numpy(np.where(first, 1.0, -1.0).astype(np.float32))
@@ -75,11 +75,11 @@ class Text:
         return self.tokenizer.batch_decode([t.tolist() for t in tokens], skip_special_tokens=True)
 
     def stop_tokens(self, source: Source, extra: Sequence[str]) -> frozenset[int]:
-        """Tokens that end a response: the tokenizer's, those of the model's generation config, the user's."""
+        """Returns the tokens that end a response: the tokenizer's, the generation config's and the user's."""
         ends = {self.tokenizer.eos_token_id}
         if source.folder and (source.folder / "generation_config.json").exists():
-            said = GenerationConfig.from_pretrained(source.folder).eos_token_id
-            ends |= set(said if isinstance(said, list) else [said] if said is not None else [])
+            eos = GenerationConfig.from_pretrained(source.folder).eos_token_id
+            ends |= set(eos if isinstance(eos, list) else [eos] if eos is not None else [])
         for text in extra:
             ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
             if len(ids) != 1:
@@ -91,7 +91,7 @@ class Text:
 
 
 def _text(response: Any) -> str:
-    """A response may be given as chat messages, of which the last is it."""
+    """Returns a response as text; given as chat messages, it is the last one."""
     if isinstance(response, list) and response and isinstance(response[-1], dict) and "content" in response[-1]:
         response = response[-1]["content"]
     if not isinstance(response, str):
@@ -101,12 +101,24 @@ def _text(response: Any) -> str:
 
 
 def _check_whole(text: str, what: str) -> None:
-    """JSON can say half a character, which is no text that a tokenizer takes."""
+    """Refuses lone surrogates, which JSON can express and no tokenizer accepts."""
     try:
         text.encode()
     except UnicodeEncodeError as e:
-        raise DataError(f"{what} has half a character, {text[e.start]!r}, at {e.start}: {shown(text, 60)}") from None
+        raise DataError(f"{what} has a lone surrogate, {text[e.start]!r}, at {e.start}: {shown(text, 60)}") from None
 
 
 def ragged(rows: Sequence[Sequence[int]]) -> Ragged:
     return Ragged.of([torch.tensor(r, dtype=torch.int64) for r in rows])
+
+
+def prompt_limit(source: Source, max_tokens: int, max_prompt: int | None) -> int:
+    """Returns the longest prompt, in tokens, that leaves room for a response of `max_tokens`."""
+    positions = int(getattr(source.config.get_text_config(), "max_position_embeddings", None) or 1 << 30)
+    room = positions - max_tokens
+    if room < 1:
+        raise ConfigError(
+            f"rollout.max_tokens: {max_tokens} leaves no room for a prompt in the model's {positions} positions;"
+            " lower it"
+        )
+    return min(max_prompt or room, room)

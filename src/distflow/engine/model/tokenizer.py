@@ -1,4 +1,4 @@
-"""A small tokenizer, trained on the spot: bytes, and the pairs of them that come most often."""
+"""Trains a small byte-level BPE tokenizer for a model with random weights."""
 
 from collections.abc import Iterator
 
@@ -6,14 +6,14 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 _SPECIAL = ["<pad>", "<eos>"]
-SMALLEST = 256 + len(_SPECIAL)  # every byte, so that any text can be said
+SMALLEST = 256 + len(_SPECIAL)  # every byte, so that any text can be encoded
 _CHAT = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
 
 
 def train_tokenizer(texts: Iterator[str], vocabulary: int) -> PreTrainedTokenizerFast:
-    """`vocabulary` tokens at most; with `SMALLEST` or fewer, one token per byte. The same texts give the same one."""
+    """Trains at most `vocabulary` tokens; with `SMALLEST` or fewer, one per byte. Deterministic in the texts."""
     tokenizer = Tokenizer(models.BPE())
-    # Digits apart: numbers of different length are then spelt alike.
+    # Digits are split: numbers of different length are then tokenised alike.
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     )

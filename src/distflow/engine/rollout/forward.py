@@ -1,4 +1,4 @@
-"""A model's forward pass over tokens of many sequences in one row: in the best way there is for it here."""
+"""A model's forward pass over the tokens of many sequences in one row, in the fastest way that fits the model."""
 
 from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
@@ -6,31 +6,31 @@ from typing import Protocol
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from distflow.engine.cpu.llama_forward import Compiled
+from distflow.engine.cpu.llama_forward import CpuLlamaForward
 from distflow.engine.model.attention import Attention
-from distflow.engine.model.llama_family import known
-from distflow.engine.rollout.llama_forward import Lean
+from distflow.engine.model.llama_family import is_llama_like
+from distflow.engine.rollout.llama_forward import LlamaForward
 
 
 class Forward(Protocol):
     def __call__(self, tokens: Tensor, positions: Tensor, attention: Attention, keep: Tensor | None) -> Tensor:
-        """Logits for tokens [n] at positions [n], of those that are wanted (None: of all)."""
+        """Returns logits for tokens [n] at positions [n], of the rows in `keep` (None: of all)."""
         ...
 
-    def ready(self) -> AbstractContextManager[None]:
-        """Calls happen in here, in several threads if the model is `reentrant`; nobody else reads its weights."""
+    def packed_weights(self) -> AbstractContextManager[None]:
+        """Calls happen inside of it. The weights may be in another memory layout then: nobody else may read them."""
         ...
 
 
-def forward_of(model: PreTrainedModel) -> Forward:
-    """Made for the weights that the model has now, for threads like this one."""
-    if not known(model):
-        return Full(model)
-    return Compiled.of(model) or Lean(model)
+def forward_for(model: PreTrainedModel) -> Forward:
+    """Chooses a forward pass for the weights that the model has now, and for threads like the calling one."""
+    if not is_llama_like(model):
+        return ModuleForward(model)
+    return CpuLlamaForward.for_model(model) or LlamaForward(model)
 
 
-class Full:
-    """Through the model's own modules."""
+class ModuleForward:
+    """Calls the model's own modules."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
@@ -45,5 +45,5 @@ class Full:
         )
         return out.logits[0]  # type: ignore[no-any-return]
 
-    def ready(self) -> AbstractContextManager[None]:
+    def packed_weights(self) -> AbstractContextManager[None]:
         return nullcontext()

@@ -1,7 +1,4 @@
-"""A forward pass of the Llama family without most of what Hugging Face's modules do between their matrices.
-
-A step of decoding is so small that this was a third of it.
-"""
+"""A forward pass of the Llama family without the overhead of Hugging Face's modules, a third of a decoding step."""
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -12,14 +9,14 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from distflow.engine.model.attention import Attention
-from distflow.engine.model.llama_family import hooked, how, matrices
+from distflow.engine.model.llama_family import attention_params, has_hooks, projections
 
 
-class Lean:
-    """The same arithmetic, by hand."""
+class LlamaForward:
+    """Computes what the model's own modules would."""
 
     def __init__(self, model: Any) -> None:
-        self.body, self.head = model.model, _Together([model.lm_head])
+        self.body, self.head = model.model, _FusedLinear([model.lm_head])
         self.layers = [_Layer(block) for block in self.body.layers]
         self.norm = _Norm(self.body.norm)
 
@@ -33,7 +30,7 @@ class Lean:
         x = self.norm(x)
         return self.head(x if keep is None else x[keep])
 
-    def ready(self) -> AbstractContextManager[None]:
+    def packed_weights(self) -> AbstractContextManager[None]:
         return nullcontext()
 
 
@@ -41,35 +38,35 @@ class _Layer:
     def __init__(self, block: Any) -> None:
         at, self.act = block.self_attn, block.mlp.act_fn
         self.index, self.dim = at.layer_idx, at.head_dim
-        self.how = how(at)
-        self.before, self.between = _Norm(block.input_layernorm), _Norm(block.post_attention_layernorm)
-        qkv, o, gate_up, down = matrices(block)
+        self.params = attention_params(at)
+        self.input_norm, self.post_norm = _Norm(block.input_layernorm), _Norm(block.post_attention_layernorm)
+        qkv, o, gate_up, down = projections(block)
         self.heads = [len(layer.weight) // self.dim for layer in qkv]
-        self.qkv, self.o, self.gate_up, self.down = (_Together(layers) for layers in (qkv, o, gate_up, down))
+        self.qkv, self.o, self.gate_up, self.down = (_FusedLinear(layers) for layers in (qkv, o, gate_up, down))
         self.norms = (_Norm(at.q_norm), _Norm(at.k_norm)) if hasattr(at, "q_norm") else None
 
     def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, attention: Attention) -> Tensor:
-        """`x` is written over."""
-        qkv = self.qkv(self.before(x)).unflatten(1, (-1, self.dim))  # [n, heads, dim]
+        """Overwrites `x`."""
+        qkv = self.qkv(self.input_norm(x)).unflatten(1, (-1, self.dim))  # [n, heads, dim]
         q, k, v = qkv.split(self.heads, 1)
         if self.norms:
-            q, k = (_turn(norm(part), cos, sin) for norm, part in zip(self.norms, (q, k), strict=True))
+            q, k = (_rotate(norm(part), cos, sin) for norm, part in zip(self.norms, (q, k), strict=True))
         else:
-            q, k = _turn(qkv[:, : -self.heads[2]], cos, sin).split(self.heads[:2], 1)
-        y = attention(self.index, q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1), self.how)
+            q, k = _rotate(qkv[:, : -self.heads[2]], cos, sin).split(self.heads[:2], 1)
+        y = attention(self.index, q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1), self.params)
         x = self.o.add(x, y.flatten(1))
-        gate, up = self.gate_up(self.between(x)).chunk(2, -1)
+        gate, up = self.gate_up(self.post_norm(x)).chunk(2, -1)
         return self.down.add(x, self.act(gate).mul_(up))
 
 
-class _Together:
-    """Linear layers with the same input."""
+class _FusedLinear:
+    """Linear layers with the same input, as one product if their weights lie side by side."""
 
     def __init__(self, layers: Sequence[nn.Linear]) -> None:
         self.layers = layers
         self.weight = self.bias = None
         biases: list[Tensor] = [layer.bias for layer in layers if layer.bias is not None]
-        if len(biases) in (0, len(layers)) and not hooked(layers):
+        if len(biases) in (0, len(layers)) and not has_hooks(layers):
             self.weight = joined([layer.weight for layer in layers])
             self.bias = torch.cat(biases) if biases and self.weight is not None else None
 
@@ -79,14 +76,14 @@ class _Together:
         return linear(x, self.weight, self.bias)
 
     def add(self, to: Tensor, x: Tensor) -> Tensor:
-        """The same, added to `to`, in its place."""
+        """Adds the output to `to`, in place."""
         if self.weight is None or self.bias is not None:
             return to.add_(self(x))
         return to.addmm_(x, self.weight.T)
 
 
 def joined(parts: Sequence[Tensor]) -> Tensor | None:
-    """These matrices, one below the other, if they are so in memory."""
+    """Returns these matrices as one, if they lie one below the other in memory."""
     first, rows = parts[0], 0
     for part in parts:
         memory, place = part.untyped_storage().data_ptr(), first.storage_offset() + rows * first.stride(0)
@@ -98,8 +95,8 @@ def joined(parts: Sequence[Tensor]) -> Tensor | None:
     return first.as_strided((rows, first.shape[1]), first.stride())
 
 
-def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary positions; the first half of `sin` is negative."""
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Applies rotary embeddings; the first half of `sin` is negative."""
     return (x * cos).addcmul_(x.roll(x.shape[-1] // 2, -1), sin)
 
 
@@ -109,7 +106,7 @@ class _Norm:
         self.epsilon = self.weight.new_tensor(module.variance_epsilon)
 
     def __call__(self, x: Tensor) -> Tensor:
-        if x.dtype != torch.float32:  # the module knows where it rounds
+        if x.dtype != torch.float32:  # the module decides where it rounds
             return self.module(x)  # type: ignore[no-any-return]
         size = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
         return x.mul(torch.addcmul(self.epsilon, size, size, value=1 / x.shape[-1]).rsqrt_()).mul_(self.weight)

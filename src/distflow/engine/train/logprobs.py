@@ -1,15 +1,15 @@
-"""Log-probs and entropy of tokens, in chunks: [tokens × vocabulary] is never held, forward or backward."""
+"""Log-probs and entropy of tokens in chunks: the full [tokens × vocabulary] logits are never held."""
 
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from distflow.engine.cpu import kernels_for, same
+from distflow.engine.cpu import as_numpy, kernels_for
 from distflow.engine.cpu.train_ops import linear, multiply
 
 _CHUNK = 1 << 20  # logits held at once
-_FEWEST = 128  # tokens at once all the same: each time the whole output layer is read
+_MIN_TOKENS = 128  # at once all the same: each time the whole output layer is read
 
 
 def token_logprobs(
@@ -20,9 +20,9 @@ def token_logprobs(
     temperature: float = 1.0,
     softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Log-probs of `targets` [n] and the entropy [n], both float32, from hidden states [n, width] and the output layer.
+    """Returns float32 log-probs of `targets` [n] and entropy [n], from hidden states [n, width] and the output layer.
 
-    The logits are computed a second time in the backward pass.
+    The backward pass computes the logits a second time.
     """
     logprobs, entropy = _Head.apply(hidden, weight, bias, targets, temperature, softcap)  # type: ignore[no-untyped-call]
     return logprobs, entropy
@@ -41,12 +41,12 @@ class _Head(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(hidden, weight, bias, targets)
         ctx.temperature, ctx.softcap = temperature, softcap
-        kind = torch.promote_types(hidden.dtype, torch.float32)
-        logprobs, entropy = (hidden.new_empty(len(hidden), dtype=kind) for _ in range(2))
+        dtype = torch.promote_types(hidden.dtype, torch.float32)
+        logprobs, entropy = (hidden.new_empty(len(hidden), dtype=dtype) for _ in range(2))
         for part in _parts(len(hidden), len(weight)):
             logits = _logits(hidden[part], weight, bias, temperature, softcap)[0]
-            if compiled := kernels_for(logits):
-                compiled.score(*map(same, (logits, targets[part], logprobs[part], entropy[part])))
+            if kernels := kernels_for(logits):
+                kernels.token_logprobs(*map(as_numpy, (logits, targets[part], logprobs[part], entropy[part])))
                 continue
             logprobs[part] = logits.gather(1, targets[part, None])[:, 0]
             peak = logits.amax(-1, keepdim=True)
@@ -62,20 +62,20 @@ class _Head(torch.autograd.Function):
         hidden, weight, bias, targets = ctx.saved_tensors
         d_hidden = torch.empty_like(hidden)
         # Summed over chunks in float32: many small terms would be lost in bfloat16.
-        kind = torch.promote_types(weight.dtype, torch.float32)
-        d_weight = torch.zeros_like(weight, dtype=kind) if ctx.needs_input_grad[1] else None
+        dtype = torch.promote_types(weight.dtype, torch.float32)
+        d_weight = torch.zeros_like(weight, dtype=dtype) if ctx.needs_input_grad[1] else None
         d_bias = torch.zeros_like(bias) if bias is not None and ctx.needs_input_grad[2] else None
-        sharpen = bool(d_entropy.any())  # most losses leave the entropy alone
+        with_entropy = bool(d_entropy.any())  # most losses leave the entropy alone
         for part in _parts(len(hidden), len(weight)):
             logits, slope = _logits(hidden[part], weight, bias, ctx.temperature, ctx.softcap)
-            d_logits = _gradient(logits, targets[part], d_logprobs[part], d_entropy[part], sharpen)
+            d_logits = _gradient(logits, targets[part], d_logprobs[part], d_entropy[part], with_entropy)
             if slope is not None:
                 d_logits *= slope
             if ctx.temperature != 1:
                 d_logits /= ctx.temperature
             d_logits = d_logits.to(hidden.dtype)
             multiply(d_logits, weight, out=d_hidden[part])
-            if d_weight is not None and kind == d_logits.dtype:
+            if d_weight is not None and dtype == d_logits.dtype:
                 d_weight.addmm_(d_logits.T, hidden[part])
             elif d_weight is not None:
                 d_weight += d_logits.T @ hidden[part]
@@ -84,15 +84,15 @@ class _Head(torch.autograd.Function):
         return d_hidden, None if d_weight is None else d_weight.to(weight.dtype), d_bias, None, None, None
 
 
-def _gradient(logits: Tensor, targets: Tensor, d: Tensor, d_entropy: Tensor, sharpen: bool) -> Tensor:
-    """By the logits, which are written over."""
-    if compiled := kernels_for(logits):
-        compiled.score_back(*map(same, (logits, targets, d.contiguous(), d_entropy.contiguous())))
+def _gradient(logits: Tensor, targets: Tensor, d: Tensor, d_entropy: Tensor, with_entropy: bool) -> Tensor:
+    """Returns the gradient by the logits, which are overwritten."""
+    if kernels := kernels_for(logits):
+        kernels.token_logprobs_backward(*map(as_numpy, (logits, targets, d.contiguous(), d_entropy.contiguous())))
         return logits
     log_p = logits.sub_(logits.logsumexp(-1, keepdim=True))
     p = log_p.exp()
     d, d_entropy = d[:, None], d_entropy[:, None]
-    if sharpen:
+    if with_entropy:
         entropy = -(p * log_p).sum(-1, keepdim=True)
         d_logits = log_p.add_(entropy).mul_(-d_entropy).sub_(d).mul_(p)
     else:
@@ -101,14 +101,14 @@ def _gradient(logits: Tensor, targets: Tensor, d: Tensor, d_entropy: Tensor, sha
 
 
 def _parts(tokens: int, vocabulary: int) -> list[slice]:
-    size = max(_FEWEST, _CHUNK // vocabulary)
+    size = max(_MIN_TOKENS, _CHUNK // vocabulary)
     return [slice(i, i + size) for i in range(0, tokens, size)]
 
 
 def _logits(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float, softcap: float | None
 ) -> tuple[Tensor, Tensor | None]:
-    """Logits, in float32 or better, and the derivative of the soft cap where there is one."""
+    """Returns logits, in float32 or wider, and the derivative of the soft cap where there is one."""
     logits = linear(hidden, weight, bias)
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     slope = None

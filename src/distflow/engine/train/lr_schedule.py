@@ -1,12 +1,12 @@
-"""The learning rate as a function of how many updates were made: there is no state to keep."""
+"""The learning rate as a function of the number of updates so far: there is no state to keep."""
 
 import math
 
-from distflow.config.schema import LearnConfig
+from distflow.config.schema import TrainerConfig
 
 
-def learning_rate(config: LearnConfig, update: int, total: int) -> float:
-    """For update `update` (from 0) of `total`: up in `warmup` updates, then as the schedule says."""
+def learning_rate(config: TrainerConfig, update: int, total: int) -> float:
+    """Returns the learning rate of update `update` (from 0) of `total`: linear warm-up, then the schedule."""
     warmup = config.warmup
     if update < warmup:
         return config.lr * (update + 1) / warmup

@@ -1,5 +1,7 @@
-"""Samples to micro-batches, and a micro-batch to one row of tokens. Padding does not exist here, and the tokens of a
-prompt are there once for all of its responses."""
+"""Packs samples into micro-batches, and a micro-batch into one row of tokens, without padding.
+
+The tokens of a prompt are in it once, for all of its responses.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -10,24 +12,24 @@ from torch import Tensor
 
 from distflow.data.balance import Ints
 from distflow.data.batch import Batch, Ragged, select
-from distflow.engine.model.attention import Spread
+from distflow.engine.model.attention import SharedPrompts
 
 PROMPT, RESPONSE, ROLLOUT = "prompt_tokens", "response_tokens", "rollout_logprobs"
 
 
-def micro_batches(batch: Batch, index: Ints, budget: int, together: bool = False) -> list[Ints]:
-    """These samples, at most `budget` tokens together; a sample longer than that is alone. Largest first.
+def micro_batches(batch: Batch, index: Ints, budget: int, whole_groups: bool = False) -> list[Ints]:
+    """Splits samples into micro-batches of at most `budget` tokens, largest first; a longer sample is alone.
 
-    Samples of one prompt stay together where they can; `together`: those of one group always.
+    Samples of one prompt stay together where that fits; with `whole_groups`, always.
     """
     shared = batch[PROMPT].lengths[index]
     own = np.maximum(batch[RESPONSE].lengths[index] - 1, 0)
-    prompt = batch.groups[index] if together else prompt_ids(batch[PROMPT].select(index))
+    prompt = batch.groups[index] if whole_groups else prompt_ids(batch[PROMPT].select(index))
     pieces: list[list[int]] = []  # samples of one prompt
     sizes: list[int] = []
     last = -1
     for i in np.lexsort((-own, prompt)).tolist():
-        if prompt[i] == last and (together or sizes[-1] + own[i] <= budget):
+        if prompt[i] == last and (whole_groups or sizes[-1] + own[i] <= budget):
             pieces[-1].append(i)
             sizes[-1] += int(own[i])
         else:
@@ -48,23 +50,23 @@ def micro_batches(batch: Batch, index: Ints, budget: int, together: bool = False
 
 
 def prompt_ids(prompts: Ragged) -> Ints:
-    """A number for each sample: the same for those that have the same prompt."""
+    """Returns a number for each sample, the same for those that have the same prompt."""
     known: dict[bytes, int] = {}
     return np.array([known.setdefault(p.numpy().tobytes(), len(known)) for p in prompts], np.int64)
 
 
 @dataclass(frozen=True)
 class Pack:
-    """Sequences one after the other, each a prompt and its response without the last token, which predicts nothing.
+    """A micro-batch: sequences in one row, each a prompt and its response without the last token.
 
-    A prompt that came before is not there again. Samples without a response are not there at all.
+    A prompt is not repeated for its further responses. Samples without a response are left out.
     """
 
-    index: Ints  # [samples]: which samples of the batch, in the order they are in here
+    index: Ints  # [samples]: their places in the batch, in the order of this pack
     tokens: Tensor  # [rows]
     positions: Tensor  # [rows]
     lengths: list[int]  # of the sequences, prompts included
-    spread: Spread | None  # rows to whole sequences; None where they are the same
+    shared: SharedPrompts | None  # rows to whole sequences; None where they are the same
     keep: Tensor  # [responses]: the row that predicts each response token
     targets: Tensor  # [responses]: these tokens
     responses: Tensor  # [samples]: tokens of each response
@@ -76,7 +78,7 @@ class Pack:
             return self
         moved = {f.name: getattr(self, f.name) for f in fields(self)}
         for name, value in moved.items():
-            if isinstance(value, Tensor | Spread):
+            if isinstance(value, Tensor | SharedPrompts):
                 moved[name] = value.to(device)
             elif isinstance(value, Mapping):
                 moved[name] = {k: v.to(device) for k, v in value.items()}
@@ -84,7 +86,7 @@ class Pack:
 
 
 def pack(batch: Batch, index: Ints) -> Pack:
-    """Some samples, those of one length side by side: attention then takes them together."""
+    """Packs some samples, those of one length side by side: attention computes them together."""
     index = index[np.argsort(-(batch[PROMPT].lengths + batch[RESPONSE].lengths)[index], kind="stable")]
     responses: Ragged = batch[RESPONSE].select(index)
     columns = {f: select(c, index) for f, c in batch.columns.items() if f not in (PROMPT, RESPONSE)}
@@ -94,7 +96,7 @@ def pack(batch: Batch, index: Ints) -> Pack:
         tokens=rows.tokens(),
         positions=rows.positions(),
         lengths=rows.lengths(),
-        spread=rows.spread(),
+        shared=rows.shared(),
         keep=rows.keep(),
         targets=responses.joined(),
         responses=torch.from_numpy(responses.lengths),
@@ -104,16 +106,16 @@ def pack(batch: Batch, index: Ints) -> Pack:
 
 
 class _Rows:
-    """Where the tokens of each sample with a response are: those of its prompt, and those of its response."""
+    """The rows of each sample that has a response: those of its prompt, and those of its response."""
 
     def __init__(self, prompts: Ragged, responses: Ragged) -> None:
         live = np.flatnonzero(responses.lengths)
         self.prompts, self.responses = prompts.select(live), responses.select(live)
         self.p, self.r = self.prompts.lengths, self.responses.lengths - 1
         _, first, same = np.unique(prompt_ids(self.prompts), return_index=True, return_inverse=True)
-        self.brings = np.zeros(len(live), bool)  # its prompt is there for the first time
-        self.brings[first] = True
-        sizes = np.where(self.brings, self.p, 0) + self.r
+        self.first = np.zeros(len(live), bool)  # of the samples that share a prompt
+        self.first[first] = True
+        sizes = np.where(self.first, self.p, 0) + self.r
         self.count = int(sizes.sum())
         ends = np.cumsum(sizes)
         self.prompt_at = (ends - sizes)[first][same]
@@ -121,16 +123,16 @@ class _Rows:
 
     def tokens(self) -> Tensor:
         if not self.count:
-            return torch.zeros(1, dtype=torch.int64)  # a model is called with something
+            return torch.zeros(1, dtype=torch.int64)  # a model is called with at least one token
         tokens = torch.empty(self.count, dtype=torch.int64)
-        new = self.brings
+        new = self.first
         tokens[_ranges(self.prompt_at[new], self.p[new])] = self.prompts.select(np.flatnonzero(new)).joined()
         tokens[_ranges(self.response_at, self.r)] = self.responses.values[_ranges(self.responses.starts, self.r)]
         return tokens
 
     def positions(self) -> Tensor:
         positions = torch.zeros(max(1, self.count), dtype=torch.int64)
-        new = self.brings
+        new = self.first
         positions[_ranges(self.prompt_at[new], self.p[new])] = _ranges(0 * self.p[new], self.p[new])
         positions[_ranges(self.response_at, self.r)] = _ranges(self.p, self.r)
         return positions
@@ -140,7 +142,7 @@ class _Rows:
         return lengths or [1]
 
     def keep(self) -> Tensor:
-        """The first token of a response is predicted by the last one of the prompt."""
+        """Returns the row that predicts each response token: for the first one, the last row of the prompt."""
         sizes = self.r + 1
         at = np.cumsum(sizes) - sizes
         keep = torch.empty(int(sizes.sum()), dtype=torch.int64)
@@ -148,10 +150,10 @@ class _Rows:
         keep[_ranges(at + 1, self.r)] = _ranges(self.response_at, self.r)
         return keep
 
-    def spread(self) -> Spread | None:
-        if self.brings.all():
+    def shared(self) -> SharedPrompts | None:
+        if self.first.all():
             return None
-        new, old = self.brings, ~self.brings
+        new, old = self.first, ~self.first
         sizes = self.p + self.r
         at = np.cumsum(sizes) - sizes
         rows = torch.empty(int(sizes.sum()), dtype=torch.int64)
@@ -160,17 +162,17 @@ class _Rows:
         places = torch.empty(self.count, dtype=torch.int64)
         places[_ranges(self.prompt_at[new], self.p[new])] = _ranges(at[new], self.p[new])
         places[_ranges(self.response_at, self.r)] = _ranges(at + self.p, self.r)
-        return Spread(rows, places, _ranges(at[old], self.p[old]))
+        return SharedPrompts(rows, places, _ranges(at[old], self.p[old]))
 
 
 def _ranges(starts: Ints, counts: Ints) -> Tensor:
-    """start, start + 1, … for each, `count` of them, one after the other."""
+    """Concatenates `count` numbers from `start` on for each pair."""
     ends = np.cumsum(counts)
     total = int(ends[-1]) if len(ends) else 0
     return torch.from_numpy(np.repeat(starts - ends + counts, counts) + np.arange(total))
 
 
-def nothing() -> Pack:
-    """One token that counts for nothing: who has no more samples takes part in the collectives all the same."""
+def empty_pack() -> Pack:
+    """Returns a pack without samples: a rank that has no more of them still takes part in the collectives."""
     one, none = torch.zeros(1, dtype=torch.int64), torch.zeros(0, dtype=torch.int64)
     return Pack(none.numpy(), one, one, [1], None, none, none, none, {}, {})

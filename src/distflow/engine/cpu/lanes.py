@@ -1,0 +1,86 @@
+"""Lanes: on a CPU with several threads, a continuous batch per thread.
+
+The operations of a decoding step are too small to share: with lanes no thread idles, and one lane computes while
+another reads memory. Every lane reads all weights, so a lane has to have a number of sequences to be worth it.
+"""
+
+from collections.abc import Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from typing import Any, Protocol, Self, TypeVar
+
+import torch
+from transformers import PreTrainedModel
+
+from distflow.engine.model.llama_family import is_reentrant
+
+_MIN_SEQUENCES = 64
+
+S = TypeVar("S")
+
+
+class Batch(Protocol[S]):
+    @property
+    def has_unfinished(self) -> bool: ...
+
+    def add(self, sequences: list[S]) -> None: ...
+
+    def step(self) -> list[S]: ...
+
+
+def lane_count(model: PreTrainedModel, most: int, sequences: int) -> int:
+    """The number of lanes for this many sequences, at most `most`."""
+    return max(1, min(most, sequences // _MIN_SEQUENCES)) if is_reentrant(model) else 1
+
+
+@contextmanager
+def threads_of_a_lane(lanes: int) -> Iterator[None]:
+    """Sets the calling thread's share of torch's threads to that of a lane."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(max(1, threads // lanes))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+class Lanes:
+    """Several batches as one. Which sequence runs in which lane does not depend on timing if all come at once."""
+
+    def __init__(self, batches: Sequence[Batch[Any]]) -> None:
+        self.batches = batches
+        each = max(1, torch.get_num_threads() // len(batches))
+        self._threads = ThreadPoolExecutor(len(batches), "lane", torch.set_num_threads, (each,))
+        self._stepping: dict[Future[list[Any]], Batch[Any]] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._threads.shutdown(cancel_futures=True)
+
+    @property
+    def has_unfinished(self) -> bool:
+        return bool(self._stepping) or any(b.has_unfinished for b in self.batches)
+
+    def add(self, sequences: list[Any]) -> None:
+        """Deals sequences out in contiguous shares, those of a prompt to one lane but for a few."""
+        count, lanes = len(sequences), len(self.batches)
+        first_seen: dict[Any, int] = {}
+        ordered = sorted(sequences, key=lambda s: first_seen.setdefault(s.request.prompt, len(first_seen)))
+        bounds = [lane * (count // lanes) + min(lane, count % lanes) for lane in range(lanes + 1)]
+        for batch, start, end in zip(self.batches, bounds, bounds[1:], strict=True):
+            if end > start:
+                batch.add(ordered[start:end])
+
+    def step(self) -> list[Any]:
+        busy = set(map(id, self._stepping.values()))
+        for batch in self.batches:
+            if id(batch) not in busy and batch.has_unfinished:
+                self._stepping[self._threads.submit(batch.step)] = batch
+        done, _ = wait(self._stepping, return_when=FIRST_COMPLETED)
+        finished = []
+        for future in done:
+            del self._stepping[future]
+            finished += future.result()
+        return finished

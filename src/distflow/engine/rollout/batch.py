@@ -1,0 +1,39 @@
+"""One continuous batch: sequences join it, run in lockstep, and leave it as they finish."""
+
+from collections.abc import Iterable
+
+import torch
+
+from distflow.engine.rollout.model_runner import ModelRunner
+from distflow.engine.rollout.scheduler import Scheduler
+from distflow.engine.rollout.sequence import Sequence
+
+
+class ContinuousBatch:
+    def __init__(self, scheduler: Scheduler, runner: ModelRunner) -> None:
+        self.scheduler, self.runner = scheduler, runner
+
+    @property
+    def has_unfinished(self) -> bool:
+        return self.scheduler.has_unfinished
+
+    def add(self, sequences: Iterable[Sequence]) -> None:
+        self.scheduler.add(sequences)
+
+    @torch.inference_mode()
+    def step(self) -> list[Sequence]:
+        """Runs until at least one sequence is finished and returns all that are."""
+        finished: list[Sequence] = []
+        while self.scheduler.has_unfinished and not finished:
+            for prompts in self.scheduler.admit():
+                self.runner.prefill(prompts)
+            finished += self._retire()  # a response may be one token long
+            if self.scheduler.running:
+                self.runner.decode(self.scheduler.running)
+                finished += self._retire()
+        return finished
+
+    def _retire(self) -> list[Sequence]:
+        finished, movers, old_slots = self.scheduler.retire()
+        self.runner.move(movers, old_slots)
+        return finished

@@ -1,0 +1,80 @@
+"""The interface of a rollout engine: weights in, requests in, completions out as they finish, memory given back.
+
+Text, groups, rewards and exactly-once accounting are outside of it. Every rank of a generation layout has one engine;
+tensor-parallel ranks make the same calls in the same order.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from distflow.data.balance import Ints
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How a response is sampled, and when it ends."""
+
+    max_tokens: int
+    temperature: float = 1.0  # 0: greedy
+    top_p: float = 1.0
+    top_k: int = 0  # 0: all
+    min_tokens: int = 0  # no stop token before this many
+    stop: frozenset[int] = frozenset()  # token ids; the response includes the one it ends with
+
+    @property
+    def truncated(self) -> bool:
+        return self.top_p < 1 or self.top_k > 0
+
+
+@dataclass(frozen=True)
+class Request:
+    """One response to generate. Its sampling noise is a function of (seed, sample id, position in the response)."""
+
+    sample_id: int
+    prompt: tuple[int, ...]  # token ids; requests with the same prompt are prefilled once
+    params: SamplingParams
+    seed: int
+    position: int = 0  # in the response, of the first token to generate; above 0 if `prompt` ends with its beginning
+
+
+@dataclass(frozen=True)
+class Completion:
+    """What was generated for a request, and with which weights."""
+
+    sample_id: int
+    tokens: Ints  # int64
+    logprobs: NDArray[np.float32]  # under the distribution before top-p and top-k, as a trainer computes them
+    finished: bool  # by a stop token, not by the length limit
+    weight_version: int
+
+
+class RolloutEngine(Protocol):
+    """What the built-in engine and others implement."""
+
+    weight_version: int  # of the weights that the next token is generated with
+
+    def weight_targets(self) -> Mapping[str, Tensor]:
+        """Returns this rank's tensors for the next weights, allocated where they were released, to be filled."""
+        ...
+
+    def commit_weights(self, version: int) -> None:
+        """Says that all targets are filled. There are no unfinished requests at that time."""
+        ...
+
+    def add_request(self, request: Request) -> None: ...
+
+    @property
+    def has_unfinished(self) -> bool: ...
+
+    def step(self) -> list[Completion]:
+        """Generates until at least one request is finished and returns all that are."""
+        ...
+
+    def release_memory(self) -> None:
+        """Gives back the memory of the weights, and of whatever else is not needed until they are filled again."""
+        ...

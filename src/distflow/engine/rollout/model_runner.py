@@ -1,0 +1,79 @@
+"""Runs the model on the sequences of one batch: prefills prompts, decodes one token each, samples."""
+
+from collections import defaultdict
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from distflow.engine.cpu.decode_attention import CpuDecode
+from distflow.engine.model.attention import Attention
+from distflow.engine.rollout.engine import SamplingParams
+from distflow.engine.rollout.forward import Forward
+from distflow.engine.rollout.kv_cache import Decode, KVCache, Prefill
+from distflow.engine.rollout.sampling import sample
+from distflow.engine.rollout.sequence import Sequence
+
+Agree = Callable[[Tensor], Tensor]
+
+
+class ModelRunner:
+    """`agree` makes the sampled tokens of tensor-parallel replicas one and the same."""
+
+    def __init__(self, forward: Forward, cache: KVCache, agree: Agree, device: torch.device) -> None:
+        self.forward, self.cache, self.agree, self.device = forward, cache, agree, device
+        self.decode_attention = CpuDecode if device.type == "cpu" else Decode
+
+    def prefill(self, prompts: list[list[Sequence]]) -> None:
+        """Computes each prompt once, for all sequences that share it, and samples their first tokens."""
+        lengths = [len(sequences[0].request.prompt) for sequences in prompts]
+        tokens = torch.tensor([t for sequences in prompts for t in sequences[0].request.prompt])
+        positions = torch.cat([torch.arange(n) for n in lengths])
+        attention = Prefill(self.cache, lengths, [sequences[0].slot for sequences in prompts])
+        logits = self._logits(tokens, positions, attention, torch.tensor(lengths).cumsum(0) - 1)
+        pairs = [(sequences[0].slot, s.slot) for sequences in prompts for s in sequences[1:]]
+        if pairs:
+            sources, targets = torch.tensor(pairs).T
+            self.cache.copy(sources, targets, max(lengths))
+        row_of = torch.tensor([row for row, sequences in enumerate(prompts) for _ in sequences])
+        self._sample([s for sequences in prompts for s in sequences], logits[row_of.to(self.device)])
+
+    def decode(self, running: list[Sequence]) -> None:
+        """Samples one more token for each running sequence; they are in the first slots, in their order."""
+        tokens = torch.tensor([s.tokens[-1] for s in running])
+        positions = torch.tensor([s.length - 1 for s in running])
+        attention = self.decode_attention(self.cache, positions.to(self.device))
+        self._sample(running, self._logits(tokens, positions, attention))
+
+    def move(self, movers: list[Sequence], old_slots: list[int]) -> None:
+        """Copies the keys and values of sequences from their old slots to their new ones."""
+        if movers:
+            slots = torch.tensor([s.slot for s in movers])
+            self.cache.copy(torch.tensor(old_slots), slots, max(s.length for s in movers))
+
+    def _logits(self, tokens: Tensor, positions: Tensor, attention: Attention, keep: Tensor | None = None) -> Tensor:
+        kept = None if keep is None else keep.to(self.device)
+        return self.forward(tokens.to(self.device), positions.to(self.device), attention, kept)
+
+    def _sample(self, sequences: list[Sequence], logits: Tensor) -> None:
+        for (params, seed), rows in _by_params(sequences).items():
+            chosen = [sequences[i] for i in rows]
+            scores = logits if len(rows) == len(sequences) else logits[torch.tensor(rows, device=self.device)]
+            sample_ids = np.array([s.request.sample_id for s in chosen], np.int64)
+            positions = np.array([s.position for s in chosen], np.int64)
+            tokens, logprobs = sample(scores, params, seed, sample_ids, positions)
+            tokens = self.agree(tokens)
+            for sequence, token, logprob in zip(chosen, tokens.tolist(), logprobs.tolist(), strict=True):
+                sequence.append(token, logprob)
+
+
+def _by_params(sequences: list[Sequence]) -> dict[tuple[SamplingParams, int], list[int]]:
+    """Rows that are sampled together; nearly always all of them."""
+    first = sequences[0].request
+    if all(s.request.params is first.params and s.request.seed == first.seed for s in sequences):
+        return {(first.params, first.seed): list(range(len(sequences)))}
+    rows = defaultdict(list)
+    for i, s in enumerate(sequences):
+        rows[s.request.params, s.request.seed].append(i)
+    return rows
