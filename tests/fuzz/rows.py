@@ -17,7 +17,7 @@ from distflow.data.batch import as_column
 from distflow.data.dataset import Dataset
 from distflow.data.dataset_view import DatasetView
 from distflow.data.loader import Loader
-from distflow.engine.model.prompt_check import screen
+from distflow.engine.model.prompt_check import check_prompts
 from distflow.engine.model.source import open_model
 from distflow.engine.model.text import Text
 from fuzz.harness import Case
@@ -78,7 +78,7 @@ class DataRows:
             rows = Dataset(files, fields, "skip" if skip else "error", self.cache)
             view = DatasetView(rows, {"answer": "truth"})
             if tokens:
-                view = screen(view, self.text, skip, 0, 1).rows
+                view = check_prompts(view, self.text, skip, 0, 1).rows
             for i in range(min(len(view), 20)):
                 assert view.describe(i)
                 view[i]

@@ -44,7 +44,7 @@ def _model(
 ) -> Generator[str, None, dict[str, Any]]:
     """Returns the first row whose prompt the model can read."""
     from distflow.engine.model.lora import Adapter
-    from distflow.engine.model.prompt_check import screen, texts
+    from distflow.engine.model.prompt_check import check_prompts, texts
     from distflow.engine.model.source import DTYPES, kv_bytes, open_model
     from distflow.engine.model.tensor_parallel import tp_styles
     from distflow.engine.model.text import Text, prompt_limit
@@ -65,9 +65,9 @@ def _model(
     yield from _others(config, plan, source)
     text = Text(source, prompt_limit(source, config.rollout.max_tokens, config.data.max_prompt))
     text.stop_tokens(source, config.rollout.stop)
-    seen = screen(rows, text, config.data.on_bad_row == "skip", 0, 1)
+    seen = check_prompts(rows, text, config.data.on_bad_row == "skip", 0, 1)
     if held_out:
-        screen(held_out, text, False, 0, 1)
+        check_prompts(held_out, text, False, 0, 1)
     first = seen.rows[0]
     tokens = len(text.encode(first["prompt"]))
     told = f"have at most {text.limit} tokens, {seen.count} skipped; the first has {tokens}"

@@ -92,7 +92,7 @@ class Job:
         """The model that the config names, if it does; prompts that it could not take are found now."""
         if not self.config.model:
             return None
-        from distflow.engine.model.prompt_check import screen, texts
+        from distflow.engine.model.prompt_check import check_prompts, texts
         from distflow.engine.model.source import open_model
         from distflow.engine.model.text import Text, prompt_limit
 
@@ -101,9 +101,9 @@ class Job:
         source = open_model(self.config.model, lambda: texts(self.rows), config.base, config.seed)
         text = Text(source, prompt_limit(source, config.rollout.max_tokens, config.data.max_prompt))
         with self.heartbeat.waiting(everybody):
-            seen = screen(self.rows, text, config.data.on_bad_row == "skip", self.rank, len(everybody))
+            seen = check_prompts(self.rows, text, config.data.on_bad_row == "skip", self.rank, len(everybody))
             if self.held_out:
-                screen(self.held_out, text, False, self.rank, len(everybody))
+                check_prompts(self.held_out, text, False, self.rank, len(everybody))
         self.rows, self.skipped = seen.rows, [*self.skipped, *seen.skipped]
         self.skipped_count += seen.count
         return source

@@ -1,4 +1,4 @@
-"""Before the first step, every prompt is looked at once, each worker a share: a bad one is told now, not at night."""
+"""Before the first step every prompt is encoded once, each worker a share: a bad one is reported now, not at night."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,51 +13,50 @@ from distflow.data.dataset_view import DatasetView
 from distflow.engine.model.text import Text
 from distflow.errors import DataError
 
-_SHOWN = 20
+_LISTED = 20
 
 
 @dataclass(frozen=True)
-class Screened:
-    rows: DatasetView
-    skipped: list[str]  # the first ones this worker knows of
-    count: int
+class CheckedPrompts:
+    rows: DatasetView  # those that can be used
+    skipped: list[str]  # the first ones of this worker's share, each with its place and the reason
+    count: int  # skipped rows on all workers
 
 
-def screen(rows: DatasetView, text: Text, skip: bool, rank: int, workers: int) -> Screened:
-    """Rows whose prompt the model can read. An unusable one is an error that names it, or is left out everywhere."""
+def check_prompts(rows: DatasetView, text: Text, skip: bool, rank: int, workers: int) -> CheckedPrompts:
+    """Finds rows whose prompt the model cannot read: an error that names the row, or left out on all workers."""
     if "prompt" not in rows.names:
-        return Screened(rows, [], 0)
+        return CheckedPrompts(rows, [], 0)
     bad: Ints = np.zeros(len(rows), np.int64)
-    told = []
+    skipped = []
     for i in range(rank, len(rows), workers):
         try:
             text.encode(rows[i]["prompt"])
         except DataError as e:
-            where = f"{rows.describe(i)}: {e}"
+            message = f"{rows.describe(i)}: {e}"
             if not skip:
-                raise DataError(f"{where} – mend the row or set `data.on_bad_row: skip`") from None
+                raise DataError(f"{message} – fix the row or set `data.on_bad_row: skip`") from None
             bad[i] = 1
-            told.append(where)
+            skipped.append(message)
     if skip and workers > 1:
-        everybody = torch.from_numpy(bad)
-        dist.all_reduce(everybody)
+        dist.all_reduce(torch.from_numpy(bad))
     if not bad.any():
-        return Screened(rows, [], 0)
-    kept = np.flatnonzero(bad == 0)
-    if not len(kept):
-        raise DataError(f"all {len(bad)} rows were skipped: {told[0] if told else 'see the other workers'}")
-    return Screened(rows.keep(kept), told[:_SHOWN], int(bad.sum()))
+        return CheckedPrompts(rows, [], 0)
+    good = np.flatnonzero(bad == 0)
+    if not len(good):
+        raise DataError(f"all {len(bad)} rows were skipped: {skipped[0] if skipped else 'see the other workers'}")
+    return CheckedPrompts(rows.keep(good), skipped[:_LISTED], int(bad.sum()))
 
 
 def texts(rows: DatasetView, most: int = 20_000) -> Iterator[str]:
-    """All text in the first rows, for a tokenizer to learn from."""
+    """Yields all text in the first rows, to train a tokenizer on."""
     for i in range(min(len(rows), most)):
         yield from _text_in(list(rows[i].values()))
 
 
 def _text_in(value: Any) -> Iterator[str]:
     if isinstance(value, str):
-        yield value.encode(errors="replace").decode()  # JSON can say half a character
+        yield value.encode(errors="replace").decode()  # JSON can have lone surrogates
     elif isinstance(value, list):
         for v in value:
             yield from _text_in(v)
