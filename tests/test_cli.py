@@ -7,7 +7,7 @@ from xml.etree import ElementTree
 import pytest
 
 from distflow import cli
-from distflow.config import load_config
+from distflow.run.program import Program
 
 DIAMOND = str(Path(__file__).parents[1] / "examples" / "diamond" / "config.yaml")
 Output = pytest.CaptureFixture[str]
@@ -37,13 +37,13 @@ def test_plan_prints_who_does_what(capsys: Output) -> None:
     assert err == ""
     for word in ("diamond", "4 workers", "generate", "advantage", "rollout 0-1", "train 2-3", "m0"):
         assert word in out
-    assert load_config(DIAMOND).plan(4).hash[:8] in out
+    assert Program.load(DIAMOND).plan(4).hash[:8] in out
     assert max(map(len, out.splitlines())) <= 120
     assert "\x1b" not in out
 
 
 def test_plan_as_json_has_its_hash(capsys: Output) -> None:
-    expected = load_config(DIAMOND).plan(4)
+    expected = Program.load(DIAMOND).plan(4)
     assert planned(capsys) == json.loads(json.dumps(expected.to_json() | {"hash": expected.hash}))
 
 

@@ -23,7 +23,7 @@ ALLOWED = {
     ("exec", "reward/witness.py"): "runs inside the sandbox only",
     ("compile", "reward/witness.py"): "the same",
     ("__import__", "reward/cell/main.py"): "names of the standard library that are written there",
-    ("yaml.load", "plain_yaml.py"): "with a loader made of SafeLoader, as a test below says",
+    ("yaml.load", "config/yaml.py"): "with a loader made of SafeLoader, as a test below says",
 }
 CODE = {"eval", "exec", "compile", "__import__", "os.system", "os.popen", "yaml.load", "yaml.unsafe_load"}
 PICKLES = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "joblib", "marshal", "shelve"}

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from distflow.config import load_config
 from distflow.flow.importing import load
+from distflow.run.program import Program
 
 HERE = Path(__file__).parents[2] / "examples" / "sorting"
 PARTS = ("held_out", "train", "warmup")
@@ -51,7 +51,7 @@ def test_reward(said: str, score: float) -> None:
 @pytest.mark.parametrize(("name", "part", "nodes"), [("warmup", "warmup", 2), ("grpo", "train", 4)])
 def test_configs_make_a_plan(folder: Path, name: str, part: str, nodes: int) -> None:
     files = [f"data.files={folder / f'{part}.jsonl'}", f"eval.files={folder / 'held_out.jsonl'}"]
-    config = load_config(HERE / f"{name}.yaml", [*files, "data.batch=32"])
-    assert config.data.batch == 32
-    assert len(config.plan(2).flow.nodes) == nodes
-    assert config.eval_plan(2, 500).samples == 500
+    program = Program.load(HERE / f"{name}.yaml", [*files, "data.batch=32"])
+    assert program.config.data.batch == 32
+    assert len(program.plan(2).flow.nodes) == nodes
+    assert program.eval_plan(2, 500).samples == 500

@@ -10,10 +10,10 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from distflow.config import Config, load_config
 from distflow.errors import DistflowError
 from distflow.plan.svg import svg
 from distflow.plan.table import render
+from distflow.run.program import Program
 from fuzz.harness import Case
 from fuzz.junk import TEXTS, as_yaml, damaged, junk, misspelt, mutate, places
 
@@ -46,9 +46,9 @@ ROW = {"text": "a", "prompt": "b", "response": "c", "chosen": "d", "rejected": "
 MODEL = {"arch": "qwen2", "hidden": 32, "layers": 1, "heads": 2}
 LEARNS = {"data": {"files": "prompts.jsonl", "batch": 8}, "model": MODEL, "train": {"lr": 1e-3, "lora": {"rank": 4}}}
 GROUPS = {
-    "groups": {"left": "0%-50%", "right": "50%-"},
-    "default": {"group": "left"},
-    "roles": {"actor": {"group": "right", "tp": 1}},
+    "ranks": {"left": "0%-50%", "right": "50%-"},
+    "default": {"ranks": "left"},
+    "roles": {"actor": {"ranks": "right", "tp": 1}},
 }
 LIST = [
     {"id": "length", "call": "own.py:length", "reads": ["text"], "params": {"scale": 2.0, "table": {"a": [1, None]}}},
@@ -62,7 +62,7 @@ WHOLE: tuple[dict[str, Any], ...] = (
         "data": {"files": ["rows.jsonl"], "batch": 4, "repeat": 2, "rename": {"answer": "truth"}},
         "roles": {"judge": {"call": "own.py:Judge", "args": {"strict": True}}},
         "algo": {"parts": 2},
-        "placement": {"groups": {"one": 0}, "nodes": {"judge.score": {"group": "one"}}},
+        "placement": {"ranks": {"one": 0}, "nodes": {"judge.score": {"ranks": "one"}}},
         "workers": 2,
     },
     {"flow": LIST, "data": "rows.jsonl", "roles": {"judge": "own.py:Judge"}, "seed": 3, "wait_limit_s": 5, "name": "l"},
@@ -129,24 +129,24 @@ class Configs:
         workers = rng.choice((1, 1, 2, 3, 4, 8))
 
         def run() -> None:
-            config = self._read(path, overrides)
-            plan = config.plan(config.workers or workers)
+            program = self._load(path, overrides)
+            plan = program.plan(program.config.workers or workers)
             json.dumps(plan.to_json())
             assert plan.hash
             render(plan)
             if plan.workers <= 8 and number % 7 == 0:
                 svg(plan)
-            config.rows(plan)[0]
-            if config.eval:
-                config.eval_plan(plan.workers, 3)
+            program.dataset(plan)[0]
+            if program.config.eval:
+                program.eval_plan(plan.workers, 3)
 
         keys = ("flow", "data", "algo", "node", "role", "placement", "workers", "bytes", "override", "eval", "reward")
         what = f"{overrides} {data[:2000]!r}"
         return Case(what, run, (str(path), str(self.folder), *keys))
 
-    def _read(self, path: Path, overrides: list[str]) -> Config:
+    def _load(self, path: Path, overrides: list[str]) -> Program:
         try:
-            return load_config(path, overrides)
+            return Program.load(path, overrides)
         except DistflowError as e:
             if str(path) not in str(e) and "override '" not in str(e):
                 raise AssertionError(f"names neither file nor override: {e}") from e
