@@ -18,11 +18,11 @@ SOURCE = Path(distflow.__file__).parent
 
 # Code and objects from data: (what is called, the only file that may, and why).
 ALLOWED = {
-    ("exec", "reward/cell/main.py"): "it is the program to be run, behind walls",
-    ("compile", "reward/cell/main.py"): "the same",
-    ("exec", "reward/witness.py"): "runs inside the sandbox only",
-    ("compile", "reward/witness.py"): "the same",
-    ("__import__", "reward/cell/main.py"): "names of the standard library that are written there",
+    ("exec", "reward/sandbox/jail/main.py"): "runs the untrusted program, after isolation",
+    ("compile", "reward/sandbox/jail/main.py"): "the same",
+    ("exec", "reward/sandbox/remote_tests.py"): "runs inside the sandbox only",
+    ("compile", "reward/sandbox/remote_tests.py"): "the same",
+    ("__import__", "reward/sandbox/jail/main.py"): "imports only module names written in that file",
     ("yaml.load", "config/yaml.py"): "with a loader made of SafeLoader, as a test below says",
 }
 CODE = {"eval", "exec", "compile", "__import__", "os.system", "os.popen", "yaml.load", "yaml.unsafe_load"}

@@ -94,7 +94,7 @@ def metrics(folder: Path, name: str) -> list[dict[str, float]]:
         (
             ["reward={functions: rewards.py:hangs, time_limit_s: 0.3}"],
             2,
-            r"rank \d, step 0, node 'reward.score': sample \d: reward 'hangs' .* took longer than 0.3 s; if it may",
+            r"rank \d, step 0, node 'reward.score': sample \d: reward 'hangs' .* took longer than 0.3 s; raise",
         ),
         (
             ["algo.scale=stdd"],
@@ -128,7 +128,7 @@ def test_the_launcher_tells_it_once(folder: Path) -> None:
     told = (
         r"distflow: rank [01], step \d, node 'reward.score': sample \d+: reward 'refuses_seven' "
         r"\(rewards.py:refuses_seven\) raised ValueError: not seven, please \(.*rewards.py:9\) \(and 3 more of the"
-        r" same call\); mend the function, or set `reward.on_failure: 0.0` to give such samples that score\n"
+        r" same call\); fix the function, or set `reward.on_failure: 0.0` to give such samples that score\n"
     )
     assert re.fullmatch(told, done.stderr), done.stderr
 

@@ -1,28 +1,25 @@
-"""Reward functions that return anything, raise anything, or end their process; in verl's and in TRL's way."""
+"""Reward functions that return anything, raise anything, or end their process; with verl's and TRL's signature."""
 
 import contextlib
 import math
 from pathlib import Path
 from random import Random
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 
 from distflow.data.batch import Batch
 from distflow.data.context import Context
 from distflow.observe.metrics import StepMetrics
-from distflow.reward.pool import Pool
 from distflow.reward.reward import Reward
 from fuzz.harness import Case
 
-# The response is a program that says what is returned: one file serves all cases.
+# The response is an expression that the function evaluates and returns: one file serves all cases.
 FILE = """
 import asyncio, decimal, fractions, json, math, os, signal, sys, threading, time
 
 class Odd:
-    def __init__(self, **how):
-        self.__dict__.update(how)
     def __repr__(self):
         raise ValueError("no repr")
 
@@ -52,10 +49,10 @@ class Array:
         raise OSError("no tolist")
 
 def deep(n):
-    made = []
+    nested = []
     for _ in range(n):
-        made = [made]
-    return made
+        nested = [nested]
+    return nested
 
 def fail(error):
     raise error
@@ -90,16 +87,16 @@ ATOMS = (
     "os.environ.clear() or 1", "fail(asyncio.CancelledError())", "fail(SyntaxError('x'))",
     "fail(UnicodeDecodeError('utf-8', b'x', 0, 1, 'y'))", "1 +",
 )  # fmt: skip
-SAID = (
+MESSAGES = (
     "junk", "3", "\\xff", "[" * 9999, '{"ready": []}', '{"results": [], "seconds": 0.1}', '{"results": 3}',
     '{"results": [5], "seconds": 0.1}', '{"results": [[1, 2, 3]], "seconds": 0.1}',
     '{"results": [["x", {}]], "seconds": 0.1}',
 )  # fmt: skip
-SAY = "os.write(int(sys.argv[1]), b'{}\\n') and 1"  # on the line of the process
+SEND = "os.write(int(sys.argv[1]), b'{}\\n') and 1"  # to the channel of the process
 DEADLY = (
     "os._exit(0)", "os._exit(7)", "os.kill(os.getpid(), signal.SIGKILL)", "os.abort()", "os.closerange(3, 100) or 1",
     "time.sleep(99)", "sum(iter(int, 1))", "setattr(json, 'dumps', None) or 1", "os.kill(os.getpid(), signal.SIGSTOP)",
-    *(SAY.replace("{}", said) for said in SAID),
+    *(SEND.replace("{}", message) for message in MESSAGES),
 )  # fmt: skip
 BAD_FILES = (
     "", "x = 3", "def x(:", "raise ValueError('no')", "import sys; sys.exit(3)", "import nowhere", "x = None",
@@ -117,11 +114,10 @@ class Rewards:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         (folder / "functions.py").write_text(FILE)
-        given = [{"call": f"functions.py:{name}"} for name in ("verl", "trl")]
         self.rewards = {
-            (name, mode): Reward([call], 1, 1.0, mode, base=folder)
-            for name, call in zip(("verl", "trl"), given, strict=True)
-            for mode in ("error", 0.5)
+            (name, on_failure): Reward([{"call": f"functions.py:{name}"}], 1, 1.0, on_failure, base=folder)
+            for name in ("verl", "trl")
+            for on_failure in ("error", 0.5)
         }
 
     def close(self) -> None:
@@ -131,7 +127,7 @@ class Rewards:
     def case(self, rng: Random, number: int) -> Case:
         if number % 40 == 7:
             return self._loading(rng, number // 40)
-        name, mode = rng.choice(list(self.rewards))
+        name, on_failure = rng.choice(list(self.rewards))
         programs = [rng.choice(ATOMS) for _ in range(rng.choice((1, 1, 2, 3)))]
         if number % 25 == 3:
             programs[0] = DEADLY[number // 25 % len(DEADLY)]
@@ -143,12 +139,12 @@ class Rewards:
 
         def run() -> None:
             context = cast(Context, SimpleNamespace(step=1, metrics=StepMetrics(), lead=True))
-            scores = self.rewards[name, mode].score(batch, context)["score"]
+            scores = self.rewards[name, on_failure].score(batch, context)["score"]
             assert len(scores) == len(programs)
             assert all(math.isfinite(s) for s in scores.tolist())
 
         names = (f"sample 0: reward '{name}' (functions.py:{name})", f"reward '{name}' (functions.py:{name})")
-        return Case(f"{name} {mode} {programs}", run, names, limit_s=30, limit_memory=False)
+        return Case(f"{name} {on_failure} {programs}", run, names, limit_s=30, limit_memory=False)
 
     def _loading(self, rng: Random, number: int) -> Case:
         text = BAD_FILES[number % len(BAD_FILES)]
@@ -157,8 +153,6 @@ class Rewards:
 
         def run() -> None:
             with contextlib.closing(Reward([{"call": f"{file}:x"}], 1, 1.0, base=self.folder)) as reward:
-                found: Any = reward.pool
-                assert isinstance(found, Pool)
-                reward.try_one({"prompt": "p", "response": "r"})
+                reward.score_one({"prompt": "p", "response": "r"})
 
         return Case(f"loads {text!r}", run, ("reward 'x'",), limit_s=30, limit_memory=False)

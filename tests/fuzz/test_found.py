@@ -81,7 +81,7 @@ def test_a_config_that_is_too_much_is_refused(folder: Path, text: str, message: 
     ("changed", "error", "message"),
     [
         ({"workers": 10**12}, PlacementError, "workers: 1000000000000; there may be 65,536 at most"),
-        ({"placement": {"groups": {"g": "9" * 5000}}}, PlacementError, "placement.groups.g: '999"),
+        ({"placement": {"ranks": {"g": "9" * 5000}}}, PlacementError, "placement.ranks.g: '999"),
         ({"algo": {"times": "x"}}, FlowError, "flow 'count': TypeError: '<' not supported"),
         ({"data": {"files": "~nobody-here/x"}}, ConfigError, "data.files: '~nobody-here/x': there is no such user"),
         ({"data": {"files": "x" * 300}}, DataError, "cannot be looked up: [Errno 36] File name too long"),
@@ -204,7 +204,7 @@ def test_a_score_that_fails_when_looked_at_costs_no_process(tmp_path: Path, prog
     (tmp_path / "functions.py").write_text(FILE)
     scorer = Scorer([{"name": "r", "call": "functions.py:verl", "args": {}}], tmp_path)
     (result,) = scorer.results(0, {"data_source": "", "solution_str": program, "ground_truth": 1}, 1)
-    assert re.match("(raised|returned) ", result.what)  # type: ignore[union-attr]
+    assert re.match("(raised|returned) ", result.reason)  # type: ignore[union-attr]
 
 
 def test_no_flip_of_a_bit_goes_unnoticed(tmp_path: Path) -> None:

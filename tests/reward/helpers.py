@@ -1,4 +1,4 @@
-"""What the tests of rewards share."""
+"""Helpers of the reward tests."""
 
 import os
 import time
@@ -22,31 +22,31 @@ FILE = "user_rewards.py"
 
 
 def batch_of(responses: Sequence[str], **columns: Any) -> Batch:
-    """Their ids are 100, 101, …"""
+    """Returns a batch of samples with ids 100, 101, …"""
     n = len(responses)
-    given: dict[str, Column] = {
+    fields: dict[str, Column] = {
         "prompt": [f"question {i}" for i in range(n)],
         "response": list(responses),
         "response_tokens": Ragged.of([torch.arange(len(r)) for r in responses]),
         **columns,
     }
-    return Batch(np.arange(100, 100 + n), np.arange(n), given)
+    return Batch(np.arange(100, 100 + n), np.arange(n), fields)
 
 
 def context() -> Context:
-    """What a reward asks of it."""
+    """Returns the part of a context that rewards use."""
     return cast(Context, SimpleNamespace(step=3, metrics=StepMetrics(), lead=True))
 
 
 def metrics_of(ctx: Context) -> dict[str, float]:
-    """As one worker alone would report them."""
+    """Returns the metrics as a single worker would report them."""
     return {n: v / c if reduce == "mean" else v for (n, reduce), (v, c) in ctx.metrics.totals.items()}
 
 
 @contextmanager
 def rewarding(*functions: str | dict[str, Any], **options: Any) -> Iterator[Reward]:
-    given = [{"call": f"{FILE}:{f}"} if isinstance(f, str) else f for f in functions]
-    reward = Reward(given, **{"processes": 1, "base": HERE, **options})
+    entries = [{"call": f"{FILE}:{f}"} if isinstance(f, str) else f for f in functions]
+    reward = Reward(entries, **{"processes": 1, "base": HERE, **options})
     try:
         yield reward
     finally:
@@ -61,7 +61,7 @@ def score(reward: Reward, batch: Batch, ctx: Context | None = None) -> list[floa
 
 
 def gone(pid: int) -> bool:
-    """Nothing runs under this number any more; a zombie runs no more."""
+    """Whether no process has this pid, or only a zombie."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):
@@ -69,13 +69,13 @@ def gone(pid: int) -> bool:
     return stat.rpartition(")")[2].split()[0] in "ZX"
 
 
-def wait_for(what: Callable[[], Any]) -> None:
-    """Only a bound against hanging."""
+def wait_for(condition: Callable[[], Any]) -> None:
+    """Waits until a condition holds; the limit only keeps the test from hanging."""
     for _ in range(3000):
-        if what():
+        if condition():
             return
         time.sleep(0.01)
-    pytest.fail("it did not happen within 30 s")
+    pytest.fail("the condition did not hold within 30 s")
 
 
 def pids_in(path: Path) -> list[int]:
@@ -84,13 +84,13 @@ def pids_in(path: Path) -> list[int]:
 
 
 def children_of(pid: int) -> set[int]:
-    """Living child processes."""
-    found = set()
+    """Returns the living child processes."""
+    children = set()
     for entry in filter(str.isdigit, os.listdir("/proc")):
         try:
             state, parent = Path(f"/proc/{entry}/stat").read_text().rpartition(")")[2].split()[:2]
         except (FileNotFoundError, ProcessLookupError):
             continue
         if int(parent) == pid and state not in "ZX":
-            found.add(int(entry))
-    return found
+            children.add(int(entry))
+    return children

@@ -1,4 +1,4 @@
-"""The reward of unit tests: what is right passes, and what only claims to be right does not."""
+"""The unit test reward: correct programs pass, and programs that cheat do not."""
 
 import json
 import time
@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-from distflow.config import load_config
 from distflow.reward.code import Case, all_unit_tests, last_block, parse_tests, unit_tests
 from distflow.reward.errors import RewardError
-from distflow.reward.sandbox import Sandbox
+from distflow.reward.sandbox.sandbox import Sandbox
+from distflow.run.program import Program
 from reward.helpers import batch_of, context, metrics_of, rewarding, score
 
 
-def why_not() -> str:
+def missing_protection() -> str:
     try:
         Sandbox().close()
     except RewardError as e:
@@ -22,14 +22,14 @@ def why_not() -> str:
     return ""
 
 
-if reason := why_not():
+if reason := missing_protection():
     pytest.skip(reason, allow_module_level=True)
 
 ADD = "def add(a, b):\n    return a + b\n"
 TESTS = ["assert add(1, 2) == 3", "assert add('a', 'b') == 'ab'"]
 
 
-def judged(program: str, tests: Any, **info: Any) -> float:
+def share_passed(program: str, tests: Any, **info: Any) -> float:
     return unit_tests("", program, tests, info, time_limit_s=0.5, total_s=20.0)["score"]
 
 
@@ -38,7 +38,7 @@ def test_the_last_fenced_block_is_the_program() -> None:
     assert last_block("```\nopen\n") == "open\n"
     assert last_block("```\na\n```\n```\n") == "a\n"
     assert last_block("x = 1") == "x = 1"
-    assert judged(f"First:\n```python\nwrong\n```\nNo:\n```python\n{ADD}```\nThat is it.", TESTS) == 1.0
+    assert share_passed(f"First:\n```python\nwrong\n```\nNo:\n```python\n{ADD}```\nThat is it.", TESTS) == 1.0
 
 
 @pytest.mark.parametrize(
@@ -58,26 +58,26 @@ def test_the_usual_forms_of_tests(truth: Any, tests: list[Any]) -> None:
 
 
 @pytest.mark.parametrize("truth", [[], "", None, {"a": 1}, [3], [{"input": "1"}], ["assert f("]])
-def test_what_is_no_test_is_an_error_of_the_data(truth: Any) -> None:
+def test_a_ground_truth_without_valid_tests_is_an_error(truth: Any) -> None:
     with pytest.raises(ValueError, match="test"):
-        judged(ADD, truth)
+        share_passed(ADD, truth)
 
 
 def test_the_share_of_tests_that_pass() -> None:
-    assert judged(ADD, TESTS) == 1.0
-    assert judged(ADD, [*TESTS, "assert add(1, 1) == 3", "assert sub(1, 1) == 0"]) == 0.5
-    assert judged("def add(a, b): return 3", TESTS, all_or_nothing=True) == 0.0
+    assert share_passed(ADD, TESTS) == 1.0
+    assert share_passed(ADD, [*TESTS, "assert add(1, 1) == 3", "assert sub(1, 1) == 0"]) == 0.5
+    assert share_passed("def add(a, b): return 3", TESTS, all_or_nothing=True) == 0.0
     assert all_unit_tests("", "def add(a, b): return 3", TESTS) == {"score": 0.0, "all_passed": 0.0}
     assert unit_tests("", ADD, TESTS) == {"score": 1.0, "all_passed": 1.0}
 
 
 def test_programs_that_read_and_print() -> None:
     cases = [{"input": "1 2\n", "output": "3"}, {"input": "5 5", "output": "10 \n\n"}, {"input": "x", "output": "x"}]
-    assert judged("print(sum(map(int, input().split())))", cases) == pytest.approx(2 / 3)
-    assert judged("print(3)\nraise SystemExit(1)", cases) == 0.0
+    assert share_passed("print(sum(map(int, input().split())))", cases) == pytest.approx(2 / 3)
+    assert share_passed("print(3)\nraise SystemExit(1)", cases) == 0.0
 
 
-def test_tests_may_do_what_tests_do() -> None:
+def test_tests_may_use_the_solution_as_tests_do() -> None:
     program = (
         "import math\nfrom collections import Counter, namedtuple\n"
         "P = namedtuple('P', 'x y')\nLIMIT = 7\n"
@@ -113,7 +113,7 @@ def test_tests_may_do_what_tests_do() -> None:
         "assert helper(Solution().twice(1)) == 3",
     ]
     for test in tests:
-        assert judged(program, [test], setup="def helper(x): return x + 1") == 1.0, test
+        assert share_passed(program, [test], setup="def helper(x): return x + 1") == 1.0, test
 
 
 def test_one_test_that_hangs_or_dies_does_not_cost_the_others() -> None:
@@ -125,12 +125,12 @@ def test_one_test_that_hangs_or_dies_does_not_cost_the_others() -> None:
         "    if x == 3: os.kill(os.getpid(), 11)\n"
         "    return x\n"
     )
-    assert judged(program, [f"assert f({i}) == {i}" for i in range(6)]) == 0.5
+    assert share_passed(program, [f"assert f({i}) == {i}" for i in range(6)]) == 0.5
 
 
 def test_a_solution_that_does_not_load_passes_nothing() -> None:
     lenient = "try:\n    add(1)\nexcept Exception:\n    pass"
-    assert judged(ADD, [lenient]) == 1.0
+    assert share_passed(ADD, [lenient]) == 1.0
     for end in (
         "raise ValueError",
         "import sys\nsys.exit(0)",
@@ -139,10 +139,10 @@ def test_a_solution_that_does_not_load_passes_nothing() -> None:
         "import nowhere",
         ")",
     ):
-        assert judged(ADD + end, [lenient, *TESTS]) == 0.0
+        assert share_passed(ADD + end, [lenient, *TESTS]) == 0.0
 
 
-def test_time_is_bounded_in_all() -> None:
+def test_the_total_time_is_bounded() -> None:
     began = time.monotonic()
     loop = "while True: pass"
     assert unit_tests("", loop, [{"input": "", "output": ""}] * 99, time_limit_s=9, total_s=0.5)["score"] == 0.0
@@ -207,10 +207,10 @@ CHEATS = {
     "answers in advance": (
         "import os\nos.write(4, b'[\"ok\", true, {}]\\n' * 100)\ndef add(a, b): return 0"
     ),
-    "patches the server of answers": (
+    "patches the module that serves the solution": (
         "import sys, json\n"
-        "main = sys.modules['distflow.reward.witness']\n"
-        "main.judge = main.pack = main.unpack = lambda *a: True\n"
+        "main = sys.modules['distflow.reward.sandbox.remote_tests']\n"
+        "main.run_tests = main.pack = main.unpack = lambda *a: True\n"
         "json.dumps = lambda *a: '[\"ok\", true, {}]'\n"
         "def add(a, b): return 0"
     ),
@@ -231,12 +231,12 @@ def test_cheats_do_not_pass(program: str) -> None:
     tests = ["assert add(1, 2) == 3", "assert not add(1, 2) != 3", "assert add(1, 2) in [3]"]
     tests += ["assert [3] == [add(1, 2)]", "assert {add(1, 2): 1} == {3: 1}"]
     tests += ["assert abs(add(1, 2) - 3) < 1e-6", "assert (lambda x: x == 3)(add(1, 2))"]
-    assert judged(program, tests) == 0.0
+    assert share_passed(program, tests) == 0.0
 
 
 def test_cheats_on_printed_answers_do_not_pass() -> None:
     for program in ("import os\nos._exit(0)", "print('ok')", "import sys\nsys.stdout = None", "print(open(4).read())"):
-        assert judged(program, [{"input": "1", "output": "2"}]) == 0.0
+        assert share_passed(program, [{"input": "1", "output": "2"}]) == 0.0
 
 
 def test_it_runs_as_a_reward_of_a_pool() -> None:
@@ -253,10 +253,14 @@ def test_options_arrive_from_a_config(tmp_path: Path) -> None:
     (tmp_path / "data.jsonl").write_text('{"prompt": "p"}\n')
     text = json.dumps({"flow": "grpo", "data": "data.jsonl", "model": "none", "reward": function})
     (tmp_path / "grpo.yaml").write_text(text)
-    assert load_config(tmp_path / "grpo.yaml").cast["reward"].args["functions"][0]["args"] == {"total_s": 3.0}
+    args = Program.load(tmp_path / "grpo.yaml").role_bindings["reward"].args
+    assert args["functions"][0]["args"] == {"total_s": 3.0}
 
 
-def test_what_is_missing_is_told_before_any_sample() -> None:
+def test_a_wrong_option_is_an_error_before_any_sample() -> None:
     call = {"call": "distflow.reward.code:unit_tests", "args": {"accept_missing": ["internet"]}}
-    with rewarding(call, on_failure=0.0) as reward, pytest.raises(RewardError, match="there is no 'internet'"):
+    with (
+        rewarding(call, on_failure=0.0) as reward,
+        pytest.raises(RewardError, match="there is no protection 'internet'"),
+    ):
         score(reward, batch_of(["x"], answer=[TESTS]))

@@ -1,4 +1,4 @@
-"""The role: users' functions unmodified, weights, metrics, and what becomes of failures."""
+"""The reward role: users' functions unmodified, weights, metrics, and failures."""
 
 import importlib
 import re
@@ -52,9 +52,7 @@ def test_where_verl_arguments_come_from() -> None:
 def test_a_trl_function_gets_columns_by_name() -> None:
     with rewarding("exact") as reward:
         assert score(reward, batch_of(["a", "b"], solution=["a", "a"], more=[1, 2])) == [1.0, 0.0]
-        with pytest.raises(
-            RewardError, match="needs column 'solution', which the samples lack; did you mean 'solutoin'"
-        ):
+        with pytest.raises(RewardError, match="needs column 'solution', which the data lacks; did you mean 'solutoin'"):
             score(reward, batch_of(["a"], solutoin=["a"]))
 
 
@@ -65,29 +63,29 @@ def test_a_trl_function_gets_messages_where_the_prompt_is_a_chat() -> None:
 
 
 def test_async_functions_share_one_event_loop() -> None:
-    with rewarding("judged", "later") as reward:
+    with rewarding("with_client", "later") as reward:
         for _ in range(2):
             batch = batch_of(["abc", "a"], level=torch.tensor([1, 2]), ground_truth=["abc", "b"])
             assert score(reward, batch) == [3 + 1 + 1.0, 1 + 2 + 0.0]
         without = {n: c for n, c in batch.columns.items() if n != "response_tokens"}
-        with pytest.raises(RewardError, match="needs completion_ids, but the samples lack 'response_tokens'"):
+        with pytest.raises(RewardError, match="needs completion_ids, but the batch lacks 'response_tokens'"):
             score(reward, Batch(batch.ids, batch.groups, without))
 
 
-def test_an_open_trl_function_gets_all_there_is() -> None:
-    per_token = Ragged.of([torch.ones(1)])  # no column of data
-    with rewarding("told_all") as reward:  # prompts, completion_ids, a and b
+def test_a_trl_function_with_kwargs_gets_all_columns() -> None:
+    per_token = Ragged.of([torch.ones(1)])  # not a column of the data set
+    with rewarding("count_columns") as reward:  # prompts, completion_ids, a and b
         assert score(reward, batch_of(["x"], a=[1], b=torch.ones(1), logprobs=per_token)) == [4.0]
     with rewarding("confident") as reward:
         assert score(reward, batch_of(["x"], a=[1], logprobs=per_token)) == [1.0]
 
 
 def test_an_object_may_be_the_function() -> None:
-    with rewarding("judge") as reward:
+    with rewarding("constant") as reward:
         assert score(reward, batch_of(["x"], answer=["y"])) == [0.5]
 
 
-def test_several_rewards_add_up_by_weight_and_are_told_apart() -> None:
+def test_several_rewards_add_up_by_weight_and_are_logged_apart() -> None:
     functions = [
         RewardFunction(f"{FILE}:detailed", weight=2.0, name="math", args={"bonus": 0.25}),
         RewardFunction(f"{FILE}:only_some"),
@@ -128,27 +126,29 @@ def test_an_empty_batch_has_no_scores() -> None:
 
 
 @pytest.mark.parametrize(
-    ("what", "message"),
+    ("behaviour", "message"),
     [
         ("raise", r"raised ValueError: no number in the response \(.*user_rewards.py:\d+\)"),
-        ("hang", "took longer than 1 s; if it may, raise `reward.time_limit_s`"),
-        ("exit", "ended its process, twice: it exited with 7"),
-        ("return nan", "returned nan; a score is a finite number"),
+        ("hang", "took longer than 1 s; raise `reward.time_limit_s` if it needs more time"),
+        ("exit", "ended its process in both attempts: it exited with 7"),
+        ("return nan", "returned nan; return a finite score that fits in float32"),
         ("return text", r"returned '1.0' \(str\) as a score; return a number"),
         ("return dict", "returned a dict without 'score'; known: acc"),
     ],
 )
-def test_a_failure_stops_with_sample_function_and_way_out(what: str, message: str) -> None:
+def test_a_failure_stops_with_sample_function_and_way_out(behaviour: str, message: str) -> None:
     with rewarding("behave", time_limit_s=1.0) as reward:
         with pytest.raises(RewardError) as e:
-            score(reward, batch_of(["fine", "fine", what, "fine"], answer=[""] * 4))
-        told = r"sample 102: reward 'behave' \(user_rewards.py:behave\) " + message
-        assert re.fullmatch(told + "; mend the function, or set `reward.on_failure: 0.0` to .*", str(e.value)), e.value
+            score(reward, batch_of(["fine", "fine", behaviour, "fine"], answer=[""] * 4))
+        failure = r"sample 102: reward 'behave' \(user_rewards.py:behave\) " + message
+        assert re.fullmatch(failure + "; fix the function, or set `reward.on_failure: 0.0` to .*", str(e.value)), (
+            e.value
+        )
         assert isinstance(e.value, DistflowError)
-        assert score(reward, batch_of(["fine"], answer=[""])) == [1.0]  # it is as good as before
+        assert score(reward, batch_of(["fine"], answer=[""])) == [1.0]  # the pool still works
 
 
-def test_with_a_number_for_failures_exactly_the_guilty_get_it(tmp_path: Path) -> None:
+def test_with_a_score_for_failures_exactly_the_failed_samples_get_it(tmp_path: Path) -> None:
     bad = ["raise", "hang", "crash", "return nan", "return none"]
     responses = [x for b in bad for x in (*["fine"] * 5, b)]
     ctx = context()
@@ -165,7 +165,7 @@ def test_with_a_number_for_failures_exactly_the_guilty_get_it(tmp_path: Path) ->
     assert "took longer than 1 s" in lines[1]
 
 
-def test_a_trl_call_fails_for_all_its_samples_or_for_the_guilty() -> None:
+def test_a_trl_call_fails_for_all_its_samples_or_for_the_invalid_ones() -> None:
     with rewarding("slip") as reward:
         with pytest.raises(
             RewardError, match=r"sample 100: .* returned 1 scores for 3 samples.*\(and 2 more of the same"
@@ -180,7 +180,7 @@ def test_a_trl_call_fails_for_all_its_samples_or_for_the_guilty() -> None:
         assert score(reward, batch_of(["word", "b", "c"])) == [1.0, 9.0, 2.0]
 
 
-def test_a_sample_that_one_of_several_functions_fails_on_gets_the_number_alone() -> None:
+def test_a_sample_that_one_of_several_functions_fails_on_gets_that_score_alone() -> None:
     ctx = context()
     with rewarding("call_raises", "compute_score", on_failure=0.5) as reward:
         assert score(reward, batch_of(["4", "5"], answer=["4", "4"]), ctx) == [0.5, 0.5]
@@ -189,15 +189,15 @@ def test_a_sample_that_one_of_several_functions_fails_on_gets_the_number_alone()
     assert "reward/call_raises/mean" not in metrics_of(ctx)
 
 
-def test_one_sample_can_be_tried() -> None:
+def test_one_sample_can_be_scored() -> None:
     with rewarding("compute_score", "exact", on_failure=0.0) as reward:
         row = {"prompt": "2 + 2", "solution": "4"}
-        assert reward.try_one({**row, "response": "4"}) == 2.0
-        assert reward.try_one({**row, "response": "5"}) == 0.0
+        assert reward.score_one({**row, "response": "4"}) == 2.0
+        assert reward.score_one({**row, "response": "5"}) == 0.0
         with pytest.raises(RewardError, match=r"sample row 7: .*raised AttributeError"):
-            reward.try_one({**row, "response": None}, "row 7")
-        with pytest.raises(RewardError, match="reads 'response', which the samples lack"):
-            reward.try_one(row)
+            reward.score_one({**row, "response": None}, "row 7")
+        with pytest.raises(RewardError, match="reads 'response', but the samples have no such field"):
+            reward.score_one(row)
 
 
 @pytest.mark.parametrize(
@@ -206,23 +206,23 @@ def test_one_sample_can_be_tried() -> None:
         ({"functions": []}, "reward.functions is empty"),
         ({"functions": [{"cal": "a.py:f"}]}, r"reward.functions\[0\]: unknown key 'cal'; did you mean 'call'"),
         ({"functions": [{"weight": 1}]}, r"reward.functions\[0\]: has no `call`"),
-        ({"functions": [{"call": "a.py:f", "weight": "1"}]}, "reward 'f': weight '1' is not a number"),
-        ({"functions": [{"call": "a.py:f", "args": {"x": {1}}}]}, "reward 'f': args are plain values"),
-        ({"functions": [{"call": "a.py:f"}, {"call": "b.py:f"}]}, "two are called 'f'; give one of them another"),
-        ({"processes": 0}, "reward.processes: 0; at least 1"),
-        ({"time_limit_s": 0}, "reward.time_limit_s: 0; give a number"),
-        ({"on_failure": "ignore"}, "reward.on_failure: 'ignore'; say 'error', or the score"),
-        ({"on_failure": float("nan")}, "reward.on_failure: nan; say"),
+        ({"functions": [{"call": "a.py:f", "weight": "1"}]}, "reward 'f': weight '1' is not a finite number"),
+        ({"functions": [{"call": "a.py:f", "args": {"x": {1}}}]}, "reward 'f': args must be plain values"),
+        ({"functions": [{"call": "a.py:f"}, {"call": "b.py:f"}]}, "two entries are named 'f'; set another `name`"),
+        ({"processes": 0}, "reward.processes is 0; set it to 1 or more"),
+        ({"time_limit_s": 0}, "reward.time_limit_s is 0; set it to a number"),
+        ({"on_failure": "ignore"}, "reward.on_failure is 'ignore'; set it to 'error' or to a finite score"),
+        ({"on_failure": float("nan")}, "reward.on_failure is nan; set it"),
     ],
 )
-def test_options_that_cannot_be_are_refused(options: dict[str, Any], message: str) -> None:
+def test_invalid_options_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(RewardError, match=message):
         Reward(**{"functions": [{"call": f"{FILE}:exact"}], **options})
 
 
-def test_args_that_a_function_lacks_or_needs_are_told() -> None:
+def test_missing_and_unknown_args_are_refused() -> None:
     for function, message in (
-        ({"call": f"{FILE}:needy"}, "needs 'threshold'; give it a default, or a value in `args`"),
+        ({"call": f"{FILE}:needy"}, "parameter 'threshold' has no value; give it a default, or set it in `args`"),
         ({"call": f"{FILE}:needy", "args": {"treshold": 1}}, "has no parameter 'treshold'.*did you mean 'threshold'"),
     ):
         with rewarding(function) as reward, pytest.raises(RewardError, match=message):
@@ -238,7 +238,7 @@ def test_args_that_a_function_lacks_or_needs_are_told() -> None:
 def test_an_adapter_says_what_to_install(
     adapter: str, package: str, extra: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(sys.modules, adapter, None)  # as if it were not there
+    monkeypatch.setitem(sys.modules, adapter, None)  # as if it were not installed
     monkeypatch.delitem(sys.modules, f"distflow.reward.{adapter}", raising=False)
     with pytest.raises(RewardError, match=rf"{package} is not installed .*pip install 'distflow-rl\[{extra}\]'"):
         importlib.import_module(f"distflow.reward.{adapter}")

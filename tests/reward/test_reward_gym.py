@@ -13,11 +13,11 @@ from reward.helpers import score as scores
 
 
 @pytest.mark.parametrize("dataset", ["chain_sum", "countdown", "arc_agi", "leg_counting", "graph_color"])
-def test_the_right_answer_scores_1_after_a_journey_through_a_file(dataset: str) -> None:
+def test_the_right_answer_scores_1_after_being_written_to_a_file(dataset: str) -> None:
     for row in map(json.loads, map(json.dumps, rows(dataset, 3, seed=5))):
         assert row.keys() == {"prompt", "answer", "data_source", "extra_info"}
         answer = row["answer"]
-        if dataset == "graph_color":  # has many; one is among the metadata
+        if dataset == "graph_color":  # has many right answers; the metadata holds one
             answer = json.dumps(dict(row["extra_info"]["metadata"]["possible_answer"]["__pairs__"]))
         args = row["answer"], row["extra_info"]
         assert score(dataset, f"<think><answer>0</answer></think> <answer> {answer}\n</answer>", *args) == 1.0
@@ -34,13 +34,13 @@ def test_rows_follow_seed_and_options() -> None:
 @pytest.mark.parametrize(
     ("name", "options"), [("no_such", {}), ("chain_sum", {"x": 1}), ("chain_sum", {"max_terms": 0})]
 )
-def test_what_it_cannot_make_is_told(name: str, options: dict[str, int]) -> None:
-    with pytest.raises(RewardError, match=f"reasoning-gym makes no dataset '{name}' with"):
+def test_an_unknown_dataset_or_option_is_named(name: str, options: dict[str, int]) -> None:
+    with pytest.raises(RewardError, match=f"reasoning-gym cannot create dataset '{name}' with"):
         next(rows(name, 1, 1, **options))
 
 
 def test_it_runs_as_a_reward() -> None:
-    made = list(rows("chain_sum", 2, 0))
-    columns = {name: [row[name] for row in made] for name in ("prompt", "answer", "data_source", "extra_info")}
+    tasks = list(rows("chain_sum", 2, 0))
+    columns = {name: [row[name] for row in tasks] for name in ("prompt", "answer", "data_source", "extra_info")}
     with rewarding({"call": "distflow.reward.reasoning_gym:score"}) as reward:
-        assert scores(reward, batch_of([f"<answer>{made[0]['answer']}</answer>", "?"], **columns)) == [1.0, 0.0]
+        assert scores(reward, batch_of([f"<answer>{tasks[0]['answer']}</answer>", "?"], **columns)) == [1.0, 0.0]

@@ -22,11 +22,11 @@ from reward.helpers import score as scores
         ("5", "", 0.0),
     ],
 )
-def test_equal_answers_however_they_are_written(truth: object, response: str, expected: float) -> None:
+def test_equal_answers_score_alike_however_they_are_written(truth: object, response: str, expected: float) -> None:
     assert score("", response, truth) == expected
 
 
-def test_a_truth_that_is_no_mathematics_is_an_error() -> None:
+def test_a_ground_truth_without_mathematics_is_an_error() -> None:
     with pytest.raises(ValueError, match="ground truth '' holds no mathematical expression"):
         score("", "5", "")
 

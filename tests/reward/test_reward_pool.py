@@ -1,4 +1,4 @@
-"""Processes that hang, die or talk nonsense are replaced; whatever a function does, the rest goes on."""
+"""Processes that hang, die or send invalid messages are replaced; other samples are not affected."""
 
 import os
 import signal
@@ -34,14 +34,14 @@ def call(text: str) -> Call:
 
 
 def run(pool: Pool, *texts: str) -> list[Result]:
-    found = dict(pool.run([call(t) for t in texts]))
-    assert sorted(found) == list(range(len(texts)))
-    return [r for i in range(len(texts)) for r in found[i]]
+    results = dict(pool.run([call(t) for t in texts]))
+    assert sorted(results) == list(range(len(texts)))
+    return [r for i in range(len(texts)) for r in results[i]]
 
 
-def fail(result: Result) -> str:
+def reason(result: Result) -> str:
     assert isinstance(result, Failure), result
-    return result.what
+    return result.reason
 
 
 ONE = Score(1.0, {})
@@ -52,7 +52,7 @@ def test_the_child_has_no_torch() -> None:
         assert run(pool, "torch") == [Score(0.0, {})]
 
 
-def test_prints_do_not_disturb(capfd: pytest.CaptureFixture[str]) -> None:
+def test_prints_go_to_stderr(capfd: pytest.CaptureFixture[str]) -> None:
     with pool_of() as pool:
         assert run(pool, "print", "fine") == [ONE, ONE]
     out, err = capfd.readouterr()
@@ -61,67 +61,69 @@ def test_prints_do_not_disturb(capfd: pytest.CaptureFixture[str]) -> None:
     assert "from a subprocess" in err
 
 
-def test_an_exception_is_told_with_the_users_line() -> None:
+def test_an_exception_is_reported_with_the_users_line() -> None:
     with pool_of() as pool:
         raised, library, left = run(pool, "raise", "library", "sys.exit")
         assert pool.restarts == 0
     lines = (HERE / FILE).read_text().splitlines()
     at = {n + 1: line for n, line in enumerate(lines)}
-    what, _, number = fail(raised).removesuffix(")").rpartition(":")
-    assert what == f"raised ValueError: no number in the response ({HERE / FILE}"
+    message, _, number = reason(raised).removesuffix(")").rpartition(":")
+    assert message == f"raised ValueError: no number in the response ({HERE / FILE}"
     assert "line of the raise" in at[int(number)]
-    assert fail(library).startswith("raised ValueError: invalid literal for int() with base 10: 'seven' (")
-    assert "line of the library" in at[int(fail(library).removesuffix(")").rpartition(":")[2])]
-    assert fail(left).startswith("raised SystemExit: 3 (")
+    assert reason(library).startswith("raised ValueError: invalid literal for int() with base 10: 'seven' (")
+    assert "line of the library" in at[int(reason(library).removesuffix(")").rpartition(":")[2])]
+    assert reason(left).startswith("raised SystemExit: 3 (")
 
 
 def test_only_the_sample_that_hangs_fails() -> None:
     with pool_of(time_limit_s=1.0, processes=2) as pool:
         results = run(pool, *["fine"] * 20, "hang", *["fine"] * 20)
         assert pool.restarts == 1
-    assert fail(results.pop(20)) == "took longer than 1 s; if it may, raise `reward.time_limit_s`"
+    assert reason(results.pop(20)) == "took longer than 1 s; raise `reward.time_limit_s` if it needs more time"
     assert results == [ONE] * 40
 
 
 def test_a_stopped_process_does_not_hold_up_the_pool() -> None:
     with pool_of(time_limit_s=1.0) as pool:
         results = run(pool, "stop", "fine")
-        assert "took longer" in fail(results[0])
+        assert "took longer" in reason(results[0])
         assert results[1] == ONE
         run(pool, "fine")
         os.kill(pool.pids[0], signal.SIGSTOP)
-        results = run(pool, "x" * 5_000_000, "fine")  # more than the line to it has room for
-        assert "took longer" in fail(results[0])
+        results = run(pool, "x" * 5_000_000, "fine")  # more than its channel takes at once
+        assert "took longer" in reason(results[0])
         assert results[1] == ONE
 
 
 @pytest.mark.parametrize(
-    ("what", "message"),
+    ("behaviour", "message"),
     [
-        ("exit", "ended its process, twice: it exited with 7"),
-        ("crash", "ended its process, twice: it was killed by SIGSEGV"),
-        ("whisper rubbish", "ended its process, twice: it left its line to us broken"),
-        ("whisper strange", "ended its process, twice: it left its line to us broken"),
-        ("close", "ended its process, twice: it "),
+        ("exit", "ended its process in both attempts: it exited with 7"),
+        ("crash", "ended its process in both attempts: it was killed by SIGSEGV"),
+        ("interfere rubbish", "ended its process in both attempts: it broke the channel to the pool"),
+        ("interfere strange", "ended its process in both attempts: it broke the channel to the pool"),
+        ("close", "ended its process in both attempts: it "),
     ],
 )
-def test_only_the_sample_that_kills_its_process_fails(what: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("distflow.reward.process._END_S", 0.3)
+def test_only_the_sample_that_kills_its_process_fails(
+    behaviour: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("distflow.reward.process._EXIT_S", 0.3)
     with pool_of(processes=2) as pool:
-        results = run(pool, *["fine"] * 20, what, *["fine"] * 20)
+        results = run(pool, *["fine"] * 20, behaviour, *["fine"] * 20)
         assert pool.restarts == 2
-    assert fail(results.pop(20)).startswith(message)
+    assert reason(results.pop(20)).startswith(message)
     assert results == [ONE] * 40
 
 
-def test_half_a_message_is_waited_for_only_so_long() -> None:
+def test_the_time_limit_holds_for_half_a_message() -> None:
     with pool_of(time_limit_s=1.0) as pool:
-        half, fine = run(pool, "whisper half", "fine")
-    assert "took longer" in fail(half)
+        half, fine = run(pool, "interfere half", "fine")
+    assert "took longer" in reason(half)
     assert fine == ONE
 
 
-def test_a_sample_is_not_to_blame_for_one_death(tmp_path: Path) -> None:
+def test_a_sample_gets_a_second_attempt(tmp_path: Path) -> None:
     with pool_of() as pool:
         assert run(pool, f"once {tmp_path / 'died'}", "fine") == [ONE, ONE]
         assert pool.restarts == 1
@@ -135,20 +137,20 @@ def test_a_process_killed_from_outside_is_replaced(tmp_path: Path) -> None:
         assert run(pool, "fine", "fine") == [ONE, ONE]
         assert gone(idle)
 
-        found: list[Result] = []
-        runner = threading.Thread(target=lambda: found.extend(run(pool, f"wait {tmp_path / 'pid'}", "fine")))
+        results: list[Result] = []
+        runner = threading.Thread(target=lambda: results.extend(run(pool, f"wait {tmp_path / 'pid'}", "fine")))
         runner.start()
         (busy,) = pids_in(tmp_path / "pid")
         os.kill(busy, signal.SIGKILL)
         runner.join()
-        assert found == [ONE, ONE]
+        assert results == [ONE, ONE]
         assert pool.restarts == 2
 
 
-@pytest.mark.parametrize("what", ["hang", "exit", "busy"])
-def test_what_a_function_started_dies_with_its_process(tmp_path: Path, what: str) -> None:
-    with pool_of(time_limit_s=60.0 if what == "exit" else 1.0) as pool:
-        fail(run(pool, f"family {tmp_path / 'pids'} {what}")[0])
+@pytest.mark.parametrize("end", ["hang", "exit", "busy"])
+def test_what_a_function_started_dies_with_its_process(tmp_path: Path, end: str) -> None:
+    with pool_of(time_limit_s=60.0 if end == "exit" else 1.0) as pool:
+        reason(run(pool, f"family {tmp_path / 'pids'} {end}")[0])
         for pid in pids_in(tmp_path / "pids"):
             wait_for(partial(gone, pid))
 
@@ -163,14 +165,14 @@ def test_close_leaves_nothing_behind(tmp_path: Path) -> None:
     for pid in (*pids, *family):
         wait_for(partial(gone, pid))
     assert children_of(os.getpid()) <= before
-    pool.close()  # twice does no harm
+    pool.close()  # closing twice is harmless
 
 
-def test_a_run_that_is_closed_early_leaves_no_work_behind() -> None:
+def test_closing_a_run_early_drops_its_calls() -> None:
     with pool_of(processes=2) as pool:
-        answers = pool.run([call("fine"), call("hang"), call("hang")])
-        assert next(answers) == (0, [ONE])
-        answers.close()
+        finished = pool.run([call("fine"), call("hang"), call("hang")])
+        assert next(finished) == (0, [ONE])
+        finished.close()
         assert run(pool, "fine", "fine", "number 3") == [ONE, ONE, Score(3.0, {})]
 
 
@@ -199,14 +201,14 @@ time.sleep(1000)
 """
 
 
-@pytest.mark.parametrize("what", ["", "hang", "busy"])
-def test_no_child_outlives_its_parent(tmp_path: Path, what: str) -> None:
-    text = f"family {tmp_path / 'family'} {what}" if what else ""
+@pytest.mark.parametrize("end", ["", "hang", "busy"])
+def test_no_child_outlives_its_parent(tmp_path: Path, end: str) -> None:
+    text = f"family {tmp_path / 'family'} {end}" if end else ""
     parent = subprocess.Popen([sys.executable, "-c", PARENT, str(HERE), text, str(tmp_path / "pids")])
     try:
         pids = pids_in(tmp_path / "pids")
         assert len(pids) == 2
-        pids += pids_in(tmp_path / "family") if what else []
+        pids += pids_in(tmp_path / "family") if end else []
         assert not any(map(gone, pids))
     finally:
         parent.kill()
@@ -216,16 +218,16 @@ def test_no_child_outlives_its_parent(tmp_path: Path, what: str) -> None:
 
 
 def test_processes_live_on_when_the_thread_that_started_them_ends() -> None:
-    made: list[Pool] = []
-    starter = threading.Thread(target=lambda: made.append(Pool([BEHAVE], 2, 60.0, HERE)))
+    pools: list[Pool] = []
+    starter = threading.Thread(target=lambda: pools.append(Pool([BEHAVE], 2, 60.0, HERE)))
     starter.start()
     starter.join()
-    with closing(made[0]) as pool:
+    with closing(pools[0]) as pool:
         assert run(pool, "fine", "fine") == [ONE, ONE]
         assert pool.restarts == 0
 
 
-def test_functions_that_do_not_load_are_told(tmp_path: Path) -> None:
+def test_functions_that_do_not_load_are_named(tmp_path: Path) -> None:
     def message(ref: str, **options: Any) -> str:
         with pool_of(RewardFunction(ref), **options) as pool, pytest.raises(RewardError) as e:
             _ = pool.signatures
@@ -233,19 +235,21 @@ def test_functions_that_do_not_load_are_told(tmp_path: Path) -> None:
 
     assert "reward 'exacd': 'user_rewards.py:exacd' has no 'exacd'; did you mean 'exact'" in message(f"{FILE}:exacd")
     assert "there is no file" in message("nowhere.py:score")
-    assert "reward 'unknown' (user_rewards.py:unknown): its parameters (text, answer)" in message(f"{FILE}:unknown")
+    assert "reward 'unknown' (user_rewards.py:unknown): its parameters (text, answer) match neither" in message(
+        f"{FILE}:unknown"
+    )
     assert "is a int, not a function" in message(f"{FILE}:NOT_A_FUNCTION")
     (tmp_path / "leaves.py").write_text("import os\nos._exit(5)\n")
-    assert "3 processes in a row ended while loading, the last one exited with 5" in message(
+    assert "3 processes in a row died while loading, the last one exited with 5" in message(
         f"{tmp_path}/leaves.py:score"
     )
     (tmp_path / "waits.py").write_text("import time\ntime.sleep(1000)\n")
     assert "did not load within 0.5 s" in message(f"{tmp_path}/waits.py:score", load_limit_s=0.5)
 
 
-def test_data_that_cannot_be_sent_is_told() -> None:
+def test_data_that_cannot_be_passed_is_named() -> None:
     with pool_of() as pool:
         bad = Call(0, {"solution_str": "fine", "extra_info": {"day": date(2025, 1, 1)}})
-        with pytest.raises(RewardError, match=r"reward 'behave': cannot be given 'extra_info' of the data: .*date"):
+        with pytest.raises(RewardError, match=r"reward 'behave': column 'extra_info' cannot be passed to it: .*date"):
             list(pool.run([bad]))
         assert run(pool, "fine") == [ONE]

@@ -1,4 +1,4 @@
-"""Every usual way out of a sandbox, tried. What a machine cannot contain is skipped, with the reason."""
+"""Tries every usual way out of a sandbox. Skips, with the reason, what this machine cannot prevent."""
 
 import os
 import signal
@@ -15,61 +15,62 @@ from pathlib import Path
 import pytest
 
 from distflow.reward.errors import RewardError
-from distflow.reward.sandbox import NEEDED, WALLS, Limits, Result, Sandbox, report
+from distflow.reward.sandbox.__main__ import report
+from distflow.reward.sandbox.sandbox import MECHANISMS, REQUIRED, Limits, Result, Sandbox
 from reward.helpers import gone, pids_in, wait_for
 
 LIMITS = Limits(cpu_s=1.0, wall_s=3.0, memory_mb=128, disk_mb=4, output_kb=64, open_files=32, threads=16)
-WITHOUT_NAMESPACES = WALLS[1:]  # as in most containers
+WITHOUT_NAMESPACES = MECHANISMS[1:]  # as in most containers
 
-# Each prints what got out; a contained program prints nothing, or only "no".
-TRIED = """
+# Programs print "OUT" for each attempt that succeeds and "no" for each that is refused.
+ATTEMPT = """
 import ctypes, errno, os, sys
 libc = ctypes.CDLL(None, use_errno=True)
 def attempt(name, f):
     try:
-        got = f()
+        value = f()
     except (OSError, MemoryError, RuntimeError) as e:
         print("no", name, type(e).__name__)
     else:
-        print("OUT", name, got)
+        print("OUT", name, value)
 def call(number, *args):
-    got = libc.syscall(number, *args)
-    if got < 0:
+    value = libc.syscall(number, *args)
+    if value < 0:
         raise OSError(ctypes.get_errno(), "refused")
-    return got
+    return value
 """
 
 
-def holds(walls: tuple[str, ...]) -> str:
-    """Why code cannot be contained here; empty if it can."""
+def missing_protection(mechanisms: tuple[str, ...]) -> str:
+    """Returns why code cannot be isolated here; empty if it can."""
     try:
-        with Sandbox(walls=walls):
+        with Sandbox(mechanisms=mechanisms):
             return ""
     except RewardError as e:
         return str(e)
 
 
-REASONS = {walls: holds(walls) for walls in (WALLS, WITHOUT_NAMESPACES)}
+SKIP_REASONS = {m: missing_protection(m) for m in (MECHANISMS, WITHOUT_NAMESPACES)}
 
 
-@pytest.fixture(scope="module", params=REASONS, ids=["all walls", "without namespaces"])
+@pytest.fixture(scope="module", params=SKIP_REASONS, ids=["all mechanisms", "without namespaces"])
 def sandbox(request: pytest.FixtureRequest) -> Iterator[Sandbox]:
-    if REASONS[request.param]:
-        pytest.skip(REASONS[request.param])
-    with Sandbox(LIMITS, walls=request.param) as made:
-        yield made
+    if SKIP_REASONS[request.param]:
+        pytest.skip(SKIP_REASONS[request.param])
+    with Sandbox(LIMITS, mechanisms=request.param) as sandbox:
+        yield sandbox
 
 
 @pytest.fixture(scope="module")
 def plain() -> Iterator[Sandbox]:
-    """With what there is; for what does not depend on it."""
-    if REASONS[WALLS]:
-        pytest.skip(REASONS[WALLS])
-    with Sandbox(LIMITS) as made:
-        yield made
+    """A sandbox with all mechanisms this machine has, for tests that do not depend on them."""
+    if SKIP_REASONS[MECHANISMS]:
+        pytest.skip(SKIP_REASONS[MECHANISMS])
+    with Sandbox(LIMITS) as sandbox:
+        yield sandbox
 
 
-def contained(result: Result) -> None:
+def assert_refused(result: Result) -> None:
     assert "OUT" not in result.stdout, result
     assert "no " in result.stdout, result
 
@@ -128,7 +129,7 @@ def test_installed_packages_only_when_asked_for(plain: Sandbox) -> None:
 def test_infinite_loop(plain: Sandbox) -> None:
     result = plain.run("while True: pass", limits=Limits(cpu_s=1.0, wall_s=60.0))
     assert (result.status, result.code) == ("timeout", -signal.SIGXCPU)
-    assert result.why == "it used more than 1 s of CPU time"
+    assert result.reason == "it used more than 1 s of CPU time"
     deaf = "import signal; signal.signal(signal.SIGXCPU, signal.SIG_IGN)\nwhile True: pass"
     result = plain.run(deaf, limits=Limits(cpu_s=0.1, wall_s=60.0))
     assert (result.status, result.code) == ("timeout", -signal.SIGKILL)
@@ -137,7 +138,7 @@ def test_infinite_loop(plain: Sandbox) -> None:
 def test_sleeping_for_ever(sandbox: Sandbox) -> None:
     for program in ("import time; time.sleep(1000)", "import os, signal; os.kill(os.getpid(), signal.SIGSTOP)"):
         result = sandbox.run(program, limits=Limits(wall_s=0.3))
-        assert (result.status, result.why) == ("timeout", "it took longer than 0.3 s")
+        assert (result.status, result.reason) == ("timeout", "it took longer than 0.3 s")
 
 
 def test_memory_bomb(sandbox: Sandbox) -> None:
@@ -153,11 +154,11 @@ def test_limits_cannot_be_raised(sandbox: Sandbox) -> None:
         "    try: r.setrlimit(k, (r.RLIM_INFINITY,) * 2); print('OUT')\n"
         "    except (ValueError, OSError): print('no ')"
     )
-    contained(sandbox.run(program))
+    assert_refused(sandbox.run(program))
 
 
 def test_fork_bomb(sandbox: Sandbox) -> None:
-    program = TRIED + (
+    program = ATTEMPT + (
         "import subprocess, multiprocessing as m\n"
         "attempt('fork', os.fork)\n"
         "attempt('spawn', lambda: subprocess.run(['/bin/true']))\n"
@@ -170,7 +171,7 @@ def test_fork_bomb(sandbox: Sandbox) -> None:
         "    except OSError: break\n"
     )
     result = sandbox.run(program)
-    contained(result)
+    assert_refused(result)
     assert result.status == "ok"
 
 
@@ -192,8 +193,8 @@ def test_huge_output(sandbox: Sandbox, stream: str) -> None:
 
 
 def test_one_huge_file(sandbox: Sandbox) -> None:
-    program = TRIED + "attempt('write', lambda: [open('f', 'wb').write(bytes(1 << 23)) for _ in range(9)])\n"
-    contained(sandbox.run(program + "attempt('grow', lambda: os.truncate('f', 1 << 40))"))
+    program = ATTEMPT + "attempt('write', lambda: [open('f', 'wb').write(bytes(1 << 23)) for _ in range(9)])\n"
+    assert_refused(sandbox.run(program + "attempt('grow', lambda: os.truncate('f', 1 << 40))"))
 
 
 def test_filling_the_disk_with_many_files(sandbox: Sandbox) -> None:
@@ -206,7 +207,7 @@ def test_filling_the_disk_with_many_files(sandbox: Sandbox) -> None:
     )
     result = sandbox.run(program)
     assert "OUT" not in result.stdout
-    assert "No space left" in result.stderr or "4 MB" in result.why, result
+    assert "No space left" in result.stderr or "4 MB" in result.reason, result
 
 
 def test_thousands_of_files(sandbox: Sandbox) -> None:
@@ -220,7 +221,7 @@ def test_thousands_of_files(sandbox: Sandbox) -> None:
 
 def test_crash(sandbox: Sandbox) -> None:
     result = sandbox.run("import ctypes; ctypes.string_at(0)")
-    assert (result.status, result.code, result.why) == ("killed", -signal.SIGSEGV, "it was killed by SIGSEGV")
+    assert (result.status, result.code, result.reason) == ("killed", -signal.SIGSEGV, "it was killed by SIGSEGV")
     assert sandbox.run("import os; os.abort()").code == -signal.SIGABRT
     assert sandbox.run("print(1)").stdout == "1\n"
 
@@ -235,10 +236,16 @@ def test_writing_outside(sandbox: Sandbox, tmp_path: Path) -> None:
     tmp_path.chmod(0o777)
     places = [tmp_path / "new", Path.home() / ".sandbox", Path(tempfile.gettempdir()) / "sandbox", Path("/dev/shm/x")]
     places += [Path("/var/tmp/sandbox"), Path("/etc/sandbox"), Path("/proc/self/comm"), Path("/sys/kernel/sandbox")]
-    here = Path(sys.modules[Sandbox.__module__].__file__ or "").parent
-    for path in (here / "witness.py", here / "cell" / "main.py", Path(os.__file__), mine):  # the harness, too
+    code = Path(sys.modules[Sandbox.__module__].__file__ or "").parent
+    for path in (
+        code / "remote_tests.py",
+        code / "jail" / "main.py",
+        Path(os.__file__),
+        mine,
+    ):  # the sandbox's own code
+        assert path.exists()
         places.append(path)
-    program = TRIED + "".join(f"attempt('write', lambda: open({str(p)!r}, 'a'))\n" for p in places)
+    program = ATTEMPT + "".join(f"attempt('write', lambda: open({str(p)!r}, 'a'))\n" for p in places)
     for what in (
         f"os.truncate({str(mine)!r}, 0)",
         f"os.open({str(mine)!r}, os.O_RDONLY | os.O_TRUNC)",
@@ -257,7 +264,7 @@ def test_writing_outside(sandbox: Sandbox, tmp_path: Path) -> None:
     ):
         program += f"attempt({what!r}, lambda: {what})\n"
     result = sandbox.run(program)
-    contained(result)
+    assert_refused(result)
     assert result.status == "ok", result
     assert mine.read_text() == "precious"
     assert os.listdir(tmp_path) == ["weights"]
@@ -267,14 +274,14 @@ def test_symbolic_links_lead_nowhere(sandbox: Sandbox, tmp_path: Path) -> None:
     mine = tmp_path / "weights"
     mine.write_text("precious")
     mine.chmod(0o666)
-    program = TRIED + (
+    program = ATTEMPT + (
         f"os.symlink({str(mine)!r}, 'link'); os.symlink({str(tmp_path)!r}, 'folder'); os.symlink('.', 'round')\n"
         "attempt('read', lambda: open('link').read())\n"
         "attempt('write', lambda: open('link', 'w'))\n"
         "attempt('in', lambda: open('folder/new', 'w'))\n"
         "attempt('up', lambda: open('../new', 'w'))\n"
     )
-    contained(sandbox.run(program))
+    assert_refused(sandbox.run(program))
     assert sandbox.run("").status == "ok"  # cleaning up has followed none of them
     assert mine.read_text() == "precious"
 
@@ -282,18 +289,18 @@ def test_symbolic_links_lead_nowhere(sandbox: Sandbox, tmp_path: Path) -> None:
 def test_reading_secrets(sandbox: Sandbox, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "token").write_text("secret")
     monkeypatch.setenv("HF_TOKEN", "secret")
-    program = TRIED + "import glob\nassert not os.environ, os.environ\n"
+    program = ATTEMPT + "import glob\nassert not os.environ, os.environ\n"
     paths = [tmp_path / "token", Path("/etc/passwd"), Path("/proc/self/environ"), Path(f"/proc/{os.getpid()}/environ")]
     paths += [Path(__file__), Path("/proc/1/cmdline"), Path("/proc/self/mem"), Path(f"/proc/{os.getpid()}/fd/0")]
     program += "".join(f"attempt('read', lambda: open({str(p)!r}, 'rb').read())\n" for p in paths)
     program += "attempt('list', lambda: os.listdir('/proc'))\nattempt('home', lambda: os.listdir('/root'))\n"
     program += "libc.getenv.restype = ctypes.c_char_p\nassert libc.getenv(b'HF_TOKEN') is None\n"
     result = sandbox.run(program)
-    contained(result)
+    assert_refused(result)
     assert result.status == "ok", result
 
 
-def test_a_new_cell_has_none_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_new_jail_has_none_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", "very secret")
     with Sandbox() as sandbox:
         result = sandbox.run("import os, ctypes\nprint(dict(os.environ), ctypes.CDLL(None).getenv(b'HF_TOKEN'))")
@@ -303,11 +310,11 @@ def test_a_new_cell_has_none_of_the_environment(monkeypatch: pytest.MonkeyPatch)
 def test_no_descriptor_is_inherited(sandbox: Sandbox) -> None:
     program = (
         "import os\n"
-        "found = []\n"
+        "fds = []\n"
         "for fd in range(32):\n"
-        "    try: os.fstat(fd); found.append(fd)\n"
+        "    try: os.fstat(fd); fds.append(fd)\n"
         "    except OSError: pass\n"
-        "print(found)"
+        "print(fds)"
     )
     assert sandbox.run(program).stdout == "[0, 1, 2]\n"
 
@@ -322,7 +329,7 @@ def test_sockets(sandbox: Sandbox) -> None:
         abstract.bind("\0sandbox-test")
         abstract.listen()
         port = server.getsockname()[1]
-        program = TRIED + (
+        program = ATTEMPT + (
             "import socket, urllib.request\n"
             f"attempt('tcp', lambda: socket.create_connection(('127.0.0.1', {port}), 1))\n"
             f"attempt('url', lambda: urllib.request.urlopen('http://127.0.0.1:{port}', timeout=1))\n"
@@ -336,7 +343,7 @@ def test_sockets(sandbox: Sandbox) -> None:
             "attempt('dns', lambda: socket.getaddrinfo('example.com', 80))\n"
             "attempt('listen', lambda: socket.create_server(('0.0.0.0', 0)))\n"
         )
-        contained(sandbox.run(program))
+        assert_refused(sandbox.run(program))
 
 
 # --- other processes ---
@@ -345,7 +352,7 @@ def test_sockets(sandbox: Sandbox) -> None:
 def test_killing_others(sandbox: Sandbox) -> None:
     victim = subprocess.Popen(["sleep", "100"])
     try:
-        program = TRIED + (
+        program = ATTEMPT + (
             "import fcntl, signal, resource\n"
             f"for pid in (os.getppid(), {os.getpid()}, {victim.pid}, 1, 0, -1):\n"
             "    attempt('kill', lambda: os.kill(pid, 9))\n"
@@ -363,7 +370,7 @@ def test_killing_others(sandbox: Sandbox) -> None:
             f"attempt('ioctl', lambda: fcntl.ioctl(r, 0x8901, ({victim.pid}).to_bytes(4, 'little')))\n"
         )
         result = sandbox.run(program)
-        contained(result)
+        assert_refused(result)
         assert result.status == "ok", result
         assert victim.poll() is None
     finally:
@@ -383,9 +390,9 @@ def test_system_calls_by_hand(sandbox: Sandbox) -> None:
         "chroot": (161, 0), "userfaultfd": (323, 0), "openat2": (437, 0, 0, 0, 0),
         "open_by_handle_at": (304, 0, 0, 0), "prctl(PDEATHSIG, 0)": (157, 1, 0, 0, 0, 0), "reboot": (169, 0, 0, 0, 0),
     }  # fmt: skip
-    program = TRIED + "".join(f"attempt({n!r}, lambda: call(*{a!r}))\n" for n, a in numbers.items())
+    program = ATTEMPT + "".join(f"attempt({n!r}, lambda: call(*{a!r}))\n" for n, a in numbers.items())
     result = sandbox.run(program)
-    contained(result)
+    assert_refused(result)
     assert result.status == "ok", result
 
 
@@ -403,12 +410,12 @@ def test_system_calls_of_32_bit_programs(plain: Sandbox) -> None:
 
 
 def test_a_daemon_does_not_outlive(sandbox: Sandbox) -> None:
-    contained(sandbox.run(TRIED + "attempt('fork', lambda: os.fork() or os.setsid() or os.fork())"))
+    assert_refused(sandbox.run(ATTEMPT + "attempt('fork', lambda: os.fork() or os.setsid() or os.fork())"))
 
 
 def test_a_daemon_does_not_outlive_even_if_it_could_start() -> None:
-    """The second wall: whatever a program has left behind falls to the cell, which ends it."""
-    with Sandbox(LIMITS, accept_missing=list(NEEDED), walls=()) as sandbox:
+    """The second line of defence: the jail kills whatever a program has left behind."""
+    with Sandbox(LIMITS, accept_missing=list(REQUIRED), mechanisms=()) as sandbox:
         program = (
             "import os, time\n"
             "if not os.fork():\n"
@@ -425,23 +432,23 @@ def test_a_daemon_does_not_outlive_even_if_it_could_start() -> None:
 
 
 def test_the_program_ends_with_whoever_started_it(tmp_path: Path) -> None:
-    if REASONS[WALLS]:
-        pytest.skip(REASONS[WALLS])
+    if SKIP_REASONS[MECHANISMS]:
+        pytest.skip(SKIP_REASONS[MECHANISMS])
     text = (
-        "import sys, subprocess, pathlib, time\nfrom distflow.reward.sandbox import *\n"
+        "import sys, subprocess, pathlib, time\nfrom distflow.reward.sandbox.sandbox import *\n"
         "s = Sandbox(Limits(cpu_s=100, wall_s=100))\nr = s.start('while True: pass', ())\n"
-        "cell = s._cell._process.pid\nout = pathlib.Path(sys.argv[1])\n"
-        "children = pathlib.Path(f'/proc/{cell}/task/{cell}/children')\n"
+        "jail = s._jail._process.pid\nout = pathlib.Path(sys.argv[1])\n"
+        "children = pathlib.Path(f'/proc/{jail}/task/{jail}/children')\n"
         "while not children.read_text().split(): time.sleep(0.01)\n"
-        "out.with_suffix('.new').write_text(f'{cell} {children.read_text()}'); out.with_suffix('.new').rename(out)\n"
+        "out.with_suffix('.new').write_text(f'{jail} {children.read_text()}'); out.with_suffix('.new').rename(out)\n"
         "time.sleep(100)"
     )
-    before = set(Path(tempfile.gettempdir()).glob("distflow-cell-*"))
+    before = set(Path(tempfile.gettempdir()).glob("distflow-jail-*"))
     parent = subprocess.Popen([sys.executable, "-c", text, str(tmp_path / "pids")])
     pids = pids_in(tmp_path / "pids")
     assert len(pids) == 2
     assert not any(map(gone, pids))
-    folders = set(Path(tempfile.gettempdir()).glob("distflow-cell-*")) - before
+    folders = set(Path(tempfile.gettempdir()).glob("distflow-jail-*")) - before
     parent.kill()
     parent.wait()
     for pid in pids:
@@ -449,12 +456,12 @@ def test_the_program_ends_with_whoever_started_it(tmp_path: Path) -> None:
     wait_for(lambda: not any(f.exists() for f in folders))
 
 
-def test_a_cell_that_was_killed_is_replaced(plain: Sandbox) -> None:
+def test_a_jail_that_was_killed_is_replaced(plain: Sandbox) -> None:
     with Sandbox(LIMITS) as sandbox:
-        sandbox._cell._process.kill()
+        sandbox._jail._process.kill()
         assert sandbox.run("print(1)").status == "killed"
         assert sandbox.run("print(1)").stdout == "1\n"
-        timer = threading.Timer(0.2, sandbox._cell._process.kill)
+        timer = threading.Timer(0.2, sandbox._jail._process.kill)
         timer.start()
         assert sandbox.run("import time; time.sleep(100)").status == "killed"
         assert sandbox.run("print(2)").stdout == "2\n"
@@ -463,7 +470,7 @@ def test_a_cell_that_was_killed_is_replaced(plain: Sandbox) -> None:
 def test_a_program_can_be_stopped(plain: Sandbox) -> None:
     run = plain.start("import time; time.sleep(100)", ())
     began = time.monotonic()
-    assert run.stop().why == "it was stopped"
+    assert run.stop().reason == "it was stopped"
     assert time.monotonic() - began < LIMITS.wall_s
     run = plain.start("", ())
     time.sleep(0.2)
@@ -472,37 +479,37 @@ def test_a_program_can_be_stopped(plain: Sandbox) -> None:
 
 
 @pytest.mark.parametrize(
-    ("walls", "missing"),
+    ("mechanisms", "missing"),
     [((), ["network", "files", "processes"]), (("seccomp",), ["files"]), (("landlock",), ["network", "processes"])],
 )
-def test_what_cannot_be_contained_is_refused(walls: tuple[str, ...], missing: list[str]) -> None:
+def test_a_missing_protection_is_refused(mechanisms: tuple[str, ...], missing: list[str]) -> None:
     with pytest.raises(RewardError) as e:
-        Sandbox(walls=walls)
-    assert NEEDED[missing[0]] in str(e.value)
-    if REASONS[WALLS]:
-        pytest.skip(REASONS[WALLS])
+        Sandbox(mechanisms=mechanisms)
+    assert REQUIRED[missing[0]] in str(e.value)
+    if SKIP_REASONS[MECHANISMS]:
+        pytest.skip(SKIP_REASONS[MECHANISMS])
     assert f"`args: {{accept_missing: [{', '.join(missing)}]}}`" in str(e.value)
-    with Sandbox(walls=walls, accept_missing=missing) as sandbox:
-        assert not Path(f"{sandbox._cell._folder}.probe").exists()
+    with Sandbox(mechanisms=mechanisms, accept_missing=missing) as sandbox:
+        assert not Path(f"{sandbox._jail._folder}.probe").exists()
         assert not set(missing) & set(sandbox.protections)
         assert sandbox.run("print(1)").stdout == "1\n"
 
 
-def test_what_holds_is_told() -> None:
-    with pytest.raises(RewardError, match="there is no 'netwrok'; did you mean 'network'"):
+def test_the_report_names_every_protection() -> None:
+    with pytest.raises(RewardError, match="there is no protection 'netwrok'; did you mean 'network'"):
         Sandbox(accept_missing=["netwrok"])
     lines = list(report())
-    assert [line.split()[0] for line in lines] == [*NEEDED, "disk", "a"]
+    assert [line.split()[0] for line in lines] == [*REQUIRED, "disk", "overhead"]
 
 
 def test_as_an_ordinary_user() -> None:
-    """The same walls stand without being root."""
+    """All protections work without being root."""
     if os.getuid():
-        pytest.skip("all of the above was tried as one")
+        pytest.skip("all tests above ran as an ordinary user")
     base = Path(sys.base_prefix)
     closed = [p for p in (base, *base.parents, *Path(__file__).parents) if not p.stat().st_mode & 0o001]
     if closed:
         pytest.skip(f"an ordinary user may not enter {closed[0]}")
     command = [sys.executable, "-m", "distflow.reward.sandbox"]
-    told = subprocess.run(command, user=65534, group=65534, extra_groups=[], capture_output=True, text=True, check=True)
-    assert "NO" not in told.stdout
+    done = subprocess.run(command, user=65534, group=65534, extra_groups=[], capture_output=True, text=True, check=True)
+    assert "NO" not in done.stdout

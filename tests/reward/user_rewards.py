@@ -1,4 +1,4 @@
-"""Reward functions as users write them for verl and for TRL: nothing here knows of distflow."""
+"""Reward functions as users write them for verl and for TRL, without any import from distflow."""
 
 import asyncio
 import math
@@ -21,7 +21,7 @@ def detailed(data_source, solution_str, ground_truth, extra_info=None, bonus=0.0
 
 
 def echo(data_source, solution_str, ground_truth, extra_info):
-    """Checks what it is given; the score is the response itself."""
+    """Checks its arguments; the score is the response itself."""
     assert data_source == extra_info.get("source", ""), data_source
     assert ground_truth == extra_info.get("truth", "the truth"), ground_truth
     return int(solution_str)
@@ -48,14 +48,14 @@ def only_some(completions):
 _client = asyncio.Semaphore(0)
 
 
-async def judged(prompts, completions, completion_ids, level):
+async def with_client(prompts, completions, completion_ids, level):
     """A client that lives in one event loop, as HTTP clients do."""
     asyncio.get_running_loop().call_soon(_client.release)
     await _client.acquire()
     return [len(ids) + lv for ids, lv in zip(completion_ids, level, strict=True)]
 
 
-def told_all(completions, **kwargs):
+def count_columns(completions, **kwargs):
     return [float(len(kwargs)) for _ in completions]
 
 
@@ -64,7 +64,7 @@ def confident(completions, logprobs, **kwargs):
 
 
 def slip(completions, **kwargs):
-    """What it returns is named by the first response."""
+    """Returns what the first response names."""
     return {"few": [1.0], "text": "1.0", "nan": [1.0, math.nan, 2.0], "word": [1.0, "high", 2.0]}[completions[0]]
 
 
@@ -72,12 +72,12 @@ def call_raises(completions, **kwargs):
     raise KeyError("solution")
 
 
-class Judge:
+class Constant:
     def __call__(self, solution_str, ground_truth):
         return 0.5
 
 
-judge = Judge()
+constant = Constant()
 
 
 def behave(data_source, solution_str, ground_truth, extra_info=None):
@@ -105,33 +105,33 @@ def behave(data_source, solution_str, ground_truth, extra_info=None):
             if not Path(path).exists():
                 Path(path).touch()
                 os.kill(os.getpid(), signal.SIGKILL)
-        case ["wait", path]:  # tells who it is, and waits to be killed; then it is quick
+        case ["wait", path]:  # writes its pid and waits to be killed; the second time it returns at once
             if not Path(path).exists():
                 Path(path).with_suffix(".new").write_text(str(os.getpid()))
                 Path(path).with_suffix(".new").rename(path)
                 time.sleep(1000)
-        case ["family", path, what]:  # leaves relatives behind: one by exec, one by fork
+        case ["family", path, end]:  # leaves child processes behind: one by exec, one by fork
             started = subprocess.Popen(["sleep", "1000"])
             forked = os.fork()
             if not forked:
                 time.sleep(1000)
             Path(path).with_suffix(".new").write_text(f"{os.getpid()} {started.pid} {forked}")
             Path(path).with_suffix(".new").rename(path)
-            if what == "exit":
+            if end == "exit":
                 os._exit(7)
-            if what == "busy":
-                re.match("(a+)+$", "a" * 60 + "b")  # no other thread, and no signal handler of Python's, runs meanwhile
-            if what == "hang":
+            if end == "busy":
+                re.match("(a+)+$", "a" * 60 + "b")  # meanwhile no other thread and no Python signal handler runs
+            if end == "hang":
                 time.sleep(1000)
-        case ["return", what]:
+        case ["return", kind]:
             return {"nan": math.nan, "inf": 10**400, "none": None, "text": "1.0", "list": [1.0], "dict": {"acc": 1.0}}[
-                what
+                kind
             ]
-        case ["whisper", what]:  # speaks on the line to the parent
+        case ["interfere", message]:  # writes to the channel of its process
             for fd in map(int, os.listdir("/proc/self/fd")):
                 if os.path.exists(f"/proc/self/fd/{fd}") and "socket" in os.readlink(f"/proc/self/fd/{fd}"):
                     os.write(
-                        fd, {"half": b'{"results": [[1.0', "rubbish": b"rubbish\n", "strange": b'{"a": 1}\n'}[what]
+                        fd, {"half": b'{"results": [[1.0', "rubbish": b"rubbish\n", "strange": b'{"a": 1}\n'}[message]
                     )
             time.sleep(1000)
         case ["close"]:

@@ -197,7 +197,7 @@ LONG = "long.jsonl:1: the prompt has 60 tokens, the longest allowed is 20 (data.
         (["reward=rewards.py:truth", "data.fields=[prompt]"], ["needs a ground truth", "`reward.answer`"]),
         (
             ["reward={functions: rewards.py:hangs, time_limit_s: 0.2}"],
-            ["'hangs' (rewards.py:hangs) took longer than 0.2 s; if it may, raise `reward.time_limit_s`"],
+            ["'hangs' (rewards.py:hangs) took longer than 0.2 s; raise `reward.time_limit_s` if it needs more time"],
         ),
         (
             ["workers=4", "placement.roles.actor.tp=4"],
@@ -296,7 +296,7 @@ def narrow(tokens, clip=0.2):
 def open_ended(tokens, **rest):
     ...
 
-@flow(also=learn)
+@flow(constants_of=learn)
 def own(prompts, actor, reference, reward, *, loss="policy", **rest):
     said = actor.generate(prompts["prompt"])
     learn(actor, reference, said, group_advantage(reward.score(prompts, said)), loss=loss, **rest)

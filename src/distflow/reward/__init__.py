@@ -1,1 +1,1 @@
-"""Rewards: the user's functions, unmodified, in processes of their own. Importing this imports no torch."""
+"""Reward functions: users' own code, unmodified, run in separate processes. Importing this imports no torch."""

@@ -1,4 +1,4 @@
-"""What is wrong with a reward."""
+"""The error class of rewards."""
 
 from distflow.errors import DistflowError
 

@@ -1,4 +1,4 @@
-"""One reward function as a user writes it in a config: where it is, how much it counts, what else it is given."""
+"""A reward function as a config names it: where to import it from, its weight, its extra arguments."""
 
 import json
 import math
@@ -16,36 +16,36 @@ class RewardFunction:
 
     call: str
     weight: float = 1.0
-    name: str = ""  # in metrics and errors; like the function if it is not given
+    name: str = ""  # used in metrics and errors; defaults to the name in `call`
     args: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "name", self.name or self.call.rpartition(":")[2])
         if isinstance(self.weight, bool) or not isinstance(self.weight, int | float) or not math.isfinite(self.weight):
-            raise RewardError(f"reward '{self.name}': weight {self.weight!r} is not a number")
+            raise RewardError(f"reward '{self.name}': weight {self.weight!r} is not a finite number")
         try:
             json.dumps(dict(self.args))
         except TypeError as e:
-            raise RewardError(f"reward '{self.name}': args are plain values, as YAML has them: {e}") from None
+            raise RewardError(f"reward '{self.name}': args must be plain values, as in YAML: {e}") from None
 
 
-def functions_of(given: Sequence[RewardFunction | Mapping[str, Any]]) -> tuple[RewardFunction, ...]:
-    """Functions from what a config says of them; each has a name of its own."""
-    functions = tuple(f if isinstance(f, RewardFunction) else _function(f, i) for i, f in enumerate(given))
+def parse_functions(entries: Sequence[RewardFunction | Mapping[str, Any]]) -> tuple[RewardFunction, ...]:
+    """Reads the entries of `reward.functions`; their names must be unique."""
+    functions = tuple(e if isinstance(e, RewardFunction) else _parse_function(e, i) for i, e in enumerate(entries))
     if not functions:
-        raise RewardError("reward.functions is empty; name at least one, as `call: path/to/file.py:name`")
+        raise RewardError("reward.functions is empty; add at least one entry such as `call: path/to/file.py:name`")
     names = [f.name for f in functions]
     for name in names:
         if names.count(name) > 1:
-            raise RewardError(f"reward.functions: two are called '{name}'; give one of them another `name`")
+            raise RewardError(f"reward.functions: two entries are named '{name}'; set another `name` for one of them")
     return functions
 
 
-def _function(given: Mapping[str, Any], i: int) -> RewardFunction:
+def _parse_function(entry: Mapping[str, Any], i: int) -> RewardFunction:
     known = [f.name for f in fields(RewardFunction)]
-    for key in given:
+    for key in entry:
         if key not in known:
             raise RewardError(f"reward.functions[{i}]: unknown key '{key}'{suggest(str(key), known)}")
-    if not isinstance(given.get("call"), str):
-        raise RewardError(f"reward.functions[{i}]: has no `call`; say `call: path/to/file.py:name`")
-    return RewardFunction(**given)
+    if not isinstance(entry.get("call"), str):
+        raise RewardError(f"reward.functions[{i}]: has no `call`; add `call: path/to/file.py:name`")
+    return RewardFunction(**entry)

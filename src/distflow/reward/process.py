@@ -1,4 +1,4 @@
-"""One child that scores, as the pool sees it. Nothing here waits for the child, but for its end."""
+"""One process of a reward pool, seen from the pool. Everything but `ending` and `kill` returns without waiting."""
 
 import contextlib
 import json
@@ -13,42 +13,42 @@ from typing import Any
 
 from distflow.reward.errors import RewardError
 
-_END_S = 2.0  # how long a process that has closed its line, or was killed, may take to end
+_EXIT_S = 2.0  # how long a process may take to exit after it closed its channel or was killed
 
 
-class BrokenLineError(Exception):
-    """The child is gone, or says what nobody understands."""
+class BrokenChannelError(Exception):
+    """The process is gone, or sent something other than a valid message."""
 
 
 class Process:
-    """`calls` are the numbers of those it was given; it is busy with the first, which must be done by `deadline`."""
+    """`calls` are the indices of the calls it holds; it runs the first, which must finish by `deadline`."""
 
     def __init__(self, setup: bytes, deadline: float) -> None:
         self.deadline, self.ready = deadline, False
         self.calls: deque[int] = deque()
         self._in, self._out = b"", bytearray()
-        self.line, theirs = socket.socketpair()
-        life, self._life = os.pipe()
-        fds = (theirs.fileno(), life)
+        self.channel, child_end = socket.socketpair()
+        pipe, self._pipe = os.pipe()  # closes when we die, which ends the child
+        fds = (child_end.fileno(), pipe)
         command = [sys.executable, "-P", "-u", "-X", "faulthandler", "-m", "distflow.reward.server"]
         try:
-            # A group of its own, so that what a function starts can be killed with it; prints go to stderr.
+            # It leads its own process group, so that whatever a function starts is killed with it.
             self._child = subprocess.Popen(
                 [*command, *map(str, (*fds, os.getpid()))],
                 stdin=subprocess.DEVNULL,
-                stdout=2,
+                stdout=2,  # what functions print goes to stderr
                 pass_fds=fds,
                 start_new_session=True,
             )
         except OSError as e:
-            self.line.close()
-            os.close(self._life)
-            raise RewardError(f"cannot start a reward process: {e}; lower reward.processes, or free memory") from e
+            self.channel.close()
+            os.close(self._pipe)
+            raise RewardError(f"cannot start a reward process: {e}; lower `reward.processes`, or free memory") from e
         finally:
-            theirs.close()
-            os.close(life)
+            child_end.close()
+            os.close(pipe)
         self.pid = self._child.pid
-        self.line.setblocking(False)
+        self.channel.setblocking(False)
         self.queue(setup)
         self.flush()
 
@@ -64,45 +64,45 @@ class Process:
         self._out += message
 
     def flush(self) -> None:
-        """Send of what is queued as much as there is room for."""
-        # If the line is closed, `receive` will tell.
+        """Sends as much of the queue as the channel takes without blocking."""
+        # If the channel is closed, `receive` reports it.
         with contextlib.suppress(BlockingIOError, BrokenPipeError, ConnectionResetError):
             while self._out:
-                del self._out[: self.line.send(self._out)]
+                del self._out[: self.channel.send(self._out)]
 
     def receive(self) -> Iterator[Any]:
-        """The messages that have arrived in full."""
+        """Yields the messages that have arrived completely."""
         try:
-            data = self.line.recv(1 << 18)
+            data = self.channel.recv(1 << 18)
         except BlockingIOError:
             return
         except ConnectionResetError:
             data = b""
         if not data:
-            raise BrokenLineError
+            raise BrokenChannelError
         *lines, self._in = (self._in + data).split(b"\n")
-        for line in lines:  # one by one: what comes before rubbish is good
+        for line in lines:  # one by one: messages before an invalid one still count
             try:
                 yield json.loads(line)
             except (ValueError, RecursionError):
-                raise BrokenLineError from None
+                raise BrokenChannelError from None
 
     def ending(self) -> str:
-        """How it ended by itself, after its line was closed."""
+        """Says how the process ended after it closed its channel."""
         try:
-            code = self._child.wait(_END_S)
+            code = self._child.wait(_EXIT_S)
         except subprocess.TimeoutExpired:
-            return "left its line to us broken"
+            return "broke the channel to the pool"
         if code >= 0:
             return f"exited with {code}"
-        hint = " (by hand, or by the system for lack of memory)" if code == -signal.SIGKILL else ""
+        hint = " (by a user, or by the system when memory ran out)" if code == -signal.SIGKILL else ""
         return f"was killed by {signal.Signals(-code).name}{hint}"
 
     def kill(self) -> None:
-        """End it and what it has started."""
-        with contextlib.suppress(ProcessLookupError, PermissionError):  # there is nobody left in its group
+        """Kills the process and everything it has started."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # its process group is empty
             os.killpg(self.pid, signal.SIGKILL)
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._child.wait(_END_S)
-        self.line.close()
-        os.close(self._life)
+            self._child.wait(_EXIT_S)
+        self.channel.close()
+        os.close(self._pipe)

@@ -1,6 +1,6 @@
-"""The child process: loads the reward functions once, then answers calls. `python -m distflow.reward.server`.
+"""The process that runs reward functions: loads them once, then serves calls. `python -m distflow.reward.server`.
 
-It speaks lines of JSON over a socket of its own; whatever the functions print goes to stderr.
+Messages are lines of JSON over a socket; whatever the functions print goes to stderr.
 """
 
 import asyncio
@@ -18,19 +18,19 @@ from typing import Any
 
 from distflow.errors import DistflowError, cut
 from distflow.flow.importing import load
-from distflow.reward import leash
-from distflow.reward.signature import Failure, Function, Result, Signature, recognise, results_of
+from distflow.reward.die_with_parent import die_with_parent
+from distflow.reward.signature import Failure, Function, Result, Signature, parse_results, parse_signature
 
 
 class Scorer:
-    """The functions of a pool, loaded. Coroutines all run in one event loop, so that a function may keep a client."""
+    """Loads and calls the functions of a pool. Coroutines share one event loop, so a function may keep a client."""
 
     def __init__(self, functions: list[dict[str, Any]], base: Path) -> None:
         self.functions: list[tuple[Function, Signature, Mapping[str, Any]]] = []
         for f in functions:
             fn = load(f["call"], f"reward '{f['name']}'", base)
-            signature = recognise(fn, f"reward '{f['name']}' ({f['call']})", f["args"])
-            if callable(prepare := getattr(fn, "prepare", None)):  # what it needs, it may look for now
+            signature = parse_signature(fn, f"reward '{f['name']}' ({f['call']})", f["args"])
+            if callable(prepare := getattr(fn, "prepare", None)):  # it may check its requirements before any sample
                 prepare(**f["args"])
             self.functions.append((fn, signature, f["args"]))
         self._loop: asyncio.Runner | None = None
@@ -41,18 +41,18 @@ class Scorer:
             value = fn(**{**arguments, **args})
             if inspect.isawaitable(value):
                 self._loop = self._loop or asyncio.Runner()
-                value = self._loop.run(_wait(value))
-            return results_of(signature, value, samples)
-        except BaseException as e:  # it is told, and sys.exit() is no reason to start anew
-            return [Failure(f"raised {_told(e, fn)}")] * samples
+                value = self._loop.run(_await(value))
+            return parse_results(signature, value, samples)
+        except BaseException as e:  # sys.exit() in a function is a failure, too, and must not end the process
+            return [Failure(f"raised {_describe(e, fn)}")] * samples
 
 
-async def _wait(value: Any) -> Any:
+async def _await(value: Any) -> Any:
     return await value
 
 
-def _told(error: BaseException, fn: Function) -> str:
-    """Type, message, and the line of the user's own file, also where a library raised."""
+def _describe(error: BaseException, fn: Function) -> str:
+    """Returns type, message and line; the line is in the function's own file even if a library raised the error."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename != __file__]
     inner = inspect.unwrap(fn)
     code = getattr(inner, "__code__", None) or getattr(type(inner).__call__, "__code__", None)
@@ -60,46 +60,46 @@ def _told(error: BaseException, fn: Function) -> str:
     place = f" ({own[-1].filename}:{own[-1].lineno})" if own else ""
     try:
         message = cut(str(error), 300)
-    except Exception:  # an error of the user's own may fail even at this
+    except Exception:  # `__str__` of a user's exception may raise
         message = ""
     return f"{type(error).__name__}{': ' * bool(message)}{message}{place}"
 
 
 def serve(channel: socket.socket) -> None:
-    """Answer until the other end is closed."""
+    """Loads the functions and answers calls until the pool closes the channel."""
     lines = channel.makefile("rb")
 
-    def tell(message: dict[str, Any]) -> None:
+    def send(message: dict[str, Any]) -> None:
         channel.sendall(json.dumps(message).encode() + b"\n")
 
     setup = json.loads(next(lines))
-    sys.path[:] = setup["path"]  # what the parent can import, we can
+    sys.path[:] = setup["path"]  # import what the parent can import
     try:
         scorer = Scorer(setup["functions"], Path(setup["base"]))
     except DistflowError as e:
-        tell({"broken": str(e)})
+        send({"load_error": str(e)})
         return
-    tell({"ready": [asdict(signature) for _, signature, _ in scorer.functions]})
+    send({"ready": [asdict(signature) for _, signature, _ in scorer.functions]})
     for line in lines:
         call = json.loads(line)
-        began = time.perf_counter()
+        start = time.perf_counter()
         results = scorer.results(call["function"], call["arguments"], call["samples"])
-        tell({"results": [_packed(r) for r in results], "seconds": time.perf_counter() - began})
+        send({"results": [_to_json(r) for r in results], "seconds": time.perf_counter() - start})
 
 
-def _packed(result: Result) -> str | list[Any]:
-    return result.what if isinstance(result, Failure) else [result.value, result.extra]
+def _to_json(result: Result) -> str | list[Any]:
+    return result.reason if isinstance(result, Failure) else [result.value, result.extra]
 
 
 def main() -> None:
-    channel, life, parent = map(int, sys.argv[1:])
-    leash.hold(life, parent)
+    channel, pipe, parent = map(int, sys.argv[1:])
+    die_with_parent(pipe, parent)
 
-    def let_go() -> None:  # what a function forks must neither speak for us nor keep the line open when we are gone
+    def close_inherited() -> None:  # a function's fork must not answer calls, nor keep the channel open after our death
         os.close(channel)
-        os.close(life)
+        os.close(pipe)
 
-    os.register_at_fork(after_in_child=let_go)
+    os.register_at_fork(after_in_child=close_inherited)
     serve(socket.socket(fileno=channel))
 
 

@@ -105,7 +105,7 @@ def _reward(program: Program, row: dict[str, Any]) -> Iterator[str]:
     args = program.role_bindings["reward"].args | {"log": None, "base": Path(program.config.base)}
     reward = Reward(**args)
     try:
-        score = reward.try_one({**row, "response": ""})
+        score = reward.score_one({**row, "response": ""})
     finally:
         reward.close()
     yield f"reward    {score:g} for an empty response to the first prompt"

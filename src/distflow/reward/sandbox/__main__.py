@@ -1,0 +1,22 @@
+"""Reports which protections of the sandbox work on this machine: `python -m distflow.reward.sandbox`."""
+
+import time
+from collections.abc import Iterator
+
+from distflow.reward.sandbox.sandbox import REQUIRED, Sandbox
+
+
+def report() -> Iterator[str]:
+    """Yields a line for each protection, and one for the time a program takes to start and end."""
+    with Sandbox(accept_missing=list(REQUIRED)) as sandbox:
+        for name, need in REQUIRED.items():
+            yield f"{name:10} {sandbox.protections.get(name) or f'NO: cannot {need}'}"
+        yield f"{'disk':10} {sandbox.protections['disk']}"
+        start = time.perf_counter()
+        for _ in range(20):
+            sandbox.run("")
+        yield f"{'overhead':10} {(time.perf_counter() - start) * 50:.1f} ms per program"
+
+
+if __name__ == "__main__":
+    print(*report(), sep="\n")

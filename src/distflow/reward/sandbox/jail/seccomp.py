@@ -1,0 +1,117 @@
+"""seccomp: denies the system calls that a single process with a few files does not need."""
+
+import ctypes
+import errno
+import os
+import struct
+
+from distflow.reward.sandbox.jail.system import check, libc
+
+# Name: numbers on x86_64 and on aarch64, -1 where it does not exist. Denied whatever the arguments.
+_DENIED = {
+    # the network; socketpair remains, which asyncio needs
+    "socket": (41, 198), "io_uring_setup": (425, 425), "io_uring_enter": (426, 426), "io_uring_register": (427, 427),
+    # other processes: starting, inspecting, signalling and slowing them down
+    "fork": (57, -1), "vfork": (58, -1), "execve": (59, 221), "execveat": (322, 281),
+    "ptrace": (101, 117), "process_vm_readv": (310, 270), "process_vm_writev": (311, 271), "kcmp": (312, 272),
+    "process_madvise": (440, 440), "process_mrelease": (448, 448), "pidfd_open": (434, 434), "pidfd_getfd": (438, 438),
+    "pidfd_send_signal": (424, 424), "tkill": (200, 130), "rt_sigqueueinfo": (129, 138),
+    "rt_tgsigqueueinfo": (297, 240), "setpriority": (141, 140), "ioprio_set": (251, 30), "sched_setparam": (142, 118),
+    "sched_setscheduler": (144, 119), "sched_setattr": (314, 274), "sched_setaffinity": (203, 122),
+    "migrate_pages": (256, 238), "move_pages": (279, 239),
+    # what Landlock does not cover: modes, owners, attributes and times of visible files
+    "chmod": (90, -1), "fchmod": (91, 52), "fchmodat": (268, 53), "fchmodat2": (452, 452), "chown": (92, -1),
+    "fchown": (93, 55), "lchown": (94, -1), "fchownat": (260, 54), "setxattr": (188, 5), "lsetxattr": (189, 6),
+    "fsetxattr": (190, 7), "setxattrat": (463, 463), "removexattr": (197, 14), "lremovexattr": (198, 15),
+    "fremovexattr": (199, 16), "removexattrat": (466, 466), "file_setattr": (469, 469), "utime": (132, -1),
+    "utimes": (235, -1), "futimesat": (261, -1), "utimensat": (280, 88), "open_by_handle_at": (304, 265),
+    "name_to_handle_at": (303, 264),
+    # memory that no limit counts or that outlives the process
+    "memfd_create": (319, 279), "memfd_secret": (447, 447), "shmget": (29, 194), "msgget": (68, 186),
+    "semget": (64, 190), "mq_open": (240, 180), "add_key": (248, 217), "request_key": (249, 218), "keyctl": (250, 219),
+    # namespaces and mounts
+    "unshare": (272, 97), "setns": (308, 268), "mount": (165, 40), "umount2": (166, 39), "pivot_root": (155, 41),
+    "chroot": (161, 51), "open_tree": (428, 428), "open_tree_attr": (467, 467), "move_mount": (429, 429),
+    "fsopen": (430, 430), "fsconfig": (431, 431), "fsmount": (432, 432), "fspick": (433, 433),
+    "mount_setattr": (442, 442),
+    # the machine itself
+    "bpf": (321, 280), "perf_event_open": (298, 241), "userfaultfd": (323, 282), "fanotify_init": (300, 262),
+    "kexec_load": (246, 104), "kexec_file_load": (320, 294), "init_module": (175, 105), "finit_module": (313, 273),
+    "delete_module": (176, 106), "quotactl": (179, 60), "quotactl_fd": (443, 443), "swapon": (167, 224),
+    "swapoff": (168, 225), "reboot": (169, 142), "settimeofday": (164, 170), "clock_settime": (227, 112),
+    "clock_adjtime": (305, 266), "adjtimex": (159, 171), "sethostname": (170, 161), "setdomainname": (171, 162),
+    "acct": (163, 89), "syslog": (103, 116), "iopl": (172, -1), "ioperm": (173, -1), "personality": (135, 92),
+}  # fmt: skip
+# A filter cannot see the arguments of these; callers fall back to the older calls.
+_NOT_IMPLEMENTED = {"clone3": (435, 435), "openat2": (437, 437)}
+_BY_ARGUMENT = {
+    "clone": (56, 220), "kill": (62, 129), "tgkill": (234, 131), "socketpair": (53, 199), "prctl": (157, 167),
+    "prlimit64": (302, 261), "fcntl": (72, 25), "ioctl": (16, 29), "open": (2, -1), "openat": (257, 56),
+    "truncate": (76, 45),
+}  # fmt: skip
+
+_MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}  # column above, AUDIT_ARCH value
+
+_ALLOW, _KILL, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
+_LOAD, _AND, _RETURN, _EQUAL, _AT_LEAST, _ANY_BIT = 0x20, 0x54, 0x06, 0x15, 0x35, 0x45
+_X32 = 0x40000000  # set in the numbers of the x32 ABI, a second table of the same calls
+_CLONE_THREAD, _O_TRUNC, _O_ACCMODE, _AF_UNIX = 0x10000, 0x200, 3, 1
+
+Instruction = tuple[int, int, int, int]  # of BPF: opcode, instructions to skip if true, if false, operand
+
+
+def available() -> bool:
+    """Whether the numbers of this architecture are known and the kernel supports filters."""
+    return os.uname().machine in _MACHINES and libc.prctl(21, 0, 0, 0, 0) >= 0
+
+
+def install_filter(deny_truncate: bool) -> None:
+    """Filters the calls of this process for good; older versions of Landlock need `deny_truncate`."""
+    program = _program(os.uname().machine, os.getpid(), deny_truncate)
+    packed = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *i) for i in program))
+    header = struct.pack("HxxxxxxP", len(program), ctypes.addressof(packed))
+    buffer = ctypes.create_string_buffer(header)
+    check(libc.prctl(22, 2, ctypes.c_void_p(ctypes.addressof(buffer)), 0, 0), "seccomp")
+
+
+def _program(machine: str, pid: int, deny_truncate: bool) -> list[Instruction]:
+    column, architecture = _MACHINES[machine]
+    deny, not_implemented = _return(_ERRNO | errno.EPERM), _return(_ERRNO | errno.ENOSYS)
+    program: list[Instruction] = [(_LOAD, 0, 0, 4), (_EQUAL, 1, 0, architecture), _return(_KILL), (_LOAD, 0, 0, 0)]
+    if machine == "x86_64":
+        program += [(_AT_LEAST, 0, 1, _X32), not_implemented]
+    rules = {name: [deny] for name in _DENIED} | {name: [not_implemented] for name in _NOT_IMPLEMENTED}
+    rules["clone"] = [_argument(0), (_ANY_BIT, 1, 0, _CLONE_THREAD), deny]
+    for name in ("kill", "tgkill"):
+        rules[name] = [_argument(0), (_EQUAL, 1, 0, pid), deny]
+    rules["socketpair"] = [_argument(0), (_EQUAL, 1, 0, _AF_UNIX), deny]
+    rules["prlimit64"] = [_argument(0), (_EQUAL, 1, 0, 0), deny]
+    rules["prctl"] = _deny_if(_argument(0), 1, 4)  # PR_SET_PDEATHSIG, PR_SET_DUMPABLE
+    # These make a descriptor send signals to any process: F_SETOWN, F_SETSIG, F_SETOWN_EX; FIOSETOWN, SIOCSPGRP.
+    rules["fcntl"] = _deny_if(_argument(1), 8, 10, 15)
+    rules["ioctl"] = _deny_if(_argument(1), 0x8901, 0x8902)
+    # O_RDONLY | O_TRUNC truncates a file, which the first versions of Landlock do not count as writing.
+    for name, flags in (("open", 1), ("openat", 2)):
+        rules[name] = [_argument(flags), (_AND, 0, 0, _O_TRUNC | _O_ACCMODE), (_EQUAL, 0, 1, _O_TRUNC), deny]
+    if deny_truncate:
+        rules["truncate"] = [deny]
+    for name, rule in rules.items():
+        number = (_DENIED | _NOT_IMPLEMENTED | _BY_ARGUMENT)[name][column]
+        if number >= 0:
+            body = rule if len(rule) == 1 else [*rule, _return(_ALLOW)]
+            program += [(_EQUAL, 0, len(body), number), *body]
+    return [*program, _return(_ALLOW)]
+
+
+def _return(action: int) -> Instruction:
+    return (_RETURN, 0, 0, action)
+
+
+def _argument(i: int) -> Instruction:
+    return (_LOAD, 0, 0, 16 + 8 * i)  # the lower half, on little-endian machines
+
+
+def _deny_if(argument: Instruction, *values: int) -> list[Instruction]:
+    """Denies the call if the argument is any of `values`."""
+    deny = _return(_ERRNO | errno.EPERM)
+    return [argument, *(instruction for value in values for instruction in ((_EQUAL, 0, 1, value), deny))]
