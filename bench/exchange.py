@@ -8,7 +8,7 @@ For each number of workers, one run measures in turn, iteration by iteration:
   limit            a bare all_to_all_single of the same bytes, packed beforehand, into memory that is there already
   controller       our own single-controller path over torch.distributed: collect on one process, deal out again
   controller, shm  the same through shared memory
-for three layouts: a worst-case reshuffle dp → dp, tp2 → dp, and two split groups. Then the peers that are installed in
+for three layouts: a worst-case reshuffle dp → dp, tp2 → dp, and two rank sets. Then the peers that are installed in
 DIR (see bench/peers). Seconds are the slowest worker's. The last line is one JSON object.
 """
 
@@ -58,7 +58,7 @@ def layouts(n: int) -> dict[str, tuple[Layout, Layout, bool]]:
     return {
         "dp→dp": (Layout(everybody, n), Layout(everybody, n), False),
         "tp2→dp": (Layout(everybody, half, 2), Layout(everybody, n), False),
-        "split groups": (Layout(everybody[:half], half), Layout(everybody[half:], half), True),
+        "split ranks": (Layout(everybody[:half], half), Layout(everybody[half:], half), True),
     }
 
 

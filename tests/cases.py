@@ -1,4 +1,4 @@
-"""Random graphs, placements and ragged data, in which every reader checks, sample by sample, what the writers wrote."""
+"""Random flows, placements and ragged data; every node checks, sample by sample, the fields it reads."""
 
 import math
 import random
@@ -33,7 +33,7 @@ KINDS = (
 
 @cache
 def value(name: str, sample: int) -> Any:
-    """What field `name` of a sample is: a function of both, so that anybody can check it. The name ends in its kind."""
+    """Returns field `name` of a sample: a function of both, so that every reader can check it. Names end in a kind."""
     rng = np.random.default_rng([sample, *name.encode()])
     # Heavy-tailed lengths, empty ones included.
     length = 0 if rng.random() < 0.1 else int(min(rng.lognormal(1.5, 1.0), 200))
@@ -90,7 +90,7 @@ def check_and_write(
     repeat: int,
     chosen: list[list[int]] | None = None,
 ) -> dict[str, Column]:
-    """The function of every node of a random graph. `chosen`: the prompts of each step, where that was refilled."""
+    """The function of every node of a random flow. `chosen`: the prompts of each step after a refill."""
     assert len(batch) > 0
     if chosen:
         assert ctx.groups.tolist() == chosen[ctx.step]
@@ -104,7 +104,7 @@ def check_and_write(
             assert same(got, want), f"rank {ctx.rank}, {node}: field {name} of sample {sample}: {got!r} is not {want!r}"
     if whole:
         _, counts = np.unique(batch.groups, return_counts=True)
-        assert (counts == repeat).all(), f"{node}: groups are torn apart"
+        assert (counts == repeat).all(), f"{node}: groups are split"
     ctx.metrics.log(f"samples/{node}", len(batch), reduce="sum")
     return {w: column(w, batch.ids) for w in writes}
 
@@ -113,7 +113,7 @@ ROWS = 61  # fewer than a step may take, so that steps run over the end of an ep
 
 
 class Source:
-    """A few data rows; what the loader makes of them is checked by `expected`."""
+    """A data set of a few rows; `expected` checks what the loader makes of them."""
 
     names: tuple[str, ...] = ("d0.text", "d1.image", "d2.maybe_text")
 
@@ -126,7 +126,7 @@ class Source:
 
 @cache
 def expected(name: str, sample: int, repeat: int) -> Any:
-    """What a reader must find: data columns follow the order of the stream, others are functions of the sample."""
+    """Returns what a reader must get: data columns follow the order of the stream, others depend on the sample."""
     if name not in Source.names:
         return value(name, sample)
     epoch, at = divmod(sample // repeat, ROWS)
@@ -134,8 +134,8 @@ def expected(name: str, sample: int, repeat: int) -> Any:
 
 
 def chosen_prompts(flag: str, repeat: int, wanted: int, rounds: int, steps: int) -> list[list[int]]:
-    """The prompts of each step when those are replaced of which a sample is refused: one after the other."""
-    found, position = [], 0
+    """Returns the prompts of each step after its refill, computed one prompt after the other."""
+    chosen, position = [], 0
     for _ in range(steps):
         good: list[int] = []
         others: list[int] = []
@@ -144,13 +144,13 @@ def chosen_prompts(flag: str, repeat: int, wanted: int, rounds: int, steps: int)
             keep = all(value(flag, at * repeat + j) for j in range(repeat))
             (good if keep else others).append(at)
             at += 1
-        found.append(sorted(good + others[: wanted - len(good)]))
+        chosen.append(sorted(good + others[: wanted - len(good)]))
         position = at
-    return found
+    return chosen
 
 
 def random_plan(rng: random.Random, workers: int) -> Plan:
-    """Fan-out, joins, diamonds; overlapping and disjoint groups; dp × tp mixes that change along the way."""
+    """Fan-out, joins, diamonds; overlapping and disjoint rank sets; layouts that change from node to node."""
     nodes: list[Node] = []
     fields: list[str] = list(Source.names)
     repeat = rng.choice([1, 1, 2, 3])
@@ -178,26 +178,26 @@ def random_plan(rng: random.Random, workers: int) -> Plan:
             )
         )
         fields += writes
-    groups = {}
-    for g in range(rng.randint(1, 3)):
+    rank_sets = {}
+    for k in range(rng.randint(1, 3)):
         ranks = sorted(rng.sample(range(workers), rng.randint(1, workers)))
         if rng.random() < 0.3:
             rng.shuffle(ranks)
-        groups[f"g{g}"] = ",".join(map(str, ranks))
-    sizes = {g: len(t.split(",")) for g, t in groups.items()} | {"all": workers}
+        rank_sets[f"r{k}"] = ",".join(map(str, ranks))
+    sizes = {name: len(t.split(",")) for name, t in rank_sets.items()} | {"all": workers}
 
     def place() -> Place:
-        group = rng.choice(list(sizes))
-        return Place(group, tp=rng.choice([t for t in range(1, sizes[group] + 1) if sizes[group] % t == 0]))
+        name = rng.choice(list(sizes))
+        return Place(name, tp=rng.choice([t for t in range(1, sizes[name] + 1) if sizes[name] % t == 0]))
 
     places = {i: place() for i in [*(n.id for n in nodes), "data"] if rng.random() < 0.8}
     default = place()
-    cells = [sizes[p.group] // p.tp for p in (*places.values(), default)]
+    cells = [sizes[p.ranks] // p.tp for p in (*places.values(), default)]
     prompts = math.lcm(*cells) * rng.randint(1, 2)
     flow = Flow("random", Source.names, tuple(nodes))
     if flow.refill:
         chosen = chosen_prompts(flow.refill.writes[0], repeat, prompts, flow.refill.refill, 2)
         for n in nodes:
-            if n.id not in flow.drawn:
+            if n.id not in flow.refill_loop:
                 n.params["chosen"] = chosen  # type: ignore[index]
-    return plan(flow, Placement(workers, groups, default, nodes=places), Workload(prompts, repeat))
+    return plan(flow, Placement(workers, rank_sets, default, nodes=places), Workload(prompts, repeat))

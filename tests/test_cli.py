@@ -86,11 +86,11 @@ def test_without_a_number_there_is_one_worker(capsys: Output) -> None:
         ([DIAMOND, "data.bacth=3"], "unknown key 'data.bacth'; did you mean 'batch'?"),
         ([DIAMOND, "--json", "batch"], "override 'batch': write it as key=value"),
         ([DIAMOND, "--workers", "0"], "--workers 0: at least one worker is needed"),
-        ([DIAMOND, "--workers", "2"], "placement.groups.train: '2-3' names ranks 2-3, but there are 2 workers (0-1)"),
+        ([DIAMOND, "--workers", "2"], "placement.ranks.train: '2-3' names ranks 2-3, but there are 2 workers (0-1)"),
         ([DIAMOND, "data.batch=63"], INDIVISIBLE),
         ([DIAMOND, "data.files=sum.jsonl"], "sum.jsonl: no such file; did you mean 'sums.jsonl'?"),
         ([DIAMOND, "flow=flow.py:dimond"], "flow: 'flow.py:dimond' has no 'dimond'; did you mean 'diamond'?"),
-        ([DIAMOND, "placement.nodes.correct.group=rolout"], "unknown group 'rolout'; did you mean 'rollout'?"),
+        ([DIAMOND, "placement.nodes.correct.ranks=rolout"], "unknown rank set 'rolout'; did you mean 'rollout'?"),
         ([DIAMOND, "placement.nodes.corect.tp=2"], "the flow has no node 'corect'; did you mean 'correct'?"),
     ],
 )

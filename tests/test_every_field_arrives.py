@@ -20,35 +20,35 @@ from simulate import DeadlockError, simulate
 
 
 def run_simulated(plan: Plan, steps: int) -> list[StepMetrics]:
-    """All workers of a plan against each other; their tallies."""
-    tallies: list[StepMetrics] = []
+    """Runs all workers of a plan; returns the metrics of each of their steps."""
+    results: list[StepMetrics] = []
     prompts = plan.samples // plan.repeat
-    workers, opened = {}, []
+    workers, coordinators = {}, []
     for rank in range(plan.workers):
         data = Coordinator(rank, plan, Loader(Source(), prompts, plan.repeat, seed=0))
-        opened.append(data)
+        coordinators.append(data)
         worker = Worker(rank, plan, data, {}, 0, Path(), lambda *_: None)
-        workers[rank] = worker.steps(0, steps, lambda _, metrics: tallies.append(metrics))
+        workers[rank] = worker.steps(0, steps, lambda _, metrics: results.append(metrics))
     simulate(workers)
-    for data in opened:
+    for data in coordinators:
         data.close()  # it has a thread
-    return tallies
+    return results
 
 
 def check_random_plan(rng: random.Random, workers: int) -> None:
     plan = random_plan(rng, workers)
     steps = rng.choice([1, 1, 2])
-    tallies = run_simulated(plan, steps)
+    results = run_simulated(plan, steps)
     handled: Counter[str] = Counter()
-    for metrics in tallies:
+    for metrics in results:
         for (name, _), (total, _) in metrics.totals.items():
             if name.startswith("samples/"):
                 handled[name.removeprefix("samples/")] += int(total)
     for task in plan.tasks:
         if isinstance(task, Run):  # each replica handles each of its samples once
             once = steps * plan.samples * task.partition.layout.tp
-            drawn = task.node in plan.flow.drawn
-            assert handled[task.node] >= once if drawn else handled[task.node] == once
+            repeats = task.node in plan.flow.refill_loop
+            assert handled[task.node] >= once if repeats else handled[task.node] == once
 
 
 CASES = {"rng": st.randoms(use_true_random=False), "workers": st.sampled_from([1, 2, 2, 3, 4, 4, 6, 8])}

@@ -57,7 +57,7 @@ def my_loss(tokens, bad=0.5, **rest):
     return finish(tokens, -weight * tokens.logprobs, {"own/weight": weight.abs()}, **rest)
 
 
-@flow(also=learn)
+@flow(constants_of=learn)
 def own(prompts, actor, reference, reward, judge, *, variety=0.5, bad=0.5, rounds=4, **rest):
     said = actor.generate(prompts["prompt"])
     score = reward.score(prompts, said)
@@ -68,7 +68,7 @@ def own(prompts, actor, reference, reward, judge, *, variety=0.5, bad=0.5, round
     learn(actor, reference, said, better, loss="own.py:my_loss", bad=bad, **rest)
 
 
-@flow(also=learn)
+@flow(constants_of=learn)
 def steered(prompts, actor, reference, reward, control, *, kl=1.0, **rest):
     said = actor.generate(prompts["prompt"])
     score = reward.score(prompts, said)

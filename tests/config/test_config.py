@@ -58,13 +58,15 @@ def test_ranks_may_be_a_number(tmp_path: Path) -> None:
         ),
         ({"base": "/"}, "unknown key 'base'"),
         ({"data": {"files": "x", "bacth": 4, "batch": 4}}, "unknown key 'data.bacth'; did you mean 'batch'?"),
-        ({"placement": {"ranks": {}}}, "unknown key 'placement.group'; did you mean 'groups'?"),
+        ({"placement": {"rank": {}}}, "unknown key 'placement.rank'; did you mean 'ranks'?"),
+        ({"placement": {"groups": {}}}, "unknown key 'placement.groups'; 'groups' is called 'ranks'"),
+        ({"placement": {"nodes": {"a": {"group": "x"}}}}, "'placement.nodes.a.group'; 'group' is called 'ranks'"),
         ({"placement": {"default": {"tpp": 2}}}, "unknown key 'placement.default.tpp'; did you mean 'tp'?"),
         (
-            {"placement": {"nodes": {"a": {"gruop": "x"}}}},
-            "unknown key 'placement.nodes.a.gruop'; did you mean 'group'?",
+            {"placement": {"nodes": {"a": {"rnaks": "x"}}}},
+            "unknown key 'placement.nodes.a.rnaks'; did you mean 'ranks'?",
         ),
-        ({"placement": {"roles": {"a": {"pd": 1}}}}, "unknown key 'placement.roles.a.pd'; known: dp, group, tp"),
+        ({"placement": {"roles": {"a": {"pd": 1}}}}, "unknown key 'placement.roles.a.pd'; known: dp, ranks, tp"),
         ({"roles": {"j": {"call": "x", "arg": {}}}}, "unknown key 'roles.j.arg'; did you mean 'args'?"),
         ({3: "x"}, "'3' is 3: keys should be strings"),
     ],
@@ -89,12 +91,12 @@ def test_an_unknown_key_is_refused_with_the_nearest_one(tmp_path: Path, changed:
         ({"placement": {"nodes": {"a": {"tp": 0}}}}, "'placement.nodes.a.tp' is 0: input should be greater than 0"),
         (
             {"placement": {"nodes": {"a": "left"}}},
-            "'placement.nodes.a' is 'left'; it is a section with the keys group, dp, tp",
+            "'placement.nodes.a' is 'left'; it is a section with the keys ranks, dp, tp",
         ),
         ({"data": None}, "'data' is None; it is a section with the keys files, batch, repeat, fields, rename"),
-        ({"placement": "left"}, "'placement' is 'left'; it is a section with the keys groups, default, roles, nodes"),
+        ({"placement": "left"}, "'placement' is 'left'; it is a section with the keys ranks, default, roles, nodes"),
         ({"placement": {"ranks": {"g": [0, 1]}}}, "'placement.ranks.g' is [0, 1]: input should be a valid string"),
-        ({"placement": {"groups": "all"}}, "'placement.ranks' is 'all': input should be a valid dictionary"),
+        ({"placement": {"ranks": "all"}}, "'placement.ranks' is 'all': input should be a valid dictionary"),
         ({"roles": ["judge"]}, "'roles' is ['judge']: input should be a valid dictionary"),
         ({"roles": {"judge": 3}}, "'roles.judge' is 3; it is a section with the keys call, args"),
         ({"flow": 5}, "'flow' is 5: input should be a valid string"),
@@ -225,7 +227,7 @@ def test_a_key_may_be_in_two_sections_and_override_a_merged_one(tmp_path: Path) 
     path = tmp_path / "run.yaml"
     path.write_text(
         "flow: own.py:count\nsteps: 3\ndata: {files: rows.jsonl, batch: 4}\n"
-        "placement:\n  default: &d {group: all, tp: 1}\n  nodes:\n    a: {<<: *d, tp: 2}\n    b: {<<: *d, tp: 4}\n"
+        "placement:\n  default: &d {ranks: all, tp: 1}\n  nodes:\n    a: {<<: *d, tp: 2}\n    b: {<<: *d, tp: 4}\n"
     )
     assert {n: p.tp for n, p in load_config(path).placement.nodes.items()} == {"a": 2, "b": 4}
 

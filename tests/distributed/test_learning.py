@@ -142,7 +142,7 @@ def test_a_held_out_set_is_judged_before_in_between_and_at_the_end(judged: Path)
         (4, {"nodes": {"actor.generate": {"tp": 2}}}),
         (
             4,
-            {"groups": {"g": "0-1", "t": "2-"}, "default": {"group": "t"}, "nodes": {"actor.generate": {"group": "g"}}},
+            {"ranks": {"g": "0-1", "t": "2-"}, "default": {"ranks": "t"}, "nodes": {"actor.generate": {"ranks": "g"}}},
         ),
     ],
     ids=["dp2", "tp2", "dp4 generating tp2", "split"],

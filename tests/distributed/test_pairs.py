@@ -93,7 +93,7 @@ def test_it_is_the_same_on_one_worker_and_in_two_halves(folder: Path, judge: Pat
 
 def test_it_is_a_sequence_classification_model_and_scores_as_one(folder: Path, judge: Path) -> None:
     """The judge of another run, on the tokens of that run; what is saved is what was learned."""
-    placement = {"groups": {"a": "0", "b": "1"}, "default": {"group": "a"}, "roles": {"reward": {"group": "b"}}}
+    placement = {"ranks": {"a": "0", "b": "1"}, "default": {"ranks": "a"}, "roles": {"reward": {"ranks": "b"}}}
     changes = {"flow": "flow.py:judged", "reward": {"model": "reward-model"}, "placement": placement, "steps": 1}
     changes["model"] = "reward-model"  # the same vocabulary
     run_dir, ended = run(folder, "judged", 2, **changes, rollout={"n": 2, "max_tokens": 12})

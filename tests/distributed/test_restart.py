@@ -29,7 +29,7 @@ def write_config(folder: Path, params: dict[str, Any] | None = None, **changes: 
         "workers": 2,
         "steps": 4,
         "data": {"files": "data.jsonl", "batch": 4},
-        "placement": {"groups": {"last": "1"}, "nodes": {"use": {"group": "last"}}},
+        "placement": {"ranks": {"last": "1"}, "nodes": {"use": {"ranks": "last"}}},
         "run_dir": str(folder / "run"),
         "wait_limit_s": 2,
     } | changes

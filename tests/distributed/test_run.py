@@ -20,7 +20,7 @@ RUN = [sys.executable, "-m", "distflow", "run"]
 
 
 def write_config(folder: Path, **changes: Any) -> Path:
-    """Judge and use are on groups of their own, so that every step has moves between the workers."""
+    """Judge and use are on rank sets of their own, so that every step has moves between the workers."""
     rows = [json.dumps({"prompt": f"p{i}"}) for i in range(8)]
     (folder / "data.jsonl").write_text("\n".join(rows))
     config: dict[str, Any] = {
@@ -33,7 +33,7 @@ def write_config(folder: Path, **changes: Any) -> Path:
         "workers": 2,
         "steps": 3,
         "data": {"files": "data.jsonl", "batch": 4},
-        "placement": {"groups": {"last": "1"}, "nodes": {"use": {"group": "last"}}},
+        "placement": {"ranks": {"last": "1"}, "nodes": {"use": {"ranks": "last"}}},
         "run_dir": str(folder / "run"),
         "wait_limit_s": 3,
         "restarts": 0,

@@ -55,7 +55,7 @@ def test_order_is_depth_then_declaration() -> None:
     assert ids(swapped) == ["generate", "measure", "judge", "advantage", "update"]
 
 
-def test_depth_is_the_longest_way_from_a_root() -> None:
+def test_depth_is_the_longest_path_from_a_root() -> None:
     nodes = (
         Node("a", writes=("a",)),
         Node("late", reads=("a", "c"), writes=()),
@@ -142,12 +142,12 @@ def test_a_wrong_graph_is_refused_by_node_and_field(nodes: list[Node], message: 
         ),
     ],
 )
-def test_a_cycle_is_told_as_a_path(nodes: list[Node], path: str, steps: list[str]) -> None:
+def test_a_cycle_is_reported_as_a_path(nodes: list[Node], path: str, steps: list[str]) -> None:
     root = Node("root", writes=("root",))
     with pytest.raises(FlowError) as e:
         Flow("f", (), (root, *nodes))
-    said = str(e.value)
-    assert f"flow 'f': cycle {path}: " in said
-    assert all(s in said for s in steps)
-    assert "tail" not in said
-    assert "root" not in said
+    message = str(e.value)
+    assert f"flow 'f': cycle {path}: " in message
+    assert all(s in message for s in steps)
+    assert "tail" not in message
+    assert "root" not in message

@@ -70,7 +70,7 @@ def refusal(body: Callable[..., Any], **roles: Any) -> str:
     return str(e.value)
 
 
-def test_the_graph_is_what_the_function_says() -> None:
+def test_tracing_a_function_gives_its_graph() -> None:
     @flow
     def grpo(prompts: Any) -> None:
         rollout = generate(prompts["prompt"], temperature=0.5)
@@ -158,7 +158,7 @@ def test_a_renamed_node_is_another_node_of_the_same_function() -> None:
     )
     assert f.node("score").writes == ("score",)
     assert f.node("update").reads == ("score", "penalty")
-    renamed = node(generate, id="draft").__distflow__  # what is not said again stays as it was
+    renamed = node(generate, id="draft").__distflow__  # other attributes stay as they were
     assert (renamed.writes, renamed.type) == (("response", "tokens"), "inference")
 
 
@@ -176,7 +176,7 @@ def test_after_the_data_is_no_order() -> None:
     assert only(lambda data: score(data["answer"], after=data)).after == ()
 
 
-def test_a_function_plays_a_role() -> None:
+def test_a_function_implements_a_role() -> None:
     def body(data: Any, reward: Any) -> None:
         reward(data["answer"], scale=3)
 
@@ -188,7 +188,7 @@ def test_a_function_plays_a_role() -> None:
     assert (only(body, reward=named).id, only(body, reward=named).role) == ("mark", "judge")
 
 
-def test_a_class_plays_a_role() -> None:
+def test_a_class_implements_a_role() -> None:
     def body(data: Any, judge: Any) -> None:
         judge.check(judge.score(data["answer"]), scale=3)
 
@@ -223,7 +223,7 @@ def test_roles_may_be_keyword_only() -> None:
         "test_trace:Judge.score",
         "test_trace:score",
     ]
-    assert "role 'judge' is not bound" in refusal(body, reward=score)
+    assert "role 'judge' has no implementation" in refusal(body, reward=score)
 
 
 def test_outside_a_flow_a_node_is_a_plain_function() -> None:
@@ -239,37 +239,37 @@ def test_a_symbol_that_escaped_its_flow_is_refused() -> None:
         score(kept[0])
 
 
-def use(what: Callable[[Any], Any]) -> Callable[..., Any]:
-    return lambda data: what(generate(data))
+def using(function: Callable[[Any], Any]) -> Callable[..., Any]:
+    return lambda data: function(generate(data))
 
 
 @pytest.mark.parametrize(
-    ("body", "what"),
+    ("body", "use"),
     [
-        (use(lambda v: 1 if v else 2), "used in a computation (bool)"),
-        (use(lambda v: v and 1), "used in a computation (bool)"),
-        (use(lambda v: list(map(str, v))), "iterated over"),
-        (use(lambda v: "x" in v), "used in a computation (contains)"),
-        (use(lambda v: len(v)), "used in a computation (len)"),
-        (use(lambda v: v.tokens), "asked for its attribute 'tokens' (fields are picked with [\"tokens\"])"),
-        (use(lambda v: v[["response", 3]]), "indexed by ['response', 3] (fields are picked by name)"),
-        (use(lambda v: v[0]), "indexed by 0 (fields are picked by name)"),
-        (use(lambda v: v[1:3]), "indexed by slice(1, 3, None) (fields are picked by name)"),
-        (use(lambda v: v + 1), "used in a computation (add)"),
-        (use(lambda v: 1 - v), "used in a computation (rsub)"),
-        (use(lambda v: v > 0), "used in a computation (gt)"),
-        (use(lambda v: v == 1), "used in a computation (eq)"),
-        (use(lambda v: v != 1), "used in a computation (ne)"),
-        (use(lambda v: v in [1, 2]), "used in a computation (eq)"),
-        (use(lambda v: -v), "used in a computation (neg)"),
-        (use(lambda v: float(v)), "used in a computation (float)"),
-        (use(plain), "iterated over"),
+        (using(lambda v: 1 if v else 2), "used in a computation (bool)"),
+        (using(lambda v: v and 1), "used in a computation (bool)"),
+        (using(lambda v: list(map(str, v))), "iterated over"),
+        (using(lambda v: "x" in v), "used in a computation (contains)"),
+        (using(lambda v: len(v)), "used in a computation (len)"),
+        (using(lambda v: v.tokens), "asked for its attribute 'tokens' (select a field with [\"tokens\"])"),
+        (using(lambda v: v[["response", 3]]), "indexed by ['response', 3] (select fields by name)"),
+        (using(lambda v: v[0]), "indexed by 0 (select fields by name)"),
+        (using(lambda v: v[1:3]), "indexed by slice(1, 3, None) (select fields by name)"),
+        (using(lambda v: v + 1), "used in a computation (add)"),
+        (using(lambda v: 1 - v), "used in a computation (rsub)"),
+        (using(lambda v: v > 0), "used in a computation (gt)"),
+        (using(lambda v: v == 1), "used in a computation (eq)"),
+        (using(lambda v: v != 1), "used in a computation (ne)"),
+        (using(lambda v: v in [1, 2]), "used in a computation (eq)"),
+        (using(lambda v: -v), "used in a computation (neg)"),
+        (using(lambda v: float(v)), "used in a computation (float)"),
+        (using(plain), "iterated over"),
     ],
 )
-def test_a_symbol_is_not_data(body: Callable[..., Any], what: str) -> None:
-    said = refusal(body)
-    assert f"the value of node 'generate' was {what}" in said
-    assert "mark that function with @node" in said  # the way out
+def test_a_symbol_is_not_data(body: Callable[..., Any], use: str) -> None:
+    message = refusal(body)
+    assert f"the value of node 'generate' was {use}" in message
+    assert "mark that function with @node" in message  # the way out
 
 
 def test_a_symbol_may_be_a_key() -> None:
@@ -286,7 +286,7 @@ def test_a_symbol_may_be_a_key() -> None:
     ("body", "message"),
     [
         (lambda data: score(data["promt"]), "the data has no column 'promt'; did you mean 'prompt'?"),
-        (use(lambda v: v["token"]), "node 'generate' writes no field 'token'; did you mean 'tokens'?"),
+        (using(lambda v: v["token"]), "node 'generate' writes no field 'token'; did you mean 'tokens'?"),
         (
             lambda data: score(data, 3),
             "node 'score': positional arguments and `after` are values of other nodes, not 3",
@@ -309,7 +309,7 @@ def test_a_symbol_may_be_a_key() -> None:
         ),
         (lambda data: score(data, zzzzz=2), "node 'score': test_trace:score has no parameter 'zzzzz'; known: "),
         (lambda data: None, "flow '<lambda>' has no nodes"),
-        (lambda: None, "takes no parameter; its first one is the data"),
+        (lambda: None, "takes no parameter; the first one must be the data"),
         (lambda data: update(node(score, writes="prompt")(data)), "node 'score': field 'prompt' has two writers"),
     ],
 )
@@ -337,7 +337,10 @@ def two_roles(data: Any, judge: Any, reward: Any) -> None:
 @pytest.mark.parametrize(
     ("roles", "message"),
     [
-        ({"judge": Judge}, "flow 'two_roles': role 'reward' is not bound; say who plays it: `roles: {reward: file.py:"),
+        (
+            {"judge": Judge},
+            "flow 'two_roles': role 'reward' has no implementation; name one: `roles: {reward: file.py:function}`",
+        ),
         ({"jugde": Judge}, "flow 'two_roles' has no role 'jugde'; did you mean 'judge'?"),
         ({"data": Judge}, "flow 'two_roles' has no role 'data'"),
         (
@@ -362,16 +365,16 @@ class Empty:
     ("target", "message"),
     [
         # A class is called instead of its method.
-        (Judge, "role 'judge' is the class test_trace:Judge; call a method of it: check, score"),
-        (Lenient, "role 'judge' is the class test_trace:Lenient; call a method of it: check, score"),
-        (Empty, "role 'judge' is the class test_trace:Empty; call a method of it: it has none"),
-        (3, "role 'judge' is played by a int; name a function or a class"),
-        (functools.partial(plain), "role 'judge' is played by a partial; name a function or a class"),
-        (Judge(), "role 'judge' is played by a Judge; name a function or a class"),
-        (len, "role 'judge' is played by a builtin_function_or_method; name a function or a class"),
+        (Judge, "role 'judge' is the class test_trace:Judge; call one of its methods: check, score"),
+        (Lenient, "role 'judge' is the class test_trace:Lenient; call one of its methods: check, score"),
+        (Empty, "role 'judge' is the class test_trace:Empty; it has no methods to call"),
+        (3, "role 'judge' is bound to an object of type int; name a function or a class"),
+        (functools.partial(plain), "role 'judge' is bound to an object of type partial; name a function or a class"),
+        (Judge(), "role 'judge' is bound to an object of type Judge; name a function or a class"),
+        (len, "role 'judge' is bound to an object of type builtin_function_or_method; name a function or a class"),
     ],
 )
-def test_a_role_played_by_the_wrong_thing_is_refused_by_name(target: Any, message: str) -> None:
+def test_a_role_bound_to_the_wrong_type_is_refused_by_name(target: Any, message: str) -> None:
     assert refusal(lambda data, judge: judge(data), judge=target).partition(" (test_trace.py:")[0] == message
 
 
@@ -383,7 +386,7 @@ def test_a_class_called_with_constants_is_refused_by_role() -> None:
     assert "role 'judge' is the class" in refusal(lambda data, judge: judge(data, scale=3), judge=Judge)
 
 
-def test_a_value_without_fields_still_says_after_this() -> None:
+def test_passing_a_value_without_fields_orders_the_nodes() -> None:
     n = only(lambda data: score(update(generate(data))))
     assert (n.reads, n.after) == ((), ("update",))
 
@@ -395,7 +398,7 @@ def peek(batch: Any = None, after: Any = None) -> Any:
 
 @pytest.mark.parametrize(("call", "after"), [(lambda v: peek(after=v), ("generate",)), (lambda v: peek(), ())])
 def test_inside_a_flow_a_node_is_traced_and_never_run(call: Callable[[Any], Any], after: tuple[str, ...]) -> None:
-    n = only(use(call))
+    n = only(using(call))
     assert (n.id, n.reads, n.after) == ("peek", (), after)
 
 
@@ -410,27 +413,27 @@ def test_inside_a_flow_a_node_is_traced_and_never_run(call: Callable[[Any], Any]
     ],
 )
 def test_inside_a_flow_a_wrong_call_is_refused_and_never_run(call: Callable[[Any], Any], message: str) -> None:
-    assert message in refusal(use(call))
+    assert message in refusal(using(call))
 
 
 def ending(value: Any, *, shared: float = 1.0, own: str = "theirs", **rest: Any) -> None:
     score(value, scale=shared, **rest)
 
 
-def test_a_flow_takes_the_constants_of_what_it_ends_in() -> None:
-    @flow(also=ending)
-    def made(data: Any, *, scale: str = "std", own: str = "mine", **rest: Any) -> None:
+def test_a_flow_has_the_constants_of_the_function_it_passes_them_to() -> None:
+    @flow(constants_of=ending)
+    def traced(data: Any, *, scale: str = "std", own: str = "mine", **rest: Any) -> None:
         ending(data, **rest)
 
-    assert made.roles == []
-    assert made.constants == {"shared": 1.0, "own": "mine", "scale": "std"}
-    assert made.trace(("x",)).node("score").params == {"scale": 1.0}
-    assert made.trace(("x",), {}, {"shared": 2.0}).node("score").params == {"scale": 2.0}
+    assert traced.roles == []
+    assert traced.constants == {"shared": 1.0, "own": "mine", "scale": "std"}
+    assert traced.trace(("x",)).node("score").params == {"scale": 1.0}
+    assert traced.trace(("x",), {}, {"shared": 2.0}).node("score").params == {"scale": 2.0}
     with pytest.raises(FlowError, match="has no constant 'sharde'; did you mean 'shared'"):
-        made.trace(("x",), {}, {"sharde": 1})
+        traced.trace(("x",), {}, {"sharde": 1})
 
 
-def test_a_refusal_says_where_in_the_flow() -> None:
+def test_an_error_names_the_line_of_the_flow() -> None:
     @flow
     def branches(data: Any) -> None:
         if score(data) > 0:

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from distflow.config import load_config
 from distflow.errors import FlowError
 from distflow.flow import Flow, Node, flow, from_list, node
 from distflow.flow.importing import load
+from distflow.run.program import Program
 
 DIAMOND = Path(__file__).parents[2] / "examples" / "diamond"
 
@@ -58,14 +58,14 @@ class Judge(Base):
 
 
 ROLES = {"judge": Judge, "reward": score}
-BATCH = {"id": "generate", "call": "test_listing:generate", "deps": "data"}
+BATCH = {"id": "generate", "call": "test_yaml_flow:generate", "deps": "data"}
 
 
 def listed(*entries: Any, roles: dict[str, Any] | None = None, base: Path | None = None) -> Flow:
-    """Of ROLES, those that are called, unless `roles` are given."""
+    """A flow of these entries, with those of ROLES that are called unless `roles` are given."""
     if roles is None:
         calls = [str(e.get("call")).partition(".")[0] for e in entries if isinstance(e, dict)]
-        roles = {r: who for r, who in ROLES.items() if r in calls}
+        roles = {r: target for r, target in ROLES.items() if r in calls}
     return from_list("f", ("prompt", "answer"), entries, roles, base)
 
 
@@ -74,11 +74,11 @@ def last(*entries: dict[str, Any]) -> Node:
 
 
 def test_the_diamond_is_the_same_graph_in_both_forms() -> None:
-    traced, written = (load_config(DIAMOND / f"{name}.yaml") for name in ("config", "graph"))
-    assert isinstance(traced.flow, str)
-    assert isinstance(written.flow, list)
-    assert traced.graph == written.graph
-    assert [n.fn for n in traced.graph.nodes] == [n.fn for n in written.graph.nodes]
+    traced, written = (Program.load(DIAMOND / f"{name}.yaml") for name in ("config", "graph"))
+    assert isinstance(traced.config.flow, str)
+    assert isinstance(written.config.flow, list)
+    assert traced.flow == written.flow
+    assert [n.fn for n in traced.flow.nodes] == [n.fn for n in written.flow.nodes]
     assert traced.plan(4).hash == written.plan(4).hash
 
 
@@ -93,12 +93,12 @@ def test_roles_orders_and_constants_are_the_same_in_both_forms() -> None:
         update(mark, verdict, second, less)
 
     written = listed(
-        {"id": "generate", "reads": "prompt", "call": "test_listing:generate"},
+        {"id": "generate", "reads": "prompt", "call": "test_yaml_flow:generate"},
         {"id": "judge.score", "reads": ["response", "tokens", "answer"], "call": "judge.score"},
         {"id": "check", "reads": "tokens", "call": "judge.check"},
         {"id": "reward", "reads": "tokens", "call": "reward", "after": "check", "params": {"scale": [1, 2]}},
-        {"id": "penalty", "deps": ["generate", "judge.score"], "call": "test_listing:penalty"},
-        {"id": "update", "deps": ["judge.score", "check", "reward", "penalty"], "call": "test_listing:update"},
+        {"id": "penalty", "deps": ["generate", "judge.score"], "call": "test_yaml_flow:penalty"},
+        {"id": "update", "deps": ["judge.score", "check", "reward", "penalty"], "call": "test_yaml_flow:update"},
     )
     traced = f.trace(("prompt", "answer"), ROLES)
     # A traced method is called `role.method`; the list names nodes as it likes.
@@ -112,28 +112,28 @@ def test_roles_orders_and_constants_are_the_same_in_both_forms() -> None:
 
 
 def test_deps_read_all_that_those_nodes_write() -> None:
-    n = last(BATCH, {"id": "n", "call": "test_listing:score", "deps": ["generate", "data"]})
+    n = last(BATCH, {"id": "n", "call": "test_yaml_flow:score", "deps": ["generate", "data"]})
     assert n.reads == ("response", "tokens", "prompt", "answer")
     assert n.writes == ("n",)
     assert n.after == ()
 
 
-def test_reads_say_what_is_read_and_deps_that_give_nothing_only_order() -> None:
-    first = {"id": "first", "call": "test_listing:score", "deps": "data"}
+def test_with_reads_other_deps_only_order_the_nodes() -> None:
+    first = {"id": "first", "call": "test_yaml_flow:score", "deps": "data"}
     n = last(
-        BATCH, first, {"id": "n", "call": "test_listing:score", "deps": ["first", "generate"], "reads": ["tokens"]}
+        BATCH, first, {"id": "n", "call": "test_yaml_flow:score", "deps": ["first", "generate"], "reads": ["tokens"]}
     )
     assert (n.reads, n.after) == (("tokens",), ("first",))
 
 
 def test_a_dep_that_writes_nothing_is_an_order() -> None:
-    n = last(BATCH, BATCH | {"id": "u", "call": "test_listing:update"}, {"id": "n", "call": "reward", "deps": "u"})
+    n = last(BATCH, BATCH | {"id": "u", "call": "test_yaml_flow:update"}, {"id": "n", "call": "reward", "deps": "u"})
     assert (n.reads, n.after) == ((), ("u",))
 
 
-def test_the_list_may_overrule_what_the_function_says() -> None:
-    said = {"type": "compute", "writes": ["a", "b"], "whole_groups": True, "balance": "prompt", "role": "actor"}
-    n = last(BATCH | said)
+def test_an_entry_overrides_the_arguments_of_node() -> None:
+    overrides = {"type": "compute", "writes": ["a", "b"], "whole_groups": True, "balance": "prompt", "role": "actor"}
+    n = last(BATCH | overrides)
     assert (n.type, n.writes, n.whole_groups, n.balance, n.role) == ("compute", ("a", "b"), True, "prompt", "actor")
     assert last(BATCH | {"writes": []}).writes == ()
 
@@ -151,16 +151,16 @@ def test_role_calls() -> None:
     assert (function.role, function.method, function.writes) == ("reward", False, ("r",))
 
 
-ENTRY = {"id": "n", "call": "test_listing:score"}
+ENTRY = {"id": "n", "call": "test_yaml_flow:score"}
 
 
 @pytest.mark.parametrize(
     ("entry", "message"),
     [
         ("score", "node number 1: is 'score', not a mapping of id, role, type"),
-        ({"call": "x:y"}, "node number 1: needs 'id', a text"),
-        ({"id": 3, "call": "x:y"}, "node number 1: needs 'id', a text"),
-        ({"id": "n"}, "node 'n': needs 'call', a text"),
+        ({"call": "x:y"}, "node number 1: needs 'id', a string"),
+        ({"id": 3, "call": "x:y"}, "node number 1: needs 'id', a string"),
+        ({"id": "n"}, "node 'n': needs 'call', a string"),
         (ENTRY | {"writs": "x"}, "node 'n': unknown key 'writs'; did you mean 'writes'?"),
         (ENTRY | {1: "x"}, "node 'n': unknown key '1'; known: after, balance, call"),
         (ENTRY | {"deps": ["dta"]}, "node 'n': depends on unknown node 'dta'; did you mean 'data'?"),
@@ -172,40 +172,43 @@ ENTRY = {"id": "n", "call": "test_listing:score"}
         (ENTRY | {"type": "trian"}, "node 'n': unknown type 'trian'; did you mean 'train'?"),
         (
             ENTRY | {"call": "judge.scor"},
-            "node 'n': role 'judge' (test_listing:Judge) has no method 'scor'; did you mean",
+            "node 'n': role 'judge' (test_yaml_flow:Judge) has no method 'scor'; did you mean",
         ),
-        (ENTRY | {"call": "judge.limit"}, "node 'n': role 'judge' (test_listing:Judge) has no method 'limit'"),
+        (ENTRY | {"call": "judge.limit"}, "node 'n': role 'judge' (test_yaml_flow:Judge) has no method 'limit'"),
         (ENTRY | {"call": "judge.inherted"}, "has no method 'inherted'; did you mean 'inherited'?"),
         (
             ENTRY | {"call": "judge"},
-            "node 'n': 'judge' is a class; make it a role and call a method of it: 'role.method'",
+            "node 'n': 'judge' is a class; bind it to a role and call one of its methods: 'role.method'",
         ),
-        (ENTRY | {"call": "test_listing:Judge"}, "node 'n': 'test_listing:Judge' is a class; make it a role and"),
-        (ENTRY | {"call": "test_listing:CONSTANT"}, "node 'n': 'test_listing:CONSTANT' is a int, not a function"),
+        (
+            ENTRY | {"call": "test_yaml_flow:Judge"},
+            "node 'n': 'test_yaml_flow:Judge' is a class; bind it to a role",
+        ),
+        (ENTRY | {"call": "test_yaml_flow:CONSTANT"}, "node 'n': 'test_yaml_flow:CONSTANT' is a int, not a function"),
         (
             ENTRY | {"call": "score"},
-            "node 'n': call 'score' is neither 'file.py:function' nor 'package.module:function' nor of a role;",
+            "node 'n': call 'score' is neither 'file.py:function' nor 'package.module:function' nor a role;",
         ),
         (
             ENTRY | {"call": "jugde.score"},
-            "node 'n': call 'jugde.score' is neither 'file.py:function' nor 'package.module:function' nor of a role;"
+            "node 'n': call 'jugde.score' is neither 'file.py:function' nor 'package.module:function' nor a role;"
             " there are none",
         ),
         (
             ENTRY | {"params": {"scal": 2}},
-            "node 'n': test_listing:score has no parameter 'scal'; did you mean 'scale'?",
+            "node 'n': test_yaml_flow:score has no parameter 'scal'; did you mean 'scale'?",
         ),
         (ENTRY | {"reads": ["prompt", "prompt"]}, "node 'n': reads 'prompt' twice; name it once"),
         (ENTRY | {"writes": ["a", "a"]}, "node 'n': writes 'a' twice; name it once"),
-        (ENTRY | {"type": 5}, "node 'n': 'type' is 5, not a text"),
-        (ENTRY | {"role": 5}, "node 'n': 'role' is 5, not a text"),
+        (ENTRY | {"type": 5}, "node 'n': 'type' is 5, not a string"),
+        (ENTRY | {"role": 5}, "node 'n': 'role' is 5, not a string"),
         (ENTRY | {"balance": ["prompt"]}, "node 'n': 'balance' is ['prompt'], not the name of a field"),
         (ENTRY | {"whole_groups": "no"}, "node 'n': 'whole_groups' is 'no', not true or false"),
         (
             ENTRY | {"params": {"scale": datetime.date(2025, 1, 1)}},
             "node 'n': constant 'scale' is a date; constants are plain JSON values",
         ),
-        (ENTRY | {"call": "test_listing:"}, "is not 'package.module:name' or 'path/to/file.py:name'"),
+        (ENTRY | {"call": "test_yaml_flow:"}, "is not 'package.module:name' or 'path/to/file.py:name'"),
     ],
 )
 def test_a_wrong_entry_is_refused_by_name(entry: Any, message: str) -> None:
@@ -213,16 +216,16 @@ def test_a_wrong_entry_is_refused_by_name(entry: Any, message: str) -> None:
         listed(entry)
 
 
-def test_a_call_of_a_role_that_is_misspelt_suggests_the_role() -> None:
+def test_a_misspelt_role_in_a_call_gets_a_suggestion() -> None:
     good = {"id": "m", "call": "judge.score"}
-    with pytest.raises(FlowError, match=r"node 'n': call 'jugde.score' .* nor of a role; did you mean 'judge'\?"):
+    with pytest.raises(FlowError, match=r"node 'n': call 'jugde.score' .* nor a role; did you mean 'judge'\?"):
         listed(good, ENTRY | {"call": "jugde.score"})
 
 
-def test_a_file_may_be_called_like_a_role(folder: Path) -> None:
+def test_a_file_may_have_the_name_of_a_role(folder: Path) -> None:
     (folder / "judge.py").write_text("def f(batch): ...\n")
     own, method = {"id": "n", "call": "judge.py:f"}, {"id": "m", "call": "judge.score"}
-    assert [n.call for n in listed(own, method, base=folder).nodes] == ["judge.py:f", "test_listing:Judge.score"]
+    assert [n.call for n in listed(own, method, base=folder).nodes] == ["judge.py:f", "test_yaml_flow:Judge.score"]
 
 
 def test_a_role_that_no_node_calls_is_refused() -> None:
@@ -237,7 +240,7 @@ def test_a_list_without_nodes_is_refused() -> None:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A folder of user files; what loading them leaves in the interpreter is taken back."""
+    """A folder of user files; changes to the interpreter by loading them are undone."""
     monkeypatch.setattr(sys, "path", [*sys.path])
     before = dict(sys.modules)
     yield tmp_path
@@ -259,7 +262,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
             "'imports_on_path:f' does not import: ModuleNotFoundError: No module named 'no_such_module'"
             " (imports_on_path.py:2); check the name and that it is installed",
         ),
-        ("test_listing:scroe", "'test_listing:scroe' has no 'scroe'; did you mean 'score'?"),
+        ("test_yaml_flow:scroe", "'test_yaml_flow:scroe' has no 'scroe'; did you mean 'score'?"),
         ("missing.py:f", "'missing.py:f' does not import: there is no file {folder}/missing.py"),
         ("raises.py:f", "'raises.py:f' does not import: ValueError: boom and more (raises.py:3)"),
         ("syntax.py:f", "'syntax.py:f' does not import: SyntaxError: invalid syntax (syntax.py:2)"),
@@ -283,7 +286,7 @@ def test_a_function_that_does_not_import_is_refused_by_node(folder: Path, call: 
     assert str(e.value) == "node 'n': " + message.format(folder=folder)  # all of it: one line
 
 
-def test_a_file_is_loaded_once_sees_its_neighbours_and_may_be_mended(folder: Path) -> None:
+def test_a_file_is_loaded_once_sees_its_neighbours_and_may_be_fixed(folder: Path) -> None:
     (folder / "neighbour_of_main.py").write_text("n = 1")
     main = folder / "main_of_test.py"
     main.write_text("from neighbour_of_main import n, missing\n")
@@ -295,7 +298,7 @@ def test_a_file_is_loaded_once_sees_its_neighbours_and_may_be_mended(folder: Pat
     assert "main_of_test" not in sys.modules
 
 
-def test_a_function_of_a_file_is_written_with_the_name_of_the_file(folder: Path) -> None:
+def test_a_function_is_referenced_by_the_name_of_its_file(folder: Path) -> None:
     (folder / "a").mkdir()
     (folder / "b" / "c").mkdir(parents=True)
     for x in ("a", "b/c"):
@@ -312,7 +315,7 @@ def test_a_function_of_a_file_is_written_with_the_name_of_the_file(folder: Path)
     assert calls("own_nodes.py", folder / "a") == expected
     assert calls("b/c/own_nodes.py", folder) == expected  # the second file of that name
     sys.path.append(str(folder / "a"))
-    importlib.import_module("own_nodes")  # the same file by another way
+    importlib.import_module("own_nodes")  # the same file, imported as a module
     assert calls(str(folder / "a" / "own_nodes.py"), folder) == expected
 
 

@@ -1,4 +1,4 @@
-"""Flows written as lists of nodes, on groups and layouts of all kinds: some fit, most do not."""
+"""Flows written as lists of nodes, on rank sets and layouts of all kinds: some fit, most do not."""
 
 import json
 from pathlib import Path
@@ -54,14 +54,14 @@ class Graphs:
         roles = {r: p for r, p in (("judge", Judge), ("plain", plain)) if r in called or (wild and rng.random() < 0.05)}
         ids = [e["id"] for e in entries if isinstance(e, dict) and isinstance(e.get("id"), str)]
         workers = rng.choice((1, 2, 4, 8, 6)) if rng.random() < 0.95 else rng.choice((0, -1, 10**9, 1024))
-        groups = {
+        rank_sets = {
             rng.choice(("g", "h", "all" if wild else "k")): rng.choice(RANKS) for _ in range(rng.randrange(3) * wild)
         }
 
         def place() -> Place:
-            group = rng.choice((*groups, "all", "all", *(["none"] if wild else [])))
+            ranks = rng.choice((*rank_sets, "all", "all", *(["none"] if wild else [])))
             dp, tp = (rng.choice((None, None, 1, 2, 3, 8)), rng.choice((1, 1, 2, 4, 0, 10**12))) if wild else (None, 1)
-            return Place(group, dp, tp)
+            return Place(ranks, dp, tp)
 
         nodes = {rng.choice((*ids, "data", "x" if wild else "data")): place() for _ in range(rng.randrange(3) * wild)}
         of_roles = {rng.choice(("judge", "compute", "plain")): place() for _ in range(int(wild and rng.random() < 0.2))}
@@ -71,15 +71,15 @@ class Graphs:
 
         def run() -> None:
             flow = from_list("listed", ("text", "answer"), entries, roles, self.folder)
-            made = plan(flow, Placement(workers, groups, Place(), of_roles, nodes), work)
-            json.dumps(made.to_json())
-            assert made.hash
-            render(made)
+            result = plan(flow, Placement(workers, rank_sets, Place(), of_roles, nodes), work)
+            json.dumps(result.to_json())
+            assert result.hash
+            render(result)
             if number % 5 == 0:
-                svg(made)
+                svg(result)
 
-        what = f"{shown(entries, 500)} workers {workers} groups {groups} nodes {nodes} roles {of_roles} {work}"
-        return Case(what, run, ("node", "flow 'listed'", "placement", "workers"))
+        text = f"{shown(entries, 500)} workers {workers} rank sets {rank_sets} nodes {nodes} roles {of_roles} {work}"
+        return Case(text, run, ("node", "flow 'listed'", "placement", "workers"))
 
     def _entry(self, i: int, rng: Random, wild: bool) -> Any:
         if wild and rng.random() < 0.02:

@@ -9,7 +9,7 @@ from distflow.errors import PlacementError
 from distflow.plan import Layout, format_ranks, parse_ranks
 
 
-def test_cells_are_neighbours_of_tp() -> None:
+def test_a_cell_is_tp_consecutive_ranks() -> None:
     layout = Layout((4, 5, 6, 7, 0, 1), dp=3, tp=2)
     assert layout.cells == ((4, 5), (6, 7), (0, 1))
     assert [layout.cell_of(r) for r in (4, 5, 6, 7, 0, 1, 2)] == [0, 0, 1, 1, 2, 2, None]
@@ -52,7 +52,7 @@ def test_dp_times_tp_is_the_number_of_ranks(dp: int, tp: int) -> None:
         ("2-50%", [2, 3]),
     ],
 )
-def test_ranks_are_read(text: str, ranks: range | list[int]) -> None:
+def test_ranks_are_parsed(text: str, ranks: range | list[int]) -> None:
     assert parse_ranks(text, 8, "here") == tuple(ranks)
 
 
@@ -67,28 +67,28 @@ def test_shares_divide_the_workers_without_gap_or_overlap(workers: int, cuts: li
 
 
 @given(st.lists(st.integers(0, 60), min_size=1, unique=True))
-def test_ranks_are_written_as_they_are_read(ranks: list[int]) -> None:
+def test_formatted_ranks_parse_to_the_same(ranks: list[int]) -> None:
     text = format_ranks(tuple(ranks))
     assert parse_ranks(text, 61, "here") == tuple(ranks)
     assert len(text) <= len(",".join(map(str, ranks)))
 
 
-def test_ranks_are_written_short() -> None:
+def test_ranks_are_formatted_briefly() -> None:
     assert format_ranks((0, 1, 2, 3, 8)) == "0-3,8"
     assert format_ranks(tuple(range(1024))) == "0-1023"
     assert format_ranks(()) == ""
 
 
 @pytest.mark.parametrize("text", ["", "a", "0-3-5", "-3", "1,,2", "50%", "0..3", "all,1", "1.5", "0-3%%"])
-def test_what_is_not_a_set_of_ranks_is_refused_with_examples(text: str) -> None:
+def test_text_that_is_not_a_set_of_ranks_is_refused_with_examples(text: str) -> None:
     with pytest.raises(
-        PlacementError, match=re.escape(f"placement.groups.g: '{text}' is not a set of ranks; write 'all'")
+        PlacementError, match=re.escape(f"placement.ranks.g: '{text}' is not a set of ranks; write 'all'")
     ):
-        parse_ranks(text, 8, "placement.groups.g")
+        parse_ranks(text, 8, "placement.ranks.g")
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("0-8", "'0-8' names ranks 0-8, but there are 8 workers (0-7)"),
         ("8", "names ranks 8-8, but there are 8 workers"),
@@ -100,7 +100,7 @@ def test_what_is_not_a_set_of_ranks_is_refused_with_examples(text: str) -> None:
         ("0%-50%,50%-,0", "names a rank twice"),
     ],
 )
-def test_ranks_that_cannot_be_are_refused(text: str, said: str) -> None:
-    with pytest.raises(PlacementError, match=re.escape(said)) as e:
-        parse_ranks(text, 8, "placement.groups.g")
-    assert str(e.value).startswith("placement.groups.g: ")
+def test_impossible_ranks_are_refused(text: str, message: str) -> None:
+    with pytest.raises(PlacementError, match=re.escape(message)) as e:
+        parse_ranks(text, 8, "placement.ranks.g")
+    assert str(e.value).startswith("placement.ranks.g: ")

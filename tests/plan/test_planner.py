@@ -32,22 +32,23 @@ PLANS = [random_plan(random.Random(seed), workers=seed % 8 + 1) for seed in rang
 
 
 def chain_of(*ids: str, **last: Any) -> Flow:
-    """data → first → second → …, each reading the one before; `last` are wishes of the last."""
+    """data → first → second → …, each reading the one before; `last` are attributes of the last."""
     reads = ("prompt", *ids)
     nodes = [Node(i, reads=(reads[k],), writes=(i,), **(last if i == ids[-1] else {})) for k, i in enumerate(ids)]
     return Flow("chain", ("prompt",), tuple(nodes))
 
 
 def planned(flow: Flow, workers: int = 4, prompts: int = 8, repeat: int = 2, **where: Any) -> Plan:
-    groups = {"left": "0-1", "right": "2-3"} if workers >= 4 else {}
-    return plan(flow, Placement(workers, groups, **where), Workload(prompts, repeat, dict.fromkeys(flow.writer, 100)))
+    rank_sets = {"left": "0-1", "right": "2-3"} if workers >= 4 else {}
+    workload = Workload(prompts, repeat, dict.fromkeys(flow.writer, 100))
+    return plan(flow, Placement(workers, rank_sets, **where), workload)
 
 
 def same_place(p: Plan, *nodes: str) -> bool:
     return len({p.home[n] for n in nodes}) == 1
 
 
-# ---- what holds of every plan ----
+# ---- properties of every plan ----
 
 
 def test_each_chain_is_a_subsequence_of_the_one_global_order() -> None:
@@ -60,7 +61,7 @@ def test_each_chain_is_a_subsequence_of_the_one_global_order() -> None:
             assert all(p.chain(r) == tasks for r in ranks)
 
 
-def test_every_task_stands_in_the_chains_of_all_its_ranks_and_of_no_other() -> None:
+def test_every_task_is_in_the_chains_of_all_its_ranks_and_of_no_other() -> None:
     for p in PLANS:
         chains = [{id(t) for t in p.chain(r)} for r in range(p.workers)]
         for t in p.tasks:
@@ -72,7 +73,7 @@ def test_every_task_stands_in_the_chains_of_all_its_ranks_and_of_no_other() -> N
 
 
 def test_no_exchange_can_deadlock() -> None:
-    """Ranks walk their chains at any pace; a move happens when all its ranks have come to it."""
+    """Ranks walk their chains at any pace; a move happens when all its ranks have reached it."""
     for seed, p in enumerate(PLANS):
         rng = random.Random(seed)
         left = {r: list(p.chain(r)) for r in range(p.workers)}
@@ -88,7 +89,7 @@ def _partners(task: object) -> tuple[int, ...]:
     return task.ranks if isinstance(task, Move) else ()
 
 
-def test_every_read_is_satisfied_at_its_place_and_every_field_is_freed_once_after_its_last_reader() -> None:
+def test_every_reader_has_its_fields_and_every_field_is_freed_once_after_its_last_reader() -> None:
     for p in PLANS:
         held: set[tuple[str, str]] = set()
         freed: set[tuple[str, str]] = set()
@@ -116,9 +117,9 @@ def test_every_read_is_satisfied_at_its_place_and_every_field_is_freed_once_afte
                     ran.add(n.id)
                     held |= {(t.partition.id, f) for f in t.writes}
                 case Refill():
-                    assert t.taken() <= held
-                    held -= t.taken()
-                    freed |= t.taken()
+                    assert t.consumed() <= held
+                    held -= t.consumed()
+                    freed |= t.consumed()
                     held |= {(dst.id, f) for _, dst, fields in t.carried for f in fields}
                     latest = t
                     assert held == {(dst.id, f) for _, dst, fields in t.carried for f in fields}, "left behind"
@@ -138,7 +139,7 @@ def test_every_read_is_satisfied_at_its_place_and_every_field_is_freed_once_afte
         assert not held, "never freed"
 
 
-def test_nothing_is_moved_that_nobody_reads_there() -> None:
+def test_only_fields_that_are_read_are_moved() -> None:
     for p in PLANS:
         for m in p.moves:
             assert m.fields
@@ -146,7 +147,7 @@ def test_nothing_is_moved_that_nobody_reads_there() -> None:
             assert all(any(f in n.reads for n in readers) for f in m.fields)
 
 
-def test_an_edge_is_local_exactly_when_its_ends_share_a_partition() -> None:
+def test_an_edge_is_local_if_and_only_if_its_ends_share_a_partition() -> None:
     for p in PLANS:
         arrived = {(m.dst.id, f) for m in p.moves for f in m.fields}
         for e in p.edges:
@@ -154,32 +155,32 @@ def test_an_edge_is_local_exactly_when_its_ends_share_a_partition() -> None:
             assert all(((p.home[e.reader], f) in arrived) == e.moves for f in e.fields)
 
 
-def test_the_wishes_of_a_node_are_kept() -> None:
+def test_the_requirements_of_a_node_are_met() -> None:
     for p in PLANS:
         for n in p.flow.nodes:
             place = p.partition_of(n.id)
-            assert place.whole or not n.whole_groups
+            assert place.whole_groups or not n.whole_groups
             assert place.layout.dp == 1 or not n.whole_batch
             assert n.balance is None or place.balance == n.balance
             assert p.samples % place.layout.dp == 0
-            assert not place.whole or (p.samples // p.repeat) % place.layout.dp == 0
+            assert not place.whole_groups or (p.samples // p.repeat) % place.layout.dp == 0
 
 
 def test_some_plan_has_a_node_that_sees_the_whole_batch() -> None:
     assert any(n.whole_batch and len(p.partition_of(n.id).layout.ranks) > 1 for p in PLANS for n in p.flow.nodes)
 
 
-def test_samples_are_dealt_once_by_the_move_that_knows_the_lengths() -> None:
+def test_samples_are_assigned_once_by_the_move_that_knows_the_lengths() -> None:
     for p in PLANS:
         for place in p.partitions:
             arrivals = [m for m in p.moves if m.dst is place]
-            assert [m.deals for m in arrivals[1:]] == [False] * len(arrivals[1:])
+            assert [m.assigns for m in arrivals[1:]] == [False] * len(arrivals[1:])
             if place.balance:
-                assert arrivals[0].deals
+                assert arrivals[0].assigns
                 assert place.balance in arrivals[0].fields
 
 
-# ---- where samples are ----
+# ---- partitions and moves ----
 
 
 def test_nodes_of_one_layout_move_nothing() -> None:
@@ -226,10 +227,10 @@ def test_balance_makes_a_partition_of_its_own() -> None:
     assert p.partition_of("a").layout == p.partition_of("b").layout
     assert not same_place(p, "a", "b")
     assert p.partition_of("b").balance == "a"
-    assert [(m.fields, m.deals) for m in p.moves] == [(("a",), True)]
+    assert [(m.fields, m.assigns) for m in p.moves] == [(("a",), True)]
 
 
-def test_nodes_balanced_alike_share_a_partition_and_who_follows_stays() -> None:
+def test_nodes_balanced_by_one_field_share_a_partition_and_later_ones_stay() -> None:
     nodes = (
         Node("a", reads=("prompt",), writes=("a",)),
         Node("b", reads=("a",), writes=("b",), balance="a"),
@@ -242,11 +243,11 @@ def test_nodes_balanced_alike_share_a_partition_and_who_follows_stays() -> None:
 
 
 @pytest.mark.parametrize("whole", [False, True])
-def test_whole_groups_are_dealt_early_for_who_needs_them_later(whole: bool) -> None:
+def test_groups_are_kept_together_early_for_nodes_that_need_them_later(whole: bool) -> None:
     flow = chain_of("a", "b", "c", whole_groups=whole)
     p = planned(flow, nodes={"a": Place("left", tp=2), "b": Place("right"), "c": Place("right")})
     assert same_place(p, "b", "c")
-    assert p.partition_of("b").whole == whole
+    assert p.partition_of("b").whole_groups == whole
     assert len(p.moves) == 1
 
 
@@ -281,41 +282,45 @@ def test_the_most_specific_place_wins() -> None:
 
 def test_the_loader_reads_where_its_first_reader_runs() -> None:
     p = planned(chain_of("a", "b"), default=Place("left"), nodes={"a": Place("right", tp=2)})
-    assert p.partition_of("data") == Partition("p0", Layout((2, 3), 1, 2), whole=True, balance=None)
+    assert p.partition_of("data") == Partition("p0", Layout((2, 3), 1, 2), whole_groups=True, balance=None)
 
 
-# ---- what cannot be ----
+# ---- errors ----
 
 
 @pytest.mark.parametrize(
     ("where", "message"),
     [
-        ({"nodes": {"b": Place("rihgt")}}, "placement.nodes.b: unknown group 'rihgt'; did you mean 'right'?"),
-        ({"roles": {"compute": Place("zzz")}}, "placement.roles.compute: unknown group 'zzz'; known: all, left, right"),
-        ({"default": Place("lft")}, "placement.default: unknown group 'lft'; did you mean 'left'?"),
+        ({"nodes": {"b": Place("rihgt")}}, "placement.nodes.b: unknown rank set 'rihgt'; did you mean 'right'?"),
+        (
+            {"roles": {"compute": Place("zzz")}},
+            "placement.roles.compute: unknown rank set 'zzz'; known: all, left, right",
+        ),
+        ({"default": Place("lft")}, "placement.default: unknown rank set 'lft'; did you mean 'left'?"),
         (
             {"nodes": {"b": Place(dp=3)}},
-            "placement.nodes.b: dp 3 × tp 1 does not fit group 'all' of 4 ranks (0-3);"
-            " what fits: dp 4 × tp 1, dp 2 × tp 2, dp 1 × tp 4",
+            "placement.nodes.b: dp 3 × tp 1 does not fit rank set 'all' of 4 ranks (0-3);"
+            " use one of: dp 4 × tp 1, dp 2 × tp 2, dp 1 × tp 4",
         ),
         (
             {"default": Place("right", tp=4)},
-            "placement.default: tp 4 does not fit group 'right' of 2 ranks (2-3); what fits: dp 2 × tp 1, dp 1 × tp 2",
+            "placement.default: tp 4 does not fit rank set 'right' of 2 ranks (2-3);"
+            " use one of: dp 2 × tp 1, dp 1 × tp 2",
         ),
         (
             {"default": Place(tp=0)},
-            "placement.default: tp 0 does not fit group 'all' of 4 ranks (0-3); what fits: dp 4",
+            "placement.default: tp 0 does not fit rank set 'all' of 4 ranks (0-3); use one of: dp 4",
         ),
         ({"nodes": {"bb": Place()}}, "placement.nodes: the flow has no node 'bb'; "),
         ({"nodes": {"dta": Place()}}, "placement.nodes: the flow has no node 'dta'; did you mean 'data'?"),
         ({"roles": {"compte": Place()}}, "placement.roles: no node has the role 'compte'; did you mean 'compute'?"),
         (
             {"default": Place("lft"), "roles": {"compute": Place("left")}},  # a place that no node uses
-            "placement.default: unknown group 'lft'; did you mean 'left'?",
+            "placement.default: unknown rank set 'lft'; did you mean 'left'?",
         ),
         (
             {"roles": {"compute": Place(tp=3)}, "nodes": {"a": Place(), "b": Place()}},
-            "placement.roles.compute: tp 3 does not fit group 'all' of 4 ranks (0-3)",
+            "placement.roles.compute: tp 3 does not fit rank set 'all' of 4 ranks (0-3)",
         ),
     ],
 )
@@ -325,16 +330,16 @@ def test_a_wrong_placement_is_refused(where: dict[str, Any], message: str) -> No
 
 
 @pytest.mark.parametrize(
-    ("workers", "groups", "message"),
+    ("workers", "rank_sets", "message"),
     [
         (0, {}, "workers: 0; at least one worker is needed"),
-        (4, {"all": "0-1"}, "placement.groups.all: this name always means every worker"),
-        (4, {"g": "0-4"}, "placement.groups.g: '0-4' names ranks 0-4, but there are 4 workers (0-3)"),
+        (4, {"all": "0-1"}, "placement.ranks.all: this name always means every worker"),
+        (4, {"g": "0-4"}, "placement.ranks.g: '0-4' names ranks 0-4, but there are 4 workers (0-3)"),
     ],
 )
-def test_wrong_groups_are_refused(workers: int, groups: dict[str, str], message: str) -> None:
+def test_wrong_rank_sets_are_refused(workers: int, rank_sets: dict[str, str], message: str) -> None:
     with pytest.raises(PlacementError, match=re.escape(message)):
-        Placement(workers, groups)
+        Placement(workers, rank_sets)
 
 
 @pytest.mark.parametrize(
@@ -375,9 +380,8 @@ def test_a_batch_that_does_not_divide_is_refused_with_numbers_that_would(
 ) -> None:
     with pytest.raises(PlacementError) as e:
         planned(chain_of("a"), prompts=prompts, repeat=repeat, **where)
-    said = str(e.value)
-    assert said == message
-    (numbers,) = re.findall(r"use a batch of ([\d or]+) prompts", said)
+    assert str(e.value) == message
+    (numbers,) = re.findall(r"use a batch of ([\d or]+) prompts", message)
     for number in map(int, numbers.split(" or ")):
         planned(chain_of("a"), prompts=number, repeat=repeat, **where)
 
@@ -385,33 +389,33 @@ def test_a_batch_that_does_not_divide_is_refused_with_numbers_that_would(
 # ---- the same on every worker ----
 
 
-def test_the_hash_is_that_of_the_plan() -> None:
-    def made(**changed: Any) -> str:
+def test_the_hash_changes_with_the_plan() -> None:
+    def hash_of(**changed: Any) -> str:
         flow = changed.pop("flow", chain_of("a", "b"))
         return planned(flow, **changed).hash
 
     others = [
-        made(default=Place(tp=2)),
-        made(nodes={"b": Place("left")}),
-        made(workers=8),
-        made(prompts=16),
-        made(repeat=1),
-        made(flow=chain_of("a", "b", params={"x": 1})),
-        made(flow=chain_of("a", "b", call="m:f")),
-        made(flow=chain_of("a", "b", whole_groups=True), nodes={"b": Place("left", tp=2)}),
+        hash_of(default=Place(tp=2)),
+        hash_of(nodes={"b": Place("left")}),
+        hash_of(workers=8),
+        hash_of(prompts=16),
+        hash_of(repeat=1),
+        hash_of(flow=chain_of("a", "b", params={"x": 1})),
+        hash_of(flow=chain_of("a", "b", call="m:f")),
+        hash_of(flow=chain_of("a", "b", whole_groups=True), nodes={"b": Place("left", tp=2)}),
     ]
-    assert made() == made()
-    assert len({made(), *others}) == 1 + len(others)
+    assert hash_of() == hash_of()
+    assert len({hash_of(), *others}) == 1 + len(others)
 
 
 PLAN_IN_A_PROCESS = """
 import sys
-from distflow.config import load_config
 from distflow.plan.svg import svg
 from distflow.plan.table import render
+from distflow.run.program import Program
 
 workers, *overrides = sys.argv[1:]
-p = load_config("examples/diamond/config.yaml", overrides).plan(int(workers))
+p = Program.load("examples/diamond/config.yaml", overrides).plan(int(workers))
 assert svg(p)
 assert render(p)
 heavy = [m for m in ("torch", "ray", "transformers") if m in sys.modules]
@@ -430,7 +434,7 @@ def test_the_hash_is_the_same_in_every_process() -> None:
 
 
 def test_a_thousand_workers_are_planned_without_torch() -> None:
-    shares = ("placement.groups.rollout=0%-50%", "placement.groups.train=50%-", "data.batch=1024")
+    shares = ("placement.ranks.rollout=0%-50%", "placement.ranks.train=50%-", "data.batch=1024")
     few, many = plan_in_a_process("4", *shares), plan_in_a_process("1024", *shares)
     assert many[1:] == few[1:]  # as many tasks and different chains as for four, and nothing heavy imported
     assert len(many) == 4

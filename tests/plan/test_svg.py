@@ -13,7 +13,7 @@ from distflow.plan.svg import svg
 from distflow.plan.units import human_bytes
 
 SVG = "{http://www.w3.org/2000/svg}"
-GROUPS = {"a": "0-3", "b": "4-7", "c": "0-1", "d": "2,3,6"}
+RANK_SETS = {"a": "0-3", "b": "4-7", "c": "0-1", "d": "2,3,6"}
 PLACES = [Place(), Place("a"), Place("a", tp=2), Place("b"), Place("b", tp=4), Place("c"), Place("d", tp=3)]
 
 
@@ -35,7 +35,7 @@ class Box:
 
 
 def read(p: Plan) -> tuple[ElementTree.Element, dict[tuple[str, str], Box], list[Box]]:
-    """The picture; its boxes and pills by kind and first word; its lanes."""
+    """Returns the drawing, its boxes and pills by kind and first word, and its lanes."""
     root = ElementTree.fromstring(svg(p))
     shapes = {}
     for g in root.iter(f"{SVG}g"):
@@ -57,7 +57,7 @@ def texts(root: ElementTree.Element) -> str:
 
 @st.composite
 def plans(draw: st.DrawFn) -> Plan:
-    """Up to 15 nodes, each reading fields of earlier ones, anywhere on overlapping and disjoint groups."""
+    """Up to 15 nodes, each reading fields of earlier ones, anywhere on overlapping and disjoint rank sets."""
     nodes: list[Node] = []
     for i in range(draw(st.integers(1, 15))):
         known = ["x", "y", *(n.writes[0] for n in nodes)]
@@ -67,12 +67,12 @@ def plans(draw: st.DrawFn) -> Plan:
         kind = draw(st.sampled_from(NODE_TYPES))
         nodes.append(Node(f"n{i}", "r", kind, reads, (f"f{i}",), "", after, {}, draw(st.booleans()), balance))
     where = {n.id: draw(st.sampled_from(PLACES)) for n in nodes}
-    return plan(Flow("random", ("x", "y"), tuple(nodes)), Placement(8, groups=GROUPS, nodes=where), Workload(24))
+    return plan(Flow("random", ("x", "y"), tuple(nodes)), Placement(8, rank_sets=RANK_SETS, nodes=where), Workload(24))
 
 
 @settings(max_examples=60, deadline=None)
 @given(plans())
-def test_nothing_overlaps_and_everything_is_there(p: Plan) -> None:
+def test_nothing_overlaps_and_nothing_is_missing(p: Plan) -> None:
     root, shapes, lanes = read(p)
     assert {name for kind, name in shapes if kind == "node"} == set(p.home)
     assert {name for kind, name in shapes if kind == "move"} == {m.id for m in p.moves}
@@ -95,7 +95,7 @@ def test_nothing_overlaps_and_everything_is_there(p: Plan) -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(plans())
-def test_data_stands_left_and_lines_run_to_the_right(p: Plan) -> None:
+def test_data_is_leftmost_and_lines_run_to_the_right(p: Plan) -> None:
     _, shapes, _ = read(p)
     assert all(shapes["node", "data"].x < b.x for key, b in shapes.items() if key != ("node", "data"))
     for e in p.edges:
@@ -117,7 +117,7 @@ def test_lines_pass_beside_boxes(p: Plan) -> None:
         assert float(x1) < float(x)  # bends lie between columns, where there is no box
 
 
-def test_moves_carry_fields_and_bytes_and_lanes_carry_groups() -> None:
+def test_moves_show_fields_and_bytes_and_lanes_show_rank_sets() -> None:
     flow = Flow(
         "f",
         ("prompt",),
@@ -126,12 +126,12 @@ def test_moves_carry_fields_and_bytes_and_lanes_carry_groups() -> None:
     places = {"generate": Place("rollout", tp=2), "update": Place("train")}
     p = plan(
         flow,
-        Placement(4, groups={"rollout": "0-1", "train": "2-3", "idle": "1-2"}, nodes=places),
+        Placement(4, rank_sets={"rollout": "0-1", "train": "2-3", "idle": "1-2"}, nodes=places),
         Workload(8, 1, {"response": 4096}),
     )
     root, shapes, lanes = read(p)
     (m,) = p.moves
-    said = texts(root)
+    shown = texts(root)
     for t in (
         f"m0 · {human_bytes(m.expected_bytes)}",
         "response",
@@ -142,9 +142,11 @@ def test_moves_carry_fields_and_bytes_and_lanes_carry_groups() -> None:
         "idle",
         "all 0-3",
     ):
-        assert t in said
+        assert t in shown
     assert len(lanes) == 2
-    assert lanes[0].y + lanes[0].height <= shapes["move", "m0"].y  # what changes ranks is drawn between their lanes
+    assert (
+        lanes[0].y + lanes[0].height <= shapes["move", "m0"].y
+    )  # between the lanes
     assert shapes["move", "m0"].y + shapes["move", "m0"].height <= lanes[1].y
 
 
@@ -155,7 +157,7 @@ def test_parallel_nodes_stand_in_one_column() -> None:
         Node("right", reads=("a",), writes=("c",)),
         Node("join", reads=("b", "c")),
     )
-    placement = Placement(4, groups={"g": "0-1", "h": "2-3"}, default=Place("g"), nodes={"left": Place("h")})
+    placement = Placement(4, rank_sets={"g": "0-1", "h": "2-3"}, default=Place("g"), nodes={"left": Place("h")})
     _, shapes, _ = read(plan(Flow("diamond", ("x",), nodes), placement, Workload(4)))
     middle = [shapes["node", n].x + shapes["node", n].width / 2 for n in ("left", "right")]
     assert abs(middle[0] - middle[1]) < 0.2
@@ -164,17 +166,18 @@ def test_parallel_nodes_stand_in_one_column() -> None:
 def test_names_are_escaped() -> None:
     source = ('<prompt> & "quoted"', "bell\x07")
     nodes = (Node("n", "<role>&", reads=source),)
-    placement = Placement(2, groups={"<g&>": "0", "h": "1"}, default=Place("<g&>"), nodes={"data": Place("h")})
+    placement = Placement(2, rank_sets={"<g&>": "0", "h": "1"}, default=Place("<g&>"), nodes={"data": Place("h")})
     root, _, _ = read(plan(Flow("<f> & co", source, nodes), placement, Workload(2)))
-    said = " ".join(texts(root).split())
+    shown = " ".join(texts(root).split())
     for t in ("<f> & co", "<role>&", "<g&>", *source[:1]):
-        assert t in said
-    assert "\x07" not in said
+        assert t in shown
+    assert "\x07" not in shown
 
 
-def test_a_node_may_be_called_like_a_move() -> None:
+def test_a_node_may_have_the_name_of_a_move() -> None:
     flow = Flow("f", ("x",), (Node("m0", reads=("x",), writes=("y",)), Node("m1", reads=("y",))))
-    p = plan(flow, Placement(2, groups={"a": "0", "b": "1"}, nodes={"m0": Place("a"), "m1": Place("b")}), Workload(2))
+    placement = Placement(2, rank_sets={"a": "0", "b": "1"}, nodes={"m0": Place("a"), "m1": Place("b")})
+    p = plan(flow, placement, Workload(2))
     _, shapes, _ = read(p)
     assert set(shapes) == {("node", "data"), ("node", "m0"), ("node", "m1"), ("move", "m0")}
 
@@ -183,7 +186,7 @@ def test_a_thousand_scattered_workers_fit() -> None:
     even = ",".join(str(r) for r in range(0, 1024, 2))
     p = plan(
         Flow("f", ("x",), (Node("n", reads=("x",)),)),
-        Placement(1024, groups={"even": even}, default=Place("even")),
+        Placement(1024, rank_sets={"even": even}, default=Place("even")),
         Workload(512),
     )
     root, _, _ = read(p)

@@ -20,7 +20,7 @@ def diamond(workers: int = 4, source: tuple[str, ...] = ("prompt", "answer"), na
     rollout = Place("rollout", tp=2)
     placement = Placement(
         workers,
-        groups={"rollout": "0%-50%", "train": "50%-"},
+        rank_sets={"rollout": "0%-50%", "train": "50%-"},
         default=Place("train"),
         nodes={"generate": rollout, "judge": rollout},
     )
@@ -38,7 +38,7 @@ def section(shown: str, title: str) -> list[str]:
 
 
 @pytest.mark.parametrize("width", [80, 100, 120])
-def test_every_node_move_and_group_is_shown(width: int) -> None:
+def test_every_node_move_and_rank_set_is_shown(width: int) -> None:
     p = diamond()
     shown = text(p, width)
     nodes = {line.split()[0] for line in section(shown, "Nodes") if line.strip()}
@@ -47,8 +47,8 @@ def test_every_node_move_and_group_is_shown(width: int) -> None:
     assert moves >= {m.id for m in p.moves}
     for m in p.moves:
         assert human_bytes(m.expected_bytes) in shown
-    for g in ("all 0-3", "rollout 0-1", "train 2-3", p.hash[:8], "4096 samples per step", "4 per prompt"):
-        assert g in shown
+    for t in ("rank sets: all 0-3", "rollout 0-1", "train 2-3", p.hash[:8], "4096 samples per step", "4 per prompt"):
+        assert t in shown
     assert max(map(len, shown.splitlines())) <= width
     assert "…" not in shown
 
@@ -59,7 +59,7 @@ def test_a_long_name_is_folded_not_cut() -> None:
     assert text(p, 80).count("q") == 3 * len(name)  # written by data, read by n, freed
 
 
-def test_inputs_tell_where_they_come_from() -> None:
+def test_inputs_show_where_they_come_from() -> None:
     rows = {line.split()[0]: line for line in section(text(diamond(), 140), "Nodes") if line.strip()}
     assert "local: prompt" in rows["generate"]
     assert "m0: response, length" in rows["penalty"]
@@ -69,10 +69,10 @@ def test_inputs_tell_where_they_come_from() -> None:
 def test_origins_follow_a_field_through_two_moves() -> None:
     p = diamond()
     m0, _, m2 = p.moves
-    found = origins(p)
-    assert found[m0] == {"response": "generate", "length": "generate"}
-    assert found[m2] == {"response": m0, "advantage": "advantage"}
-    assert found["update"] == {"response": m2, "advantage": m2}
+    sources = origins(p)
+    assert sources[m0] == {"response": "generate", "length": "generate"}
+    assert sources[m2] == {"response": m0, "advantage": "advantage"}
+    assert sources["update"] == {"response": m2, "advantage": m2}
 
 
 def test_chains_are_in_the_order_of_the_plan() -> None:
@@ -82,9 +82,9 @@ def test_chains_are_in_the_order_of_the_plan() -> None:
     assert "⇄m2" in lines
 
 
-def test_a_rank_without_tasks_is_told() -> None:
+def test_a_rank_without_tasks_is_shown() -> None:
     flow = Flow("f", ("a",), (Node("n", reads=("a",)),))
-    p = plan(flow, Placement(4, groups={"g": "0-1"}, default=Place("g")), Workload(4))
+    p = plan(flow, Placement(4, rank_sets={"g": "0-1"}, default=Place("g")), Workload(4))
     assert "2-3" in text(p)
     assert "no node is placed here" in text(p)
 
@@ -116,7 +116,7 @@ def test_a_colour_terminal_gets_colour() -> None:
 
 
 @pytest.mark.parametrize(
-    ("n", "said"),
+    ("n", "text"),
     [
         (0, "0 B"),
         (1023, "1023 B"),
@@ -129,5 +129,5 @@ def test_a_colour_terminal_gets_colour() -> None:
         (9 * 1024**6, "9216 PiB"),
     ],
 )
-def test_human_bytes(n: float, said: str) -> None:
-    assert human_bytes(n) == said
+def test_human_bytes(n: float, text: str) -> None:
+    assert human_bytes(n) == text

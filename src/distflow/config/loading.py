@@ -11,6 +11,9 @@ from distflow.config.schema import Config
 from distflow.config.yaml import LARGEST, parse
 from distflow.errors import ConfigError, cut, shown, suggest
 
+# Keys under names that are not ours and not similar enough to be suggested.
+SYNONYMS = {"group": "ranks", "groups": "ranks"}
+
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     """Read a file and apply overrides such as `data.batch=64`."""
@@ -65,7 +68,7 @@ def _explain(error: ValidationError) -> str:
         where = cut(".".join(str(p) for p in e["loc"] if p not in ("str", "list[dict[str,any]]")))
         if e["type"] == "extra_forbidden":
             *parents, key = [str(p) for p in e["loc"]]
-            lines.append(f"unknown key '{where}'{suggest(key, _keys_at(parents))}")
+            lines.append(f"unknown key '{where}'{_suggest_key(key, _keys_at(parents))}")
         elif e["type"] == "missing":
             lines.append(f"'{where}' is missing; it is required")
         elif e["type"] in ("model_type", "model_attributes_type"):
@@ -76,6 +79,11 @@ def _explain(error: ValidationError) -> str:
     first, *more = dict.fromkeys(lines)
     rest = [f"and {len(more) - 9} more"] if len(more) > 9 else []
     return "; ".join([first, *more[:9], *rest])
+
+
+def _suggest_key(key: str, known: list[str]) -> str:
+    name = SYNONYMS.get(key)
+    return f"; '{key}' is called '{name}'" if name in known else suggest(key, known)
 
 
 def _keys_at(path: Sequence[str]) -> list[str]:

@@ -42,21 +42,25 @@ class DataConfig(Section):
 
 
 class PlaceConfig(Section):
-    group: str = "all"
+    """Where a node or a role runs: the name of a rank set, and how its ranks are divided into dp × tp."""
+
+    ranks: str = "all"
     dp: int | None = Field(None, gt=0)
     tp: int = Field(1, gt=0)
 
 
 class PlacementConfig(Section):
-    groups: dict[str, str] = {}
+    """Named rank sets, and where nodes and roles run. The most specific entry wins: node, role, default."""
+
+    ranks: dict[str, str] = {}  # rank set → its ranks, e.g. {rollout: 0-3, train: 4-7}
     default: PlaceConfig = PlaceConfig()
     roles: dict[str, PlaceConfig] = {}
     nodes: dict[str, PlaceConfig] = {}
 
-    @field_validator("groups", mode="before")
+    @field_validator("ranks", mode="before")
     @classmethod
-    def _ranks_as_text(cls, value: Any) -> Any:
-        return {g: str(r) if isinstance(r, int) else r for g, r in value.items()} if isinstance(value, dict) else value
+    def _number_as_string(cls, value: Any) -> Any:
+        return {k: str(v) if isinstance(v, int) else v for k, v in value.items()} if isinstance(value, dict) else value
 
 
 class ModelConfig(Section):
@@ -113,7 +117,7 @@ class TrainerConfig(Section):
     clip_grad: float = Field(1.0, ge=0)  # 0: never
     micro_tokens: int = Field(16384, gt=0)  # in one forward and backward pass of a worker
     dtype: Dtype = "float32"  # of the computation; the weights that are trained are always float32
-    recompute: bool = False  # activations in the backward pass, instead of keeping them
+    gradient_checkpointing: bool = False  # recomputes activations in the backward pass instead of keeping them
 
 
 class LoraConfig(Section):

@@ -1,4 +1,4 @@
-"""What happens: the algorithm as a graph of nodes that read and write fields."""
+"""The algorithm as a graph of nodes that read and write fields."""
 
 from distflow.flow.graph import SOURCE, Flow, Node
 from distflow.flow.trace import FlowFunction, Value, flow, node

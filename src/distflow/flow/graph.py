@@ -18,7 +18,7 @@ _NAME = re.compile(r"[A-Za-z_][\w.]*\Z")
 
 @dataclass(frozen=True)
 class Node:
-    """One stage. `call` is where the function lives; `fn` is that function, once it is loaded."""
+    """One stage of a flow. `call` is the reference of its function, `fn` the function itself once it is loaded."""
 
     id: str
     role: str = "compute"
@@ -28,13 +28,13 @@ class Node:
     call: str = ""
     after: tuple[str, ...] = ()
     params: Mapping[str, Any] = field(default_factory=dict)
-    whole_groups: bool = False  # samples of one prompt must be together
-    balance: str | None = None  # deal samples so that the lengths of this field even out
-    hand_over: bool = False  # its role's newest weights are brought to it first
-    whole_batch: bool = False  # all samples of a step must be together: each of the node's ranks has them all
-    refill: int = 0  # prompts it refuses are replaced, by at most so many times the batch; see `node`
-    prefix: str = ""  # what the fields it writes begin with; those it reads it sees without
-    method: bool = False  # `fn` is a method of the object that plays the role
+    whole_groups: bool = False  # all samples of a prompt must be on one worker
+    balance: str | None = None  # assign samples so that the lengths of this field are even over the workers
+    hand_over: bool = False  # the newest weights of its role are synced before it runs
+    whole_batch: bool = False  # each of its ranks has all samples of the step
+    refill: int = 0  # rejected prompts are replaced, drawing at most this many times the batch; see `node`
+    prefix: str = ""  # put before the fields it writes, removed from those it reads
+    method: bool = False  # `fn` is a method of the class that implements the role
     fn: Callable[..., Any] | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -44,38 +44,39 @@ class Node:
                     f"node '{cut(self.id)}': '{cut(name)}' is not a name; use letters, digits, '_' and '.',"
                     " a letter or '_' first"
                 )
-        for what, fields in (("reads", self.reads), ("writes", self.writes)):
+        for verb, fields in (("reads", self.reads), ("writes", self.writes)):
             for f in fields:
                 if fields.count(f) > 1:
-                    raise FlowError(f"node '{self.id}': {what} '{f}' twice; name it once")
+                    raise FlowError(f"node '{self.id}': {verb} '{f}' twice; name it once")
         if self.id == SOURCE:
             raise FlowError(f"node '{SOURCE}': this id is taken by the loader; choose another")
         if self.type not in NODE_TYPES:
             raise FlowError(f"node '{self.id}': unknown type '{cut(self.type)}'{suggest(self.type, NODE_TYPES)}")
-        seen = [self.shown(f) for f in self.reads]
-        for f in seen:
-            if seen.count(f) > 1:
+        local_names = [self.local_name(f) for f in self.reads]
+        for f in local_names:
+            if local_names.count(f) > 1:
                 raise FlowError(
-                    f"node '{self.id}': reads '{f}' and '{self.prefix}{f}', which its prefix makes one; read one"
+                    f"node '{self.id}': reads '{f}' and '{self.prefix}{f}', which are the same without its prefix;"
+                    " read only one"
                 )
         if type(self.refill) is not int or self.refill < 0:
-            raise FlowError(f"node '{self.id}': refill is {shown(self.refill)}; it is a number of rounds, 1 or more")
+            raise FlowError(f"node '{self.id}': refill is {shown(self.refill)}; set a number of rounds, 1 or more")
         if self.refill and len(self.writes) != 1:
-            raise FlowError(f"node '{self.id}': refills the batch, so it writes one field: which samples to keep")
+            raise FlowError(f"node '{self.id}': refills the batch, so it must write one field: which samples to keep")
         if self.balance is not None and self.balance not in self.reads:
             raise FlowError(
                 f"node '{self.id}': balance names field '{cut(self.balance)}', which the node does not read"
                 f"{suggest(self.balance, self.reads)}"
             )
 
-    def shown(self, field: str) -> str:
-        """What the function knows a field as."""
+    def local_name(self, field: str) -> str:
+        """Returns the name under which the function sees a field."""
         return field.removeprefix(self.prefix) if self.prefix else field
 
 
 @dataclass(frozen=True)
 class Flow:
-    """A validated graph. `source` are the data columns, written by the loader."""
+    """A validated graph of nodes. `source` are the data columns, which the loader writes."""
 
     name: str
     source: tuple[str, ...]
@@ -86,7 +87,7 @@ class Flow:
             raise FlowError(f"flow '{self.name}' has no nodes; it must call functions marked with @node")
         self._check_ids()
         self._check_fields()
-        _ = self.depth  # a cycle is found while computing depths
+        _ = self.depth  # raises if there is a cycle
         self._check_refill()
 
     def node(self, node_id: str) -> Node:
@@ -113,13 +114,13 @@ class Flow:
         return readers
 
     def parents(self, node: Node) -> tuple[str, ...]:
-        """Ids of the nodes that must run before this one, the loader aside."""
+        """Returns the ids of the nodes that must run before this one, without the loader."""
         ids = [self.writer[f] for f in node.reads] + list(node.after)
         return tuple(dict.fromkeys(i for i in ids if i != SOURCE))
 
     @cached_property
     def depth(self) -> dict[str, int]:
-        """Longest distance from a root, per node."""
+        """Node → the longest distance from a root."""
         parents = {n.id: self.parents(n) for n in self.nodes}
         depth: dict[str, int] = {}
         waiting = list(parents)
@@ -134,48 +135,46 @@ class Flow:
 
     @cached_property
     def order(self) -> tuple[Node, ...]:
-        """The one global order: by depth, ties in declaration order; what leads to a refill comes before all else."""
-        return tuple(sorted(self.nodes, key=lambda n: (n.id not in self.drawn, self.depth[n.id])))
+        """The global order: nodes of the refill loop first, then by depth, then by declaration."""
+        return tuple(sorted(self.nodes, key=lambda n: (n.id not in self.refill_loop, self.depth[n.id])))
 
     @cached_property
     def refill(self) -> Node | None:
-        """The node that has prompts replaced, if there is one."""
+        """The node that refills the batch, if there is one."""
         return next((n for n in self.nodes if n.refill), None)
 
     @cached_property
-    def drawn(self) -> frozenset[str]:
-        """Ids of the nodes that are run again for further prompts: the one that refills, and all that lead to it."""
-        found: set[str] = set()
+    def refill_loop(self) -> frozenset[str]:
+        """Ids of the nodes that run again for further prompts: the one that refills, and all upstream of it."""
+        loop: set[str] = set()
         waiting = [self.refill.id] if self.refill else []
         while waiting:
-            found.add(i := waiting.pop())
-            waiting += [p for p in self.parents(self.node(i)) if p not in found]
-        return frozenset(found)
+            loop.add(i := waiting.pop())
+            waiting += [p for p in self.parents(self.node(i)) if p not in loop]
+        return frozenset(loop)
 
     def _check_ids(self) -> None:
-        seen: set[str] = set()
+        ids: set[str] = set()
         for n in self.nodes:
-            if n.id in seen:
-                raise FlowError(f"flow '{self.name}': two nodes have the id '{n.id}'; ids are unique")
-            seen.add(n.id)
+            if n.id in ids:
+                raise FlowError(f"flow '{self.name}': two nodes have the id '{n.id}'; rename one of them")
+            ids.add(n.id)
         for n in self.nodes:
             for a in n.after:
-                if a not in seen and a != SOURCE:
-                    raise FlowError(f"node '{n.id}': depends on unknown node '{cut(a)}'{suggest(a, seen | {SOURCE})}")
+                if a not in ids and a != SOURCE:
+                    raise FlowError(f"node '{n.id}': depends on unknown node '{cut(a)}'{suggest(a, ids | {SOURCE})}")
 
     def _check_fields(self) -> None:
         writer = dict.fromkeys(self.source, SOURCE)
         for n in self.nodes:
             for f in n.writes:
                 if f in writer:
-                    way_out = (
+                    hint = (
                         f"give the column another name with `data.rename: {{{f}: …}}`"
                         if writer[f] == SOURCE
                         else "give one of them another name with `writes`"
                     )
-                    raise FlowError(
-                        f"node '{n.id}': field '{f}' has two writers, '{writer[f]}' and '{n.id}'; {way_out}"
-                    )
+                    raise FlowError(f"node '{n.id}': field '{f}' has two writers, '{writer[f]}' and '{n.id}'; {hint}")
                 writer[f] = n.id
         for n in self.nodes:
             for f in n.reads:
@@ -183,21 +182,21 @@ class Flow:
                     raise FlowError(f"node '{n.id}': reads unknown field '{cut(f)}'{suggest(f, writer)}")
 
     def _check_refill(self) -> None:
-        many = [n.id for n in self.nodes if n.refill]
-        if len(many) > 1:
-            raise FlowError(f"flow '{self.name}': '{many[0]}' and '{many[1]}' both refill the batch; one node can")
+        refills = [n.id for n in self.nodes if n.refill]
+        if len(refills) > 1:
+            raise FlowError(
+                f"flow '{self.name}': '{refills[0]}' and '{refills[1]}' both refill the batch; only one node can"
+            )
         for n in self.nodes:
-            if n.type == "train" and n.id in self.drawn:
-                raise FlowError(
-                    f"node '{n.id}': trains, and '{many[0]}', which refills the batch, comes after it; train afterwards"
-                )
+            if n.type == "train" and n.id in self.refill_loop:
+                raise FlowError(f"node '{n.id}': trains before '{refills[0]}', which refills the batch; train after it")
 
     def _describe_cycle(self, waiting: Iterable[str], parents: Mapping[str, tuple[str, ...]]) -> str:
         stuck = set(waiting)
         path = [min(stuck)]
         while path.count(path[-1]) < 2:
             path.append(next(p for p in parents[path[-1]] if p in stuck))
-        cycle = path[path.index(path[-1]) :][::-1]  # parents lead backwards
+        cycle = path[path.index(path[-1]) :][::-1]  # the walk went from child to parent
         steps = []
         for a, b in pairwise(cycle):
             fields = [f for f in self.node(b).reads if self.writer[f] == a]

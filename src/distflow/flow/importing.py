@@ -1,4 +1,4 @@
-"""Find a user's function or class: `package.module:name` or `path/to/file.py:name`."""
+"""Imports a user's function or class: `package.module:name` or `path/to/file.py:name`."""
 
 import importlib
 import importlib.util
@@ -10,29 +10,28 @@ from typing import Any
 
 from distflow.errors import FlowError, cut, suggest
 
-_files: dict[Path, ModuleType] = {}
+_modules: dict[Path, ModuleType] = {}
 _FILE = "__distflow_file__"  # set in modules that were loaded from a file
 
 
 def load(ref: str, where: str, base: Path | None = None) -> Any:
-    """The object `ref` names; `where` is said in errors, relative files are looked up from `base`."""
+    """Returns the object that `ref` names. Errors begin with `where`; relative paths start at `base`."""
     target, colon, name = ref.rpartition(":")
     if not colon or not target or not name:
         raise FlowError(f"{where}: '{cut(ref)}' is not 'package.module:name' or 'path/to/file.py:name'")
-    module = (
+    result: Any = (
         _from_file(Path(base or ".") / target, ref, where) if target.endswith(".py") else _import(target, ref, where)
     )
-    found: Any = module
     for part in name.split("."):
-        if not hasattr(found, part):
-            names = [n for n in vars(found) if not n.startswith("_")] if hasattr(found, "__dict__") else []
+        if not hasattr(result, part):
+            names = [n for n in vars(result) if not n.startswith("_")] if hasattr(result, "__dict__") else []
             raise FlowError(f"{where}: '{cut(ref)}' has no '{cut(part)}'{suggest(part, names)}")
-        found = getattr(found, part)
-    return found
+        result = getattr(result, part)
+    return result
 
 
 def reference(fn: Any) -> str:
-    """How a loaded function is written in a plan: the same on every host, wherever the file lies."""
+    """Returns a function's reference for the plan: the same on every host, wherever the file is."""
     file = getattr(sys.modules.get(fn.__module__), _FILE, None)
     return f"{file or fn.__module__}:{fn.__qualname__}"
 
@@ -48,16 +47,16 @@ def _import(name: str, ref: str, where: str) -> ModuleType:
 
 def _from_file(path: Path, ref: str, where: str) -> ModuleType:
     path = path.resolve()
-    if path in _files:
-        return _files[path]
+    if path in _modules:
+        return _modules[path]
     if not path.is_file():
         raise FlowError(f"{where}: '{cut(ref)}' does not import: there is no file {cut(str(path), 300)}")
-    name = f"distflow_file_{len(_files)}_{path.stem}"  # never shadows an installed module of the same name
+    name = f"distflow_file_{len(_modules)}_{path.stem}"  # never shadows an installed module of the same name
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    if str(path.parent) not in sys.path:  # so that the file can import its neighbours, as a script can
+    if str(path.parent) not in sys.path:  # so that the file can import its neighbours, like a script
         sys.path.append(str(path.parent))
     setattr(module, _FILE, path.name)
     sys.modules[name] = module
@@ -66,12 +65,12 @@ def _from_file(path: Path, ref: str, where: str) -> ModuleType:
     except (Exception, SystemExit) as e:
         del sys.modules[name]
         raise FlowError(f"{where}: '{cut(ref)}' does not import: {reason(e)}") from e
-    _files[path] = module
+    _modules[path] = module
     return module
 
 
 def reason(error: BaseException) -> str:
-    """The error on one line, with the place in the file that raised it."""
+    """Formats an error on one line, with the file and line that raised it."""
     if isinstance(error, SyntaxError):
         return f"SyntaxError: {error.msg} ({Path(error.filename or '?').name}:{error.lineno})"
     frame = traceback.extract_tb(error.__traceback__)[-1]

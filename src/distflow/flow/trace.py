@@ -1,4 +1,4 @@
-"""Write a flow as an ordinary Python function: `@flow` runs it once, on symbols, and keeps the graph."""
+"""A flow as an ordinary Python function: `@flow` traces it, calling it once on symbols, and keeps the graph."""
 
 import functools
 import inspect
@@ -18,14 +18,14 @@ from distflow.flow.importing import reference
 Names = str | Iterable[str]
 
 
-def names(value: Names | None) -> tuple[str, ...] | None:
-    """One name or many, as a tuple."""
+def as_tuple(value: Names | None) -> tuple[str, ...] | None:
+    """Returns one name or several as a tuple."""
     return None if value is None else (value,) if isinstance(value, str) else tuple(value)
 
 
 @dataclass(frozen=True)
 class NodeSpec:
-    """What `@node` says of a function. None means: derived from the call."""
+    """The arguments of `@node` for a function. None means: derived from the call."""
 
     id: str | None = None
     role: str | None = None
@@ -38,23 +38,26 @@ class NodeSpec:
     hand_over: bool | None = None
     ignores: tuple[str, ...] | None = None
 
-    def reading(self, given: Iterable[str], prefix: str = "") -> tuple[str, ...]:
-        """What a node reads of the fields it is given."""
-        fields = tuple(dict.fromkeys(given))
+    def select_reads(self, inputs: Iterable[str], prefix: str = "") -> tuple[str, ...]:
+        """Returns the fields that a node reads of those it is called with."""
+        fields = tuple(dict.fromkeys(inputs))
         if self.reads is not None:
             return tuple(prefix + f if prefix + f in fields else f for f in self.reads)
         return tuple(f for f in fields if f.removeprefix(prefix) not in (self.ignores or ()))
 
+    def written_by(self, node_id: str, prefix: str = "") -> tuple[str, ...]:
+        """Returns the fields that a node writes: unless declared, one field with the name of the node."""
+        return tuple(prefix + f for f in ((node_id,) if self.writes is None else self.writes))
+
     def node(self, node_id: str, fn: Callable[..., Any], reads: tuple[str, ...], **rest: Any) -> Node:
-        """The node this function becomes."""
+        """Returns the node of this function; `rest` are further attributes of it."""
         _check_constants(node_id, fn, rest.get("params", {}), bool(rest.get("method")))
         rest.setdefault("role", self.role or "compute")
         return Node(
             id=node_id,
             type=self.type or "compute",
             reads=reads,
-            # A function that declares nothing writes one field, called like its node.
-            writes=tuple(rest.get("prefix", "") + f for f in ((node_id,) if self.writes is None else self.writes)),
+            writes=self.written_by(node_id, rest.get("prefix", "")),
             call=reference(fn),
             whole_groups=bool(self.whole_groups),
             whole_batch=bool(self.whole_batch),
@@ -79,37 +82,37 @@ def node(
     hand_over: bool | None = None,
     ignores: Names | None = None,
 ) -> Any:
-    """Mark a function as a node: inside a flow a call to it is traced, outside it runs as usual.
+    """Marks a function as a node: inside a flow a call to it is traced, outside a flow it runs as usual.
 
-    It takes one `Batch` (with the fields it reads) and returns a dict of the fields it writes, or the one column
-    itself. `reads` defaults to all fields of the values it is called with but those it `ignores`; `writes` to one field
-    called like the node. `whole_groups` keeps the samples of a prompt together, `whole_batch` gives each of the node's
-    workers all samples of the step, which is for small fields; `balance` names the field whose lengths are evened out
-    over the workers, `hand_over` (of a method) brings the role's newest weights first.
+    The function takes a `Batch` with the fields it reads and returns a dict of the fields it writes, or the one column.
+    `reads` defaults to all fields of the values it is called with, except those it `ignores`; `writes` to one field
+    with the name of the node. `whole_groups` keeps the samples of a prompt together; `whole_batch` gives all samples of
+    the step to each of the node's workers (for small fields); `balance` names the field whose lengths are evened out
+    over the workers; `hand_over` (for a method) syncs the role's newest weights first.
 
-    A call inside a flow may also say: `after=value`, to come after another node without reading of it;
-    `prefix="greedy_"`, to begin all fields it writes with that, and to see fields that begin so without it, which lets
-    a flow use a node twice; and `refill=k` of a node that writes a truth value per sample: prompts of which any sample
-    is refused are replaced by further ones, until the step is full or k times as many were drawn. All that leads to
-    such a node is then run again; all other nodes come after it and see a full step.
+    A call inside a flow takes three more arguments. `after=value` orders the node after another one without reading
+    from it. `prefix="greedy_"` is put before all fields that the node writes and removed from those it reads, so that a
+    flow can use a node twice. `refill=k` is for a node that writes one boolean per sample (dynamic sampling): a prompt
+    with a false sample is replaced by another, until the step is full or k times as many prompts were drawn. All nodes
+    upstream of it run again for these; all others run after it and see a full step.
 
-    Also an expression, to rename what a node is or writes: `node(score, id="strict", writes="strict")(rollout)`.
+    `node(score, id="strict", writes="strict")(rollout)` uses a function under another id or with other fields.
     """
-    given: dict[str, Any] = {
+    arguments: dict[str, Any] = {
         "id": id,
         "role": role,
         "type": type,
-        "reads": names(reads),
-        "writes": names(writes),
+        "reads": as_tuple(reads),
+        "writes": as_tuple(writes),
         "whole_groups": whole_groups,
         "whole_batch": whole_batch,
         "balance": balance,
         "hand_over": hand_over,
-        "ignores": names(ignores),
+        "ignores": as_tuple(ignores),
     }
     if fn is None:
-        return functools.partial(node, **given)
-    spec = replace(spec_of(fn), **{k: v for k, v in given.items() if v is not None})
+        return functools.partial(node, **arguments)
+    spec = replace(spec_of(fn), **{k: v for k, v in arguments.items() if v is not None})
     inner = inspect.unwrap(fn)
 
     @functools.wraps(inner)
@@ -123,6 +126,7 @@ def node(
 
 
 def spec_of(fn: Any) -> NodeSpec:
+    """Returns the spec of a function marked with `@node`, or the default one."""
     spec = getattr(fn, "__distflow__", NodeSpec())
     assert isinstance(spec, NodeSpec)
     return spec
@@ -130,36 +134,36 @@ def spec_of(fn: Any) -> NodeSpec:
 
 @dataclass(frozen=True, eq=False)
 class Value:
-    """A symbol: the fields one node writes. Pass it on, or pick fields of it: `rollout["response"]`."""
+    """A symbol for the fields that one node writes. Pass it to nodes, or select fields: `rollout["response"]`."""
 
     node: str
     fields: tuple[str, ...]
 
     def __getitem__(self, field: Names) -> "Value":
         if not isinstance(field, str | list | tuple) or not all(isinstance(f, str) for f in field):
-            self._refuse(f"indexed by {field!r} (fields are picked by name)")
-        picked = names(field) or ()
-        for f in picked:
+            self._refuse(f"indexed by {field!r} (select fields by name)")
+        selected = as_tuple(field) or ()
+        for f in selected:
             if f not in self.fields:
                 if self.node == SOURCE:
-                    near = suggest(f, self.fields)
-                    raise FlowError(f"the data has no column '{f}'{near} (data.rename gives a column another name)")
+                    hint = suggest(f, self.fields)
+                    raise FlowError(f"the data has no column '{f}'{hint} (data.rename gives a column another name)")
                 raise FlowError(f"node '{self.node}' writes no field '{f}'{suggest(f, self.fields)}")
-        return Value(self.node, picked)
+        return Value(self.node, selected)
 
-    def _refuse(self, what: str) -> NoReturn:
+    def _refuse(self, use: str) -> NoReturn:
         raise FlowError(
-            f"the value of node '{self.node}' was {what}: a flow runs once, on symbols, so its shape"
+            f"the value of node '{self.node}' was {use}: a flow is traced once, on symbols, so its shape"
             " cannot depend on data. If this happened inside a function of yours, mark that function with @node"
         )
 
-    def __iter__(self) -> NoReturn:  # by name, or Python would fall back to indexing
+    def __iter__(self) -> NoReturn:  # defined, or Python would fall back to indexing
         self._refuse("iterated over")
 
     def __getattr__(self, name: str) -> NoReturn:
-        if name.startswith("__"):  # what Python itself looks for
+        if name.startswith("__"):  # Python itself looks for these
             raise AttributeError(name)
-        self._refuse(f"asked for its attribute '{name}' (fields are picked with [\"{name}\"])")
+        self._refuse(f"asked for its attribute '{name}' (select a field with [\"{name}\"])")
 
 
 def _refusing(operation: str) -> Callable[..., NoReturn]:
@@ -182,20 +186,20 @@ Value.__hash__ = object.__hash__  # type: ignore[method-assign]
 
 @dataclass(frozen=True)
 class FlowFunction:
-    """What `@flow` returns. `trace` binds the roles and gives the graph."""
+    """A function marked with `@flow`. `trace` binds its roles and returns the graph."""
 
     fn: Callable[..., Any]
-    also: Callable[..., Any] | None = None
+    constants_of: Callable[..., Any] | None = None
 
     @property
     def roles(self) -> list[str]:
-        """Its parameters after the data, as far as they have no default."""
+        """The parameters after the data that have no default."""
         return [p.name for p in self._parameters[1:] if p.default is p.empty and p.kind is not p.VAR_KEYWORD]
 
     @property
     def constants(self) -> dict[str, Any]:
-        """What the algorithm can be told: parameters that have a default, its own and those of `also`."""
-        shared = inspect.signature(self.also).parameters.values() if self.also else ()
+        """Constant → default: the parameters that have one, of this function and of `constants_of`."""
+        shared = inspect.signature(self.constants_of).parameters.values() if self.constants_of else ()
         return {p.name: p.default for p in (*shared, *self._parameters[1:]) if p.default is not p.empty}
 
     @property
@@ -208,12 +212,12 @@ class FlowFunction:
         roles: Mapping[str, Any] | None = None,
         constants: Mapping[str, Any] | None = None,
     ) -> Flow:
-        """`source`: the data columns; `roles`: parameter name → the function or class that plays it;
-        `constants`: for the parameters that have a default."""
+        """Returns the graph. `source`: the data columns; `roles`: role → the function or class that implements it;
+        `constants`: values for the parameters that have a default."""
         roles = dict(roles or {})
         name = self.fn.__name__
         if not self._parameters:
-            raise FlowError(f"flow '{name}' takes no parameter; its first one is the data")
+            raise FlowError(f"flow '{name}' takes no parameter; the first one must be the data")
         for c in constants or {}:
             if c not in self.constants:
                 raise FlowError(f"algo: flow '{name}' has no constant '{cut(c)}'{suggest(c, self.constants)}")
@@ -223,7 +227,7 @@ class FlowFunction:
         missing = [p for p in self.roles if p not in roles]
         if missing:
             raise FlowError(
-                f"flow '{name}': role '{missing[0]}' is not bound; say who plays it:"
+                f"flow '{name}': role '{missing[0]}' has no implementation; name one:"
                 f" `roles: {{{missing[0]}: file.py:function}}`"
             )
         columns = tuple(source)
@@ -232,24 +236,24 @@ class FlowFunction:
         try:
             self.fn(Value(SOURCE, columns), **{p: _Role(p, roles[p]) for p in self.roles}, **(constants or {}))
         except Exception as e:
-            what = str(e) if isinstance(e, FlowError) else f"flow '{name}': {type(e).__name__}: {e}"
-            raise FlowError(what + _place(e, self.fn)) from e
+            message = str(e) if isinstance(e, FlowError) else f"flow '{name}': {type(e).__name__}: {e}"
+            raise FlowError(message + _place(e, self.fn)) from e
         finally:
             _nodes.reset(token)
         return Flow(name, columns, tuple(nodes))
 
 
-def flow(fn: Callable[..., Any] | None = None, *, also: Callable[..., Any] | None = None) -> Any:
-    """The decorator: the first parameter is the data, the others are roles (functions or classes), or constants if they
-    have a default.
+def flow(fn: Callable[..., Any] | None = None, *, constants_of: Callable[..., Any] | None = None) -> Any:
+    """Marks a function as a flow. Its first parameter is the data; the others are roles (functions or classes), or
+    constants if they have a default.
 
-    A flow that ends in `**rest` takes the constants of `also` as well: the function it passes them on to.
+    A flow that passes `**rest` on to another function has that function's constants too, with `constants_of=` it.
     """
-    return functools.partial(flow, also=also) if fn is None else FlowFunction(fn, also)
+    return functools.partial(flow, constants_of=constants_of) if fn is None else FlowFunction(fn, constants_of)
 
 
 def _place(error: Exception, fn: Callable[..., Any]) -> str:
-    """Where in the user's flow it happened."""
+    """Returns the line of the user's flow at which the error was raised."""
     if fn.__module__.startswith("distflow."):
         return ""
     file = fn.__code__.co_filename
@@ -261,19 +265,19 @@ _nodes: ContextVar[list[Node] | None] = ContextVar("nodes", default=None)
 
 
 class _Role:
-    """Who plays a role, inside a flow: a function is called, `reward(x)`; of a class the methods, `judge.score(x)`."""
+    """A role inside a flow: a function is called directly, `reward(x)`, a class by its methods, `judge.score(x)`."""
 
     def __init__(self, role: str, target: Any) -> None:
         if not inspect.isclass(target) and not inspect.isfunction(target):
-            raise FlowError(f"role '{role}' is played by a {type(target).__name__}; name a function or a class")
+            kind = type(target).__name__
+            raise FlowError(f"role '{role}' is bound to an object of type {kind}; name a function or a class")
         self._role, self._target = role, target
 
     def __call__(self, *args: Any, **kwargs: Any) -> Value:
         if inspect.isclass(self._target):
-            methods = ", ".join(_methods(self._target)) or "it has none"
-            raise FlowError(
-                f"role '{self._role}' is the class {reference(self._target)}; call a method of it: {methods}"
-            )
+            methods = ", ".join(_methods(self._target))
+            hint = f"call one of its methods: {methods}" if methods else "it has no methods to call"
+            raise FlowError(f"role '{self._role}' is the class {reference(self._target)}; {hint}")
         spec = spec_of(self._target)
         extra = {"role": spec.role or self._role}
         return _record(inspect.unwrap(self._target), spec, spec.id or self._role, args, kwargs, extra)
@@ -296,10 +300,11 @@ def _call_method(role: str, cls: type, method: str, *args: Any, **kwargs: Any) -
 
 
 def method_of(role: str, cls: type, method: str, where: str) -> Callable[..., Any]:
+    """Returns a method of the class that implements a role; `where` begins the error if there is none."""
     fn = getattr(cls, method, None)
     if not inspect.isfunction(fn):
-        near = suggest(method, _methods(cls))
-        raise FlowError(f"{where}: role '{role}' ({reference(cls)}) has no method '{method}'{near}")
+        hint = suggest(method, _methods(cls))
+        raise FlowError(f"{where}: role '{role}' ({reference(cls)}) has no method '{method}'{hint}")
     return fn
 
 
@@ -315,6 +320,7 @@ def _record(
     kwargs: dict[str, Any],
     extra: Mapping[str, Any] = MappingProxyType({}),
 ) -> Value:
+    """Adds the node of a call to the flow that is being traced; returns the symbol of what it writes."""
     nodes = _nodes.get()
     if nodes is None:
         raise FlowError(f"'{name}' was called on a symbol outside a flow")
@@ -324,8 +330,9 @@ def _record(
         if node_id not in taken:
             break
         node_id = f"{name}_{k}"
-    # What a call says of its node, unless the function has a parameter of that name.
-    said = {k: kwargs.pop(k) for k in ("refill", "prefix") if k in kwargs and k not in inspect.signature(fn).parameters}
+    # Arguments for the node, unless the function has a parameter of that name.
+    own = inspect.signature(fn).parameters
+    options = {k: kwargs.pop(k) for k in ("refill", "prefix") if k in kwargs and k not in own}
     after = kwargs.pop("after", ())
     after = list(after) if isinstance(after, list | tuple) else [after]
     for a in (*args, *after):
@@ -334,17 +341,17 @@ def _record(
                 f"node '{node_id}': positional arguments and `after` are values of other nodes, not {shown(a)};"
                 " pass constants by keyword"
             )
-    reads = spec.reading((f for a in args for f in a.fields), said.get("prefix", ""))
-    # A value of which nothing is read still says "after this".
+    reads = spec.select_reads((f for a in args for f in a.fields), options.get("prefix", ""))
+    # A value that was passed but from which nothing is read still orders the nodes.
     order = [a.node for a in after] + [a.node for a in args if not set(reads) & set(a.fields)]
     order = [i for i in dict.fromkeys(order) if i != SOURCE]
-    made = spec.node(node_id, fn, reads, after=tuple(order), params=kwargs, **said, **extra)
-    nodes.append(made)
-    return Value(node_id, made.writes)
+    recorded = spec.node(node_id, fn, reads, after=tuple(order), params=kwargs, **options, **extra)
+    nodes.append(recorded)
+    return Value(node_id, recorded.writes)
 
 
 def _check_constants(node_id: str, fn: Callable[..., Any], params: Mapping[str, Any], method: bool) -> None:
-    """Plain JSON values, for parameters that the function has besides the batch and the context."""
+    """Raises unless constants are plain JSON values for parameters other than the batch and the context."""
     parameters = inspect.signature(fn).parameters
     known = [p for p in list(parameters)[1 + method :] if p != "ctx"]
     open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
@@ -354,7 +361,7 @@ def _check_constants(node_id: str, fn: Callable[..., Any], params: Mapping[str, 
                 f"node '{node_id}': the value of '{value.node}' is passed as '{key}='; pass values by position"
             )
         if not isinstance(key, str):
-            raise FlowError(f"node '{node_id}': constant {shown(key)} has no name; its name is a text")
+            raise FlowError(f"node '{node_id}': the name of constant {shown(key)} must be a string")
         if key not in known and not open_ended:
             raise FlowError(f"node '{node_id}': {reference(fn)} has no parameter '{cut(key)}'{suggest(key, known)}")
         try:

@@ -1,4 +1,4 @@
-"""How a group of ranks divides samples: dp cells of tp replicas each."""
+"""How a set of ranks divides the samples of a step: dp cells of tp ranks each."""
 
 import re
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from distflow.errors import PlacementError, cut
 
 @dataclass(frozen=True)
 class Layout:
-    """`dp × tp` over `ranks`: cell d is ranks[d*tp : (d+1)*tp], and its tp members hold the same samples."""
+    """`dp × tp` over `ranks`: cell d is ranks[d*tp : (d+1)*tp], and its tp ranks hold the same samples."""
 
     ranks: tuple[int, ...]
     dp: int
@@ -28,7 +28,7 @@ class Layout:
         return {r: d for d, cell in enumerate(self.cells) for r in cell}
 
     def cell_of(self, rank: int) -> int | None:
-        """The cell this rank belongs to, if any."""
+        """Returns the index of the cell that a rank belongs to, if any."""
         return self._cell_of.get(rank)
 
     def __str__(self) -> str:
@@ -39,7 +39,7 @@ _PART = re.compile(r"(?P<a>\d{1,9})(?P<ap>%?)(?:(?P<dash>-)(?:(?P<b>\d{1,9})(?P<
 
 
 def parse_ranks(text: str, workers: int, where: str) -> tuple[int, ...]:
-    """`all`, `0-3`, `4-` (to the last), `0,2,5-7`, or shares of the workers: `0%-50%`, `50%-`."""
+    """Parses `all`, `0-3`, `4-` (to the last), `0,2,5-7`, or shares of the workers: `0%-50%`, `50%-`."""
     if text.strip() == "all":
         return tuple(range(workers))
     ranks: list[int] = []
@@ -67,7 +67,7 @@ def parse_ranks(text: str, workers: int, where: str) -> tuple[int, ...]:
 
 
 def format_ranks(ranks: tuple[int, ...]) -> str:
-    """The shortest way to write them: `0-3,8`."""
+    """Formats ranks as briefly as `parse_ranks` can read them: `0-3,8`."""
     parts: list[str] = []
     i = 0
     while i < len(ranks):

@@ -1,4 +1,4 @@
-"""Where each stage runs: named groups of ranks, and a group and a layout per node or per role."""
+"""Where each node runs: named rank sets, and for each node or role a rank set and a layout."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -9,24 +9,24 @@ from distflow.flow.graph import SOURCE, Flow, Node
 from distflow.plan.layout import Layout, format_ranks, parse_ranks
 
 ALL = "all"
-MOST = 65_536  # workers
+MAX_WORKERS = 65_536
 
 
 @dataclass(frozen=True)
 class Place:
-    """A group and how it is divided; `dp` follows from the size of the group when it is not given."""
+    """A rank set by name, divided into dp × tp; `dp` defaults to what the size of the set and `tp` give."""
 
-    group: str = ALL
+    ranks: str = ALL
     dp: int | None = None
     tp: int = 1
 
 
 @dataclass(frozen=True)
 class Placement:
-    """The most specific entry wins: node, then role, then default."""
+    """Rank sets as a config writes them (`{"rollout": "0-3"}`), and who uses which: node, then role, then default."""
 
     workers: int
-    groups: Mapping[str, str] = field(default_factory=dict)
+    rank_sets: Mapping[str, str] = field(default_factory=dict)
     default: Place = Place()
     roles: Mapping[str, Place] = field(default_factory=dict)
     nodes: Mapping[str, Place] = field(default_factory=dict)
@@ -34,18 +34,20 @@ class Placement:
     def __post_init__(self) -> None:
         if self.workers < 1:
             raise PlacementError(f"workers: {self.workers}; at least one worker is needed")
-        if self.workers > MOST:
-            raise PlacementError(f"workers: {self.workers}; there may be {MOST:,} at most")
-        if ALL in self.groups:
-            raise PlacementError(f"placement.groups.{ALL}: this name always means every worker; choose another")
-        _ = self.ranks
+        if self.workers > MAX_WORKERS:
+            raise PlacementError(f"workers: {self.workers}; at most {MAX_WORKERS:,} are supported")
+        if ALL in self.rank_sets:
+            raise PlacementError(f"placement.ranks.{ALL}: this name always means every worker; choose another")
+        _ = self.ranks  # parsed here, so that a mistake is reported early
 
     @cached_property
     def ranks(self) -> dict[str, tuple[int, ...]]:
-        groups = {g: parse_ranks(text, self.workers, f"placement.groups.{g}") for g, text in self.groups.items()}
-        return {ALL: tuple(range(self.workers)), **groups}
+        """Rank set → its ranks, `all` included."""
+        named = {k: parse_ranks(text, self.workers, f"placement.ranks.{k}") for k, text in self.rank_sets.items()}
+        return {ALL: tuple(range(self.workers)), **named}
 
     def layout(self, node_id: str, role: str) -> Layout:
+        """Returns the layout of a node: that of its most specific entry."""
         if node_id in self.nodes:
             return self._layout(self.nodes[node_id], f"placement.nodes.{node_id}")
         if role in self.roles:
@@ -53,14 +55,14 @@ class Placement:
         return self._layout(self.default, "placement.default")
 
     def source_layout(self, flow: Flow) -> Layout:
-        """The loader reads where it is told to; untold, where its first reader runs."""
+        """Returns the layout of the loader: its own entry, or else the layout of its first reader."""
         if SOURCE in self.nodes:
             return self.layout(SOURCE, SOURCE)
         first: Node | None = next((n for n in flow.order if set(n.reads) & set(flow.source)), None)
         return self.layout(first.id, first.role) if first else self.layout(SOURCE, SOURCE)
 
     def check(self, flow: Flow) -> None:
-        """Every entry names something that exists."""
+        """Raises unless every entry names a node or role of the flow and fits its rank set."""
         ids, roles = {n.id for n in flow.nodes} | {SOURCE}, {n.role for n in flow.nodes}
         for node_id in self.nodes:
             if node_id not in ids:
@@ -74,16 +76,16 @@ class Placement:
                 self._layout(place, f"placement.{kind}.{name}")
 
     def _layout(self, place: Place, where: str) -> Layout:
-        if place.group not in self.ranks:
-            raise PlacementError(f"{where}: unknown group '{cut(place.group)}'{suggest(place.group, self.ranks)}")
-        ranks, tp = self.ranks[place.group], place.tp
+        if place.ranks not in self.ranks:
+            raise PlacementError(f"{where}: unknown rank set '{cut(place.ranks)}'{suggest(place.ranks, self.ranks)}")
+        ranks, tp = self.ranks[place.ranks], place.tp
         n = len(ranks)
         dp = place.dp if place.dp is not None else n // tp if tp else 0
         if tp < 1 or dp < 1 or dp * tp != n:
-            fitting = ", ".join(f"dp {n // t} × tp {t}" for t in range(1, n + 1) if n % t == 0 and t <= 64)
-            asked = f"dp {place.dp} × tp {tp}" if place.dp else f"tp {tp}"
+            layouts = ", ".join(f"dp {n // t} × tp {t}" for t in range(1, n + 1) if n % t == 0 and t <= 64)
+            requested = f"dp {place.dp} × tp {tp}" if place.dp else f"tp {tp}"
             raise PlacementError(
-                f"{where}: {asked} does not fit group '{place.group}' of {n} ranks"
-                f" ({format_ranks(ranks)}); what fits: {fitting}"
+                f"{where}: {requested} does not fit rank set '{place.ranks}' of {n} ranks"
+                f" ({format_ranks(ranks)}); use one of: {layouts}"
             )
         return Layout(ranks, dp, tp)

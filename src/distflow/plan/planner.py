@@ -1,7 +1,7 @@
 """`plan(flow, placement, workload) -> Plan`: one chain of tasks per rank. Pure, deterministic, no torch.
 
-Every rank derives the same global order of tasks and runs the subsequence it takes part in. A task that involves
-several ranks stands at the same place in all their chains, which is why no exchange can deadlock.
+Every rank derives the same global order of tasks and runs the tasks it takes part in, in that order. A task of several
+ranks is at the same place in all their chains, which is why no exchange can deadlock.
 """
 
 import math
@@ -18,7 +18,7 @@ from distflow.plan.tasks import Free, Load, Move, Partition, Plan, Refill, Run, 
 
 @dataclass(frozen=True)
 class Workload:
-    """What one step handles: `prompts` × `repeat` samples; `bytes` are a field's expected bytes per sample."""
+    """The size of a step: `prompts` × `repeat` samples; `bytes` are a field's expected bytes per sample."""
 
     prompts: int = 1
     repeat: int = 1
@@ -33,51 +33,54 @@ class Workload:
 
 
 def plan(
-    flow: Flow, placement: Placement, workload: Workload, members: Mapping[str, tuple[int, ...]] = MappingProxyType({})
+    flow: Flow,
+    placement: Placement,
+    workload: Workload,
+    model_ranks: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
 ) -> Plan:
-    """`members`: role → ranks that have its model though no node of this flow is there."""
+    """Plans a step. `model_ranks`: role → ranks that hold its model although no node of this flow runs there."""
     placement.check(flow)
-    return _Planner(flow, placement, workload, members).plan()
+    return _Planner(flow, placement, workload, model_ranks).plan()
 
 
 class _Planner:
-    """Walks the nodes in global order and keeps where every field has got to."""
+    """Walks the nodes in global order and tracks which partitions hold each field."""
 
     def __init__(
-        self, flow: Flow, placement: Placement, workload: Workload, members: Mapping[str, tuple[int, ...]]
+        self, flow: Flow, placement: Placement, workload: Workload, model_ranks: Mapping[str, tuple[int, ...]]
     ) -> None:
-        self.flow, self.placement, self.workload, self.members = flow, placement, workload, members
+        self.flow, self.placement, self.workload, self.model_ranks = flow, placement, workload, model_ranks
         self.partitions: list[Partition] = []
         self.home: dict[str, Partition] = {}  # node → the partition it runs in
-        self.held: dict[str, list[Partition]] = {}  # field → the partitions that hold it, writer's first
-        self.closed: set[str] = set()  # partitions of before a refill, in which nothing runs any more
-        self.assigned: set[str] = set()  # partitions whose samples are already dealt out
+        self.held: dict[str, list[Partition]] = {}  # field → the partitions that hold it, its writer's first
+        self.closed: set[str] = set()  # partitions from before a refill, in which no later node may run
+        self.assigned: set[str] = set()  # partitions whose samples are already assigned to cells
         self.tasks: list[Task] = []
 
     def plan(self) -> Plan:
-        source = self._new_partition(self.placement.source_layout(self.flow), whole=True, balance=None, where=SOURCE)
+        source = self._new_partition(self.placement.source_layout(self.flow), True, balance=None, node_id=SOURCE)
         self.assigned.add(source.id)
         self.home[SOURCE] = source
-        for n in self.flow.order:  # partitions first: a move carries all that its target will ever read
+        for n in self.flow.order:  # all partitions first: a move takes along whatever later nodes there will read
             self.home[n.id] = self._choose_partition(n)
             if n.refill:
                 self.closed = {p.id for p in self.partitions}
-        self.tasks.append(Load(source, self._kept(self.flow.source)))
+        self.tasks.append(Load(source, self._with_readers(self.flow.source)))
         self._hold(self.flow.source, source)
         for i, n in enumerate(self.flow.order):
-            self._bring(n, self.flow.order[i:])
+            self._move_inputs(n, self.flow.order[i:])
             if n.hand_over:
                 own = (r for m in self.flow.nodes if m.role == n.role and m.method for r in self._layout(m).ranks)
-                self.tasks.append(Weights(n.role, tuple(sorted({*own, *self.members.get(n.role, ())}))))
-            kept = n.writes if n.refill else self._kept(n.writes)
-            self.tasks.append(Run(n.id, self.home[n.id], n.reads, kept))
+                self.tasks.append(Weights(n.role, tuple(sorted({*own, *self.model_ranks.get(n.role, ())}))))
+            writes = n.writes if n.refill else self._with_readers(n.writes)
+            self.tasks.append(Run(n.id, self.home[n.id], n.reads, writes))
             self._hold(n.writes, self.home[n.id])
             if n.refill:
                 self._refill(n, self.flow.order[i + 1 :])
         return Plan(
             flow=self.flow,
             workers=self.placement.workers,
-            groups=self.placement.ranks,
+            rank_sets=self.placement.ranks,
             samples=self.workload.samples,
             repeat=self.workload.repeat,
             bytes={f: self.workload.bytes_of((f,)) for f in self.flow.writer},
@@ -87,34 +90,32 @@ class _Planner:
         )
 
     def _refill(self, n: Node, later: tuple[Node, ...]) -> None:
-        """From here on every field that is still read is where it was written, in uneven shares."""
-        wanted = {f for m in later for f in m.reads}
-        places: dict[Partition, list[str]] = {}
+        """Adds the refill: every field that is still read stays where it was written, in uneven shares."""
+        needed = {f for m in later for f in m.reads}
+        fields_of: dict[Partition, list[str]] = {}
         for f, held in self.held.items():
-            if f in wanted:
-                places.setdefault(held[0], []).append(f)
+            if f in needed:
+                fields_of.setdefault(held[0], []).append(f)
         carried = [
-            (p, Partition(f"{p.id}+", p.layout, p.whole, None, uneven=True), tuple(fields))
-            for p, fields in places.items()
+            (p, Partition(f"{p.id}+", p.layout, p.whole_groups, None, uneven=True), tuple(fields))
+            for p, fields in fields_of.items()
         ]
-        repeat = self.workload.repeat
-        section = [p for p in self.partitions if p.id in self.closed]
-        unit = math.lcm(*(p.layout.dp if p.whole else p.layout.dp // math.gcd(p.layout.dp, repeat) for p in section))
-        everybody = tuple(range(self.placement.workers))
-        self.tasks.append(Refill(n.id, self.home[n.id], n.writes[0], n.refill, unit, tuple(carried), everybody))
+        unit = math.lcm(*(self._unit(p.layout, p.whole_groups) for p in self.partitions if p.id in self.closed))
+        all_ranks = tuple(range(self.placement.workers))
+        self.tasks.append(Refill(n.id, self.home[n.id], n.writes[0], n.refill, unit, tuple(carried), all_ranks))
         self.held = {f: [dst] for _, dst, fields in carried for f in fields}
         self.partitions += [dst for _, dst, _ in carried]
 
-    def _kept(self, fields: tuple[str, ...]) -> tuple[str, ...]:
-        """Fields that somebody reads; the others are dropped where they are written."""
+    def _with_readers(self, fields: tuple[str, ...]) -> tuple[str, ...]:
+        """Returns the fields that some node reads; the others are dropped where they are written."""
         return tuple(f for f in fields if self.flow.readers[f])
 
     def _hold(self, fields: tuple[str, ...], partition: Partition) -> None:
-        for f in self._kept(fields):
+        for f in self._with_readers(fields):
             self.held.setdefault(f, []).append(partition)
 
     def _choose_partition(self, n: Node) -> Partition:
-        """Stay in the partition of an input where layout and wishes allow it; else share one with a like node."""
+        """Returns the partition of an input if layout and requirements allow, else one that fits, else a new one."""
         layout = self._layout(n)
         if n.balance is None:
             weight: dict[str, int] = {}
@@ -123,48 +124,49 @@ class _Planner:
                 p = self.home[self.flow.writer[f]]
                 inputs[p.id] = p
                 weight[p.id] = weight.get(p.id, 0) + self.workload.bytes_of((f,))
-            nearest = sorted(inputs.values(), key=lambda p: -weight[p.id])
+            heaviest = sorted(inputs.values(), key=lambda p: -weight[p.id])
             others = [p for p in reversed(self.partitions) if p.balance is None]
-            for p in (*nearest, *others):
-                if p.id not in self.closed and p.layout == layout and (p.whole or not n.whole_groups):
-                    return p
+            candidates = [*heaviest, *others]
         else:
-            for p in self.partitions:
-                fits = p.layout == layout and p.balance == n.balance
-                if fits and p.id not in self.closed and (p.whole or not n.whole_groups):
-                    return p
-        # If a later node of the same layout wants whole groups, deal whole groups now and spare it a move.
-        whole = n.whole_groups or (
+            candidates = [p for p in self.partitions if p.balance == n.balance]
+        for p in candidates:
+            if p.id not in self.closed and p.layout == layout and (p.whole_groups or not n.whole_groups):
+                return p
+        # If a later node of the same layout needs whole groups, keep them together now and spare it a move.
+        whole_groups = n.whole_groups or (
             self.workload.prompts % layout.dp == 0
             and any(m.whole_groups and m.balance == n.balance and self._layout(m) == layout for m in self.flow.nodes)
         )
-        return self._new_partition(layout, whole, n.balance, n.id)
+        return self._new_partition(layout, whole_groups, n.balance, n.id)
 
     def _layout(self, n: Node) -> Layout:
         layout = self.placement.layout(n.id, n.role)
         return Layout(layout.ranks, 1, len(layout.ranks)) if n.whole_batch else layout
 
-    def _new_partition(self, layout: Layout, whole: bool, balance: str | None, where: str) -> Partition:
-        units = self.workload.prompts if whole else self.workload.samples
+    def _new_partition(self, layout: Layout, whole_groups: bool, balance: str | None, node_id: str) -> Partition:
+        units = self.workload.prompts if whole_groups else self.workload.samples
         if units % layout.dp:
-            step = layout.dp if whole else layout.dp // math.gcd(layout.dp, self.workload.repeat)
-            low = self.workload.prompts // step * step
-            fit = " or ".join(str(x) for x in (low, low + step) if x)
-            what = "prompts" if whole else "samples"
+            unit = self._unit(layout, whole_groups)
+            low = self.workload.prompts // unit * unit
+            numbers = " or ".join(str(x) for x in (low, low + unit) if x)
             raise PlacementError(
-                f"node '{where}': the {units} {what} of a step do not divide over its {layout.dp} data-parallel cells;"
-                f" use a batch of {fit} prompts, or another layout"
+                f"node '{node_id}': the {units} {'prompts' if whole_groups else 'samples'} of a step do not divide over"
+                f" its {layout.dp} data-parallel cells; use a batch of {numbers} prompts, or another layout"
             )
-        made = Partition(f"p{len(self.partitions)}", layout, whole, balance)
-        self.partitions.append(made)
-        return made
+        partition = Partition(f"p{len(self.partitions)}", layout, whole_groups, balance)
+        self.partitions.append(partition)
+        return partition
 
-    def _bring(self, n: Node, later: tuple[Node, ...]) -> None:
-        """Bring what n reads to its partition, along with what later nodes there will read of the same places."""
+    def _unit(self, layout: Layout, whole_groups: bool) -> int:
+        """Returns the number of prompts of which a step needs a multiple to divide evenly over the layout."""
+        return layout.dp if whole_groups else layout.dp // math.gcd(layout.dp, self.workload.repeat)
+
+    def _move_inputs(self, n: Node, later: tuple[Node, ...]) -> None:
+        """Moves what n reads to its partition, and what later nodes there will read from the same partitions."""
         target = self.home[n.id]
         missing = [f for f in n.reads if target not in self.held[f]]
         if not missing:
-            self.assigned.add(target.id)  # a node that reads nothing works on a plain contiguous deal
+            self.assigned.add(target.id)  # a node that reads nothing has contiguous shares of the samples
             return
         origin = {f: self._nearest(f, target) for f in missing}
         for other in later:
@@ -175,33 +177,34 @@ class _Planner:
                     and target not in self.held[f]
                     and self._depth(self.flow.writer[f]) < self._depth(n.id)
                 ):
-                    place = self._nearest(f, target)
-                    if place in origin.values():
-                        origin.setdefault(f, place)
+                    holder = self._nearest(f, target)
+                    if holder in origin.values():
+                        origin.setdefault(f, holder)
         sources = list(dict.fromkeys(origin.values()))
-        if target.balance and (informed := origin.get(target.balance)):
-            # The first move into a partition deals its samples, so it must be the one that knows the lengths.
-            sources.sort(key=lambda p: p is not informed)
+        if target.balance and (with_lengths := origin.get(target.balance)):
+            # The first move into a partition assigns its samples, so it must be the one that knows the lengths.
+            sources.sort(key=lambda p: p is not with_lengths)
         for src in sources:
             fields = tuple(f for f, p in origin.items() if p is src)
-            deals = target.id not in self.assigned
+            assigns = target.id not in self.assigned
             self.assigned.add(target.id)
-            moved = _expected_bytes(src.layout, target.layout, deals and target.balance is None, self.workload, fields)
+            local_first = assigns and target.balance is None
+            expected = _expected_bytes(src.layout, target.layout, local_first, self.workload, fields)
             number = sum(isinstance(t, Move) for t in self.tasks)
-            self.tasks.append(Move(f"m{number}", src, target, fields, deals, moved))
+            self.tasks.append(Move(f"m{number}", src, target, fields, assigns, expected))
             self._hold(fields, target)
 
     def _depth(self, node_id: str) -> int:
         return -1 if node_id == SOURCE else self.flow.depth[node_id]
 
     def _nearest(self, f: str, target: Partition) -> Partition:
-        """Of the places that hold a field, the one that shares most ranks with the target; the writer's on a tie."""
-        want = set(target.layout.ranks)
-        return max(self.held[f], key=lambda p: len(want.intersection(p.layout.ranks)))
+        """Returns the holder of a field that shares most ranks with the target; on a tie its writer's."""
+        ranks = set(target.layout.ranks)
+        return max(self.held[f], key=lambda p: len(ranks.intersection(p.layout.ranks)))
 
 
 def _expected_bytes(src: Layout, dst: Layout, local_first: bool, work: Workload, fields: tuple[str, ...]) -> int:
-    """Bytes over the wire if all samples were equal: what a receiving rank needs less what it may keep."""
+    """Returns the bytes sent if all samples had equal size: what each receiving rank needs less what it holds."""
     need = work.samples / dst.dp
     overlap = [len({dst.cell_of(r) for r in cell} - {None}) for cell in src.cells]
     total = 0.0
@@ -218,19 +221,19 @@ def _expected_bytes(src: Layout, dst: Layout, local_first: bool, work: Workload,
 
 
 def _with_frees(tasks: list[Task]) -> tuple[Task, ...]:
-    """After each task, free what no later task of that partition reads."""
+    """Inserts after each task a `Free` of the fields that no later task of that partition reads."""
     last: dict[tuple[str, str], int] = {}
-    places: dict[str, Partition] = {}
+    partitions: dict[str, Partition] = {}
     for i, t in enumerate(tasks):
         for p, f in t.touches():
             last[p.id, f] = i
-            places[p.id] = p
+            partitions[p.id] = p
     out: list[Task] = []
     for i, t in enumerate(tasks):
         out.append(t)
         dead: dict[str, list[str]] = {}
         for p, f in dict.fromkeys(t.touches()):
-            if last[p.id, f] == i and not (isinstance(t, Refill) and (p.id, f) in t.taken()):
+            if last[p.id, f] == i and not (isinstance(t, Refill) and (p.id, f) in t.consumed()):
                 dead.setdefault(p.id, []).append(f)
-        out += [Free(places[p], tuple(fields)) for p, fields in dead.items()]
+        out += [Free(partitions[p], tuple(fields)) for p, fields in dead.items()]
     return tuple(out)

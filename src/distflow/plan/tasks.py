@@ -1,10 +1,10 @@
-"""The plan: partitions, tasks, and the chain of tasks of each rank."""
+"""The plan: partitions, tasks, and the chain of tasks that each rank runs."""
 
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 from distflow.flow.graph import SOURCE, Flow
@@ -13,25 +13,21 @@ from distflow.plan.layout import Layout, format_ranks
 
 @dataclass(frozen=True)
 class Partition:
-    """A way the samples of a step are dealt out: nodes that share one exchange nothing."""
+    """An assignment of the samples of a step to the cells of a layout. Nodes that share one exchange nothing."""
 
     id: str
     layout: Layout
-    whole: bool  # samples of one prompt are together
+    whole_groups: bool  # all samples of a prompt are in one cell
     balance: str | None  # the field whose lengths are evened out over the cells
-    uneven: bool = False  # cells may have any number of samples: what a refill has left where
-
-    def __str__(self) -> str:
-        wishes = [w for w, on in (("whole groups", self.whole), (f"balanced by {self.balance}", self.balance)) if on]
-        return f"{self.layout} on {format_ranks(self.layout.ranks)}" + (f", {', '.join(wishes)}" if wishes else "")
+    uneven: bool = False  # after a refill: cells have different numbers of samples
 
 
-Touch = tuple[Partition, str]
+Touch = tuple[Partition, str]  # a field that a task reads or writes, and where
 
 
 @dataclass(frozen=True)
 class Load:
-    """The loader fills the data columns of one step."""
+    """Loads the data columns of one step."""
 
     partition: Partition
     fields: tuple[str, ...]
@@ -50,13 +46,13 @@ class Load:
 
 @dataclass(frozen=True)
 class Move:
-    """Fields go from one partition to another, in one all-to-all."""
+    """Moves fields from one partition to another, in one all-to-all."""
 
     id: str
     src: Partition
     dst: Partition
     fields: tuple[str, ...]
-    deals: bool  # the first move into a partition decides which sample goes where
+    assigns: bool  # the first move into a partition decides which sample goes to which cell
     expected_bytes: int
 
     @property
@@ -75,12 +71,12 @@ class Move:
 
 @dataclass(frozen=True)
 class Run:
-    """A node's function."""
+    """Calls the function of a node."""
 
     node: str
     partition: Partition
     reads: tuple[str, ...]
-    writes: tuple[str, ...]  # what is kept of its writes: fields that somebody reads
+    writes: tuple[str, ...]  # only those that some node reads; the others are dropped
 
     @property
     def name(self) -> str:
@@ -96,7 +92,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Weights:
-    """A role's newest weights go from where it is trained to where its next node needs them."""
+    """Hands the newest weights of a role over, from the ranks that train it to those that generate with it."""
 
     role: str
     ranks: tuple[int, ...]
@@ -111,7 +107,7 @@ class Weights:
 
 @dataclass(frozen=True)
 class Free:
-    """No later task of this partition reads these fields."""
+    """Frees fields that no later task of this partition reads."""
 
     partition: Partition
     fields: tuple[str, ...]
@@ -130,16 +126,16 @@ class Free:
 
 @dataclass(frozen=True)
 class Refill:
-    """Samples that `field` refuses are dropped; all tasks before this one are run again, until the step is full.
+    """Drops the samples for which `field` is false and repeats all tasks before it until the step is full.
 
-    What was kept stays where it was: `carried` says which fields, from which partition to which uneven one.
+    Samples that are kept stay where they are: `carried` lists (partition, the uneven partition after it, fields).
     """
 
     node: str
     partition: Partition
     field: str
     rounds: int
-    unit: int  # a draw is a multiple of so many prompts
+    unit: int  # prompts are drawn in multiples of this number
     carried: tuple[tuple[Partition, Partition, tuple[str, ...]], ...]
     ranks: tuple[int, ...]
 
@@ -154,8 +150,8 @@ class Refill:
                 yield src, f
                 yield dst, f
 
-    def taken(self) -> set[tuple[str, str]]:
-        """(partition, field) that are gone when it is done."""
+    def consumed(self) -> set[tuple[str, str]]:
+        """Returns the (partition, field) pairs that no longer exist after this task."""
         return {(self.partition.id, self.field), *((p.id, f) for p, _, fields in self.carried for f in fields)}
 
 
@@ -164,22 +160,22 @@ Task = Load | Move | Run | Weights | Refill | Free
 
 @dataclass(frozen=True)
 class Edge:
-    """What one node hands to another; `moves` tells whether it changes partition on the way."""
+    """The fields that one node writes and another reads; `moves` if the two are in different partitions."""
 
     writer: str
     reader: str
     fields: tuple[str, ...]
     moves: bool
-    expected_bytes: int  # of all samples of a step; what a move sends of it may be less, or more to replicas
+    expected_bytes: int  # of all samples of a step; a move may send less, or more if there are replicas
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The same on every rank. `tasks` is the global order; `chain(rank)` is what one rank does of it."""
+    """The plan of a step, the same on every rank: `tasks` in global order, `chain(rank)` those of one rank."""
 
     flow: Flow
     workers: int
-    groups: Mapping[str, tuple[int, ...]]
+    rank_sets: Mapping[str, tuple[int, ...]]
     samples: int
     repeat: int
     bytes: Mapping[str, int]  # field → expected bytes per sample
@@ -188,7 +184,7 @@ class Plan:
     tasks: tuple[Task, ...]
 
     def chain(self, rank: int) -> tuple[Task, ...]:
-        return tuple(t for t in self.tasks if rank in _rank_set(t.ranks))
+        return tuple(t for t in self.tasks if rank in _as_set(t.ranks))
 
     def partition_of(self, node_id: str) -> Partition:
         return self._partition[self.home[node_id]]
@@ -197,32 +193,28 @@ class Plan:
     def _partition(self) -> dict[str, Partition]:
         return {p.id: p for p in self.partitions}
 
-    @cached_property
-    def refill(self) -> Refill | None:
-        return next((t for t in self.tasks if isinstance(t, Refill)), None)
-
     @property
     def moves(self) -> tuple[Move, ...]:
         return tuple(t for t in self.tasks if isinstance(t, Move))
 
     @cached_property
     def edges(self) -> tuple[Edge, ...]:
-        found: dict[tuple[str, str], list[str]] = {}
+        fields: dict[tuple[str, str], list[str]] = {}
         for n in self.flow.order:
             for f in n.reads:
-                found.setdefault((self.flow.writer[f], n.id), []).append(f)
+                fields.setdefault((self.flow.writer[f], n.id), []).append(f)
         return tuple(
             Edge(w, r, tuple(fs), self.home[w] != self.home[r], self.samples * sum(self.bytes[f] for f in fs))
-            for (w, r), fs in found.items()
+            for (w, r), fs in fields.items()
         )
 
     def chains(self) -> dict[tuple[int, ...], tuple[Task, ...]]:
-        """Ranks that do the same → what they do."""
-        same: dict[tuple[int, ...], list[int]] = {}
-        sets = [_rank_set(t.ranks) for t in self.tasks]
+        """Returns ranks with equal chains → their chain."""
+        by_chain: dict[tuple[int, ...], list[int]] = {}
+        sets = [_as_set(t.ranks) for t in self.tasks]
         for rank in range(self.workers):
-            same.setdefault(tuple(i for i, s in enumerate(sets) if rank in s), []).append(rank)
-        return {tuple(ranks): tuple(self.tasks[i] for i in key) for key, ranks in same.items()}
+            by_chain.setdefault(tuple(i for i, s in enumerate(sets) if rank in s), []).append(rank)
+        return {tuple(ranks): tuple(self.tasks[i] for i in chain) for chain, ranks in by_chain.items()}
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -230,14 +222,14 @@ class Plan:
             "workers": self.workers,
             "samples": self.samples,
             "samples_per_prompt": self.repeat,
-            "groups": {g: format_ranks(r) for g, r in self.groups.items()},
+            "rank_sets": {name: format_ranks(ranks) for name, ranks in self.rank_sets.items()},
             "partitions": [
                 {
                     "id": p.id,
                     "ranks": format_ranks(p.layout.ranks),
                     "dp": p.layout.dp,
                     "tp": p.layout.tp,
-                    "whole_groups": p.whole,
+                    "whole_groups": p.whole_groups,
                     "balance": p.balance,
                 }
                 for p in self.partitions
@@ -296,7 +288,7 @@ def _task_json(t: Task) -> dict[str, Any]:
                 "from": t.src.id,
                 "to": t.dst.id,
                 "fields": list(t.fields),
-                "deals": t.deals,
+                "assigns": t.assigns,
                 "expected_bytes": t.expected_bytes,
             }
         case Run():
@@ -309,11 +301,7 @@ def _task_json(t: Task) -> dict[str, Any]:
             return {"do": "free", "partition": t.partition.id, "fields": list(t.fields)}
 
 
-_sets: dict[tuple[int, ...], frozenset[int]] = {}
-
-
-def _rank_set(ranks: tuple[int, ...]) -> frozenset[int]:
-    """Membership in O(1); the same few rank tuples are asked for again and again."""
-    if ranks not in _sets:
-        _sets[ranks] = frozenset(ranks)
-    return _sets[ranks]
+@cache
+def _as_set(ranks: tuple[int, ...]) -> frozenset[int]:
+    """Returns a set for membership tests; a plan has only a few different tuples of ranks, each tested many times."""
+    return frozenset(ranks)

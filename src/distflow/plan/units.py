@@ -1,4 +1,4 @@
-"""Numbers and names as people read them; for the table and the picture of a plan."""
+"""Formats numbers and names for the table and the drawing of a plan."""
 
 import re
 from collections.abc import Iterable
@@ -10,7 +10,7 @@ _CONTROL = re.compile(r"[^\x20-\x7e\xa0-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff
 
 
 def human_bytes(n: float) -> str:
-    """`512 B`, `1.5 KiB`, `32.1 MiB`."""
+    """Formats a number of bytes: `512 B`, `1.5 KiB`, `32.1 MiB`."""
     power = 0
     while n >= 1023.5 and power < len(_UNITS) - 1:  # 1023.6 KiB would be written 1024 KiB
         n, power = n / 1024, power + 1
@@ -18,16 +18,17 @@ def human_bytes(n: float) -> str:
 
 
 def clean(text: str) -> str:
-    """Names of data columns and groups are free text: keep control characters off terminals and out of XML."""
+    """Replaces control characters, which names of columns and rank sets may have, and terminals and XML may not."""
     return _CONTROL.sub("\N{REPLACEMENT CHARACTER}", text)
 
 
 def names(items: Iterable[str]) -> str:
+    """Joins names for display."""
     return clean(", ".join(items))
 
 
 def ranks_text(ranks: tuple[int, ...]) -> str:
-    """`0-511`, or for a long scattered set its ends and its size: `0,2,4,…,1022 (512)`."""
+    """Formats ranks: `0-511`, or for a long scattered set its ends and its size, `0,2,4,…,1022 (512)`."""
     text = format_ranks(ranks)
     parts = text.split(",")
     return text if len(text) <= 24 else f"{','.join(parts[:3])},…,{parts[-1]} ({len(ranks)})"

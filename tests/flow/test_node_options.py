@@ -1,4 +1,4 @@
-"""What a call inside a flow says of its node: `prefix` and `refill`."""
+"""Arguments of a call inside a flow that are for its node: `prefix` and `refill`."""
 
 from pathlib import Path
 from typing import Any
@@ -17,15 +17,15 @@ from distflow.run.worker import Worker
 from simulate import simulate
 
 
-@node(writes=("said", "length"))
-def say(batch: Batch, loud: bool = False) -> dict[str, Any]:
-    said = [t.upper() if loud else t for t in batch["text"]]
-    return {"said": said, "length": torch.tensor([len(t) for t in said])}
+@node(writes=("reply", "length"))
+def answer(batch: Batch, loud: bool = False) -> dict[str, Any]:
+    replies = [t.upper() if loud else t for t in batch["text"]]
+    return {"reply": replies, "length": torch.tensor([len(t) for t in replies])}
 
 
 @node(writes="score")
 def judge(batch: Batch, ctx: Context) -> Any:
-    score = torch.tensor([float(t.isupper()) for t in batch["said"]])
+    score = torch.tensor([float(t.isupper()) for t in batch["reply"]])
     ctx.metrics.log("score/mean", float(score.mean()), len(batch))
     return score
 
@@ -35,17 +35,17 @@ def compare(batch: Batch) -> Any:
     return batch["loud_score"] - batch["score"]
 
 
-@node(writes=(), reads=("compare", "said", "loud_said"))
+@node(writes=(), reads=("compare", "reply", "loud_reply"))
 def look(batch: Batch) -> None:
     assert batch["compare"].tolist() == [1.0] * len(batch)
-    assert [t.upper() for t in batch["said"]] == batch["loud_said"]
+    assert [t.upper() for t in batch["reply"]] == batch["loud_reply"]
 
 
 @flow
 def twice(data):
-    quiet = say(data)
-    loud = say(data, loud=True, prefix="loud_")
-    difference = compare(judge(quiet["said"]), judge(loud["loud_said"], prefix="loud_"))
+    quiet = answer(data)
+    loud = answer(data, loud=True, prefix="loud_")
+    difference = compare(judge(quiet["reply"]), judge(loud["loud_reply"], prefix="loud_"))
     look(difference, quiet, loud)
 
 
@@ -59,8 +59,8 @@ class Texts:
         return {"text": "abcd"[i] * (i + 1)}
 
 
-def run(made: Flow, steps: int = 1, prompts: int = 2) -> list[StepMetrics]:
-    planned = plan(made, Placement(2), Workload(prompts, 2))
+def run(flow: Flow, steps: int = 1, prompts: int = 2) -> list[StepMetrics]:
+    planned = plan(flow, Placement(2), Workload(prompts, 2))
     tallies: list[StepMetrics] = []
     workers = {}
     for rank in range(2):
@@ -72,23 +72,23 @@ def run(made: Flow, steps: int = 1, prompts: int = 2) -> list[StepMetrics]:
 
 
 def test_a_node_used_twice_writes_under_a_prefix_and_its_metrics_too() -> None:
-    made = twice.trace(("text",))
-    assert made.node("say_2").writes == ("loud_said", "loud_length")
-    assert made.node("judge_2").reads == ("loud_said",)
-    totals = run(made)[0].totals
+    graph = twice.trace(("text",))
+    assert graph.node("answer_2").writes == ("loud_reply", "loud_length")
+    assert graph.node("judge_2").reads == ("loud_reply",)
+    totals = run(graph)[0].totals
     assert totals["loud_score/mean", "mean"] == (2.0, 2.0)
     assert totals["score/mean", "mean"] == (0.0, 2.0)
 
 
-def test_a_list_says_the_same_as_a_function() -> None:
+def test_a_list_gives_the_same_graph_as_a_function() -> None:
     here = Path(__file__)
     entries: list[dict[str, Any]] = [
-        {"id": "say", "call": f"{here}:say", "deps": "data"},
-        {"id": "say_2", "call": f"{here}:say", "deps": "data", "params": {"loud": True}, "prefix": "loud_"},
-        {"id": "judge", "call": f"{here}:judge", "reads": "said"},
-        {"id": "judge_2", "call": f"{here}:judge", "reads": "loud_said", "prefix": "loud_"},
+        {"id": "answer", "call": f"{here}:answer", "deps": "data"},
+        {"id": "answer_2", "call": f"{here}:answer", "deps": "data", "params": {"loud": True}, "prefix": "loud_"},
+        {"id": "judge", "call": f"{here}:judge", "reads": "reply"},
+        {"id": "judge_2", "call": f"{here}:judge", "reads": "loud_reply", "prefix": "loud_"},
         {"id": "compare", "call": f"{here}:compare", "deps": ["judge", "judge_2"]},
-        {"id": "look", "call": f"{here}:look", "deps": ["compare", "say", "say_2"]},
+        {"id": "look", "call": f"{here}:look", "deps": ["compare", "answer", "answer_2"]},
     ]
     listed = from_list("twice", ("text",), entries)
     traced = twice.trace(("text",))
@@ -97,14 +97,14 @@ def test_a_list_says_the_same_as_a_function() -> None:
     ]
 
 
-def test_what_its_prefix_makes_one_is_read_once() -> None:
+def test_two_fields_that_are_the_same_without_the_prefix_are_refused() -> None:
     @flow
-    def muddle(data):
-        quiet, loud = say(data), say(data, prefix="loud_")
-        judge(quiet["said"], loud["loud_said"], prefix="loud_")
+    def ambiguous(data):
+        quiet, loud = answer(data), answer(data, prefix="loud_")
+        judge(quiet["reply"], loud["loud_reply"], prefix="loud_")
 
-    with pytest.raises(FlowError, match="node 'judge': reads 'said' and 'loud_said', which its prefix makes one"):
-        muddle.trace(("text",))
+    with pytest.raises(FlowError, match="node 'judge': reads 'reply' and 'loud_reply', which are the same without its"):
+        ambiguous.trace(("text",))
 
 
 @node
@@ -114,15 +114,15 @@ def short(batch: Batch) -> Any:
 
 @node(whole_groups=True, writes=())
 def only_short(batch: Batch, ctx: Context) -> None:
-    assert all(len(t) < 3 for t in batch["said"])
+    assert all(len(t) < 3 for t in batch["reply"])
     ctx.metrics.log("groups", sum(ctx.groups), reduce="max")
 
 
-def test_refused_prompts_are_replaced_before_anything_else_runs() -> None:
+def test_rejected_prompts_are_replaced_before_other_nodes_run() -> None:
     @flow
     def picky(data):
-        said = say(data)
-        only_short(said, after=short(said["length"], refill=8))
+        replies = answer(data)
+        only_short(replies, after=short(replies["length"], refill=8))
 
     totals = [t.totals for t in run(picky.trace(("text",)), steps=3)]
     assert len(totals) == 6
@@ -137,23 +137,23 @@ def test_a_refill_is_refused_where_it_makes_no_sense() -> None:
 
     @flow
     def late(data):
-        short(train(say(data)), say(data, prefix="x_"), refill=2)
+        short(train(answer(data)), answer(data, prefix="x_"), refill=2)
 
-    with pytest.raises(FlowError, match="node 'train': trains, and 'short', which refills the batch, comes after it"):
+    with pytest.raises(FlowError, match="node 'train': trains before 'short', which refills the batch; train after it"):
         late.trace(("text",))
 
     @flow
     def double(data):
-        said = say(data)
-        short(said, refill=2)
-        short(said, refill=2)
+        replies = answer(data)
+        short(replies, refill=2)
+        short(replies, refill=2)
 
-    with pytest.raises(FlowError, match="'short' and 'short_2' both refill the batch; one node can"):
+    with pytest.raises(FlowError, match="'short' and 'short_2' both refill the batch; only one node can"):
         double.trace(("text",))
 
     @flow
     def wide(data):
-        say(data, refill=2)
+        answer(data, refill=2)
 
-    with pytest.raises(FlowError, match="node 'say': refills the batch, so it writes one field"):
+    with pytest.raises(FlowError, match="node 'answer': refills the batch, so it must write one field"):
         wide.trace(("text",))
