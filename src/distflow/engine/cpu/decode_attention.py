@@ -26,7 +26,7 @@ class Cache(Protocol):
 class CpuDecode:
     """The same as `rollout.kv_cache.Decode`."""
 
-    def __init__(self, cache: Cache, positions: Tensor) -> None:
+    def __init__(self, cache: Cache, positions: Tensor, device: torch.device) -> None:
         self.cache, self.positions, self.places = cache, positions, positions.numpy()
         self._rows: Tensor | None = None
 

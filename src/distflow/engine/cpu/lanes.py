@@ -7,6 +7,7 @@ another reads memory. Every lane reads all weights, so a lane has to have a numb
 from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any, Protocol, Self, TypeVar
 
 import torch
@@ -69,7 +70,7 @@ class Lanes:
         first_seen: dict[Any, int] = {}
         ordered = sorted(sequences, key=lambda s: first_seen.setdefault(s.request.prompt, len(first_seen)))
         bounds = [lane * (count // lanes) + min(lane, count % lanes) for lane in range(lanes + 1)]
-        for batch, start, end in zip(self.batches, bounds, bounds[1:], strict=True):
+        for batch, (start, end) in zip(self.batches, pairwise(bounds), strict=True):
             if end > start:
                 batch.add(ordered[start:end])
 

@@ -132,16 +132,23 @@ def attend(
         outside = (distance < 0) | (distance >= params.window)
         mask = torch.zeros(outside.shape, dtype=q.dtype, device=q.device).masked_fill_(outside, -torch.inf)
         causal = False
+    repeat = q.shape[1] // k.shape[1]
+    if params.softcap is not None or (repeat > 1 and not _has_gqa_kernel(q, mask)):
+        k, v = k.repeat_interleave(repeat, 1), v.repeat_interleave(repeat, 1)
     if params.softcap is None:
         return scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=causal, scale=params.scale, enable_gqa=q.shape[1] != k.shape[1]
         )
-    repeat = q.shape[1] // k.shape[1]
-    k, v = k.repeat_interleave(repeat, 1), v.repeat_interleave(repeat, 1)
     if causal:
         mask = torch.full((queries, keys), -torch.inf, device=q.device).triu(1)
     scores = (q * (params.scale or q.shape[-1] ** -0.5)) @ k.transpose(2, 3)
     return softmax_weights(scores, params, mask).to(v.dtype) @ v
+
+
+def _has_gqa_kernel(q: Tensor, mask: Tensor | None) -> bool:
+    """Whether SDPA has a fused kernel for grouped-query attention: a GPU's are for 16 bits, without a mask, and for
+    heads that are not too wide. For anything else torch would silently hold the scores of all pairs of tokens."""
+    return q.is_cpu or (q.dtype.itemsize == 2 and mask is None and q.shape[-1] <= 256)
 
 
 def softmax_weights(scores: Tensor, params: AttentionParams, mask: Tensor | None) -> Tensor:

@@ -14,7 +14,9 @@ from distflow.engine.rollout.engine import Completion, Request
 from distflow.engine.rollout.generator import CacheLimits, Generator
 from distflow.engine.rollout.weight_buffers import WeightBuffers
 from distflow.engine.weights import Shards
+from distflow.errors import ConfigError
 from distflow.plan.layout import Layout
+from distflow.plan.units import human_bytes
 
 
 class BuiltinEngine:
@@ -47,9 +49,9 @@ class BuiltinEngine:
                 dist.broadcast(tokens, first, group=tp_group)
             return tokens
 
-        limits = CacheLimits(
-            kv_bytes(source.config, dtype, layout.tp), int(config.kv_cache_gb * (1 << 30)), config.max_sequences
-        )
+        cache_bytes = int(config.kv_cache_gb * (1 << 30))
+        _check_device_memory(cache_bytes, device)
+        limits = CacheLimits(kv_bytes(source.config, dtype, layout.tp), cache_bytes, config.max_sequences)
         # Tensor-parallel ranks meet in every layer, which they would do in different lanes.
         lanes = torch.get_num_threads() if tp_group is None and device.type == "cpu" else 1
         self.generator = Generator(model, limits, device, agree, lanes)
@@ -75,3 +77,14 @@ class BuiltinEngine:
         self.weights.release()
         if self.weights.device.type != "cpu":  # where clearing the pages again would cost more than keeping them
             self.generator.caches = []
+
+
+def _check_device_memory(cache_bytes: int, device: torch.device) -> None:
+    if device.type == "cpu" or not hasattr(torch.accelerator, "get_memory_info"):
+        return
+    _, total = torch.accelerator.get_memory_info(device)
+    if cache_bytes > total:
+        raise ConfigError(
+            f"rollout.kv_cache_gb: {human_bytes(cache_bytes)} of KV cache do not fit on {device}, which has"
+            f" {human_bytes(total)}; lower it"
+        )

@@ -22,8 +22,8 @@ class KVCache:
     def copy(self, sources: Tensor, targets: Tensor, length: int) -> None:
         """Copies the first `length` positions of some slots to others."""
         for both in self.layers.values():
-            source, target = sources.to(both.device), targets.to(both.device)
-            both[:, target, :, :length] = both[:, source, :, :length]
+            sources, targets = sources.to(both.device), targets.to(both.device)  # the first layer moves them for all
+            both[:, targets, :, :length] = both[:, sources, :, :length]
 
 
 class Prefill(PackedAttention):
@@ -44,11 +44,11 @@ class Prefill(PackedAttention):
 
 
 class Decode:
-    """Attention of one new token for each of the first slots, at these positions."""
+    """Attention of one new token for each of the first slots, at these positions, which are in host memory."""
 
-    def __init__(self, cache: KVCache, positions: Tensor) -> None:
-        self.cache, self.positions = cache, positions
-        self.slots = torch.arange(len(positions), device=positions.device)
+    def __init__(self, cache: KVCache, positions: Tensor, device: torch.device) -> None:
+        self.cache, self.positions = cache, positions.to(device)
+        self.slots = torch.arange(len(positions), device=device)
         self.keys = int(positions.max()) + 1
         self._masks: dict[int | None, Tensor] = {}  # by window, made by the first layer that has it
 

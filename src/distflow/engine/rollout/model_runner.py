@@ -43,7 +43,7 @@ class ModelRunner:
         """Samples one more token for each running sequence; they are in the first slots, in their order."""
         tokens = torch.tensor([s.tokens[-1] for s in running])
         positions = torch.tensor([s.length - 1 for s in running])
-        attention = self.decode_attention(self.cache, positions.to(self.device))
+        attention = self.decode_attention(self.cache, positions, self.device)
         self._sample(running, self._logits(tokens, positions, attention))
 
     def move(self, movers: list[Sequence], old_slots: list[int]) -> None:
@@ -63,9 +63,10 @@ class ModelRunner:
             sample_ids = np.array([s.request.sample_id for s in chosen], np.int64)
             positions = np.array([s.position for s in chosen], np.int64)
             tokens, logprobs = sample(scores, params, seed, sample_ids, positions)
-            tokens = self.agree(tokens)
-            for sequence, token, logprob in zip(chosen, tokens.tolist(), logprobs.tolist(), strict=True):
-                sequence.append(token, logprob)
+            # In one tensor, so that the host waits for the device once; float64 holds both exactly.
+            both = torch.stack((self.agree(tokens).double(), logprobs.double())).tolist()
+            for sequence, token, logprob in zip(chosen, *both, strict=True):
+                sequence.append(int(token), logprob)
 
 
 def _by_params(sequences: list[Sequence]) -> dict[tuple[SamplingParams, int], list[int]]:

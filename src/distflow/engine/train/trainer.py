@@ -72,7 +72,7 @@ class Trainer:
         assert not (lora and layout.tp > 1)
         self.adapter = Adapter(lm, lora) if lora else None
         parallelize_for_training(lm, self.tp_styles, mesh)
-        if config.recompute and trainable:
+        if config.gradient_checkpointing and trainable:
             lm.gradient_checkpointing_enable({"use_reentrant": False})
             lm.train()
         self.model = HEADS[source.head](lm)
@@ -139,7 +139,9 @@ class Trainer:
         if values["optimizer_steps"]:
             for shard in self.optimized:
                 moments = {key: torch.zeros_like(shard) for key in MOMENTS}
-                self.optimizer.state[shard] = {"step": torch.tensor(float(values["optimizer_steps"])), **moments}
+                # Fused AdamW needs the count where the shard is.
+                steps = torch.tensor(float(values["optimizer_steps"]), device=shard.device)
+                self.optimizer.state[shard] = {"step": steps, **moments}
         load(self.state()[1])
         self.updates = values["updates"]
 
@@ -190,8 +192,8 @@ class Trainer:
             dist.all_reduce(most, dist.ReduceOp.MAX, group=self.dp_group)
         nobody: Ints = np.empty(0, np.int64)
         return [
-            (parts + [nobody] * (int(n) - len(parts)), (int(tokens), int(samples)))
-            for parts, n, (tokens, samples) in zip(micros, most, sums.tolist(), strict=True)
+            (parts + [nobody] * (n - len(parts)), (tokens, samples))
+            for parts, n, (tokens, samples) in zip(micros, most.tolist(), sums.tolist(), strict=True)
         ]
 
     def _accumulate(self, packed: Pack, counts: Counts, spec: UpdateSpec, on_policy: bool, metrics: MetricLog) -> None:

@@ -13,7 +13,7 @@ from distflow.engine.role_context import RoleContext
 from distflow.errors import ConfigError, suggest
 from distflow.flow.importing import load
 
-PARAMS = ("loss", "aggregate", "mini_batches", "epochs", "correct", "correct_limit", "old_logprobs")
+PARAMS = ("loss", "aggregate", "mini_batches", "epochs", "rollout_correction", "correction_threshold", "old_logprobs")
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class UpdateSpec:
     mini_batches: int = 1
     epochs: int = 1
     whole_groups: bool = False  # the loss compares the samples of a prompt: they are in one micro-batch
-    correction: tuple[Kind, float] | None = None  # off-policy correction by the rollout's log-probs, and its limit
+    correction: tuple[Kind, float] | None = None  # off-policy correction by the rollout's log-probs, and its threshold
     old_logprobs: str | None = None  # the field that the loss sees as `old_logprobs`, if it has another name
 
     @property
@@ -44,8 +44,8 @@ def update_spec(
     aggregate: Mode = "token-mean",
     mini_batches: int = 1,
     epochs: int = 1,
-    correct: Kind | None = None,
-    correct_limit: float = 2.0,
+    rollout_correction: Kind | None = None,
+    correction_threshold: float = 2.0,
     old_logprobs: str | None = None,
     whole_groups: bool = False,
     **constants: Any,
@@ -60,7 +60,7 @@ def update_spec(
         mini_batches,
         epochs,
         whole_groups,
-        (correct, correct_limit) if correct else None,
+        (rollout_correction, correction_threshold) if rollout_correction else None,
         old_logprobs,
     )
 
@@ -80,6 +80,6 @@ def find_loss(name: str, where: str, base: Path, params: Iterable[str] = ()) -> 
             continue
         raise ConfigError(
             f"{where}: '{name}' has no parameter '{param}', which the flow passes to it{suggest(param, known)};"
-            " a loss that takes `**rest` can pass it on to distflow.algo.losses.finish, which knows kl and entropy"
+            " a loss that takes `**rest` can pass kl and entropy on to distflow.algo.losses.with_kl_and_entropy"
         )
     return function
