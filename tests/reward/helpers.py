@@ -38,9 +38,15 @@ def context() -> Context:
     return cast(Context, SimpleNamespace(step=3, metrics=StepMetrics(), lead=True))
 
 
+def totals_of(ctx: Context) -> dict[Any, tuple[float, float]]:
+    """Returns (total, count) by (name, reduction)."""
+    assert isinstance(ctx.metrics, StepMetrics)
+    return ctx.metrics.totals
+
+
 def metrics_of(ctx: Context) -> dict[str, float]:
     """Returns the metrics as a single worker would report them."""
-    return {n: v / c if reduce == "mean" else v for (n, reduce), (v, c) in ctx.metrics.totals.items()}
+    return {n: v / c if reduce == "mean" else v for (n, reduce), (v, c) in totals_of(ctx).items()}
 
 
 @contextmanager

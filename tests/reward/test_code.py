@@ -214,7 +214,7 @@ CHEATS = {
         "json.dumps = lambda *a: '[\"ok\", true, {}]'\n"
         "def add(a, b): return 0"
     ),
-    "changes what it was given": (
+    "reports changed arguments": (
         "import os\nos.write(4, b'[\"ok\", 0, {\"0\": [1], \"1\": [], \"7\": 3}]\\n' * 9)\ndef add(a, b): return 0"
     ),
     "a tracer": "import sys, threading\nsys.settrace(lambda *a: sys.exit(0))\ndef add(a, b): return 0",

@@ -15,7 +15,7 @@ from distflow.errors import DistflowError
 from distflow.reward.errors import RewardError
 from distflow.reward.function import RewardFunction
 from distflow.reward.reward import Reward
-from reward.helpers import FILE, HERE, batch_of, context, metrics_of, rewarding, score
+from reward.helpers import FILE, HERE, batch_of, context, metrics_of, rewarding, score, totals_of
 
 
 def test_a_verl_function_by_file_and_by_import(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,14 +109,14 @@ def test_several_rewards_add_up_by_weight_and_are_logged_apart() -> None:
         "reward/failures": 0.0,
         "reward/restarts": 0.0,
     }
-    assert ctx.metrics.totals["reward/mean", "mean"] == (4.5, 3)
+    assert totals_of(ctx)["reward/mean", "mean"] == (4.5, 3)
 
 
 def test_further_numbers_of_a_single_function_need_no_prefix() -> None:
     ctx = context()
     with rewarding("detailed") as reward:
         assert score(reward, batch_of(["a", "b"], answer=["a", "a"]), ctx) == [1.0, 0.0]
-    names = {n for n, _ in ctx.metrics.totals}
+    names = {n for n, _ in totals_of(ctx)}
     assert names == {f"reward/{n}" for n in ("mean", "min", "max", "acc/mean", "length/mean", "failures", "restarts")}
 
 

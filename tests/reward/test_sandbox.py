@@ -431,7 +431,7 @@ def test_a_daemon_does_not_outlive_even_if_it_could_start() -> None:
 # --- the sandbox itself ---
 
 
-def test_the_program_ends_with_whoever_started_it(tmp_path: Path) -> None:
+def test_a_program_ends_with_the_process_that_started_it(tmp_path: Path) -> None:
     if SKIP_REASONS[MECHANISMS]:
         pytest.skip(SKIP_REASONS[MECHANISMS])
     text = (

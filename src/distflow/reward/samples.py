@@ -13,7 +13,7 @@ from distflow.reward.signature import Signature
 # Columns searched for the ground truth, in this order. `reward_model` holds a dict, as verl writes it.
 GROUND_TRUTH_COLUMNS = ("reward_model", "ground_truth", "answer", "solution", "label")
 
-_RENAMED = ("prompt", "response", "response_tokens")  # TRL passes these under other names
+_RENAMED = ("prompt", "response", "response_tokens")  # passed to TRL's functions under TRL's names
 
 
 class Samples:
