@@ -58,6 +58,18 @@ def test_a_reward_model_is_trained_exported_and_asked(tmp_path: Path) -> None:
     assert all(m["reward/max"] > m["reward/min"] for m in used)
 
 
+@pytest.mark.parametrize("name", ["flows.md", "placement.md"])
+def test_the_commands_of_a_page_work(tmp_path: Path, name: str) -> None:
+    rows = [{"prompt": f"{i} + 1 = ", "answer": str(i + 1)} for i in range(64)]
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for block in blocks(ROOT / "docs" / name):
+        if block.file:
+            block.write(tmp_path)
+        elif block.kind == "sh":
+            for command in block.text.splitlines():
+                done(tmp_path, command)
+
+
 @pytest.mark.parametrize("page", [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))], ids=lambda p: p.name)
 def test_links_lead_somewhere(page: Path) -> None:
     for target, _, heading in re.findall(r"\]\((?!https?:)([^)#]*)(#([^)]*))?\)", page.read_text()):
