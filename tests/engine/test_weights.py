@@ -1,4 +1,4 @@
-"""Weights between layouts: every taker gets exactly its part, and what it has does not travel."""
+"""The weight hand-over between layouts: every rank gets exactly its part, and what it already has is not sent."""
 
 import math
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from distflow.data.exchange import AllToAll, Collective
 from distflow.engine import weights
-from distflow.engine.weights import HandOver, Held, Spec, overlap, size, within
+from distflow.engine.weights import HandOver, Shards, Spec, overlap, size, within
 from distflow.plan import Layout
 from simulate import simulate
 
@@ -41,49 +41,49 @@ def parameters(draw: st.DrawFn, *users: Layout) -> list[Spec]:
 
 @st.composite
 def transfers(draw: st.DrawFn) -> tuple[list[Spec], Layout, Layout]:
-    giver = draw(layouts())
-    taker = draw(st.one_of(layouts(), st.just(giver)))
-    return draw(parameters(giver, taker)), giver, taker
+    source = draw(layouts())
+    target = draw(st.one_of(layouts(), st.just(source)))
+    return draw(parameters(source, target)), source, target
 
 
 def whole(specs: list[Spec]) -> dict[str, Tensor]:
-    """Every element is a number of its own."""
+    """Returns parameters in which every element is a different number."""
     ends = torch.tensor([math.prod(s.shape) for s in specs]).cumsum(0).tolist()
     return {
         s.name: torch.arange(e - math.prod(s.shape), e).float().view(s.shape) for s, e in zip(specs, ends, strict=True)
     }
 
 
-def part(held: Held, spec: Spec, rank: int, full: Tensor) -> Tensor:
-    """What a rank holds, as torch cuts: by tensor parallelism, then by FSDP."""
-    d, t = divmod(held.layout.ranks.index(rank), held.layout.tp)
+def part(shards: Shards, spec: Spec, rank: int, full: Tensor) -> Tensor:
+    """Returns the part of a rank as torch cuts: by tensor parallelism, then by FSDP."""
+    d, t = divmod(shards.layout.ranks.index(rank), shards.layout.tp)
     if spec.tp_dim is not None:
-        full = full.chunk(held.layout.tp, spec.tp_dim)[t]
-    if held.sharded:
-        chunks = full.chunk(held.layout.dp)
+        full = full.chunk(shards.layout.tp, spec.tp_dim)[t]
+    if shards.sharded:
+        chunks = full.chunk(shards.layout.dp)
         full = chunks[d] if d < len(chunks) else full[:0]
     return full
 
 
 class Run:
-    """A hand-over among all ranks in one process: what each has then, and what it sent and received."""
+    """Runs a hand-over among all ranks in one process; records what each has, sent and received."""
 
-    def __init__(self, specs: list[Spec], giver: Held, taker: Held, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(self, specs: list[Spec], source: Shards, target: Shards, dtype: torch.dtype = torch.float32) -> None:
         full = whole(specs)
         self.sent: dict[int, dict[int, int]] = {}
         self.received: dict[int, dict[int, int]] = {}
         self.targets: dict[int, dict[str, Tensor]] = {}
         self.sources: dict[int, dict[str, Tensor]] = {}
-        everybody = {*giver.layout.ranks, *taker.layout.ranks}
+        everybody = {*source.layout.ranks, *target.layout.ranks}
         for r in everybody:
-            has = specs if r in giver.layout.ranks else []
-            wants = specs if r in taker.layout.ranks else []
-            self.sources[r] = {s.name: part(giver, s, r, full[s.name]).clone() for s in has}
+            has = specs if r in source.layout.ranks else []
+            wants = specs if r in target.layout.ranks else []
+            self.sources[r] = {s.name: part(source, s, r, full[s.name]).clone() for s in has}
             self.targets[r] = {
-                s.name: torch.full_like(part(taker, s, r, full[s.name]), math.nan, dtype=dtype) for s in wants
+                s.name: torch.full_like(part(target, s, r, full[s.name]), math.nan, dtype=dtype) for s in wants
             }
         steps = {
-            r: self.watched(r, HandOver(specs, giver, taker, r, dtype).run(self.sources[r], self.targets[r]))
+            r: self.watched(r, HandOver(specs, source, target, r, dtype).run(self.sources[r], self.targets[r]))
             for r in everybody
         }
         self.exchanges = simulate(steps)
@@ -100,13 +100,13 @@ class Run:
 
 @BUSY
 @given(layouts().flatmap(lambda layout: st.tuples(st.just(layout), parameters(layout))), st.booleans())
-def test_a_rank_holds_what_torch_would_give_it(case: tuple[Layout, list[Spec]], sharded: bool) -> None:
+def test_a_rank_has_the_part_that_torch_would_give_it(case: tuple[Layout, list[Spec]], sharded: bool) -> None:
     layout, specs = case
-    held, full = Held(layout, sharded), whole(specs)
+    shards, full = Shards(layout, sharded), whole(specs)
     for spec in specs:
         everything = tuple((0, n) for n in spec.shape)
         for rank in layout.ranks:
-            box, want = held.box(spec, rank), part(held, spec, rank, full[spec.name])
+            box, want = shards.box(spec, rank), part(shards, spec, rank, full[spec.name])
             assert torch.equal(full[spec.name][within(everything, box)], want)
             assert size(box) == want.numel()
 
@@ -116,29 +116,29 @@ def test_a_rank_holds_what_torch_would_give_it(case: tuple[Layout, list[Spec]], 
 @example(([Spec("p", (2, 3))], Layout((0, 1, 2, 3), 4), Layout((0, 1, 2, 3), 4)), 1)  # two ranks hold nothing
 @example(([Spec("p", (6, 4), 1)], Layout((0, 1, 2, 3), 2, 2), Layout((4, 5), 1, 2)), 1)
 @example(([Spec("p", (8,), 0)], Layout((3, 2, 1, 0), 2, 2), Layout((0, 1, 2, 3), 1, 4)), 1)
-def test_every_taker_gets_exactly_its_part(case: tuple[list[Spec], Layout, Layout], bucket: int) -> None:
-    specs, giver, taker = case
+def test_every_target_rank_gets_exactly_its_part(case: tuple[list[Spec], Layout, Layout], bucket: int) -> None:
+    specs, source, target = case
     with patch.object(weights, "_BUCKET", bucket):
-        done = Run(specs, Held(giver, sharded=True), Held(taker, sharded=False))
+        done = Run(specs, Shards(source, sharded=True), Shards(target, sharded=False))
     full = whole(specs)
-    for rank in taker.ranks:
+    for rank in target.ranks:
         for spec in specs:
-            assert torch.equal(done.targets[rank][spec.name], part(Held(taker, False), spec, rank, full[spec.name]))
-    for rank in giver.ranks:
-        for spec in specs:  # and what was given away is still there
-            assert torch.equal(done.sources[rank][spec.name], part(Held(giver, True), spec, rank, full[spec.name]))
+            assert torch.equal(done.targets[rank][spec.name], part(Shards(target, False), spec, rank, full[spec.name]))
+    for rank in source.ranks:
+        for spec in specs:  # and what was sent is still there
+            assert torch.equal(done.sources[rank][spec.name], part(Shards(source, True), spec, rank, full[spec.name]))
 
 
 @BUSY
 @given(transfers())
-def test_only_what_a_rank_lacks_travels(case: tuple[list[Spec], Layout, Layout]) -> None:
-    specs, giver, taker = case
-    done = Run(specs, Held(giver, sharded=True), Held(taker, sharded=False))
+def test_only_what_a_rank_lacks_is_sent_to_it(case: tuple[list[Spec], Layout, Layout]) -> None:
+    specs, source, target = case
+    done = Run(specs, Shards(source, sharded=True), Shards(target, sharded=False))
 
     def numbers(tensors: dict[str, Tensor]) -> set[float]:
         return {x for t in tensors.values() for x in t.flatten().tolist()}
 
-    for rank in {*giver.ranks, *taker.ranks}:
+    for rank in {*source.ranks, *target.ranks}:
         lacks = numbers(done.targets[rank]) - numbers(done.sources[rank])
         assert sum(done.received[rank].values()) == 4 * len(lacks)
         assert done.sent[rank].get(rank, 0) == done.received[rank].get(rank, 0) == 0  # nobody sends to itself
@@ -148,37 +148,37 @@ def test_only_what_a_rank_lacks_travels(case: tuple[list[Spec], Layout, Layout])
 
 @BUSY
 @given(transfers())
-def test_weights_travel_in_the_precision_they_are_used_in(case: tuple[list[Spec], Layout, Layout]) -> None:
-    specs, giver, taker = case
-    held = Held(giver, sharded=True), Held(taker, sharded=False)
-    half, full = Run(specs, *held, torch.bfloat16), Run(specs, *held)
+def test_weights_are_sent_in_the_dtype_they_are_used_in(case: tuple[list[Spec], Layout, Layout]) -> None:
+    specs, source, target = case
+    shards = Shards(source, sharded=True), Shards(target, sharded=False)
+    half, full = Run(specs, *shards, torch.bfloat16), Run(specs, *shards)
     assert {r: sum(b.values()) for r, b in full.received.items()} == {
         r: 2 * sum(b.values()) for r, b in half.received.items()
     }
-    for rank in taker.ranks:
+    for rank in target.ranks:
         for spec in specs:
             assert torch.equal(half.targets[rank][spec.name], full.targets[rank][spec.name].bfloat16())
 
 
-def test_nothing_travels_where_everybody_has_it_all() -> None:
+def test_nothing_is_sent_where_every_rank_has_it_all() -> None:
     layout = Layout((0, 1), 1, 2)
-    done = Run([Spec("a", (4, 2), 0), Spec("b", (3,))], Held(layout, True), Held(layout, False))
+    done = Run([Spec("a", (4, 2), 0), Spec("b", (3,))], Shards(layout, True), Shards(layout, False))
     assert not any(sum(b.values()) for b in done.received.values())
 
 
 def test_replicas_share_the_sending() -> None:
     """Norms, which tensor parallelism does not cut, come from different members of a cell."""
     specs = [Spec("norm", (8,))]
-    done = Run(specs, Held(Layout((0, 1, 2, 3), 1, 4), True), Held(Layout((4, 5, 6, 7), 4), False))
+    done = Run(specs, Shards(Layout((0, 1, 2, 3), 1, 4), True), Shards(Layout((4, 5, 6, 7), 4), False))
     assert [sum(done.sent[r].values()) for r in range(4)] == [32] * 4
 
 
-def test_large_models_go_in_several_exchanges() -> None:
+def test_large_models_are_sent_in_several_exchanges() -> None:
     specs = [Spec(f"p{i}", (4, 4)) for i in range(6)]
-    held = Held(Layout((0, 1), 2), True), Held(Layout((2,), 1), False)
-    assert Run(specs, *held).exchanges == 1
+    shards = Shards(Layout((0, 1), 2), True), Shards(Layout((2,), 1), False)
+    assert Run(specs, *shards).exchanges == 1
     with patch.object(weights, "_BUCKET", 128):  # bytes: two of them
-        assert Run(specs, *held).exchanges == 3
+        assert Run(specs, *shards).exchanges == 3
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Small models of several architectures: with weights that matter, once as transformers has them and once as ours."""
+"""Small models of several architectures, each with transformers' own attention and with ours."""
 
 from dataclasses import dataclass
 from functools import cache
@@ -9,7 +9,9 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from distflow.engine.model import attention
-from distflow.engine.model.attention import Packed
+from distflow.engine.model.attention import PackedAttention
+from distflow.engine.model.llama_family import fused_weights
+from distflow.engine.rollout.weight_buffers import empty_weights
 
 VOCABULARY = 61
 _BASE: dict[str, Any] = {
@@ -52,18 +54,18 @@ class Pair:
         return self.eager.config
 
     def alone(self, tokens: list[int]) -> Tensor:
-        """Logits [tokens, vocabulary] of one sequence, the long way."""
+        """Returns the logits [tokens, vocabulary] of one sequence, by transformers alone."""
         with torch.no_grad():
             return self.eager(input_ids=torch.tensor([tokens]), use_cache=False).logits[0]
 
     def packed(self, rows: list[list[int]]) -> Tensor:
-        """Logits of all sequences in one pass."""
+        """Returns the logits of all sequences, computed in one pass."""
         lengths = [len(r) for r in rows]
         out = self.ours(
             input_ids=torch.tensor([[t for r in rows for t in r]]),
             position_ids=torch.cat([torch.arange(n) for n in lengths])[None],
             use_cache=False,
-            distflow=Packed(lengths),
+            distflow=PackedAttention(lengths),
         )
         return out.logits[0]
 
@@ -75,14 +77,23 @@ def config_of(arch: str, **changes: Any) -> PreTrainedConfig:
 @cache
 def pair(arch: str) -> Pair:
     eager = AutoModelForCausalLM.from_config(config_of(arch), attn_implementation="eager", dtype=torch.float32).eval()
-    with_weights_that_matter(eager)
+    randomize_weights(eager)
     ours = AutoModelForCausalLM.from_config(config_of(arch), attn_implementation=attention.NAME, dtype=torch.float32)
     ours.load_state_dict(eager.state_dict())
     return Pair(eager.requires_grad_(False), ours.eval().requires_grad_(False))
 
 
-def with_weights_that_matter(model: PreTrainedModel) -> None:
-    """As made, attention would hardly tell one token from another."""
+def randomize_weights(model: PreTrainedModel) -> None:
+    """Draws larger weights: with the initial ones attention would hardly tell one token from another."""
     noise = torch.Generator().manual_seed(7)
     for p in model.parameters():
         p.data = torch.randn(p.shape, generator=noise) * (0.3 if p.ndim > 1 else 0.5) + (p.ndim == 1) * p.data
+
+
+def side_by_side(model: PreTrainedModel) -> dict[str, Tensor]:
+    """Moves the weights of a model to memory as a rollout engine allocates it, and returns them."""
+    shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
+    tensors = empty_weights(shapes, fused_weights(model), torch.float32, torch.device("cpu"))
+    for name, p in model.named_parameters():
+        p.data = tensors[name].copy_(p.data)
+    return tensors

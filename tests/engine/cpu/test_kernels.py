@@ -1,4 +1,4 @@
-"""What kernels compute is what torch computes, to a few of float32's last bits."""
+"""Kernels compute what torch computes, to a few of float32's last bits."""
 
 from collections.abc import Iterator
 
@@ -11,12 +11,14 @@ from numba import njit
 
 from distflow.engine import cpu
 from distflow.engine.cpu import kernels
-from distflow.engine.model.attention import How
+from distflow.engine.cpu.decode_attention import CpuDecode
+from distflow.engine.model.attention import AttentionParams
 from distflow.engine.rollout import sampling
-from distflow.engine.rollout.kv_cache import Cache, Decode
+from distflow.engine.rollout.kv_cache import KVCache
 from distflow.engine.train.logprobs import token_logprobs
 
 LAST_BIT = 2.0**-24
+CPU = torch.device("cpu")
 
 
 @pytest.fixture(autouse=True)
@@ -39,7 +41,7 @@ def _each_log(x, out):
         out[i] = kernels.log(x[i])
 
 
-def test_exponentials() -> None:
+def test_exp() -> None:
     x = np.linspace(-87, 87, 200_001).astype(np.float32)
     out = np.empty_like(x)
     _each_exp(x, out)
@@ -51,7 +53,7 @@ def test_exponentials() -> None:
     assert np.isnan(out[3])
 
 
-def test_logarithms() -> None:
+def test_log() -> None:
     near = 1 - np.arange(1, 100) * LAST_BIT
     x = np.concatenate([np.geomspace(1e-37, 1e37, 100_001), near, 2 - near]).astype(np.float32)
     out = np.empty_like(x)
@@ -62,43 +64,43 @@ def test_logarithms() -> None:
 
 @given(st.integers(1, 110), st.integers(1, 40), st.lists(st.integers(1, 3), min_size=1, max_size=3), st.booleans())
 @settings(deadline=None, max_examples=60)
-def test_products(rows: int, dim: int, panels: list[int], biased: bool) -> None:
+def test_add_linear(rows: int, dim: int, panels: list[int], biased: bool) -> None:
     draw = np.random.default_rng(rows * 1000 + dim)
 
     def some(*shape: int) -> np.ndarray:
         return draw.standard_normal(shape, np.float32)
 
     matrices = [some(n * kernels.PANEL, dim) for n in panels]
-    laid = tuple(m.copy().reshape(-1, dim, kernels.PANEL) for m in matrices)
-    for m in laid:
-        kernels.lay(m)
+    packed = tuple(m.copy().reshape(-1, dim, kernels.PANEL) for m in matrices)
+    for m in packed:
+        kernels.pack(m)
     x, out = some(rows, dim), some(rows, sum(map(len, matrices)))
     bias = some(out.shape[1]) if biased else np.zeros(0, np.float32)
     want = out + x.astype(np.float64) @ np.concatenate(matrices).T + (bias if biased else 0)
-    kernels.add(x, laid, bias, out)
+    kernels.add_linear(x, packed, bias, out)
     np.testing.assert_allclose(out, want, atol=1e-4)
-    for m, before in zip(laid, matrices, strict=True):
-        kernels.lay_back(m)
+    for m, before in zip(packed, matrices, strict=True):
+        kernels.unpack(m)
         assert (m.reshape(before.shape) == before).all()
 
 
 @pytest.mark.parametrize("dim", [16, 300, 1024])  # rows of 1024 numbers share places in a cache, and are copied
 @pytest.mark.parametrize("rows", [1, 101])
-def test_a_matrix_that_stays_as_it_is(rows: int, dim: int) -> None:
+def test_a_product_with_a_weight_that_is_not_packed(rows: int, dim: int) -> None:
     draw = np.random.default_rng(dim)
     x, matrix = (draw.standard_normal((n, dim), np.float32) for n in (rows, 5 * kernels.PANEL))
     before, out = matrix.copy(), np.full((rows, len(matrix)), np.nan, np.float32)
     kernels.multiply(x, matrix, out)
     np.testing.assert_allclose(out, x.astype(np.float64) @ matrix.T, atol=1e-4)
     assert (matrix == before).all()
-    laid = matrix.reshape(-1, dim, kernels.PANEL)
-    kernels.lay(laid)
+    packed = matrix.reshape(-1, dim, kernels.PANEL)
+    kernels.pack(packed)
     again = out.copy()
-    kernels.add(x, (laid,), np.zeros(0, np.float32), again)
+    kernels.add_linear(x, (packed,), np.zeros(0, np.float32), again)
     np.testing.assert_allclose(again, 2 * out, atol=1e-4)
 
 
-def test_a_large_matrix_is_laid_piece_by_piece() -> None:
+def test_a_large_weight_is_packed_in_pieces() -> None:
     draw = np.random.default_rng(0)
     x, matrix = (draw.standard_normal((n, 8192), np.float32) for n in (3, 25 * kernels.PANEL))  # 256 rows at once
     out = np.full((3, len(matrix)), np.nan, np.float32)
@@ -106,21 +108,21 @@ def test_a_large_matrix_is_laid_piece_by_piece() -> None:
     np.testing.assert_allclose(out, x.astype(np.float64) @ matrix.T, atol=2e-3)
 
 
-def test_products_join_large_numbers_at_once() -> None:
+def test_products_add_to_large_numbers_without_losing_small_terms() -> None:
     """A model's residuals may be thousands of times what a layer adds to them: term by term it would be rounded off."""
     draw = np.random.default_rng(0)
     x, matrix = (draw.standard_normal((16, 1500), np.float32) for _ in range(2))
     out = np.full((16, 16), 3000, np.float32)
     panels = matrix.copy().reshape(1, 1500, 16)
-    kernels.lay(panels)
+    kernels.pack(panels)
     want = out + x.astype(np.float64) @ matrix.T
-    kernels.add(x, (panels,), np.zeros(0, np.float32), out)
+    kernels.add_linear(x, (panels,), np.zeros(0, np.float32), out)
     blocks = -(-1500 // 256)
     assert np.abs(out / want - 1).max() < blocks * LAST_BIT
 
 
 @pytest.mark.parametrize("dim", [1, 7, 64, 200])
-def test_norms(dim: int) -> None:
+def test_norm(dim: int) -> None:
     x, weight = torch.randn(5, dim), torch.randn(dim)
     out = np.empty((5, dim), np.float32)
     kernels.norm(x.numpy(), weight.numpy(), np.float32(1e-3), out)
@@ -138,18 +140,18 @@ def test_attention(
     queries, keys = heads
     torch.manual_seed(0)
     positions = torch.tensor([0, 5, 11, 3, 8])
-    caches = [Cache(7, 16), Cache(7, 16)]
+    caches = [KVCache(7, 16), KVCache(7, 16)]
     for cache in caches:
         for layer in range(2):
             cache.layer(layer, torch.zeros(keys, 1, 8)).copy_(torch.randn(2, 7, keys, 16, 8, generator=seeded(layer)))
     for step in range(3):
         for layer in range(2):
             q, k, v = (torch.randn(n, 5, 8) for n in (queries, keys, keys))
-            how = How(scale, window)
-            got = Decode(caches[0], positions + step)(layer, q, k, v, how)
+            params = AttentionParams(scale, window)
+            got = CpuDecode(caches[0], positions + step, CPU)(layer, q, k, v, params)
             with monkeypatch.context() as patch:
-                patch.setattr(cpu, "_compiled", lambda: None)
-                want = Decode(caches[1], positions + step)(layer, q, k, v, how)
+                patch.setattr(cpu, "_kernels", lambda: None)
+                want = CpuDecode(caches[1], positions + step, CPU)(layer, q, k, v, params)
             torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
             assert torch.equal(caches[0].layers[layer], caches[1].layers[layer])
 
@@ -159,29 +161,29 @@ def seeded(seed: int) -> torch.Generator:
 
 
 @pytest.mark.parametrize("vocabulary", [2, 61, 1024, 5000])
-def test_races(vocabulary: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gumbel_sample(vocabulary: int, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(vocabulary)
     logits = 3 * torch.randn(300, vocabulary)
     logits[::7, 1:] = -torch.inf  # as top-k and top-p leave them
-    keys = sampling.keys(5, np.arange(300), np.arange(300) % 11)
-    got, total = sampling.race(logits, keys)
-    monkeypatch.setattr(cpu, "_compiled", lambda: None)
-    want, right = sampling.race(logits, keys)
+    keys = sampling.noise_keys(5, np.arange(300), np.arange(300) % 11)
+    got, total = sampling.gumbel_sample(logits, keys)
+    monkeypatch.setattr(cpu, "_kernels", lambda: None)
+    want, right = sampling.gumbel_sample(logits, keys)
     assert (got[::7] == 0).all()
     assert len(got.unique()) > 1
     assert (got != want).sum() <= 1  # where two tie
     torch.testing.assert_close(total, right)
 
 
-def test_the_unlikely_count_together() -> None:
+def test_many_unlikely_tokens_count_together() -> None:
     """Each of 50,000 tokens is less than the last bit of the one that is likely; all together are not."""
     logits = torch.full((2, 50_000), -17.0)
     logits[:, 333] = 0
     right = logits.double().log_softmax(-1)
     logprobs, entropy = (np.empty(2, np.float32) for _ in range(2))
     targets = np.array([333, 7])
-    kernels.score(logits.numpy(), targets, logprobs, entropy)
-    _, total = sampling.race(logits, sampling.keys(5, np.arange(2), np.arange(2)))
+    kernels.token_logprobs(logits.numpy(), targets, logprobs, entropy)
+    _, total = sampling.gumbel_sample(logits, sampling.noise_keys(5, np.arange(2), np.arange(2)))
     want = right[torch.arange(2), torch.from_numpy(targets)].numpy()
     np.testing.assert_allclose(logprobs, want, rtol=2 * LAST_BIT, atol=3e-6)  # the likely one's neighbours are lost
     np.testing.assert_allclose(total, -right[:, 333], rtol=0, atol=3e-6)
@@ -189,17 +191,17 @@ def test_the_unlikely_count_together() -> None:
 
 
 @pytest.mark.parametrize("where", [slice(None), 0, 17, 39])
-def test_a_model_gone_mad_is_told_and_no_crash(where: slice | int) -> None:
+def test_nan_is_passed_on_and_does_not_crash(where: slice | int) -> None:
     logits = torch.randn(3, 40)
     logits[:, where] = torch.nan
-    tokens, total = sampling.race(logits, sampling.keys(5, np.arange(3), np.arange(3)))
+    tokens, total = sampling.gumbel_sample(logits, sampling.noise_keys(5, np.arange(3), np.arange(3)))
     assert ((tokens >= 0) & (tokens < 40)).all()
     assert total.isnan().all()
-    cache = Cache(1, 8)
+    cache = KVCache(1, 8)
     q, k, v = torch.randn(2, 1, 8), torch.randn(1, 1, 8), torch.randn(1, 1, 8)
     cache.layer(0, k)[0, 0, 0, 3, 2] = torch.nan
-    assert Decode(cache, torch.tensor([5]))(0, q, k, v, How()).isnan().all()
-    assert not Decode(cache, torch.tensor([2]))(0, q, k, v, How()).isnan().any()
+    assert CpuDecode(cache, torch.tensor([5]), CPU)(0, q, k, v, AttentionParams()).isnan().all()
+    assert not CpuDecode(cache, torch.tensor([2]), CPU)(0, q, k, v, AttentionParams()).isnan().any()
 
 
 @pytest.mark.parametrize("target", [-1, 7])
@@ -217,15 +219,15 @@ def test_kernels_are_for_one_thread_and_float32() -> None:
     assert cpu.kernels_for(x) is None
 
 
-def test_without_numba_there_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_numba_there_are_no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     def absent(name: str) -> None:
         raise ImportError(name)
 
     monkeypatch.setattr(cpu, "import_module", absent)
-    cpu._compiled.cache_clear()
+    cpu._kernels.cache_clear()
     try:
         assert cpu.kernels_for(torch.zeros(1)) is None
-        assert cpu.by_columns(torch.float32, torch.device("cpu"))
+        assert cpu.prefers_transposed(torch.float32, torch.device("cpu"))
     finally:
-        cpu._compiled.cache_clear()
-    assert not cpu.by_columns(torch.bfloat16, torch.device("meta"))
+        cpu._kernels.cache_clear()
+    assert not cpu.prefers_transposed(torch.bfloat16, torch.device("meta"))

@@ -1,4 +1,4 @@
-"""A model whose modules were made quick computes what it did before, and the same gradients."""
+"""A model with CPU modules computes what it did before, and the same gradients."""
 
 from collections.abc import Iterator
 from copy import deepcopy
@@ -9,9 +9,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from distflow.engine import cpu
-from distflow.engine.cpu import kernels
-from distflow.engine.cpu import train_ops as quick
-from distflow.engine.model.attention import Packed
+from distflow.engine.cpu import kernels, train_ops
+from distflow.engine.model.attention import PackedAttention
 from engine.tiny import ARCHITECTURES, pair
 
 LENGTHS = [9, 9, 4, 1]
@@ -23,38 +22,38 @@ def ways(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     monkeypatch.setenv("OPENBLAS_NUM_THREADS", "1")
-    monkeypatch.setattr(quick, "_by_amd", lambda: "numpy" in chosen)
+    monkeypatch.setattr(train_ops, "_is_amd", lambda: "numpy" in chosen)
     if "kernels" not in chosen:
-        monkeypatch.setattr(cpu, "_compiled", lambda: None)
+        monkeypatch.setattr(cpu, "_kernels", lambda: None)
     yield chosen
     torch.set_num_threads(threads)
 
 
-def ask(model: PreTrainedModel) -> Tensor:
-    """Logits."""
+def logits_of(model: PreTrainedModel) -> Tensor:
+    """Returns the logits of sequences of LENGTHS."""
     return model(
         input_ids=torch.arange(3, 26)[None],
         position_ids=torch.cat([torch.arange(n) for n in LENGTHS])[None],
         use_cache=False,
-        distflow=Packed(LENGTHS),
+        distflow=PackedAttention(LENGTHS),
     ).logits
 
 
-def made_of(x: Tensor) -> set[str]:
-    """Operations that have led to it."""
-    found, open_ = set(), [x.grad_fn]
+def operations_of(x: Tensor) -> set[str]:
+    """Returns the operations of its autograd graph."""
+    nodes, open_ = set(), [x.grad_fn]
     while open_:
-        if (one := open_.pop()) is not None and one not in found:
-            found.add(one)
+        if (one := open_.pop()) is not None and one not in nodes:
+            nodes.add(one)
             open_ += [before for before, _ in one.next_functions]
-    return {one.name() for one in found}
+    return {one.name() for one in nodes}
 
 
 def run(model: PreTrainedModel) -> dict[str, Tensor]:
     """Logits, and gradients of something that depends on all of them."""
     model.zero_grad()
     torch.manual_seed(1)
-    logits = ask(model)
+    logits = logits_of(model)
     (logits * torch.randn(logits.shape)).sum().backward()
     return {"": logits.detach()} | {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
@@ -64,74 +63,74 @@ def test_outputs_and_gradients(arch: str, ways: set[str]) -> None:
     model = deepcopy(pair(arch).ours).requires_grad_(True)
     plain, right = run(model), run(deepcopy(model).double())
     assert len(right) == 1 + len(list(model.parameters()))
-    quick.quicken(model)
+    train_ops.use_cpu_modules(model)
     got = run(model)
     assert got.keys() == right.keys()
     for name, exact in right.items():
         size = exact.norm()
         wrong, before = ((x[name] - exact).norm() / size for x in (got, plain))
         assert wrong < max(4 * before, 1e-5), name
-    used = made_of(ask(model)) & {"_LinearBackward", "_NormBackward", "_GateBackward"}
+    used = operations_of(logits_of(model)) & {"_LinearBackward", "_NormBackward", "_GateBackward"}
     between = {"_NormBackward", "_GateBackward"} if "kernels" in ways and not arch.startswith("gemma") else set()
     assert used == between | ({"_LinearBackward"} if "numpy" in ways else set())
 
 
-def test_what_is_frozen_gets_no_gradient() -> None:
+def test_frozen_parameters_get_no_gradient() -> None:
     model = deepcopy(pair("qwen2").ours).requires_grad_(False)
     model.model.layers[1].self_attn.q_proj.weight.requires_grad_(True)
     want = run(model)
-    quick.quicken(model)
+    train_ops.use_cpu_modules(model)
     got = run(model)
     assert got.keys() == want.keys() == {"", "model.layers.1.self_attn.q_proj.weight"}
     torch.testing.assert_close(got, want, atol=1e-3, rtol=1e-3)
 
 
-def test_half_precision_is_left_to_the_modules() -> None:
+def test_bfloat16_is_left_to_the_original_modules() -> None:
     model = deepcopy(pair("llama").ours).bfloat16().requires_grad_(True)
     want = run(model)
-    quick.quicken(model)
+    train_ops.use_cpu_modules(model)
     torch.testing.assert_close(run(model), want, atol=0, rtol=0)
 
 
 @pytest.mark.parametrize("shape", [(5, 3), (1, 1), (40, 17), (32, 20)])
 def test_products(shape: tuple[int, int]) -> None:
     a, b = torch.randn(7, shape[1]), torch.randn(*shape)
-    torch.testing.assert_close(quick.multiply(a, b.T), a @ b.T)
-    torch.testing.assert_close(quick.multiply(a.T, a), a.T @ a)
+    torch.testing.assert_close(train_ops.multiply(a, b.T), a @ b.T)
+    torch.testing.assert_close(train_ops.multiply(a.T, a), a.T @ a)
     out = torch.empty(9, 7)[1:8]
-    assert quick.multiply(a, a.T, out) is out
+    assert train_ops.multiply(a, a.T, out) is out
     torch.testing.assert_close(out, a @ a.T)
     bias = torch.randn(shape[0])
-    torch.testing.assert_close(quick.linear(a, b, bias), nn.functional.linear(a, b, bias))
-    torch.testing.assert_close(quick.linear(a, b, None), a @ b.T)
+    torch.testing.assert_close(train_ops.linear(a, b, bias), nn.functional.linear(a, b, bias))
+    torch.testing.assert_close(train_ops.linear(a, b, None), a @ b.T)
 
 
 @pytest.mark.parametrize(("rows", "fits"), [(32, True), (40, False)])
-def test_forward_products_are_the_kernels_where_they_fit(
+def test_forward_products_use_kernels_where_they_fit(
     rows: int, fits: bool, ways: set[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked = []
-    monkeypatch.setattr(kernels, "multiply", lambda x, matrix, out: asked.append(matrix.shape))
-    quick.linear(torch.randn(7, 20), torch.randn(rows, 20), None)
-    assert asked == ([(rows, 20)] if fits and ways == {"numpy", "kernels"} else [])
+    shapes = []
+    monkeypatch.setattr(kernels, "multiply", lambda x, matrix, out: shapes.append(matrix.shape))
+    train_ops.linear(torch.randn(7, 20), torch.randn(rows, 20), None)
+    assert shapes == ([(rows, 20)] if fits and ways == {"numpy", "kernels"} else [])
 
 
-def test_memory_may_be_freed_after_a_product(ways: set[str]) -> None:
+def test_weights_may_be_freed_after_a_product(ways: set[str]) -> None:
     """As FSDP does with gathered weights."""
-    layer, x = nn.Linear(4, 3), torch.randn(2, 4)
-    quick._linear(layer, x).sum().backward()
+    layer, x = train_ops.CpuLinear(4, 3), torch.randn(2, 4)
+    layer(x).sum().backward()
     layer.weight.untyped_storage().resize_(0)
 
 
-def test_numpy_is_asked_only_where_it_is_better(ways: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_openblas_is_used_only_where_it_is_faster(ways: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.randn(3, 3)
-    assert quick._by_numpy(x, nn.Parameter(x)) == ("numpy" in ways)
-    assert not quick._by_numpy(x.double())
+    assert train_ops._uses_openblas(x, nn.Parameter(x)) == ("numpy" in ways)
+    assert not train_ops._uses_openblas(x.double())
     monkeypatch.delenv("OPENBLAS_NUM_THREADS")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # which it goes by then
-    assert quick._by_numpy(x) == ("numpy" in ways)
+    assert train_ops._uses_openblas(x) == ("numpy" in ways)
     monkeypatch.setenv("OPENBLAS_NUM_THREADS", "2")
-    assert not quick._by_numpy(x)
+    assert not train_ops._uses_openblas(x)
     monkeypatch.setenv("OPENBLAS_NUM_THREADS", "1")
     torch.set_num_threads(2)
-    assert not quick._by_numpy(x)
+    assert not train_ops._uses_openblas(x)

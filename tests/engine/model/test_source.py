@@ -1,4 +1,4 @@
-"""What a model starts from: found or told with a way out, read in parts, drawn at random the same way everywhere."""
+"""A model to start from: found or refused with a way out, read in parts, or random and the same everywhere."""
 
 import shutil
 from collections.abc import Iterator
@@ -63,7 +63,7 @@ def test_any_part_is_read_from_a_directory(saved: tuple[Path, dict[str, Tensor]]
     assert "_whole" not in vars(source)  # it was never held
 
 
-def test_one_file_is_read_too(saved: tuple[Path, dict[str, Tensor]], tmp_path: Path) -> None:
+def test_a_single_file_is_read_in_parts(saved: tuple[Path, dict[str, Tensor]], tmp_path: Path) -> None:
     AutoModelForCausalLM.from_pretrained(saved[0], dtype=torch.bfloat16).save_pretrained(tmp_path)
     fresh().tokenizer.save_pretrained(tmp_path)
     assert len(list(tmp_path.glob("*.safetensors"))) == 1
@@ -74,7 +74,7 @@ def test_one_file_is_read_too(saved: tuple[Path, dict[str, Tensor]], tmp_path: P
     assert "_whole" not in vars(source)
 
 
-def test_files_of_another_kind_are_read_as_a_whole(saved: tuple[Path, dict[str, Tensor]], tmp_path: Path) -> None:
+def test_other_file_formats_are_read_at_once(saved: tuple[Path, dict[str, Tensor]], tmp_path: Path) -> None:
     shutil.copytree(saved[0], tmp_path, dirs_exist_ok=True)
     for file in tmp_path.glob("model*"):
         file.unlink()
@@ -91,7 +91,7 @@ def test_a_directory_is_looked_up_from_the_folder_of_the_config(saved: tuple[Pat
 
 
 @pytest.mark.parametrize("path", ["./smal", "../models/smal", "/{}/smal"])
-def test_a_directory_that_is_not_there_is_told_with_a_suggestion(path: str, tmp_path: Path) -> None:
+def test_a_missing_directory_is_an_error_with_a_suggestion(path: str, tmp_path: Path) -> None:
     base = tmp_path / "models"
     (base / "small").mkdir(parents=True)
     path = path.replace("/{}", str(base))
@@ -101,7 +101,7 @@ def test_a_directory_that_is_not_there_is_told_with_a_suggestion(path: str, tmp_
         opened("/no/such/place", base)
 
 
-def test_a_name_that_the_hub_does_not_give_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_name_that_the_hub_refuses_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 
     def refuse(name: str, **_: Any) -> str:
@@ -116,19 +116,19 @@ def test_a_name_that_the_hub_does_not_give_is_told(tmp_path: Path, monkeypatch: 
     assert asked == ["someone/model"]
 
 
-def test_what_the_hub_gives_is_opened(saved: tuple[Path, dict[str, Tensor]], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_from_the_hub_is_opened(saved: tuple[Path, dict[str, Tensor]], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda name, **_: str(saved[0]))
     source = opened("someone/model", Path("/"))
     assert source.name == "someone/model"
     assert read_all(source).keys() == saved[1].keys()
 
 
-def test_a_directory_without_a_model_is_told(tmp_path: Path) -> None:
+def test_a_directory_without_a_model_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"model: '.*' cannot be loaded: "):
         opened(str(tmp_path), Path())
 
 
-def test_a_tokenizer_without_an_end_is_told(saved: tuple[Path, dict[str, Tensor]], tmp_path: Path) -> None:
+def test_a_tokenizer_without_an_eos_token_is_an_error(saved: tuple[Path, dict[str, Tensor]], tmp_path: Path) -> None:
     shutil.copytree(saved[0], tmp_path, dirs_exist_ok=True)
     tokenizer = fresh().tokenizer
     tokenizer.eos_token = None
@@ -138,19 +138,19 @@ def test_a_tokenizer_without_an_end_is_told(saved: tuple[Path, dict[str, Tensor]
 
 
 @pytest.mark.parametrize(("arch", "near"), [("qwen22", "did you mean 'qwen2'?"), ("lama", "did you mean 'llama'?")])
-def test_an_unknown_architecture_is_told_with_a_suggestion(arch: str, near: str) -> None:
+def test_an_unknown_architecture_is_an_error_with_a_suggestion(arch: str, near: str) -> None:
     with pytest.raises(ConfigError) as e:
         fresh(arch=arch)
     assert f"model.arch: '{arch}' is not one of transformers" in str(e.value)
     assert near in str(e.value)
 
 
-def test_an_architecture_with_attention_of_its_own_is_told() -> None:
+def test_an_architecture_with_attention_of_its_own_is_an_error() -> None:
     with pytest.raises(ConfigError, match="is a bloom, which brings its own attention"):
         fresh(arch="bloom").skeleton()
 
 
-def test_a_skeleton_takes_no_memory_and_is_ready_to_ask(saved: tuple[Path, dict[str, Tensor]]) -> None:
+def test_a_skeleton_has_parameters_on_meta_and_real_buffers(saved: tuple[Path, dict[str, Tensor]]) -> None:
     source = opened(str(saved[0]), Path())
     model = source.skeleton()
     assert all(p.is_meta for p in model.parameters())
@@ -162,7 +162,7 @@ def test_a_skeleton_takes_no_memory_and_is_ready_to_ask(saved: tuple[Path, dict[
     assert {n: p.shape for n, p in model.named_parameters()} == {n: p.shape for n, p in saved[1].items()}
 
 
-def test_modules_made_afterwards_have_memory() -> None:
+def test_modules_made_after_a_skeleton_have_memory() -> None:
     fresh().skeleton()
     assert not torch.nn.Linear(2, 2).weight.is_meta
 
@@ -177,7 +177,7 @@ def test_the_same_seed_gives_the_same_weights() -> None:
     assert not torch.equal(first["model.embed_tokens.weight"], other["model.embed_tokens.weight"])
 
 
-def test_drawing_weights_leaves_the_noise_of_others_alone() -> None:
+def test_random_weights_leave_the_global_generator_as_it_was() -> None:
     torch.manual_seed(3)
     want = torch.rand(4)
     torch.manual_seed(3)
@@ -185,7 +185,7 @@ def test_drawing_weights_leaves_the_noise_of_others_alone() -> None:
     assert torch.equal(torch.rand(4), want)
 
 
-def test_a_model_made_on_the_spot_is_as_asked() -> None:
+def test_a_model_with_random_weights_has_the_configured_size() -> None:
     source = fresh(vocab=270, positions=99)
     config, shapes = source.config, {n: tuple(p.shape) for n, p in source.skeleton().named_parameters()}
     assert len(source.tokenizer) == config.vocab_size

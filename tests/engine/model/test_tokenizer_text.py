@@ -1,4 +1,4 @@
-"""Text to tokens and back: nothing is lost, and a prompt that cannot be used is told with a way out."""
+"""Text to tokens and back: nothing is lost, and a prompt that cannot be used is an error with a way out."""
 
 import json
 import random
@@ -37,7 +37,7 @@ TEXT = text_of()
 @example(text="a , b . c ! don 't  \n")
 @example(text="\x00\x7f\ufeff\U0001f600 12345")
 @example(text="say <eos> and <pad>")
-def test_any_text_comes_back(tokenizer: PreTrainedTokenizerFast, text: str) -> None:
+def test_any_text_is_decoded_to_itself(tokenizer: PreTrainedTokenizerFast, text: str) -> None:
     tokens = tokenizer(text)["input_ids"]
     assert tokenizer.decode(tokens) == text
     assert all(0 <= t < len(tokenizer) for t in tokens)
@@ -51,7 +51,7 @@ def test_a_vocabulary_holds_every_byte_and_no_more_than_asked() -> None:
     assert len(PAIRS("the cat")["input_ids"]) < 7
 
 
-def test_digits_stand_alone() -> None:
+def test_digits_are_single_tokens() -> None:
     tokenizer = train_tokenizer(iter(["1234 1234 1234 12"] * 50), 290)
     assert len(tokenizer("12341234")["input_ids"]) == 8
 
@@ -79,20 +79,20 @@ def test_chat_messages_go_through_the_template() -> None:
     assert marked.encode(chat) == TEXT.encode("[system][user]>")
 
 
-def test_chat_without_a_template_is_told_with_a_way_out() -> None:
+def test_chat_messages_without_a_template_are_an_error_with_a_way_out() -> None:
     with pytest.raises(
         DataError, match=r"'tiny/model' has no chat template; give a model that has one .* or prompts as"
     ):
         text_of(template=None).encode([{"role": "user", "content": "hi"}])
 
 
-def test_what_a_template_refuses_is_told() -> None:
+def test_a_prompt_that_the_template_refuses_is_an_error() -> None:
     picky = text_of(template="{{ raise_exception('no system role here') }}")
-    with pytest.raises(DataError, match="template of 'tiny/model' does not take the prompt: no system role here"):
+    with pytest.raises(DataError, match="template of 'tiny/model' does not accept the prompt: no system role here"):
         picky.encode([{"role": "system", "content": "hi"}])
 
 
-def test_a_prompt_that_is_too_long_is_told_with_both_numbers() -> None:
+def test_a_prompt_that_is_too_long_is_an_error_with_both_numbers() -> None:
     tokens = len(TEXT.encode("x y z"))
     assert text_of(limit=tokens).encode("x y z") == TEXT.encode("x y z")
     with pytest.raises(DataError, match=f"the prompt has {tokens} tokens, the longest allowed is {tokens - 1} "):
@@ -100,20 +100,20 @@ def test_a_prompt_that_is_too_long_is_told_with_both_numbers() -> None:
 
 
 @pytest.mark.parametrize("prompt", ["", [], [{"role": "user", "content": ""}]], ids=["text", "chat", "message"])
-def test_an_empty_prompt_is_told(prompt: Prompt) -> None:
+def test_an_empty_prompt_is_an_error(prompt: Prompt) -> None:
     with pytest.raises(DataError, match="the prompt is empty; it needs at least one token"):
         TEXT.encode(prompt)
 
 
 @pytest.mark.parametrize("prompt", [None, 5, {"role": "user"}, ["hi"], [{"role": "user"}]])
-def test_what_is_no_prompt_is_told(prompt: Prompt) -> None:
+def test_anything_but_text_or_messages_is_an_error(prompt: Prompt) -> None:
     with pytest.raises(DataError, match=r"it is text or a list of chat messages \{role, content\}"):
         TEXT.encode(prompt)
 
 
 @settings(deadline=None, max_examples=30)
 @given(st.lists(st.tuples(ANY_TEXT.filter(bool), ANY_TEXT), min_size=1, max_size=4))
-def test_pairs_are_told_apart_and_end(pairs: list[tuple[str, str]]) -> None:
+def test_pairs_are_encoded_separately_and_end_with_eos(pairs: list[tuple[str, str]]) -> None:
     prompts, responses = (list(side) for side in zip(*pairs, strict=True))
     got = TEXT.encode_pairs(prompts, responses)
     assert [t.tolist() for t in got["prompt_tokens"]] == [TEXT.encode(p) for p in prompts]
@@ -123,20 +123,20 @@ def test_pairs_are_told_apart_and_end(pairs: list[tuple[str, str]]) -> None:
         assert TEXT.tokenizer.decode(tokens[:-1]) == response
 
 
-def test_the_end_is_not_part_of_the_text() -> None:
+def test_eos_is_not_part_of_the_decoded_text() -> None:
     end = TEXT.tokenizer.eos_token_id
     assert TEXT.decode(ragged([[*TEXT.encode("a b"), end], [end], TEXT.encode("c")])) == ["a b", "", "c"]
 
 
-def test_a_response_ends_where_model_and_user_say(tmp_path: Path) -> None:
+def test_stop_tokens_are_those_of_tokenizer_model_and_user(tmp_path: Path) -> None:
     PAIRS.save_pretrained(tmp_path)
     text = text_of(folder=tmp_path)
     source = Source("tiny/model", AutoConfig.for_model("qwen2"), PAIRS, tmp_path)
     eos, newline = PAIRS.eos_token_id, TEXT.encode("\n")
     assert text.stop_tokens(source, []) == {eos}
     assert text.stop_tokens(source, ["\n"]) == {eos, *newline}
-    for said, more in ((7, {7}), ([7, 9], {7, 9}), (None, set())):
-        (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": said}))
+    for eos_token_id, more in ((7, {7}), ([7, 9], {7, 9}), (None, set())):
+        (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": eos_token_id}))
         assert text.stop_tokens(source, []) == {eos, *more}
     with pytest.raises(ConfigError, match=r"rollout\.stop: 'xyz' is 3 tokens; a text that is one token"):
         text.stop_tokens(source, ["xyz"])

@@ -10,21 +10,20 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from distflow.data.batch import Batch, Ragged
-from distflow.engine.model.source import kv_bytes
-from distflow.engine.rollout.builtin import Rollout
-from distflow.engine.rollout.sampling import Sampling
+from distflow.data.batch import Batch, Column, Ragged
+from distflow.engine.rollout.engine import Request, SamplingParams
 from distflow.engine.train import logprobs
+from distflow.engine.train.heads import LogprobHead
 from distflow.engine.train.logprobs import token_logprobs
 from distflow.engine.train.packing import pack
-from distflow.engine.train.trainer import Scorer
+from engine.rollout.plain_loop import complete, generator_for
 from engine.tiny import ARCHITECTURES, VOCABULARY, pair
 
 Inputs = tuple[Tensor, Tensor, Tensor | None, Tensor]
 WAYS = list(product([1.0, 0.6, 2.5], [None, 1.5]))  # temperature, soft cap
 
 
-def plainly(
+def plain_formula(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, temperature: float, softcap: float | None
 ) -> tuple[Tensor, Tensor]:
     logits = torch.nn.functional.linear(hidden, weight, bias)
@@ -46,9 +45,9 @@ def some(tokens: int, width: int, vocabulary: int, bias: bool, dtype: torch.dtyp
 
 @pytest.fixture
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """16 tokens."""
+    """Makes chunks of 16 tokens."""
     monkeypatch.setattr(logprobs, "_CHUNK", 1)
-    monkeypatch.setattr(logprobs, "_FEWEST", 16)
+    monkeypatch.setattr(logprobs, "_MIN_TOKENS", 16)
 
 
 @pytest.mark.usefixtures("small_chunks")
@@ -60,7 +59,7 @@ def test_values_and_gradients_are_those_of_the_plain_formula(
 ) -> None:
     given = some(tokens, 7, 11, bias)
     leaves = [x for x in given[:3] if x is not None]
-    ours, theirs = token_logprobs(*given, temperature, softcap), plainly(*given, temperature, softcap)
+    ours, theirs = token_logprobs(*given, temperature, softcap), plain_formula(*given, temperature, softcap)
     for a, b in zip(ours, theirs, strict=True):
         assert torch.allclose(a, b, rtol=1e-10, atol=1e-10)
     up, down = torch.randn(tokens, dtype=torch.float64), torch.randn(tokens, dtype=torch.float64)
@@ -78,7 +77,7 @@ def test_in_float32_they_are_those_of_float64(temperature: float, softcap: float
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        ours, theirs = token_logprobs(*given, temperature, softcap), plainly(*exact, temperature, softcap)
+        ours, theirs = token_logprobs(*given, temperature, softcap), plain_formula(*exact, temperature, softcap)
         torch.testing.assert_close([x.double() for x in ours], list(theirs), rtol=1e-5, atol=1e-5)
         up, down = torch.randn(53), torch.randn(53)
         for weights in ((up, down), (up, 0 * down), (0 * up, down)):
@@ -102,26 +101,26 @@ def test_gradients_pass_the_numerical_check(temperature: float, softcap: float |
     assert torch.autograd.gradcheck(lambda *leaves: both(*leaves)[1], (hidden, weight, bias))  # the entropy alone
 
 
-def test_a_loss_of_the_log_probs_alone_is_enough() -> None:
-    """Nothing came back for the entropy."""
+def test_a_loss_may_use_the_log_probs_alone() -> None:
+    """There is no gradient for the entropy then."""
     given = some(5, 3, 4, bias=False)
     ours = torch.autograd.grad(token_logprobs(*given)[0].sum(), given[:2])
-    theirs = torch.autograd.grad(plainly(*given, 1.0, None)[0].sum(), given[:2])
+    theirs = torch.autograd.grad(plain_formula(*given, 1.0, None)[0].sum(), given[:2])
     assert all(torch.allclose(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
 @pytest.mark.parametrize("chunk", [1, 23 * 20, 1 << 20])
-def test_how_the_work_is_cut_does_not_show(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_chunk_size_does_not_change_the_values(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(logprobs, "_CHUNK", chunk)
-    monkeypatch.setattr(logprobs, "_FEWEST", 16)
+    monkeypatch.setattr(logprobs, "_MIN_TOKENS", 16)
     hidden, weight, _, targets = some(70, 5, 23, bias=False, dtype=torch.float32)
-    want = plainly(hidden.double(), weight.double(), None, targets, 0.8, 2.0)
+    want = plain_formula(hidden.double(), weight.double(), None, targets, 0.8, 2.0)
     for a, b in zip(token_logprobs(hidden, weight, None, targets, 0.8, 2.0), want, strict=True):
         assert a.dtype == torch.float32
         assert torch.allclose(a.double(), b, atol=1e-5)
 
 
-def test_extreme_logits_are_no_trouble() -> None:
+def test_extreme_logits_give_finite_values() -> None:
     hidden, weight = torch.tensor([[1e4], [-1e4], [0.0]]), torch.tensor([[1.0], [-1.0], [0.5]], requires_grad=True)
     got, entropy = token_logprobs(hidden, weight, None, torch.tensor([0, 0, 2]))
     assert got.tolist() == pytest.approx([0.0, -2e4, -np.log(3)])
@@ -131,7 +130,7 @@ def test_extreme_logits_are_no_trouble() -> None:
     assert weight.grad.isfinite().all()
 
 
-def test_half_precision_gives_float32_from_the_same_logits() -> None:
+def test_bfloat16_gives_float32_from_the_same_logits() -> None:
     given = some(40, 6, 9, bias=True, dtype=torch.bfloat16)
     logits = torch.nn.functional.linear(*given[:3]).float()
     want = logits.log_softmax(-1).gather(1, given[3][:, None])[:, 0]
@@ -143,7 +142,7 @@ def test_half_precision_gives_float32_from_the_same_logits() -> None:
 
 
 class Largest(TorchDispatchMode):
-    """Watches every tensor that is made, in the backward pass too."""
+    """Records the largest tensor that is made, in the backward pass too."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -161,7 +160,7 @@ def largest(compute: Any, given: Inputs) -> Largest:
     with Largest() as seen:
         first, second = compute(*given, 0.7, 2.0)
         (first + second).sum().backward()
-    assert "aten.scatter_add_" in seen.operations or compute is plainly  # it saw the backward pass
+    assert "aten.scatter_add_" in seen.operations or compute is plain_formula  # it saw the backward pass
     return seen
 
 
@@ -170,7 +169,7 @@ def test_tokens_by_vocabulary_are_never_held() -> None:
     tokens, vocabulary = 200, 30
     given = some(tokens, 4, vocabulary, bias=True)
     assert largest(token_logprobs, given).elements <= max(16 * vocabulary, given[0].numel())
-    assert largest(plainly, given).elements >= tokens * vocabulary
+    assert largest(plain_formula, given).elements >= tokens * vocabulary
 
 
 @pytest.mark.usefixtures("small_chunks")
@@ -190,17 +189,21 @@ def test_a_frozen_output_layer_costs_no_gradient() -> None:
 def test_the_trainer_gives_a_response_the_log_probs_it_was_sampled_with(arch: str) -> None:
     models, noise = pair(arch), np.random.default_rng(3)
     prompts = [noise.integers(0, VOCABULARY, n).tolist() for n in (4, 9, 1, 4)]
-    per_token = kv_bytes(models.config, torch.float32, 1)
-    how = Sampling(max_tokens=8, temperature=0.8, stop=frozenset(range(6)))
-    done = Rollout(models.ours, per_token, 1 << 22, 3).generate(prompts, np.arange(8) % 4, np.arange(8), how, 5)
-    said = Ragged.of([torch.tensor(prompts[i % 4]) for i in range(8)])
-    batch = Batch(np.arange(8), np.arange(8), {"prompt_tokens": said, "response_tokens": done.tokens})
+    params = SamplingParams(max_tokens=8, temperature=0.8, stop=frozenset(range(6)))
+    requests = [Request(i, tuple(prompts[i % 4]), params, 5) for i in range(8)]
+    completions = complete(generator_for(models.ours, 3), requests)
+    columns: dict[str, Column] = {
+        "prompt_tokens": Ragged.of([torch.tensor(r.prompt) for r in requests]),
+        "response_tokens": Ragged.of([torch.from_numpy(c.tokens) for c in completions]),
+    }
+    batch = Batch(np.arange(8), np.arange(8), columns)
     packed = pack(batch, np.array([5, 0, 7, 2, 1]))
     with torch.no_grad():
-        got, entropy = Scorer(models.ours)(packed, 0.8)
-    assert torch.allclose(got, done.logprobs.select(packed.index).joined(), atol=1e-4)
-    logits = torch.cat([models.alone([*prompts[i % 4], *done.tokens[i][:-1].tolist()]) for i in packed.index])
-    assert packed.spread is not None  # two of them have one prompt
+        got, entropy = LogprobHead(models.ours)(packed, 0.8)
+    sampled = torch.cat([torch.from_numpy(completions[i].logprobs) for i in packed.index])
+    assert torch.allclose(got, sampled, atol=1e-4)
+    logits = torch.cat([models.alone([*prompts[i % 4], *completions[i].tokens[:-1].tolist()]) for i in packed.index])
+    assert packed.shared is not None  # two of them have one prompt
     # Where rows are shared, the first place of each is as good as the others.
-    log_p = torch.log_softmax(logits[packed.spread.places[packed.keep]] / 0.8, -1)
+    log_p = torch.log_softmax(logits[packed.shared.first_places[packed.keep]] / 0.8, -1)
     assert torch.allclose(entropy, -(log_p.exp() * log_p).sum(-1), atol=1e-4)

@@ -6,7 +6,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from distflow.data.batch import Batch, Column, Ragged
-from distflow.engine.train.packing import Pack, micro_batches, nothing, pack
+from distflow.engine.train.packing import Pack, empty_pack, micro_batches, pack
 
 PROMPTS = (1, 3, 3, 6, 2)  # tokens of each
 SAMPLES = st.lists(st.tuples(st.integers(0, len(PROMPTS) - 1), st.integers(0, 9)), min_size=1, max_size=12)
@@ -40,9 +40,9 @@ def parts(samples: Samples, budget: int) -> list[list[int]]:
 @given(SAMPLES, st.integers(1, 50))
 @example([(3, 9), (0, 0), (0, 0), (3, 9)], 5)
 def test_every_sample_is_in_one_micro_batch(samples: Samples, budget: int) -> None:
-    made = parts(samples, budget)
-    assert sorted(i for part in made for i in part) == list(range(len(samples)))
-    assert all(made)
+    micros = parts(samples, budget)
+    assert sorted(i for part in micros for i in part) == list(range(len(samples)))
+    assert all(micros)
 
 
 @BUSY
@@ -57,9 +57,9 @@ def test_a_micro_batch_keeps_the_budget_unless_one_sample_exceeds_it(samples: Sa
 @BUSY
 @given(SAMPLES, st.integers(1, 50))
 def test_no_two_micro_batches_would_fit_into_one(samples: Samples, budget: int) -> None:
-    made = parts(samples, budget)
-    for i, one in enumerate(made):
-        for other in made[i + 1 :]:
+    micros = parts(samples, budget)
+    for i, one in enumerate(micros):
+        for other in micros[i + 1 :]:
             shares = {samples[k][0] for k in one} & {samples[k][0] for k in other}
             assert shares or size(samples, one + other) > budget
 
@@ -74,12 +74,12 @@ def test_samples_of_a_prompt_stay_together_where_they_fit(samples: Samples) -> N
             assert home.setdefault(samples[i][0], k) == k
 
 
-def test_only_some_samples_are_taken() -> None:
+def test_a_subset_of_the_samples_can_be_split() -> None:
     chosen = micro_batches(batch_of([(0, 3), (1, 4), (0, 2), (2, 1)]), np.array([3, 0]), 4)
     assert sorted(part.tolist() for part in chosen) == [[0], [3]]
 
 
-def some(samples: Samples, data: st.DataObject) -> tuple[Pack, list[int]]:
+def pack_some(samples: Samples, data: st.DataObject) -> tuple[Pack, list[int]]:
     index = data.draw(st.lists(st.integers(0, len(samples) - 1), min_size=1, unique=True))
     return pack(batch_of(samples), np.array(index)), index
 
@@ -93,10 +93,8 @@ def sequences(samples: Samples, packed: Pack) -> list[list[int]]:
 
 @BUSY
 @given(SAMPLES, st.data())
-def test_a_token_is_there_once_and_sequences_are_whole_where_they_are_spread(
-    samples: Samples, data: st.DataObject
-) -> None:
-    packed, index = some(samples, data)
+def test_a_token_is_packed_once_and_expanding_gives_complete_sequences(samples: Samples, data: st.DataObject) -> None:
+    packed, index = pack_some(samples, data)
     assert sorted(packed.index.tolist()) == sorted(index)
     whole = sequences(samples, packed)
     if not whole:
@@ -104,20 +102,20 @@ def test_a_token_is_there_once_and_sequences_are_whole_where_they_are_spread(
         return
     assert packed.lengths == [len(s) for s in whole]
     assert sorted(packed.tokens.tolist()) == sorted({t for s in whole for t in s})
-    rows = torch.arange(len(packed.tokens)) if packed.spread is None else packed.spread.rows
+    rows = torch.arange(len(packed.tokens)) if packed.shared is None else packed.shared.rows
     assert packed.tokens[rows].tolist() == [t for s in whole for t in s]
     assert packed.positions[rows].tolist() == [k for s in whole for k in range(len(s))]
     assert packed.positions.dtype == packed.tokens.dtype == torch.int64
-    if packed.spread is not None:
-        assert torch.equal(rows[packed.spread.places], torch.arange(len(packed.tokens)))
-        places = torch.cat((packed.spread.places, packed.spread.again))
+    if packed.shared is not None:
+        assert torch.equal(rows[packed.shared.first_places], torch.arange(len(packed.tokens)))
+        places = torch.cat((packed.shared.first_places, packed.shared.repeats))
         assert sorted(places.tolist()) == list(range(len(rows)))
 
 
 @BUSY
 @given(SAMPLES, st.data())
 def test_a_response_token_is_predicted_by_the_one_before_it(samples: Samples, data: st.DataObject) -> None:
-    packed, _ = some(samples, data)
+    packed, _ = pack_some(samples, data)
     batch = batch_of(samples)
     before = [
         [int(batch["prompt_tokens"][i][-1]), *batch["response_tokens"][i].tolist()][:-1] for i in packed.index.tolist()
@@ -130,7 +128,7 @@ def test_a_response_token_is_predicted_by_the_one_before_it(samples: Samples, da
 @BUSY
 @given(SAMPLES, st.data())
 def test_fields_go_with_their_tokens_and_samples(samples: Samples, data: st.DataObject) -> None:
-    packed, _ = some(samples, data)
+    packed, _ = pack_some(samples, data)
     assert torch.equal(packed.per_token["old_logprobs"], -packed.targets.float())
     assert torch.equal(packed.per_sample["advantage"], torch.from_numpy(packed.index) / 10)
     assert packed.per_token.keys() | packed.per_sample.keys() == {"old_logprobs", "advantage"}  # text stays out
@@ -139,11 +137,11 @@ def test_fields_go_with_their_tokens_and_samples(samples: Samples, data: st.Data
 @BUSY
 @given(SAMPLES, st.data())
 def test_sequences_of_one_length_are_side_by_side(samples: Samples, data: st.DataObject) -> None:
-    packed, _ = some(samples, data)
+    packed, _ = pack_some(samples, data)
     assert packed.lengths == sorted(packed.lengths, reverse=True)
 
 
-def test_an_empty_response_is_not_there() -> None:
+def test_a_sample_with_an_empty_response_is_left_out() -> None:
     packed = pack(batch_of([(1, 0), (0, 0), (4, 2)]), np.arange(3))
     assert packed.index.tolist() == [2, 0, 1]
     assert packed.lengths == [3]
@@ -153,8 +151,8 @@ def test_an_empty_response_is_not_there() -> None:
     assert packed.responses.tolist() == [2, 0, 0]
 
 
-def test_nothing_is_one_token_that_predicts_nothing() -> None:
-    packed = nothing()
+def test_an_empty_pack_is_one_token_that_predicts_nothing() -> None:
+    packed = empty_pack()
     assert packed.tokens.tolist() == packed.positions.tolist() == [0]
     assert packed.lengths == [1]
     assert len(packed.keep) == len(packed.targets) == len(packed.responses) == len(packed.index) == 0

@@ -59,6 +59,7 @@ class Lanes:
 
     def __exit__(self, *_: object) -> None:
         self._threads.shutdown(cancel_futures=True)
+        torch.set_num_threads(torch.get_num_threads())  # new threads begin with the number that was set last
 
     @property
     def has_unfinished(self) -> bool:

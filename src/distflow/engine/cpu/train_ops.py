@@ -21,7 +21,7 @@ def use_cpu_modules(model: PreTrainedModel) -> None:
     Parameters, names and results stay as they are, but for rounding.
     """
     for module in model.modules():
-        kind = type(module)
+        kind: Any = type(module)
         if kind is nn.Linear:
             module.__class__ = CpuLinear
         elif is_llama_like(model) and kind.__name__.endswith("RMSNorm"):

@@ -24,11 +24,12 @@ def generate_responses(
     own = (batch.ids[first] if greedy else batch.ids)[prompt_of if greedy else slice(None)]
     ordered = [completions[i] for i in own.tolist()]
     lengths = np.array([len(c.tokens) for c in ordered], np.int64)
-    tokens = Ragged.packed(_joined([c.tokens for c in ordered], torch.int64), lengths)
+    tokens = Ragged.packed(torch.from_numpy(np.concatenate([c.tokens for c in ordered])), lengths)
+    logprobs = Ragged.packed(torch.from_numpy(np.concatenate([c.logprobs for c in ordered])), lengths)
     return {
         "prompt_tokens": ragged([prompts[i] for i in prompt_of]),
         "response_tokens": tokens,
-        "rollout_logprobs": Ragged.packed(_joined([c.logprobs for c in ordered], torch.float32), lengths),
+        "rollout_logprobs": logprobs,
         "response": text.decode(tokens),
         "finished": torch.tensor([c.finished for c in ordered], dtype=torch.bool),
     }
@@ -49,7 +50,3 @@ def log_lengths(responses: dict[str, Any], metrics: MetricLog, prefix: str) -> N
     metrics.log(f"{prefix}response_length/mean", float(lengths.mean()), len(lengths))
     metrics.log(f"{prefix}response_length/max", float(lengths.max()), reduce="max")
     metrics.log(f"{prefix}response_length/clip_ratio", 1 - float(finished.float().mean()), len(lengths))
-
-
-def _joined(arrays: list[Any], dtype: torch.dtype) -> torch.Tensor:
-    return torch.from_numpy(np.concatenate(arrays)) if arrays else torch.empty(0, dtype=dtype)

@@ -1,0 +1,190 @@
+"""Requests may come while others run, with parameters of their own: each still gets what it would get alone."""
+
+from collections.abc import Iterator
+from copy import deepcopy
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from distflow.engine.cpu import lanes
+from distflow.engine.rollout.engine import Completion, Request, SamplingParams
+from distflow.engine.rollout.generator import Generator
+from distflow.errors import ConfigError
+from engine.rollout.plain_loop import (
+    EVERYBODY,
+    PARAMS,
+    PROMPTS,
+    SEED,
+    as_response,
+    complete,
+    drain,
+    expected,
+    generate,
+    generator,
+    generator_for,
+    passes,
+    plain_loop,
+    requests_for,
+    same,
+)
+from engine.tiny import pair
+
+
+@pytest.fixture(params=[1, 3])
+def max_lanes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    monkeypatch.setattr(lanes, "_MIN_SEQUENCES", 1)
+    return int(request.param)
+
+
+def trickle(generator: Generator, requests: list[Request], sizes: list[int]) -> list[Completion]:
+    """Adds so many requests before each step, the rest before the last one."""
+    left, finished = iter(requests), list[Completion]()
+
+    def some(count: int) -> Iterator[Request]:
+        return (request for _, request in zip(range(count), left, strict=False))
+
+    for size in sizes:
+        for request in some(size):
+            generator.add_request(request)
+        finished += generator.step()
+    for request in left:
+        generator.add_request(request)
+    return drain(generator, requests, finished)
+
+
+@pytest.mark.parametrize("max_sequences", [3, 64])
+@pytest.mark.usefixtures("backend")
+def test_requests_may_be_added_while_others_run(max_sequences: int, max_lanes: int) -> None:
+    qwen3 = generator("qwen3", max_sequences, max_lanes=max_lanes)
+    order = [2, 10, 0, 13, 4, 6, 8, 1, 3, 5, 7, 9, 11, 12]  # the longest first: they set the size of the cache
+    completions = trickle(qwen3, requests_for(order), [3, 0, 2, 5, 1])
+    assert same([as_response(c) for c in completions], expected("qwen3", order))
+    assert not qwen3.has_unfinished
+
+
+@pytest.mark.usefixtures("one_thread")
+@settings(deadline=None, max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.permutations(EVERYBODY), st.lists(st.integers(0, 5), max_size=8), st.integers(1, 6))
+def test_when_a_request_is_added_does_not_matter(order: list[int], sizes: list[int], max_sequences: int) -> None:
+    completions = trickle(generator("qwen2", max_sequences), requests_for(order), sizes)
+    assert same([as_response(c) for c in completions], expected("qwen2", order))
+
+
+def test_a_request_joins_a_batch_that_runs() -> None:
+    params = replace(PARAMS, stop=frozenset(), max_tokens=12)
+    one, other, late = (Request(i, PROMPTS[i], params, SEED) for i in (0, 1, 2))
+    qwen2 = generator("qwen2", 2)
+    short = replace(one, params=replace(params, max_tokens=4))
+    with passes() as computed:
+        qwen2.add_request(short)
+        qwen2.add_request(other)
+        (first,) = qwen2.step()
+        assert first.sample_id == short.sample_id
+        qwen2.add_request(late)
+        completions = drain(qwen2, [short, other, late], [first])
+    assert same([as_response(c) for c in completions], [plain_loop("qwen2", r) for r in (short, other, late)])
+    assert computed["CpuDecode"] == [2] * 3 + [2] * 8 + [1] * 3  # the late one in the free slot, then alone
+
+
+def test_a_request_that_is_longer_than_the_cache_waits_and_then_runs(max_lanes: int) -> None:
+    qwen2 = generator("qwen2", 8, max_lanes=max_lanes)
+    short = requests_for([4, 8, 1, 13])  # prompts of at most 3 tokens
+    long = requests_for([2, 0])  # 21 and 12
+    for request in short:
+        qwen2.add_request(request)
+    finished = qwen2.step()
+    small = qwen2.caches
+    for request in long:
+        qwen2.add_request(request)
+    while len(finished) < len(short):
+        assert qwen2.caches is small
+        finished += qwen2.step()
+    assert {c.sample_id for c in finished} == {r.sample_id for r in short}
+    assert qwen2.has_unfinished
+    completions = drain(qwen2, short + long, finished)
+    assert same([as_response(c) for c in completions], [plain_loop("qwen2", r) for r in short + long])
+    assert qwen2.caches[0].longest == 21 + PARAMS.max_tokens
+
+
+def test_a_request_too_long_for_the_memory_fails_when_it_is_its_turn() -> None:
+    llama = generator("llama", cache_tokens=29)
+    short, long = requests_for([4, 8]), requests_for([2])
+    for request in short:
+        llama.add_request(request)
+    finished = llama.step()
+    llama.add_request(long[0])
+    while len(finished) < len(short):
+        finished += llama.step()
+    assert same(sorted(as_response(c) for c in finished), sorted(plain_loop("llama", r) for r in short))
+    with pytest.raises(ConfigError, match="a sequence of 30 tokens needs"):
+        llama.step()
+    assert not llama.has_unfinished
+
+
+@pytest.mark.usefixtures("backend")
+def test_requests_of_one_batch_may_differ_in_parameters_and_seeds(max_lanes: int) -> None:
+    variants = [
+        (PARAMS, SEED),
+        (PARAMS, 5),
+        (replace(PARAMS, temperature=0.0), SEED),
+        (replace(PARAMS, max_tokens=3), SEED),
+        (replace(PARAMS, top_k=5, top_p=0.8, min_tokens=4), 5),
+        (replace(PARAMS, stop=frozenset(range(30))), SEED),
+        (SamplingParams(**vars(PARAMS)), SEED),  # equal to the first, another object
+    ]
+    requests = [Request(i, PROMPTS[i % 3], *variants[i % len(variants)]) for i in range(21)]
+    completions = complete(generator("qwen3", 16, max_lanes=max_lanes), requests)
+    assert same([as_response(c) for c in completions], [plain_loop("qwen3", r) for r in requests])
+
+
+@pytest.mark.parametrize("params", [PARAMS, replace(PARAMS, min_tokens=6), replace(PARAMS, stop=frozenset())])
+@pytest.mark.usefixtures("one_thread")
+def test_a_response_can_be_continued_with_the_tokens_it_would_have_had(params: SamplingParams) -> None:
+    gemma2 = generator("gemma2", 4)
+    whole = generate(gemma2, params=params)
+    for done in (1, 3):
+        unfinished = [i for i in EVERYBODY if len(whole[i][0]) > done]
+        assert unfinished
+        requests = [
+            replace(r, prompt=r.prompt + tuple(whole[i][0][:done]), position=done)
+            for i, r in zip(unfinished, requests_for(unfinished, params), strict=True)
+        ]
+        rest = [as_response(c) for c in complete(gemma2, requests)]
+        assert same(rest, [(whole[i][0][done:], whole[i][1][done:], whole[i][2]) for i in unfinished])
+        assert same(rest, [plain_loop("gemma2", r) for r in requests])
+
+
+def test_a_continued_response_takes_no_more_of_the_cache_than_an_uninterrupted_one() -> None:
+    request = Request(0, tuple(np.arange(10).tolist()), replace(PARAMS, stop=frozenset()), SEED, position=4)
+    qwen2 = generator("qwen2")
+    (completion,) = complete(qwen2, [request])
+    assert len(completion.tokens) == PARAMS.max_tokens - 4
+    assert qwen2.caches[0].longest == 10 + PARAMS.max_tokens - 4
+
+
+@pytest.mark.usefixtures("backend")
+def test_stopping_drops_requests_and_restores_the_weights(max_lanes: int) -> None:
+    model = deepcopy(pair("qwen3").ours)
+    before, qwen3 = deepcopy(model.state_dict()), generator_for(model, 4, max_lanes=max_lanes)
+    for request in requests_for():
+        qwen3.add_request(request)
+    assert qwen3.step()
+    assert qwen3.has_unfinished
+    qwen3.stop()
+    assert not qwen3.has_unfinished
+    assert qwen3.step() == []
+    assert all(torch.equal(t, before[name]) for name, t in model.state_dict().items())
+    assert same(generate(qwen3), expected("qwen3"))
+
+
+def test_completions_name_the_weights_they_were_generated_with() -> None:
+    qwen2 = generator("qwen2")
+    for version in (0, 7):
+        for request in requests_for([0, 1]):
+            qwen2.add_request(request)
+        while qwen2.has_unfinished:
+            assert {c.weight_version for c in qwen2.step(version)} == {version}
