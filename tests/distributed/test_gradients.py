@@ -1,4 +1,4 @@
-"""The training engine on real workers: the gradient of any layout is the plain one, and what is exported agrees."""
+"""The trainer on real workers: any layout has the gradient of a plain model, and an exported model agrees."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,14 +18,18 @@ from distflow import cli
 from distflow.algo.losses import policy
 from distflow.config.schema import TrainConfig
 from distflow.data.batch import Batch, Column, Ragged
-from distflow.engine.model import parallel
+from distflow.data.context import Context
+from distflow.engine.model.description import describe
 from distflow.engine.model.source import Source
 from distflow.engine.model.tokenizer import train_tokenizer
-from distflow.engine.policy import part_of
-from distflow.engine.train.trainer import Recipe, Trainer
+from distflow.engine.role_state import RoleState
+from distflow.engine.train import fsdp
+from distflow.engine.train.trainer import Trainer
+from distflow.engine.train.update_spec import UpdateSpec
+from distflow.engine.weights import slices
 from distflow.observe.metrics import StepMetrics
 from distflow.plan.layout import Layout
-from distflow.run import checkpoint
+from distflow.run.checkpoint_writer import CheckpointWriter, Members
 from engine.tiny import VOCABULARY, config_of, pair
 from spawn import spawn
 
@@ -58,18 +62,18 @@ def samples() -> Batch:
 
 @dataclass(frozen=True)
 class Case:
-    """How the work is cut."""
+    """How the work is divided."""
 
     arch: str
     dp: int = 1
     tp: int = 1
     micro_tokens: int = WHOLE
     dtype: str = "float32"
-    recompute: bool = False
+    gradient_checkpointing: bool = False
     unit: int = 1  # bytes of parameters that are gathered together, at least; so few that each layer is by itself
 
     def __str__(self) -> str:
-        more = f"{' recomputed' * self.recompute}{' bfloat16' * (self.dtype != 'float32')}"
+        more = f"{' gradient checkpointing' * self.gradient_checkpointing}{' bfloat16' * (self.dtype != 'float32')}"
         more += "" if self.unit == 1 else " at once" if self.unit == ALL else " two by two"
         return (
             f"{self.arch} dp{self.dp} tp{self.tp} {'whole' if self.micro_tokens == WHOLE else self.micro_tokens}{more}"
@@ -84,100 +88,99 @@ LAYOUTS = ((1, 1, 24), (2, 1, 24), (1, 2, WHOLE), (2, 2, 16))  # dp, tp, tokens 
 TWO = sum(p.numel() * 4 for p in pair("qwen2").ours.model.layers[0].parameters()) + 1
 CASES = [
     *(Case(arch, dp, tp, tokens) for arch in ARCHITECTURES for dp, tp, tokens in LAYOUTS),
-    Case("qwen2", recompute=True),
-    Case("qwen3", 2, 2, 16, recompute=True),
-    *(Case("qwen2", 2, 1, 24, recompute=r, unit=u) for u in (TWO, ALL) for r in (False, True)),
+    Case("qwen2", gradient_checkpointing=True),
+    Case("qwen3", 2, 2, 16, gradient_checkpointing=True),
+    *(Case("qwen2", 2, 1, 24, gradient_checkpointing=g, unit=u) for u in (TWO, ALL) for g in (False, True)),
 ]
-ROUGH = [Case("qwen3", dtype="bfloat16"), Case("qwen2", 2, 2, 24, dtype="bfloat16")]
+BFLOAT16 = [Case("qwen3", dtype="bfloat16"), Case("qwen2", 2, 2, 24, dtype="bfloat16")]
 
 Parts = dict[str, tuple[tuple[slice, ...], Any]]  # of a worker: which part of a parameter, and its values
 
 
-def trainer(case: Case, rank: int, folder: Path, config: TrainConfig) -> Trainer | None:
-    """None on a worker that has no part in it."""
+def make_trainer(case: Case, rank: int, folder: Path, **config: Any) -> Trainer | None:
+    """Makes a worker's part of a trainer; None on a worker that has none."""
     layout = case.layout
     mesh = DeviceMesh("cpu", torch.tensor(layout.ranks).view(layout.dp, layout.tp), mesh_dim_names=("dp", "tp"))
     if rank not in layout.ranks:
         return None
-    with patch.object(parallel, "UNIT", case.unit):
-        return Trainer(
-            "actor",
-            source(case.arch, folder),
-            layout,
-            mesh,
-            rank,
-            TEMPERATURE,
-            case.micro_tokens,
-            case.dtype,
-            config,
-            case.recompute,
-        )
+    config |= {f: getattr(case, f) for f in ("micro_tokens", "dtype", "gradient_checkpointing")}
+    with patch.object(fsdp, "UNIT", case.unit):
+        train, model = TrainConfig.model_validate(config), source(case.arch, folder)
+        return Trainer("actor", model, layout, mesh, rank, train, temperature=TEMPERATURE)
 
 
 def source(arch: str, folder: Path) -> Source:
     return Source(arch, config_of(arch), train_tokenizer(iter(["so it is"]), 0), folder / arch)
 
 
-def mine(batch: Batch, made: Trainer, rank: int) -> Batch:
-    """The share of a data-parallel cell, with more samples for the first."""
-    cell, cells = made.layout.cell_of(rank), made.layout.dp
+def share_of(rank: int, batch: Batch, layout: Layout) -> Batch:
+    """Returns the share of a data-parallel cell, with more samples for the first."""
+    cell, cells = layout.cell_of(rank), layout.dp
     return batch if cells == 1 else batch.select(np.arange(7) if cell == 0 else np.arange(7, 10))
 
 
-def recipe(mini_batches: int = 1, epochs: int = 1) -> Recipe:
-    return Recipe(policy, CONSTANTS, "token-mean", 12, mini_batches, epochs)
+def update_spec(mini_batches: int = 1, epochs: int = 1) -> UpdateSpec:
+    total = 2 * mini_batches * epochs  # of two steps
+    return UpdateSpec(policy, CONSTANTS, "token-mean", 12, total, mini_batches, epochs)
 
 
-def in_parts(made: Trainer, rank: int, values: list[Tensor]) -> Parts:
-    specs = [spec for spec, _ in made.named]
-    boxes = [tuple(slice(lo, hi) for lo, hi in made.held.box(spec, rank)) for spec in specs]
+def context(rank: int, layout: Layout, folder: Path) -> Context:
+    groups = np.unique(samples().groups)
+    return Context(0, rank, 4, layout, 0, StepMetrics(), folder, groups)
+
+
+def in_parts(trainer: Trainer, rank: int, values: list[Tensor]) -> Parts:
+    specs = [spec for spec, _ in trainer.trained]
+    boxes = [slices(trainer.shards.box(spec, rank)) for spec in specs]
     return {s.name: (box, v.numpy()) for s, box, v in zip(specs, boxes, values, strict=True)}
 
 
 def gradient(rank: int, case: Case, folder: Path) -> tuple[Parts, list[str], float] | None:
-    """This worker's part of it, the dtypes of its weights, and the norm that was told."""
-    made = trainer(case, rank, folder, TrainConfig(clip_grad=0.0))
-    if made is None:
+    """Returns this worker's part of it, the dtypes of its weights, and the norm in the metrics."""
+    trainer = make_trainer(case, rank, folder, clip_grad=0.0)
+    if trainer is None:
         return None
     grads: list[Tensor] = []
 
     def keep() -> None:
-        grads.extend(s.grad.detach().clone() for s in made.shards)  # type: ignore[union-attr]
+        grads.extend(s.grad.detach().clone() for s in trainer.optimized if s.grad is not None)
 
-    assert made.optimizer is not None
-    made.optimizer.step = keep  # type: ignore[method-assign, assignment]
-    batch = mine(samples(), made, rank)
-    metrics = StepMetrics()
-    made.update(batch, np.zeros(len(batch), np.int64), recipe(), 1, metrics)
-    norm, count = metrics.totals["actor/grad_norm", "mean"]
-    dtypes = [str(t.dtype) for t in (*made.parts().values(), *grads)]
-    return in_parts(made, rank, grads), dtypes, norm / count
+    assert trainer.optimizer is not None
+    trainer.optimizer.step = keep  # type: ignore[method-assign, assignment]
+    ctx = context(rank, case.layout, folder)
+    trainer.update(share_of(rank, samples(), case.layout), update_spec(), ctx)
+    norm, count = ctx.metrics.totals["actor/grad_norm", "mean"]  # type: ignore[attr-defined]
+    dtypes = [str(t.dtype) for t in (*fsdp.local_shards(trainer.trained).values(), *grads)]
+    return in_parts(trainer, rank, grads), dtypes, norm / count
 
 
 def learn(rank: int, case: Case, folder: Path) -> tuple[Parts, list[Any]] | None:
-    """Two mini-batches, twice over, in two steps; the weights afterwards, and what they say of its samples."""
-    made = trainer(case, rank, folder, TrainConfig(lr=5e-3, eps=1e-2, warmup=2))
-    if made is None:
+    """Trains on two mini-batches, twice over, in two steps; returns the weights and log-probs of its samples."""
+    trainer = make_trainer(case, rank, folder, lr=5e-3, eps=1e-2, warmup=2)
+    if trainer is None:
         return None
-    batch = mine(samples(), made, rank)
+    batch = share_of(rank, samples(), case.layout)
     for _ in range(2):
-        made.update(batch, batch.groups * 2 // 5, recipe(2, 2), 8, StepMetrics())
-    assert made.updates == 8
-    logprobs = made.ask(batch)
+        trainer.update(batch, update_spec(2, 2), context(rank, case.layout, folder))
+    assert trainer.updates == 8
+    logprobs = trainer.infer(batch)
     if case.dp == case.tp == 2:
-        all_of_us = checkpoint.Team((0, 1, 2, 3), torch.distributed.group.WORLD)
-        kept = folder / f"{case.arch}-run" / "checkpoints"
-        saver = checkpoint.Saver(kept, rank, all_of_us, {"actor": all_of_us})
-        for step in (3, 7):
-            saver.save(step, {"actor": part_of(made, source(case.arch, folder))}, {}, lambda place: None)
-        saver.wait()
-    values = [made.parts()[spec.name] for spec, _ in made.named]
-    return in_parts(made, rank, values), [row.numpy() for row in logprobs]
+        save_checkpoints(trainer, rank, folder / f"{case.arch}-run" / "checkpoints")
+    return in_parts(trainer, rank, list(trainer.weights().values())), [row.numpy() for row in logprobs]
+
+
+def save_checkpoints(trainer: Trainer, rank: int, folder: Path) -> None:
+    members = Members((0, 1, 2, 3), torch.distributed.group.WORLD)
+    writer = CheckpointWriter(folder, rank, members, {"actor": members})
+    state = RoleState(*trainer.state(), partial(describe, source=trainer.source, adapter=None))
+    for step in (3, 7):
+        writer.save(step, {"actor": state}, {}, lambda place: None)
+    writer.wait()
 
 
 def on_a_worker(rank: int, folder: Path) -> tuple[list[Any], list[Any]]:
     learners = [Case(arch, dp, tp, 24) for arch in ARCHITECTURES for dp, tp in ((1, 1), (2, 2))]
-    return [gradient(rank, c, folder) for c in [*CASES, *ROUGH]], [learn(rank, c, folder) for c in learners]
+    return [gradient(rank, c, folder) for c in [*CASES, *BFLOAT16]], [learn(rank, c, folder) for c in learners]
 
 
 @dataclass(frozen=True)
@@ -189,18 +192,18 @@ class Results:
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
-    """Everything that four processes do, in one go."""
+    """Runs all cases in four processes, started once."""
     folder = tmp_path_factory.mktemp("training")
     for arch in ARCHITECTURES:
         pair(arch).eager.save_pretrained(folder / arch)
     of_ranks = spawn(4, on_a_worker, folder)
-    gradients = {case: [g[i] for g, _ in of_ranks if g[i] is not None] for i, case in enumerate([*CASES, *ROUGH])}
+    gradients = {case: [g[i] for g, _ in of_ranks if g[i] is not None] for i, case in enumerate([*CASES, *BFLOAT16])}
     return Results(folder, gradients, [[w[i] for _, w in of_ranks if w[i] is not None] for i in range(4)])
 
 
 def whole(shapes: dict[str, Any], parts: list[Parts], rtol: float = 1e-5) -> dict[str, Tensor]:
-    """Parameters from the parts of all workers, of which some are there more than once."""
-    made = {}
+    """Joins the parts of all workers to parameters; replicas agree."""
+    parameters = {}
     for name, shape in shapes.items():
         value = torch.full(shape, torch.nan)
         for worker in parts:
@@ -210,8 +213,8 @@ def whole(shapes: dict[str, Any], parts: list[Parts], rtol: float = 1e-5) -> dic
             assert torch.allclose(there[known], torch.from_numpy(part)[known], rtol=rtol, atol=1e-7), name
             value[box] = torch.from_numpy(part)
         assert not value.isnan().any(), name
-        made[name] = value
-    return made
+        parameters[name] = value
+    return parameters
 
 
 def by_hand(arch: str, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
@@ -255,37 +258,36 @@ def test_small_layers_are_gathered_together(monkeypatch: pytest.MonkeyPatch) -> 
         (4 * TWO, [[first, second, third, fourth, fifth]]),
         (ALL, []),
     ):
-        monkeypatch.setattr(parallel, "UNIT", unit)
-        assert parallel.units(model) == units
+        monkeypatch.setattr(fsdp, "UNIT", unit)
+        assert fsdp.units(model) == units
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_the_gradient_of_any_layout_is_that_of_a_plain_model(
     results: Results, expected: dict[str, dict[str, Tensor]], case: Case
 ) -> None:
-    found = results.gradients[case]
-    assert len(found) == case.dp * case.tp
-    got, want = whole(shapes(case.arch), [parts for parts, _, _ in found]), expected[case.arch]
+    workers = results.gradients[case]
+    assert len(workers) == case.dp * case.tp
+    got, want = whole(shapes(case.arch), [parts for parts, _, _ in workers]), expected[case.arch]
     assert got.keys() == want.keys()
     for name, grad in want.items():
         assert grad.abs().max() > 0, name
         assert torch.allclose(got[name].double(), grad, rtol=1e-3, atol=1e-5 * float(grad.abs().max())), name
     norm = float(torch.cat([g.flatten() for g in want.values()]).norm())
-    assert {round(told / norm, 4) for _, _, told in found} == {1.0}
+    assert {round(logged / norm, 4) for _, _, logged in workers} == {1.0}
 
 
-@pytest.mark.parametrize("case", ROUGH, ids=str)
-def test_in_bfloat16_only_the_computation_is_rough(
+@pytest.mark.parametrize("case", BFLOAT16, ids=str)
+def test_in_bfloat16_only_the_computation_is_inexact(
     results: Results, expected: dict[str, dict[str, Tensor]], case: Case
 ) -> None:
-    found = results.gradients[case]
-    assert {d for _, dtypes, _ in found for d in dtypes} == {"torch.float32"}
-    joined = whole(shapes(case.arch), [parts for parts, _, _ in found], rtol=1e-2)
+    workers = results.gradients[case]
+    assert {d for _, dtypes, _ in workers for d in dtypes} == {"torch.float32"}
+    joined = whole(shapes(case.arch), [parts for parts, _, _ in workers], rtol=1e-2)
     three = joined, expected[case.arch], by_hand(case.arch, torch.bfloat16)
     got, want, plain = (torch.cat([g[n].double().flatten() for n in joined]) for g in three)
-    assert (
-        float((got - want).norm() / (plain - want).norm()) < 1.1
-    )  # as rough as Hugging Face's own, which differs by CPU
+    # No less exact than Hugging Face's own, which differs by CPU.
+    assert float((got - want).norm() / (plain - want).norm()) < 1.1
     assert not torch.allclose(got, want, rtol=1e-4)
 
 
@@ -296,14 +298,14 @@ def test_mini_batches_and_epochs_change_the_weights_alike_in_any_layout(results:
     for name, before in pair(arch).eager.named_parameters():
         assert (alone[name] - before).abs().max() > 1e-3, name
         assert torch.allclose(alone[name], four[name], atol=2e-5), name
-    said = [np.concatenate(rows) for (_, rows) in results.learnt[2 * number]]
-    told = [np.concatenate(rows) for (_, rows) in results.learnt[2 * number + 1]]
-    assert np.allclose(said[0], np.concatenate([told[0], told[2]]), atol=1e-4)
-    assert np.array_equal(told[0], told[1])  # of one tensor-parallel cell
+    by_one = [np.concatenate(rows) for (_, rows) in results.learnt[2 * number]]
+    by_four = [np.concatenate(rows) for (_, rows) in results.learnt[2 * number + 1]]
+    assert np.allclose(by_one[0], np.concatenate([by_four[0], by_four[2]]), atol=1e-4)
+    assert np.array_equal(by_four[0], by_four[1])  # of one tensor-parallel cell
 
 
 @pytest.mark.parametrize("number", range(len(ARCHITECTURES)))
-def test_what_is_exported_says_what_the_trainer_says(
+def test_an_exported_model_gives_the_log_probs_of_the_trainer(
     results: Results, number: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arch = ARCHITECTURES[number]

@@ -1,4 +1,4 @@
-"""An adapter on real workers: it alone is trained, the engine generates with it, and it leaves as PEFT's or merged."""
+"""LoRA on real workers: only the adapter is trained, the engine generates with it, and it is exported or merged."""
 
 import json
 import shutil
@@ -13,36 +13,33 @@ import pytest
 import torch
 import torch.distributed as dist
 import yaml
-from distflow.engine.model.parallel import local
 from peft import PeftModel
 from safetensors import safe_open
-from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from distflow import cli
 from distflow.config import Config
-from distflow.config.schema import LoraConfig
 from distflow.data.batch import Batch
 from distflow.data.context import Context
 from distflow.data.transport import Transport
-from distflow.engine.model.lora import Adapter, pairs
+from distflow.engine.model.lora import Adapter, adapter_pairs
 from distflow.engine.model.source import Source, open_model
 from distflow.engine.model.text import ragged
-from distflow.engine.policy import Policy
 from distflow.engine.role_context import RoleContext
+from distflow.engine.roles import Actor
+from distflow.engine.train.fsdp import local, local_shards
 from distflow.engine.weights import slices
-from distflow.errors import ConfigError
 from distflow.observe.metrics import StepMetrics
 from distflow.plan import Layout
-from distflow.run import checkpoint
-from engine.tiny import with_weights_that_matter
+from distflow.run.checkpoint_writer import CheckpointWriter, Members
+from engine.tiny import randomize_weights
 from spawn import spawn
 from warm import distflow_run
 
 WORKERS, TOKENS = 3, 6
 PROMPTS = [f"{'so ' * i}what is {i}?" for i in range(6)]
-MADE: dict[str, Any] = {"arch": "qwen2", "hidden": 32, "layers": 2, "heads": 4, "kv_heads": 2, "ffn": 48}
+RANDOM: dict[str, Any] = {"arch": "qwen2", "hidden": 32, "layers": 2, "heads": 4, "kv_heads": 2, "ffn": 48}
 
 
 @dataclass(frozen=True)
@@ -64,8 +61,12 @@ CASES = {
     "alone": Case(
         ALONE,
         ALONE,
-        {"lora": {"rank": 3, "alpha": 4, "targets": ["q_proj", "down_proj"]}, "recompute": True, "micro_tokens": 60},
-        MADE,
+        {
+            "lora": {"rank": 3, "alpha": 4, "targets": ["q_proj", "down_proj"]},
+            "gradient_checkpointing": True,
+            "micro_tokens": 60,
+        },
+        RANDOM,
     ),
     "bfloat16": Case(LAST, LAST, {"lora": {}, "dtype": "bfloat16"}),
 }
@@ -93,145 +94,174 @@ def config_of(case: Case, folder: Path) -> Config:
 
 
 @dataclass
-class Found:
-    """What a worker saw."""
+class Outcome:
+    """What a worker observed."""
 
     trained: list[str]  # parameters with a gradient
     changed: list[str]  # after updates
     base_kept: bool
-    handed_over: float  # how far the engine's weights are from W + scale · B @ A
-    before: list[list[int]]  # the likeliest responses
+    merge_error: float  # the largest difference of the engine's weights from W + scale · B @ A
+    before: list[list[int]]  # greedy responses
     after: list[list[int]]
-    token: int  # that was taught
-    drawn: list[list[int]]  # responses, by the engine after the updates
-    drawn_logprobs: Any
+    token: int  # that was trained
+    sampled: list[list[int]]  # responses, by the engine after the updates
+    sampled_logprobs: Any
     logprobs: Any  # of the same tokens, by the trainer
 
 
-class Actor:
-    """One worker's part of a policy."""
+class Worker:
+    """One worker's part of an actor."""
 
-    def __init__(self, case: Case, rank: int, folder: Path, setup: RoleContext) -> None:
-        self.case, self.rank = case, rank
-        self.policy = Policy(setup)
-        self.context = Context(0, rank, WORKERS, case.trains, 5, StepMetrics(), folder, np.arange(len(PROMPTS)))
-        assert self.policy.trainer is not None
-        self.trainer = self.policy.trainer
+    def __init__(self, case: Case, role: RoleContext, transport: Transport) -> None:
+        self.case, self.role, self.transport = case, role, transport
+        self.actor = Actor(role)
+        groups = np.arange(len(PROMPTS))
+        self.ctx = Context(0, role.rank, WORKERS, case.trains, 5, StepMetrics(), role.base, groups)
+        assert self.actor.trainer is not None
+        self.trainer = self.actor.trainer
 
-    def generate(self, comm: Transport, temperature: float | None) -> dict[str, Any]:
-        """On all of its workers, though only some have a generator."""
-        comm.drive(self.policy.hand_over())  # type: ignore[arg-type]
-        said = None
-        if self.policy.generator:
+    def hand_over(self) -> None:
+        self.transport.run(self.actor.hand_over())  # type: ignore[arg-type]
+
+    def generate(self, temperature: float | None) -> dict[str, Any]:
+        """Returns the responses on all workers, though only some have an engine."""
+        self.hand_over()
+        rollout = None
+        if self.actor.policy.engine:
             ids = np.arange(len(PROMPTS))
-            said = self.policy.generate(Batch(ids, ids, {"prompt": PROMPTS}), self.context, temperature, False)
-        box = [said]
-        dist.broadcast_object_list(box, self.case.generates.ranks[0], self.policy.setup.groups[self.case.trains])
+            rollout = self.actor.generate(Batch(ids, ids, {"prompt": PROMPTS}), self.ctx, temperature)
+        box = [rollout]
+        dist.broadcast_object_list(box, self.case.generates.ranks[0], self.role.process_groups[self.case.trains])
         assert box[0] is not None
         return box[0]
 
     def teach(self, token: int) -> None:
-        cell, cells = self.trainer.layout.cell_of(self.rank), self.trainer.layout.dp
+        cell, cells = self.case.trains.cell_of(self.role.rank), self.case.trains.dp
         mine = np.arange(len(PROMPTS))[cell::cells]
         columns = {
-            "prompt_tokens": ragged([self.policy.text.encode(PROMPTS[i]) for i in mine]),
+            "prompt_tokens": ragged([self.actor.policy.text.encode(PROMPTS[i]) for i in mine]),
             "response_tokens": ragged([[token] * TOKENS] * len(mine)),
         }
-        self.policy.update(Batch(mine, mine, columns), self.context, {"loss": "nll", "epochs": 12})
+        self.actor.update(Batch(mine, mine, columns), self.ctx, loss="nll", epochs=12)
 
     def base_is_as_read(self) -> bool:
-        read = source_of(self.policy.config).reader([spec.name for spec in self.trainer.specs])
+        read = self.role.model.reader([spec.name for spec in self.trainer.specs])
         return all(
-            torch.equal(local(p), read(spec.name, slices(self.trainer.held.box(spec, self.rank))).float())
+            torch.equal(local(p), read(spec.name, slices(self.trainer.shards.box(spec, self.role.rank))).float())
             for spec, p in self.trainer.base
         )
 
     @torch.no_grad()
-    def far_from_merged(self, comm: Transport) -> float:
-        """What the engine has been given, against the whole matrices by hand."""
-        comm.drive(self.policy.hand_over())  # type: ignore[arg-type]
-        adapter = {spec.name: p.detach().full_tensor() for spec, p in self.trainer.named}
-        beside, generator = pairs(adapter), self.policy.generator
-        read = source_of(self.policy.config).reader([spec.name for spec in self.trainer.specs])
+    def merge_error(self) -> float:
+        """Compares the engine's weights with W + scale · B @ A, computed from complete matrices."""
+        self.hand_over()
+        pairs = adapter_pairs({spec.name: p.detach().full_tensor() for spec, p in self.trainer.trained})  # type: ignore[attr-defined]
+        read = self.role.model.reader([spec.name for spec in self.trainer.specs])
+        engine, error = self.actor.policy.engine, 0.0
         assert self.trainer.adapter is not None
-        far = 0.0
-        for spec in generator.specs if generator else ():
-            assert generator is not None
-            box = slices(generator.held.box(spec, self.rank))
+        if engine is None:
+            return error
+        weights = engine.weights
+        for spec in weights.specs:
             want = read(spec.name, tuple(map(slice, spec.shape))).float()
-            if spec.name in beside:
-                b, a = beside[spec.name]
+            if spec.name in pairs:
+                b, a = pairs[spec.name]
                 want = want + self.trainer.adapter.scale * (b @ a)
-            got = generator.model.get_parameter(spec.name)
-            assert got.dtype == generator.dtype
-            far = max(far, float((got - want[box].to(generator.dtype)).abs().max()))
-        return far
+            part = want[slices(weights.shards.box(spec, self.role.rank))]
+            got = weights.model.get_parameter(spec.name)
+            assert got.dtype == weights.dtype
+            error = max(error, float((got - part.to(weights.dtype)).abs().max()))
+        return error
 
 
-def on_a_worker(rank: int, folder: Path) -> dict[str, Found]:
-    comm = Transport([case.ranks for case in CASES.values()], torch.device("cpu"), lambda ranks: nullcontext())
-    everybody = checkpoint.Team(tuple(range(dist.get_world_size())), dist.new_group())
-    found = {}
+def run_cases(rank: int, folder: Path) -> dict[str, Outcome]:
+    """Runs all cases on one worker; all workers take part in making process groups and checkpoints."""
+    transport = Transport([case.ranks for case in CASES.values()], torch.device("cpu"), lambda ranks: nullcontext())
+    all_workers = Members(tuple(range(dist.get_world_size())), dist.new_group())
+    outcomes = {}
     for name, case in CASES.items():
-        config, layouts = config_of(case, folder), {case.trains, case.generates}
-        meshes, groups = {}, {}
-        for layout in sorted(layouts, key=str):
+        meshes, process_groups = {}, {}
+        for layout in sorted({case.trains, case.generates}, key=str):
             ranks = torch.tensor(layout.ranks).view(layout.dp, layout.tp)
             meshes[layout] = DeviceMesh("cpu", ranks, mesh_dim_names=("dp", "tp"))
-            groups[layout] = dist.new_group(list(layout.ranks))
-        actor = None
+            process_groups[layout] = dist.new_group(list(layout.ranks))
+        state = None
         if rank in case.ranks:
-            where = {"update": case.trains, "logprobs": case.trains, "generate": case.generates}
-            setup = RoleContext("actor", rank, config, 1, where, meshes, groups, torch.device("cpu"), source_of(config))
-            actor = Actor(case, rank, folder, setup)
-            found[name] = learn(actor, comm)
-        team = checkpoint.Team(case.trains.ranks, groups[case.trains])
-        saver = checkpoint.Saver(folder / name / "checkpoints", rank, everybody, {"actor": team})
-        part = actor.policy.part() if actor else None
-        saver.save(1, {"actor": part} if part else {}, {}, lambda place: None)
-        saver.wait()
-    return found
+            worker = Worker(case, role_context(case, rank, folder, meshes, process_groups), transport)
+            outcomes[name] = learn(worker)
+            state = worker.actor.role_state()
+        members = Members(case.trains.ranks, process_groups[case.trains])
+        writer = CheckpointWriter(folder / name / "checkpoints", rank, all_workers, {"actor": members})
+        writer.save(1, {"actor": state} if state else {}, {}, lambda place: None)
+        writer.wait()
+    return outcomes
 
 
-def learn(actor: Actor, comm: Transport) -> Found:
-    trainer = actor.trainer
-    token = actor.policy.text.encode("7")[0]
-    first = {name: part.clone() for name, part in trainer.parts().items()}
-    before = actor.generate(comm, 0.0)
-    actor.teach(token)
-    after, drawn = actor.generate(comm, 0.0), actor.generate(comm, None)
+def role_context(
+    case: Case,
+    rank: int,
+    folder: Path,
+    meshes: dict[Layout, DeviceMesh],
+    process_groups: dict[Layout, dist.ProcessGroup],
+) -> RoleContext:
+    config = config_of(case, folder)
+    return RoleContext(
+        name="actor",
+        rank=rank,
+        layouts={"update": case.trains, "logprobs": case.trains, "generate": case.generates},
+        meshes=meshes,
+        process_groups=process_groups,
+        device=torch.device("cpu"),
+        source=source_of(config),
+        rollout=config.rollout,
+        train=config.train,
+        critic=config.critic,
+        max_prompt=None,
+        steps=1,
+        seed=config.seed,
+        base=folder,
+    )
+
+
+def learn(worker: Worker) -> Outcome:
+    trainer = worker.trainer
+    token = worker.actor.policy.text.encode("7")[0]
+    first = {name: shard.clone() for name, shard in local_shards(trainer.trained).items()}
+    before = worker.generate(0.0)
+    worker.teach(token)
+    after, sampled = worker.generate(0.0), worker.generate(None)
     ids = np.arange(len(PROMPTS))
-    both = {f: drawn[f] for f in ("prompt_tokens", "response_tokens")}
-    return Found(
+    tokens = {f: sampled[f] for f in ("prompt_tokens", "response_tokens")}
+    return Outcome(
         trained=[n for n, p in trainer.model.lm.named_parameters() if p.requires_grad],
-        changed=[n for n, part in trainer.parts().items() if not torch.equal(part, first[n])],
-        base_kept=actor.base_is_as_read(),
-        handed_over=actor.far_from_merged(comm),
+        changed=[n for n, shard in local_shards(trainer.trained).items() if not torch.equal(shard, first[n])],
+        base_kept=worker.base_is_as_read(),
+        merge_error=worker.merge_error(),
         before=[row.tolist() for row in before["response_tokens"]],
         after=[row.tolist() for row in after["response_tokens"]],
         token=token,
-        drawn=[row.tolist() for row in drawn["response_tokens"]],
-        drawn_logprobs=drawn["rollout_logprobs"].joined().numpy(),
-        logprobs=actor.policy.logprobs(Batch(ids, ids, both)).joined().numpy(),
+        sampled=[row.tolist() for row in sampled["response_tokens"]],
+        sampled_logprobs=sampled["rollout_logprobs"].joined().numpy(),
+        logprobs=worker.actor.logprobs(Batch(ids, ids, tokens)).joined().numpy(),
     )
 
 
 @dataclass(frozen=True)
 class Results:
     folder: Path
-    found: dict[str, list[Found]]  # of the workers that have a part in it
+    outcomes: dict[str, list[Outcome]]  # of the workers that have a part in it
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
     folder = tmp_path_factory.mktemp("lora")
-    made = source_of(config_of(CASES["alone"], folder))
-    model = AutoModelForCausalLM.from_config(made.config, dtype=torch.float32)
-    with_weights_that_matter(model)
+    source = source_of(config_of(CASES["alone"], folder))
+    model = AutoModelForCausalLM.from_config(source.config, dtype=torch.float32)
+    randomize_weights(model)
     model.bfloat16().save_pretrained(folder / "saved")
-    made.tokenizer.save_pretrained(folder / "saved")
-    of_ranks = spawn(WORKERS, on_a_worker, folder)
-    return Results(folder, {name: [r[name] for r in of_ranks if name in r] for name in CASES})
+    source.tokenizer.save_pretrained(folder / "saved")
+    by_rank = spawn(WORKERS, run_cases, folder)
+    return Results(folder, {name: [r[name] for r in by_rank if name in r] for name in CASES})
 
 
 def skeleton_names(name: str, folder: Path) -> list[str]:
@@ -245,30 +275,30 @@ def test_only_the_adapter_is_trained(results: Results, name: str) -> None:
     names = skeleton_names(name, results.folder)
     layers = 2 * len(CASES[name].train["lora"].get("targets", range(7)))
     assert len(names) == 2 * layers
-    for worker in results.found[name]:
+    for worker in results.outcomes[name]:
         assert worker.trained == names
         assert worker.base_kept
-    changed = {n for worker in results.found[name] for n in worker.changed}
+    changed = {n for worker in results.outcomes[name] for n in worker.changed}
     assert changed == set(names)
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_engine_generates_with_what_was_just_learned(results: Results, name: str) -> None:
-    for worker in results.found[name]:
+    for worker in results.outcomes[name]:
         assert all(row != [worker.token] * TOKENS for row in worker.before)
         assert all(row == [worker.token] * TOKENS for row in worker.after)
-        assert worker.handed_over < (1e-5 if name in EXACT else 1e-2)
-        assert len({len(row) for row in worker.drawn} | {tuple(row) for row in worker.drawn}) > 1
-        far = np.abs(worker.drawn_logprobs - worker.logprobs).max()
-        assert far < (1e-4 if name in EXACT else 0.2)
+        assert worker.merge_error < (1e-5 if name in EXACT else 1e-2)
+        assert len({len(row) for row in worker.sampled} | {tuple(row) for row in worker.sampled}) > 1
+        mismatch = np.abs(worker.sampled_logprobs - worker.logprobs).max()
+        assert mismatch < (1e-4 if name in EXACT else 0.2)
 
 
 def logprobs(model: Any, rows: list[list[int]], tokenizer: Any) -> Iterator[float]:
     for prompt, row in zip(PROMPTS, rows, strict=True):
         tokens = torch.tensor([[*tokenizer(prompt)["input_ids"], *row]])
         with torch.no_grad():
-            said = torch.log_softmax(model(tokens).logits[0, -len(row) - 1 : -1], -1)
-        yield from said.gather(1, tokens[0, -len(row) :, None])[:, 0].tolist()
+            log_p = torch.log_softmax(model(tokens).logits[0, -len(row) - 1 : -1], -1)
+        yield from log_p.gather(1, tokens[0, -len(row) :, None])[:, 0].tolist()
 
 
 def exported(*args: Path | str) -> int:
@@ -279,15 +309,15 @@ def exported(*args: Path | str) -> int:
 
 
 @pytest.mark.parametrize("name", EXACT)
-def test_merged_it_says_what_the_trainer_says(results: Results, name: str, tmp_path: Path) -> None:
-    """The model that is made on the spot, too, which is nowhere on disk."""
+def test_a_merged_model_gives_the_log_probs_of_the_trainer(results: Results, name: str, tmp_path: Path) -> None:
+    """Also for a base model with random weights, which is nowhere on disk."""
     assert exported(results.folder / name, tmp_path / "out") == 0
     loaded: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto", output_loading_info=True)
     model, info = loaded
     assert {p.dtype for p in model.parameters()} == {torch.float32}
     assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
-    worker, tokenizer = results.found[name][0], source_of(config_of(CASES[name], results.folder)).tokenizer
-    assert np.allclose(list(logprobs(model, worker.drawn, tokenizer)), worker.logprobs, atol=1e-4)
+    worker, tokenizer = results.outcomes[name][0], source_of(config_of(CASES[name], results.folder)).tokenizer
+    assert np.allclose(list(logprobs(model, worker.sampled, tokenizer)), worker.logprobs, atol=1e-4)
 
 
 def test_peft_reads_the_adapter(results: Results, tmp_path: Path) -> None:
@@ -296,19 +326,23 @@ def test_peft_reads_the_adapter(results: Results, tmp_path: Path) -> None:
         "adapter_config.json",
         "adapter_model.safetensors",
     ]
-    said = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
-    assert (said["r"], said["lora_alpha"], said["base_model_name_or_path"]) == (4, 8, str(results.folder / "saved"))
+    config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert (config["r"], config["lora_alpha"], config["base_model_name_or_path"]) == (
+        4,
+        8,
+        str(results.folder / "saved"),
+    )
     base = AutoModelForCausalLM.from_pretrained(results.folder / "saved", dtype=torch.float32)
     model = PeftModel.from_pretrained(base, str(tmp_path / "adapter"))
     with safe_open(tmp_path / "adapter" / "adapter_model.safetensors", "pt") as file:
         assert {n.replace("lora_A", "lora_A.default").replace("lora_B", "lora_B.default") for n in file.keys()} == {  # noqa: SIM118
             n for n, _ in model.named_parameters() if "lora_" in n
         }
-    worker, tokenizer = results.found["uneven"][0], source_of(config_of(CASES["uneven"], results.folder)).tokenizer
-    assert np.allclose(list(logprobs(model, worker.drawn, tokenizer)), worker.logprobs, atol=1e-4)
+    worker, tokenizer = results.outcomes["uneven"][0], source_of(config_of(CASES["uneven"], results.folder)).tokenizer
+    assert np.allclose(list(logprobs(model, worker.sampled, tokenizer)), worker.logprobs, atol=1e-4)
 
 
-def test_a_base_that_was_moved_is_asked_for(
+def test_a_base_model_that_was_moved_has_to_be_named(
     results: Results, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shutil.copytree(results.folder / "uneven", tmp_path / "run")
@@ -329,7 +363,7 @@ def test_a_base_that_was_moved_is_asked_for(
 PAIRS = {"one and one is ": "two", "two and one is ": "three", "two and two is ": "four"}
 
 
-def test_a_run_learns_by_examples_with_an_adapter(results: Results, tmp_path: Path) -> None:
+def test_a_run_learns_from_examples_with_an_adapter(results: Results, tmp_path: Path) -> None:
     rows = [{"prompt": p, "response": r, "answer": r} for p, r in PAIRS.items()]
     (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows * 2))
     (tmp_path / "same.py").write_text(
@@ -357,43 +391,5 @@ def test_a_run_learns_by_examples_with_an_adapter(results: Results, tmp_path: Pa
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
     for prompt, response in PAIRS.items():
         tokens = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
-        said = model.generate(**tokens, max_new_tokens=8, do_sample=False)[0, tokens.input_ids.shape[1] :]
-        assert tokenizer.decode(said, skip_special_tokens=True) == response
-
-
-@pytest.mark.parametrize(
-    ("arch", "names"),
-    [("gpt_neox", {"query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"}), ("gpt2", set())],
-)
-def test_all_linear_layers_but_the_last(arch: str, names: set[str], tmp_path: Path) -> None:
-    config = AutoConfig.for_model(arch, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, vocab_size=61)
-    skeleton = Source(arch, config, source_of(config_of(CASES["alone"], tmp_path)).tokenizer).skeleton()
-    if names:
-        assert {spec.name.split(".")[-4] for spec in Adapter(skeleton, LoraConfig()).specs} == names
-    else:
-        with pytest.raises(ConfigError, match=f"a {arch} model has no nn.Linear layers; leave it out"):
-            Adapter(skeleton, LoraConfig())
-
-
-def test_an_adapter_starts_alike_in_any_part(tmp_path: Path) -> None:
-    """B is 0; A is drawn as PEFT does, each from its own noise."""
-    source = source_of(config_of(CASES["alone"], tmp_path))
-    adapter = Adapter(source.skeleton(), LoraConfig(rank=64))
-
-    def start(seed: int) -> dict[str, Tensor]:
-        read = adapter.at_first(seed)
-        return {s.name: read(s.name, tuple(map(slice, s.shape))) for s in adapter.specs}
-
-    first, read = start(0), adapter.at_first(0)
-    for spec in adapter.specs:
-        whole = first[spec.name]
-        assert torch.equal(read(spec.name, (slice(3, 9), slice(2, 5))), whole[3:9, 2:5])
-        if ".lora_B." in spec.name:
-            assert not whole.any()
-        else:
-            bound = spec.shape[1] ** -0.5
-            assert 0.95 * bound < float(whole.abs().max()) <= bound
-            assert torch.equal(start(0)[spec.name], whole)
-            assert not torch.equal(start(1)[spec.name], whole)
-    drawn = [w for name, w in first.items() if ".lora_A." in name and w.shape[1] == 32]
-    assert len({float(w[0, 0]) for w in drawn}) == len(drawn)
+        response_tokens = model.generate(**tokens, max_new_tokens=8, do_sample=False)[0, tokens.input_ids.shape[1] :]
+        assert tokenizer.decode(response_tokens, skip_special_tokens=True) == response
