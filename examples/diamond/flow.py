@@ -1,4 +1,4 @@
-"""A GRPO-shaped flow of plain functions, without a model: sums are answered, judged twice in parallel, and compared.
+"""A flow in the shape of GRPO, of plain functions: sums are answered without a model and scored twice, in parallel.
 
                   ┌─ correct ─┐
 data ─ generate ──┤           ├── advantage ── update
@@ -12,7 +12,7 @@ from distflow import flow, node
 
 @node(role="rollout", type="inference", writes=["answer", "tokens"])
 def generate(batch, ctx, error_rate=0.4):
-    """In place of a model: answers at some length, and now and then wrongly. Noise depends on the sample alone."""
+    """Stands in for a model: some answers are wrong, lengths vary. The noise depends on the sample only."""
     answers, tokens = [], []
     for sample, question in zip(batch.ids, batch["question"], strict=True):
         rng = np.random.default_rng([ctx.seed, int(sample)])
@@ -34,7 +34,7 @@ def brevity(batch):
 
 @node(role="advantage", whole_groups=True)
 def advantage(batch):
-    """A sample's score less the mean of its group: needs all answers to one question in one place."""
+    """Subtracts the mean score of the group, so all answers to a question must be on one worker."""
     score = np.array(batch["correct"]) + np.array(batch["brevity"])
     _, group = np.unique(batch.groups, return_inverse=True)
     return score - (np.bincount(group, score) / np.bincount(group))[group]
@@ -42,7 +42,7 @@ def advantage(batch):
 
 @node(role="actor", type="train", writes=(), balance="tokens")
 def update(batch, ctx):
-    """In place of a training step, which wants the same number of tokens on every worker."""
+    """Stands in for a training step, which needs about the same number of tokens on every worker."""
     ctx.metrics.log("reward/mean", float(np.mean(batch["correct"])), len(batch))
     ctx.metrics.log("response_length/mean", float(np.mean(batch["tokens"].lengths)), len(batch))
 
@@ -50,7 +50,6 @@ def update(batch, ctx):
 @flow
 def diamond(data):
     rollout = generate(data["question"])
-    right = correct(rollout["answer"], data["solution"])
-    brief = brevity(rollout["tokens"])
-    better = advantage(right, brief)
-    update(rollout["tokens"], right, better)
+    accuracy = correct(rollout["answer"], data["solution"])
+    penalty = brevity(rollout["tokens"])
+    update(rollout["tokens"], accuracy, advantage(accuracy, penalty))
