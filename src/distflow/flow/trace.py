@@ -45,7 +45,7 @@ class NodeSpec:
             return tuple(prefix + f if prefix + f in fields else f for f in self.reads)
         return tuple(f for f in fields if f.removeprefix(prefix) not in (self.ignores or ()))
 
-    def written_by(self, node_id: str, prefix: str = "") -> tuple[str, ...]:
+    def fields_written(self, node_id: str, prefix: str = "") -> tuple[str, ...]:
         """Returns the fields that a node writes: unless declared, one field with the name of the node."""
         return tuple(prefix + f for f in ((node_id,) if self.writes is None else self.writes))
 
@@ -57,7 +57,7 @@ class NodeSpec:
             id=node_id,
             type=self.type or "compute",
             reads=reads,
-            writes=self.written_by(node_id, rest.get("prefix", "")),
+            writes=self.fields_written(node_id, rest.get("prefix", "")),
             call=reference(fn),
             whole_groups=bool(self.whole_groups),
             whole_batch=bool(self.whole_batch),
@@ -247,7 +247,7 @@ def flow(fn: Callable[..., Any] | None = None, *, constants_of: Callable[..., An
     """Marks a function as a flow. Its first parameter is the data; the others are roles (functions or classes), or
     constants if they have a default.
 
-    A flow that passes `**rest` on to another function has that function's constants too, with `constants_of=` it.
+    `constants_of` is a function to which the flow passes its `**rest`: its constants are those of the flow, too.
     """
     return functools.partial(flow, constants_of=constants_of) if fn is None else FlowFunction(fn, constants_of)
 

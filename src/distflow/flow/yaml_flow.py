@@ -63,7 +63,7 @@ def from_list(
         if role not in called:
             raise FlowError(f"flow '{name}': no node calls the role '{cut(role)}'; remove it or call it")
     parsed = [_parse(entry, i, roles or {}, base) for i, entry in enumerate(entries)]
-    writes = {SOURCE: columns} | {e.id: e.spec.written_by(e.id, e.prefix) for e in parsed}
+    writes = {SOURCE: columns} | {e.id: e.spec.fields_written(e.id, e.prefix) for e in parsed}
     nodes = []
     for e in parsed:
         for d in e.deps:
