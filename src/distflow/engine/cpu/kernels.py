@@ -24,15 +24,21 @@ _SUM = 256  # terms of a partial sum: a sum of partial sums loses less to roundi
 _ROWS = 96  # rows of x, of which _SUM columns stay in the CPU's cache
 _PACKED = 1 << 21  # elements of a weight that are packed at once
 _ALIASED = 1024  # elements: rows a multiple of this apart compete for the same cache lines
-# Sums may be reordered, as vectorisation needs; NaN and infinity are kept.
+# Sums may be reordered, as vectorisation needs; NaN and infinity are kept. A sum has a loop that writes to no array:
+# where one is also written, LLVM checks at run time whether it lies close to what is read, and if so adds up one by
+# one. The last bits would then depend on where memory happened to be free.
 _SUMS = {"reassoc", "contract", "arcp", "nsz"}
 
 
-def _compile(fastmath: set[str]) -> Callable[[Any], Any]:
-    return njit(fastmath=fastmath, error_model="numpy", nogil=True, cache=True)
+def _compile(fastmath: set[str], inline: bool = False) -> Callable[[Any], Any]:
+    """`inline`: for functions that other kernels call. Otherwise each caller would bring a copy, with sums ordered and
+    products contracted a little differently, and all would use the copy that was there first: one when they are
+    compiled, another when they come from the cache.
+    """
+    return njit(fastmath=fastmath, error_model="numpy", nogil=True, cache=True, forceinline=inline)
 
 
-@_compile({"contract"})
+@_compile({"contract"}, inline=True)
 def exp(x):
     """To the last bit or two, for 2^-126 to 2^127: 2^n times the series of what is left."""
     x = _F(-87) if x < _F(-87) else x  # NaN stays what it is
@@ -51,7 +57,7 @@ def exp(x):
     return p * _I((_I(n) + _I(127)) << _I(23)).view(_F)
 
 
-@_compile({"contract"})
+@_compile({"contract"}, inline=True)
 def log(x):
     """To the last bit or two, for ordinary positive numbers: x = 2^n m, with m about 1."""
     bits = _F(x).view(_I)
@@ -227,7 +233,7 @@ def multiply(x, matrix, out):
         _multiply(x, panels, out[:, start : start + len(panels) * PANEL], True)
 
 
-@_compile(_SUMS)
+@_compile(_SUMS, inline=True)
 def norm(x, weight, epsilon, out):
     """RMSNorm of the rows of [n, dim]."""
     n, dim = x.shape
@@ -241,7 +247,7 @@ def norm(x, weight, epsilon, out):
             to[d] = row[d] * factor * weight[d]
 
 
-@_compile(_SUMS)
+@_compile(_SUMS, inline=True)
 def _rotate(x, heads, positions, cos, sin):
     """Applies rotary embeddings in place to the first `heads` of x [n, all heads, dim]; the first half of sin is
     negative."""
@@ -278,7 +284,7 @@ def norm_backward(d, x, weight, epsilon, dx, dw):
     dw += some
 
 
-@_compile(_SUMS)
+@_compile(_SUMS, inline=True)
 def _gate_row(gate, up, out):
     for d in range(len(out)):
         out[d] = gate[d] / (_F(1) + exp(-gate[d])) * up[d]
@@ -302,7 +308,7 @@ def gate_backward(d, gate, up, d_gate, d_up):
             to_b[j] = grad[j] * a[j] * share
 
 
-@_compile(_SUMS)
+@_compile(_SUMS, inline=True)
 def _norm_heads(x, first, last, weight, epsilon):
     for i in range(len(x)):
         norm(x[i, first:last], weight, epsilon, x[i, first:last])
@@ -384,7 +390,7 @@ def attend(q, k, v, cache, positions, window, scale, out):
                     to[d] *= factor
 
 
-@_compile(_SUMS)
+@_compile(_SUMS, inline=True)
 def _peak(row):
     peak = _F(-np.inf)
     for x in row:
@@ -392,7 +398,7 @@ def _peak(row):
     return peak
 
 
-@_compile(_SUMS)
+@_compile(_SUMS, inline=True)
 def _softmax_sums(row):
     """Returns the maximum m, Σ exp(x − m), and Σ exp(x − m) (x − m)."""
     peak, total, weighted = _peak(row), _F(0), _F(0)
@@ -435,27 +441,30 @@ def token_logprobs_backward(logits, targets, d_logprobs, d_entropy):
 
 
 @_compile(_SUMS)
-def gumbel_sample(logits, keys, column, tokens, totals):
-    """`rollout.sampling.gumbel_sample`: the token of each row that arrives first, and the logsumexp."""
+def gumbel_sample(logits, keys, columns, arrivals, tokens, totals):
+    """`rollout.sampling.gumbel_sample`: the token of each row that arrives first, and the logsumexp. `arrivals`
+    [vocabulary] is scratch memory."""
     n, vocabulary = logits.shape
-    times = np.empty(vocabulary, _F)
     for i in range(n):
         row, one, other = logits[i], keys[i, 0], keys[i, 1]
         peak, total = _peak(row), _F(0)
         for start in range(0, vocabulary, _SUM):
+            part, bits, odds = row[start : start + _SUM], columns[start : start + _SUM], arrivals[start : start + _SUM]
+            for c in range(len(odds)):
+                odds[c] = exp(part[c] - peak)
             some = _F(0)
-            for c in range(start, min(start + _SUM, vocabulary)):
-                odds = exp(row[c] - peak)
-                some += odds
-                x = _U(column[c] + one)
+            for c in range(len(odds)):
+                some += odds[c]
+            total += some
+            for c in range(len(odds)):
+                x = _U(bits[c] + one)
                 x = _U(_U(x ^ _U(x >> _U(16))) * _U(0x21F0AAAD)) ^ other
                 x = _U(_U(x ^ _U(x >> _U(15))) * _U(0x735A2D97))
                 uniform = (_F(_I(x >> _U(9))) + _F(0.5)) * _F(2.0**-23)
-                times[c] = odds / log(uniform)  # negative: the least arrives first
-            total += some
-        best, first = 0, times[0]
+                odds[c] /= log(uniform)  # from here on a time, and negative: the least arrives first
+        best, first = 0, arrivals[0]
         for c in range(1, vocabulary):
-            if times[c] < first:
-                best, first = c, times[c]
+            if arrivals[c] < first:
+                best, first = c, arrivals[c]
         tokens[i] = best
         totals[i] = np.log(total) + peak

@@ -81,7 +81,8 @@ def _draw(logits: Tensor, halves: Tensor, columns: Tensor) -> tuple[Tensor, Tens
 def _in_kernel(kernels: ModuleType, logits: Tensor, keys: Ints, columns: Tensor) -> tuple[Tensor, Tensor]:
     tokens, totals = np.empty(len(logits), np.int64), np.empty(len(logits), np.float32)
     bits = keys.view(np.uint32).reshape(-1, 2), columns.numpy().view(np.uint32)
-    kernels.gumbel_sample(logits.numpy(), *bits, tokens, totals)
+    arrivals = np.empty(logits.shape[1], np.float32)
+    kernels.gumbel_sample(logits.numpy(), *bits, arrivals, tokens, totals)
     return torch.from_numpy(tokens), torch.from_numpy(totals)
 
 
