@@ -29,7 +29,7 @@ INTS, FLOATS = ("tokens", "mask", "position"), ("old_logprobs", "ref_logprobs", 
 
 
 class NoRows:
-    names: tuple[str, ...] = ()
+    column_names: tuple[str, ...] = ()
 
     def __len__(self) -> int:
         return 1

@@ -115,19 +115,19 @@ ROWS = 61  # fewer than a step may take, so that steps run over the end of an ep
 class Source:
     """A data set of a few rows; `expected` checks what the loader makes of them."""
 
-    names: tuple[str, ...] = ("d0.text", "d1.image", "d2.maybe_text")
+    column_names: tuple[str, ...] = ("d0.text", "d1.image", "d2.maybe_text")
 
     def __len__(self) -> int:
         return ROWS
 
     def __getitem__(self, i: int) -> dict[str, Any]:
-        return {name: value(name, i) for name in self.names}
+        return {name: value(name, i) for name in self.column_names}
 
 
 @cache
 def expected(name: str, sample: int, repeat: int) -> Any:
     """Returns what a reader must get: data columns follow the order of the stream, others depend on the sample."""
-    if name not in Source.names:
+    if name not in Source.column_names:
         return value(name, sample)
     epoch, at = divmod(sample // repeat, ROWS)
     return value(name, int(permute(np.array([at]), ROWS, 0, epoch)[0]))
@@ -152,7 +152,7 @@ def chosen_prompts(flag: str, repeat: int, wanted: int, rounds: int, steps: int)
 def random_plan(rng: random.Random, workers: int) -> Plan:
     """Fan-out, joins, diamonds; overlapping and disjoint rank sets; layouts that change from node to node."""
     nodes: list[Node] = []
-    fields: list[str] = list(Source.names)
+    fields: list[str] = list(Source.column_names)
     repeat = rng.choice([1, 1, 2, 3])
     count = rng.randint(1, 8)
     refills = rng.randrange(count) if rng.random() < 0.25 else None
@@ -194,7 +194,7 @@ def random_plan(rng: random.Random, workers: int) -> Plan:
     default = place()
     cells = [sizes[p.ranks] // p.tp for p in (*places.values(), default)]
     prompts = math.lcm(*cells) * rng.randint(1, 2)
-    flow = Flow("random", Source.names, tuple(nodes))
+    flow = Flow("random", Source.column_names, tuple(nodes))
     if flow.refill:
         chosen = chosen_prompts(flow.refill.writes[0], repeat, prompts, flow.refill.refill, 2)
         for n in nodes:

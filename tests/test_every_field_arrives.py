@@ -2,6 +2,7 @@
 
 import random
 from collections import Counter
+from collections.abc import Generator
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 
 from cases import Source, random_plan
 from distflow.data.coordinator import Coordinator
-from distflow.data.exchange import AllGather, Steps
+from distflow.data.exchange import AllGather
 from distflow.data.loader import Loader
 from distflow.observe.metrics import StepMetrics
 from distflow.plan import Plan, Run
@@ -70,7 +71,7 @@ def test_every_reader_sees_what_the_writer_wrote_at_length(rng: random.Random, w
 def test_the_simulation_finds_a_deadlock() -> None:
     """Two ranks that take two exchanges in different order wait for each other for ever."""
 
-    def walk(*exchanges: tuple[int, ...]) -> Steps:
+    def walk(*exchanges: tuple[int, ...]) -> Generator[AllGather, torch.Tensor, None]:
         for ranks in exchanges:
             yield AllGather(ranks, torch.zeros(1))
 

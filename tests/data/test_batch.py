@@ -1,4 +1,4 @@
-"""Columns: ragged or dense tensors of any dtype, or Python objects; what a node may write and what is refused."""
+"""Columns: ragged or dense tensors of any dtype, or Python objects; what a node may write, and what is refused."""
 
 import numpy as np
 import pytest
@@ -16,20 +16,20 @@ ROWS = st.lists(st.lists(st.integers(-5, 5), max_size=6), min_size=1, max_size=8
 def test_ragged_keeps_each_sample_through_selection(rows: list[list[int]], data: st.DataObject) -> None:
     ragged = Ragged.of([torch.tensor(r, dtype=torch.int64) for r in rows])
     index = np.array(data.draw(st.lists(st.integers(0, len(rows) - 1), max_size=10)), np.int64)
-    picked = ragged.select(index)
-    assert [r.tolist() for r in picked] == [rows[i] for i in index]
-    assert picked.joined().tolist() == [x for i in index for x in rows[i]]
-    assert picked.values is ragged.values  # nothing was copied
+    selected = ragged.select(index)
+    assert [r.tolist() for r in selected] == [rows[i] for i in index]
+    assert selected.joined().tolist() == [x for i in index for x in rows[i]]
+    assert selected.values is ragged.values  # nothing was copied
 
 
 @given(ROWS)
-def test_padded_is_what_a_forward_pass_wants(rows: list[list[int]]) -> None:
+def test_padded_fills_up_to_the_longest_sample(rows: list[list[int]]) -> None:
     padded = Ragged.of([torch.tensor(r, dtype=torch.int64) for r in rows]).padded(fill=-9)
     longest = max(map(len, rows))
     assert padded.tolist() == [r + [-9] * (longest - len(r)) for r in rows]
 
 
-def test_rows_may_have_trailing_dimensions() -> None:
+def test_items_may_have_dimensions() -> None:
     rows = [torch.randn(n, 2, 3) for n in (2, 0, 1)]
     ragged = Ragged.of(rows)
     assert all(torch.equal(a, b) for a, b in zip(ragged, rows, strict=True))
@@ -37,7 +37,7 @@ def test_rows_may_have_trailing_dimensions() -> None:
     assert ragged.select(np.array([2, 0])).joined().shape == (3, 2, 3)
 
 
-def test_what_a_node_writes_becomes_a_column() -> None:
+def test_whatever_a_node_writes_becomes_a_column() -> None:
     assert torch.equal(as_column(np.array([1.5, 2.5]), 2, "x"), torch.tensor([1.5, 2.5], dtype=torch.float64))  # type: ignore[arg-type]
     assert isinstance(as_column([np.zeros(3), np.zeros(1)], 2, "x"), Ragged)
     assert torch.equal(as_column([torch.tensor(1), torch.tensor(2)], 2, "x"), torch.tensor([1, 2]))  # type: ignore[arg-type]
@@ -57,30 +57,30 @@ def test_what_a_node_writes_becomes_a_column() -> None:
         ({1, 2}, "is a set"),
         ([torch.ones(1), 2], "sample 1 is a int, others are tensors"),
         ([torch.ones(1), torch.ones(1).double()], "sample 1 is torch.float64"),
-        ([torch.ones(1, 2), torch.ones(1, 3)], "agree in dtype and in all dimensions but the first"),
+        ([torch.ones(1, 2), torch.ones(1, 3)], "must agree in dtype and in all dimensions but the first"),
         ([(1, 2), "a"], "sample 0 holds a tuple"),
         (["a", {"k": {3: 1}}], "sample 1 holds a dict with keys that are not text"),
         ([b"raw", "a"], "sample 0 holds a bytes"),
     ],
 )
-def test_what_could_not_travel_unchanged_is_refused(value: object, message: str) -> None:
+def test_a_value_that_would_not_arrive_unchanged_is_refused(value: object, message: str) -> None:
     with pytest.raises(DataError, match=message) as e:
         as_column(value, 2, "node 'judge': field 'score'")
     assert str(e.value).startswith("node 'judge': field 'score': ")
 
 
-def test_an_unknown_field_of_a_batch_is_told_with_a_suggestion() -> None:
+def test_an_unknown_field_of_a_batch_is_an_error_with_a_suggestion() -> None:
     batch = Batch(np.arange(1), np.arange(1), {"response": [1]})
     with pytest.raises(DataError, match="no field 'respones'; did you mean 'response'"):
         batch["respones"]
 
 
-def test_a_batch_is_picked_from_by_sample() -> None:
+def test_a_batch_selects_samples() -> None:
     rows = Ragged.of([torch.ones(n) for n in (1, 2, 3)])
     columns: dict[str, Column] = {"text": ["a", "b", "c"], "score": torch.arange(3.0), "rows": rows}
     batch = Batch(np.array([10, 11, 12]), np.array([5, 5, 6]), columns)
-    picked = batch.select(np.array([2, 0]))
-    assert (picked.ids.tolist(), picked.groups.tolist()) == ([12, 10], [6, 5])
-    assert picked["text"] == ["c", "a"]
-    assert picked["score"].tolist() == [2.0, 0.0]
-    assert picked["rows"].lengths.tolist() == [3, 1]
+    selected = batch.select(np.array([2, 0]))
+    assert (selected.ids.tolist(), selected.groups.tolist()) == ([12, 10], [6, 5])
+    assert selected["text"] == ["c", "a"]
+    assert selected["score"].tolist() == [2.0, 0.0]
+    assert selected["rows"].lengths.tolist() == [3, 1]

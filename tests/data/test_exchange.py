@@ -1,70 +1,71 @@
-"""Memory of the exchange: received bytes belong to the columns that view them, and only free ones are used again."""
+"""One exchange: what is sent, what is counted, and that later exchanges do not touch what an earlier one received."""
+
+from collections.abc import Generator
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from distflow.data.allocator import CachingAllocator
 from distflow.data.batch import Column, Ragged
-from distflow.data.exchange import Slabs, exchange
+from distflow.data.exchange import Collective, MoveResult, exchange
 from distflow.errors import DataError
 from distflow.plan import Layout, Move, Partition
 from simulate import simulate
 
-
-def test_a_slab_in_use_is_never_handed_out_again() -> None:
-    slabs = Slabs()
-    first = slabs.slab(1000)
-    view = first[100:200].view(torch.int32)
-    view.fill_(7)
-    del first
-    second = slabs.slab(1000)
-    second.fill_(0)
-    assert (view == 7).all()
-    assert second.data_ptr() != view.untyped_storage().data_ptr()
+MOVE = Move(
+    "m0",
+    Partition("a", Layout((0,), 1), True, None),
+    Partition("b", Layout((1,), 1), True, None),
+    ("x",),
+    assigns=True,
+    expected_bytes=0,
+)
 
 
-def test_a_free_slab_is_used_again() -> None:
-    slabs = Slabs()
-    pointer = slabs.slab(1000).data_ptr()
-    assert slabs.slab(900).data_ptr() == pointer
+def move(columns: dict[str, Column], samples: int, allocators: dict[int, CachingAllocator]) -> dict[int, MoveResult]:
+    """Moves the columns from rank 0 to rank 1; returns the result of both."""
+    results = {}
+    held = np.arange(len(columns["x"])), columns
+
+    def run(rank: int) -> Generator[Collective, torch.Tensor, Any]:
+        own = held if rank == 0 else None
+        results[rank] = yield from exchange(rank, MOVE, samples, 1, own, None, allocators[rank])
+
+    simulate({rank: run(rank) for rank in (0, 1)})
+    return results
 
 
-def test_memory_does_not_grow_with_the_number_of_exchanges() -> None:
-    slabs = Slabs()
-    for size in (1000, 5000, 2000, 9000, 100) * 20:
-        slabs.slab(size)
-    assert len(slabs._pool) == 1
+def allocators() -> dict[int, CachingAllocator]:
+    return {0: CachingAllocator(), 1: CachingAllocator()}
 
 
-def split(deals: bool = True) -> Move:
-    src, dst = Layout((0,), 1), Layout((1,), 1)
-    return Move("m0", Partition("a", src, True, None), Partition("b", dst, True, None), ("x",), deals, 0)
-
-
-def test_a_sample_that_nobody_holds_is_told() -> None:
-    """A hole must not arrive as nothing."""
+def test_a_sample_that_no_rank_holds_is_an_error() -> None:
     column = Ragged.of([torch.arange(3), torch.arange(2)])
-    with pytest.raises(DataError, match="sample 2 of the step is held by nobody"):
-        simulate(
-            {
-                0: exchange(0, split(), 3, 1, (np.array([0, 1]), {"x": column}), None, Slabs()),
-                1: exchange(1, split(), 3, 1, None, None, Slabs()),
-            }
-        )
+    with pytest.raises(DataError, match="no rank holds sample 2 of the step"):
+        move({"x": column}, 3, allocators())
 
 
-def test_only_asked_fields_are_sent_and_bytes_are_counted() -> None:
+def test_only_fields_of_the_move_are_sent_and_bytes_are_counted() -> None:
     column = Ragged.of([torch.arange(1000), torch.arange(500)])
-    columns: dict[str, Column] = {"x": column, "unread": torch.zeros(2, 10_000)}
-    held = np.array([0, 1]), columns
-    done = {}
+    results = move({"x": column, "unread": torch.zeros(2, 10_000)}, 2, allocators())
+    assert results[0].sent == results[1].received
+    assert 12_000 < results[0].sent < 12_200  # 1500 × 8 and a small header
+    assert results[0].kept == results[1].kept == results[0].received == 0
+    assert list(results[1].columns) == ["x"]
 
-    def keep(rank, steps):
-        done[rank] = yield from steps
 
-    ranks = {0: exchange(0, split(), 2, 1, held, None, Slabs()), 1: exchange(1, split(), 2, 1, None, None, Slabs())}
-    simulate({r: keep(r, s) for r, s in ranks.items()})
-    assert done[0].sent == done[1].received
-    assert 12_000 < done[0].sent < 12_200  # 1500 × 8 and a small header
-    assert done[0].kept == done[1].kept == done[0].received == 0
-    assert list(done[1].columns) == ["x"]
+def test_a_received_tensor_that_somebody_keeps_is_never_overwritten() -> None:
+    """Whatever a node keeps of a column: the column, one sample, or a slice of it."""
+    shared, kept, pointers = allocators(), [], set()
+    for turn in range(30):
+        received = move({"x": Ragged.of([torch.full((100,), turn), torch.full((50,), turn)])}, 2, shared)[1]
+        column = received.columns["x"]
+        assert isinstance(column, Ragged)
+        pointers.add(column.values.data_ptr())
+        if turn % 3 == 0:
+            kept.append((turn, [column.joined(), column[1], column[0][10:20]][turn % 9 // 3]))
+        del received, column
+    assert all((tensor == turn).all() for turn, tensor in kept)
+    assert len(pointers) <= len(kept) + 2  # and what nobody keeps is used again

@@ -1,4 +1,4 @@
-"""The stream: exactly once per epoch, the same whatever the number of workers, resumed by its step alone."""
+"""The stream: every row once per epoch, the same for any number of workers, resumed by the step number alone."""
 
 import json
 import subprocess
@@ -24,21 +24,21 @@ Make = Callable[[int], Dataset]
 @pytest.fixture(scope="module")
 def make(tmp_path_factory: pytest.TempPathFactory) -> Make:
     """Rows {"x": 0} … {"x": n - 1}."""
-    made: dict[int, Dataset] = {}
+    datasets: dict[int, Dataset] = {}
     home = tmp_path_factory.mktemp("loader")
 
-    def rows(n: int) -> Dataset:
-        if n not in made:
+    def dataset(n: int) -> Dataset:
+        if n not in datasets:
             file = home / f"{n}.jsonl"
             file.write_text("".join(json.dumps({"x": i, "tags": [i]}) + "\n" for i in range(n)))
-            made[n] = Dataset([file], cache=home / "cache")
-        return made[n]
+            datasets[n] = Dataset([file], cache=home / "cache")
+        return datasets[n]
 
-    return rows
+    return dataset
 
 
 def stream(loader: Loader, steps: int, cells: int = 1, first: int = 0) -> tuple[list[int], list[int]]:
-    """All (ids, x) of some steps, as the cells together see them."""
+    """All (ids, x) of some steps, of all cells in order."""
     ids: list[int] = []
     xs: list[int] = []
     for step in range(first, first + steps):
@@ -120,22 +120,22 @@ def test_prompts_that_do_not_divide_are_refused_with_numbers_that_do(make: Make)
         Loader(make(5), 3, 1, 0).load(0, 0, 4)
 
 
-def test_a_cell_that_is_not_there_is_refused(make: Make) -> None:
+def test_an_unknown_cell_is_refused(make: Make) -> None:
     with pytest.raises(IndexError, match="cell 2 of 2"):
         Loader(make(5), 4, 1, 0).load(0, 2, 2)
 
 
-def test_prefetch_gives_what_load_gives_and_reads_once(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prefetch_loads_the_same_as_load_and_only_once(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = Loader(make(20), 4, 2, seed=3)
     loader = Loader(make(20), 4, 2, seed=3)
     threads: list[str] = []
-    inner = Loader._load
+    original = Loader._load
 
-    def noted(*args: Any) -> Any:
+    def recorded(*args: Any) -> Any:
         threads.append(threading.current_thread().name)
-        return inner(*args)
+        return original(*args)
 
-    monkeypatch.setattr(Loader, "_load", noted)
+    monkeypatch.setattr(Loader, "_load", recorded)
     loader.prefetch(6, 1, 2)
     loader.prefetch(6, 1, 2)
     ids, columns = loader.load(6, 1, 2)
@@ -143,11 +143,11 @@ def test_prefetch_gives_what_load_gives_and_reads_once(make: Make, monkeypatch: 
     again = plain.load(6, 1, 2)
     assert ids.tolist() == again[0].tolist()
     assert columns == again[1]
-    loader.load(6, 1, 2)  # the prefetched one is gone; loading goes on
+    loader.load(6, 1, 2)  # not prefetched again: loaded now
     assert len(threads) == 3
 
 
-def test_loading_another_step_leaves_the_prefetched_one_alone(make: Make) -> None:
+def test_loading_another_step_keeps_the_prefetched_one(make: Make) -> None:
     loader = Loader(make(20), 4, 1, seed=3)
     loader.prefetch(1, 0, 1)
     assert loader.load(0, 0, 1)[0].tolist() == [0, 1, 2, 3]
@@ -163,7 +163,7 @@ def test_an_error_while_prefetching_is_raised_by_load(tmp_path: Path) -> None:
         loader.load(0, 0, 1)
 
 
-def test_prefetches_that_are_never_taken_do_not_pile_up(make: Make) -> None:
+def test_unused_prefetches_do_not_pile_up(make: Make) -> None:
     loader = Loader(make(20), 4, 1, seed=3)
     before = threading.active_count()
     for step in range(50):
@@ -175,14 +175,14 @@ def test_prefetches_that_are_never_taken_do_not_pile_up(make: Make) -> None:
     assert loader.load(49, 0, 1)[0].tolist() == [196, 197, 198, 199]
 
 
-def test_a_prefetch_under_way_does_not_hold_up_the_exit(tmp_path: Path) -> None:
+def test_a_running_prefetch_does_not_delay_the_exit(tmp_path: Path) -> None:
     file = tmp_path / "a.jsonl"
     file.write_text('{"x": 1}\n')
     code = f"""
 import time
 from distflow.data.loader import Loader
-from distflow.data.dataset import Rows
-loader = Loader(Rows([{str(file)!r}], cache=__import__("pathlib").Path({str(tmp_path)!r}) / "cache"), 1, 1, 0)
+from distflow.data.dataset import Dataset
+loader = Loader(Dataset([{str(file)!r}], cache=__import__("pathlib").Path({str(tmp_path)!r}) / "cache"), 1, 1, 0)
 loader._load = lambda *a: time.sleep(60)
 loader.prefetch(0, 0, 1)
 """

@@ -1,4 +1,4 @@
-"""Python objects keep value and type on the way, however they are written."""
+"""Python objects keep value and type in every encoding."""
 
 from typing import Any
 
@@ -22,7 +22,7 @@ COLUMNS = st.one_of(
 
 
 def typed(value: Any) -> Any:
-    """1, 1.0 and True are equal; with their types they are not."""
+    """Adds the type: 1, 1.0 and True are equal without it."""
     if isinstance(value, list):
         return [typed(v) for v in value]
     if isinstance(value, dict):
@@ -31,7 +31,7 @@ def typed(value: Any) -> Any:
 
 
 @given(COLUMNS, COLUMNS)
-def test_what_two_workers_wrote_is_read_as_one_column(mine: list[Any], theirs: list[Any]) -> None:
+def test_columns_that_two_workers_encoded_are_read_as_one(mine: list[Any], theirs: list[Any]) -> None:
     parts = [encode(mine), encode(theirs)]
     memory = np.concatenate([data for _, data, _ in parts])
     lengths = np.concatenate([n for _, _, n in parts])
@@ -40,7 +40,7 @@ def test_what_two_workers_wrote_is_read_as_one_column(mine: list[Any], theirs: l
     assert [typed(r) for r in rows] == [typed(r) for r in (*mine, *theirs)]
 
 
-def test_numbers_are_sent_as_they_are() -> None:
+def test_each_column_gets_the_most_compact_encoding() -> None:
     assert [encode(c)[0] for c in ([0.5], [3], [True], ["a"], [1, 2.0], [10**30])] == [
         "float",
         "int",

@@ -1,4 +1,4 @@
-"""The shuffle is a permutation for every n, depends on seed and epoch, and looks like chance."""
+"""The shuffle is a permutation for every n, depends on seed and epoch, and looks random."""
 
 from itertools import permutations
 
@@ -25,14 +25,14 @@ def test_it_is_a_bijection_for_any_key(n: int, seed: int, epoch: int) -> None:
 
 
 @given(n=st.integers(1, 2**60), data=st.data())
-def test_a_part_is_the_same_alone_as_within_the_whole(n: int, data: st.DataObject) -> None:
+def test_a_part_is_the_same_alone_and_within_a_larger_one(n: int, data: st.DataObject) -> None:
     index = np.array(data.draw(st.lists(st.integers(0, n - 1), min_size=1, max_size=20)), dtype=np.int64)
     together = permute(index, n, 1, 2)
     assert ((together >= 0) & (together < n)).all()
     assert together.tolist() == [int(permute(index[i : i + 1], n, 1, 2)[0]) for i in range(len(index))]
 
 
-def test_seeds_and_epochs_give_orders_of_their_own() -> None:
+def test_every_seed_and_epoch_has_its_own_order() -> None:
     orders = {tuple(shuffle(100, seed, epoch)) for seed in range(20) for epoch in range(20)}
     assert len(orders) == 400
 
@@ -43,7 +43,7 @@ def test_seed_and_epoch_are_not_interchangeable() -> None:
 
 
 def test_the_order_never_changes_between_versions() -> None:
-    """A resumed run must go on in the order it began with."""
+    """A resumed run must continue in the order it started with."""
     assert shuffle(10, seed=42, epoch=0) == [4, 0, 6, 1, 5, 2, 7, 8, 3, 9]
     assert permute(np.array([0, 123_456_789]), 10**12, 42, 5).tolist() == [313506594215, 118759584103]
 
@@ -60,7 +60,7 @@ def test_small_shuffles_are_uniform_over_all_permutations(n: int) -> None:
 
 
 @pytest.mark.parametrize("n", [1000, 1024, 100_000])
-def test_large_shuffles_look_like_chance(n: int) -> None:
+def test_large_shuffles_look_random(n: int) -> None:
     x = np.array(shuffle(n, seed=3))
     index = np.arange(n)
     assert abs(np.corrcoef(index, x)[0, 1]) < 5 / n**0.5
@@ -79,10 +79,10 @@ def test_each_position_gets_each_row_over_the_epochs() -> None:
     assert (abs(counts - epochs / n) < 6 * (epochs / n) ** 0.5).all()
 
 
-def test_an_index_outside_is_refused() -> None:
+def test_an_index_out_of_range_is_refused() -> None:
     with pytest.raises(IndexError, match=r"0…5 are not all in range\(5\)"):
         permute(np.array([0, 5]), 5, 0, 0)
 
 
-def test_nothing_asked_nothing_given() -> None:
+def test_no_indices_give_no_indices() -> None:
     assert permute(np.array([], dtype=np.int64), 5, 0, 0).tolist() == []

@@ -1,4 +1,4 @@
-"""Bytes on the wire: any column arrives unchanged, in segments whose size is known before they arrive."""
+"""The wire format: any column arrives unchanged, in segments whose size is known before they arrive."""
 
 import numpy as np
 import pytest
@@ -7,22 +7,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cases import KINDS, column, same, value
-from distflow.data import copy_ranges as runs
+from distflow.data import copy_ranges as copying
 from distflow.data.batch import Ragged
-from distflow.data.copy_ranges import copy_runs
-from distflow.data.wire import DTYPES, Segments, Strip, read, segment_size, strip, write
+from distflow.data.copy_ranges import copy_ranges
+from distflow.data.wire import DTYPES, FlatColumn, Segments, flatten, pack, segment_size, unpack
 from distflow.errors import DataError
 
 CPU = torch.device("cpu")
 NAMES = [f"f{i}.{k.replace(' ', '_')}" for i, k in enumerate(KINDS)]
 
 
-def pack(strips: list[Strip], parts: list[np.ndarray]) -> tuple[torch.Tensor, Segments]:
-    sizes = np.sum([s.lengths * s.row for s in strips], axis=0)
-    ends = np.cumsum([segment_size(len(strips), len(p), int(np.sum(sizes[p]))) for p in parts])
+def pack_parts(columns: list[FlatColumn], parts: list[np.ndarray]) -> tuple[torch.Tensor, Segments]:
+    sizes = np.sum([c.lengths * c.item_bytes for c in columns], axis=0)
+    ends = np.cumsum([segment_size(len(columns), len(p), int(np.sum(sizes[p]))) for p in parts])
     out = torch.full((int(ends[-1]),), 255, dtype=torch.uint8)
     segments = Segments(np.array([len(p) for p in parts]), np.concatenate(([0], ends[:-1])))
-    write(strips, np.concatenate(parts), segments, out)
+    pack(columns, np.concatenate(parts), segments, out)
     return out, segments
 
 
@@ -32,63 +32,63 @@ def pack(strips: list[Strip], parts: list[np.ndarray]) -> tuple[torch.Tensor, Se
     parts=st.lists(st.lists(st.integers(0, 19), min_size=1, max_size=6), min_size=1, max_size=4),
     short=st.sampled_from([1, 512, 10**9]),
 )
-def test_what_is_written_is_read(names: list[str], parts: list[list[int]], short: int) -> None:
+def test_every_packed_value_is_unpacked(names: list[str], parts: list[list[int]], short: int) -> None:
     ids = np.arange(20)
-    strips = [strip(column(n, ids), n, CPU) for n in names]
-    before, runs.SHORT = runs.SHORT, short  # both ways of copying
+    packed = [flatten(column(n, ids), n, CPU) for n in names]
+    before, copying.SHORT = copying.SHORT, short  # both ways of copying
     try:
-        slab, segments = pack(strips, [np.array(p) for p in parts])
+        memory, segments = pack_parts(packed, [np.array(p) for p in parts])
     finally:
-        runs.SHORT = before
+        copying.SHORT = before
     sent = np.concatenate([np.array(p) for p in parts])
     order = np.argsort(sent, kind="stable")
-    columns = read(slab, segments, names, order, "test")
+    columns = unpack(memory, segments, names, order, "test")
     for n in names:
         assert len(columns[n]) == len(sent)
         assert all(same(got, value(n, int(i))) for got, i in zip(columns[n], sent[order], strict=True))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_every_dtype_travels(dtype: torch.dtype) -> None:
+def test_every_dtype_can_be_sent(dtype: torch.dtype) -> None:
     raw = torch.arange(48, dtype=torch.uint8).clamp(max=1).view(dtype) if dtype == torch.bool else None
     values = torch.arange(48, dtype=torch.uint8).view(dtype) if raw is None else raw
     sent = Ragged.packed(values, np.array([len(values) - 1, 1]))
-    slab, segments = pack([strip(sent, "x", CPU)], [np.array([1]), np.array([0])])
-    got = read(slab, segments, ["x"], np.array([1, 0]), "test")["x"]
+    memory, segments = pack_parts([flatten(sent, "x", CPU)], [np.array([1]), np.array([0])])
+    got = unpack(memory, segments, ["x"], np.array([1, 0]), "test")["x"]
     assert isinstance(got, Ragged)
     assert got.dtype == dtype
     assert torch.equal(got.joined().view(torch.uint8), values.view(torch.uint8))
 
 
 def test_ragged_columns_are_views_of_what_was_received() -> None:
-    slab, segments = pack([strip(column("f.tokens", np.arange(4)), "x", CPU)], [np.arange(4)])
-    got = read(slab, segments, ["x"], np.arange(4), "test")["x"]
+    memory, segments = pack_parts([flatten(column("f.tokens", np.arange(4)), "x", CPU)], [np.arange(4)])
+    got = unpack(memory, segments, ["x"], np.arange(4), "test")["x"]
     assert isinstance(got, Ragged)
-    assert got.values.untyped_storage().data_ptr() == slab.untyped_storage().data_ptr()
+    assert got.values.untyped_storage().data_ptr() == memory.untyped_storage().data_ptr()
 
 
-def test_what_cannot_travel_is_named() -> None:
-    with pytest.raises(DataError, match="field 'x': has 6 dimensions per row; at most 5"):
-        strip(torch.zeros(1, 1, 1, 1, 1, 1, 1), "field 'x'", CPU)
-    with pytest.raises(DataError, match=r"field 'x': dtype torch\.\w+ cannot travel"):
-        strip(torch.zeros(2, dtype=torch.float8_e8m0fnu), "field 'x'", CPU)
+def test_a_column_that_cannot_be_sent_is_named() -> None:
+    with pytest.raises(DataError, match="field 'x': has 6 dimensions per item; at most 5"):
+        flatten(torch.zeros(1, 1, 1, 1, 1, 1, 1), "field 'x'", CPU)
+    with pytest.raises(DataError, match=r"field 'x': dtype torch\.\w+ cannot be sent"):
+        flatten(torch.zeros(2, dtype=torch.float8_e8m0fnu), "field 'x'", CPU)
 
 
-def test_text_with_lone_surrogates_travels() -> None:
+def test_text_with_lone_surrogates_can_be_sent() -> None:
     rows = ["\ud800 alone", "", "é"]
-    slab, segments = pack([strip(rows, "x", CPU)], [np.arange(3)])
-    assert read(slab, segments, ["x"], np.arange(3), "test")["x"] == rows
+    memory, segments = pack_parts([flatten(rows, "x", CPU)], [np.arange(3)])
+    assert unpack(memory, segments, ["x"], np.arange(3), "test")["x"] == rows
 
 
 @given(st.lists(st.tuples(st.integers(0, 50), st.integers(0, 9)), max_size=12), st.sampled_from([1, 10**9]))
-def test_copy_runs_copies_every_run(wanted: list[tuple[int, int]], short: int) -> None:
+def test_copy_ranges_copies_every_range(wanted: list[tuple[int, int]], short: int) -> None:
     source = torch.arange(100)
     starts = np.array([[a for a, _ in wanted]], np.int64) * 8
     sizes = np.array([[n for _, n in wanted]], np.int64) * 8
     out = torch.full((int(sizes.sum()) // 8 + 5,), -1)
-    before, runs.SHORT = runs.SHORT, short
+    before, copying.SHORT = copying.SHORT, short
     try:
-        copy_runs([source], starts, out.view(torch.uint8), 40 + np.cumsum(sizes, axis=1) - sizes, sizes)
+        copy_ranges([source], starts, out.view(torch.uint8), 40 + np.cumsum(sizes, axis=1) - sizes, sizes)
     finally:
-        runs.SHORT = before
+        copying.SHORT = before
     assert out.tolist() == [-1] * 5 + [x for a, n in wanted for x in range(a, a + n)]

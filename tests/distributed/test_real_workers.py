@@ -1,4 +1,4 @@
-"""Promises that need real processes and real sockets: every field arrives, no centre."""
+"""Promises that need real processes and real sockets: every field arrives, and there is no central process."""
 
 import os
 import random
@@ -19,26 +19,27 @@ from distflow.data.loader import Loader
 from distflow.data.transport import SHARED_MEMORY, Transport
 from distflow.flow import Flow, Node
 from distflow.observe.metrics import MetricsReducer, StepMetrics
-from distflow.plan import Place, Placement, Plan, Run, Workload, plan
+from distflow.plan import Place, Placement, Plan, Run, Workload
+from distflow.plan import plan as make_plan
 from distflow.run.worker import Worker
 from spawn import spawn
 
 WORKERS = [1, 2, 4, 8]
 
 
-def run_worker(rank: int, made: Plan, steps: int) -> tuple[list[dict[str, float]], list[Traffic]]:
-    """Rank's part of a plan over gloo; the reduced metrics and its own traffic, per step."""
-    everybody = tuple(range(made.workers))
-    comm = Transport([everybody, *(m.ranks for m in made.moves)], torch.device("cpu"), lambda _: nullcontext())
-    data = Coordinator(rank, made, Loader(Source(), made.samples // made.repeat, made.repeat, seed=0))
+def run_worker(rank: int, plan: Plan, steps: int) -> tuple[list[dict[str, float]], list[Traffic]]:
+    """Runs one rank of a plan; returns the reduced metrics and its own traffic of each step."""
+    all_ranks = tuple(range(plan.workers))
+    transport = Transport([all_ranks, *(m.ranks for m in plan.moves)], torch.device("cpu"), lambda _: nullcontext())
+    data = Coordinator(rank, plan, Loader(Source(), plan.samples // plan.repeat, plan.repeat, seed=0))
     reduced: list[dict[str, float]] = []
-    group = torch.distributed.new_group(backend="gloo") if made.workers > 1 else None
-    reducer = MetricsReducer(group, lambda _, numbers: reduced.append(numbers))
+    process_group = torch.distributed.new_group(backend="gloo") if plan.workers > 1 else None
+    reducer = MetricsReducer(process_group, lambda _, numbers: reduced.append(numbers))
     traffic: list[Traffic] = []
-    end = data.end
-    data.end = lambda step: traffic.append(end(step)) or traffic[-1]  # type: ignore[method-assign, func-returns-value]
-    worker = Worker(rank, made, data, {}, 0, Path(), lambda *_: None)
-    comm.drive(worker.steps(0, steps, reducer.submit))
+    end_step = data.end_step
+    data.end_step = lambda step: traffic.append(end_step(step)) or traffic[-1]  # type: ignore[method-assign, func-returns-value]
+    worker = Worker(rank, plan, data, {}, 0, Path(), lambda *_: None)
+    transport.run(worker.steps(0, steps, reducer.submit))
     reducer.wait(0)
     reducer.close()
     data.close()
@@ -48,12 +49,12 @@ def run_worker(rank: int, made: Plan, steps: int) -> tuple[list[dict[str, float]
 def run_random_graphs(rank: int, workers: int, seeds: range, shared_memory: str) -> None:
     os.environ[SHARED_MEMORY] = shared_memory
     for seed in seeds:
-        made = random_plan(random.Random(seed), workers)
-        for numbers in run_worker(rank, made, 2)[0]:
-            for task in made.tasks:
+        plan = random_plan(random.Random(seed), workers)
+        for numbers in run_worker(rank, plan, 2)[0]:
+            for task in plan.tasks:
                 if isinstance(task, Run):
-                    once, handled = made.samples * task.partition.layout.tp, numbers[f"samples/{task.node}"]
-                    assert handled >= once if task.node in made.flow.refill_loop else handled == once, (seed, task)
+                    once, handled = plan.samples * task.partition.layout.tp, numbers[f"samples/{task.node}"]
+                    assert handled >= once if task.node in plan.flow.refill_loop else handled == once, (seed, task)
 
 
 @pytest.mark.parametrize("workers", WORKERS)
@@ -71,52 +72,54 @@ def read_tokens(batch: Batch) -> None:
     assert all((row == torch.arange(len(row))).all() for row in batch["tokens"])
 
 
-def growing_plan(workers: int) -> Plan:
-    """The per-worker batch is fixed. All generate, half of them judge, all train, in pairs and evenly loaded."""
+def proportional_plan(workers: int) -> Plan:
+    """The batch per worker is fixed. All generate, half of them judge, all train, with tp 2 and balanced."""
     nodes = (
         Node("generate", writes=("tokens", "logprobs"), fn=write_tokens),
         Node("judge", reads=("tokens",), fn=read_tokens),
         Node("update", reads=("tokens", "logprobs"), balance="tokens", fn=read_tokens),
     )
     places = {"judge": Place("half"), "update": Place(tp=2)}
-    made = Placement(workers, {"half": "50%-"}, nodes=places)
-    return plan(Flow("growing", (), nodes), made, Workload(prompts=64 * workers))
+    placement = Placement(workers, {"half": "50%-"}, nodes=places)
+    return make_plan(Flow("proportional", (), nodes), placement, Workload(prompts=64 * workers))
 
 
-def run_growing(rank: int, workers: int) -> list[Traffic]:
-    return run_worker(rank, growing_plan(workers), 2)[1]
+def run_proportional(rank: int, workers: int) -> list[Traffic]:
+    return run_worker(rank, proportional_plan(workers), 2)[1]
 
 
 def test_no_worker_carries_more_when_there_are_more_workers() -> None:
     busiest = {}
     for n in (2, 4, 8):
-        of_all = spawn(n, run_growing, n)
-        busiest[n] = [max(max(getattr(t, way) for t in steps) for steps in of_all) for way in ("sent", "received")]
+        traffic = spawn(n, run_proportional, n)
+        busiest[n] = [
+            max(max(getattr(t, direction) for t in steps) for steps in traffic) for direction in ("sent", "received")
+        ]
     for n in (4, 8):
         for few, many in zip(busiest[2], busiest[n], strict=True):
             assert many < 1.15 * few, busiest
 
 
-def run_dealing(rank: int, shared_memory: str) -> None:
+def run_late_reader(rank: int, shared_memory: str) -> None:
     os.environ[SHARED_MEMORY] = shared_memory
-    everybody, size = (0, 1, 2), 1 << 16
-    comm = Transport([everybody], torch.device("cpu"), lambda _: nullcontext())
+    all_ranks, size = (0, 1, 2), 1 << 16
+    transport = Transport([all_ranks], torch.device("cpu"), lambda _: nullcontext())
     for turn in range(8):
-        takers = everybody if turn % 2 else (2,)  # who only gives does not wait for who takes
-        send = [size if r in takers else 0 for r in everybody]
-        out = torch.empty(3 * size if rank in takers else 0, dtype=torch.uint8)
+        receivers = all_ranks if turn % 2 else (2,)  # who only sends does not wait for receivers
+        send = [size if r in receivers else 0 for r in all_ranks]
+        out = torch.empty(3 * size if rank in receivers else 0, dtype=torch.uint8)
         if rank == 2:
-            time.sleep(0.05)  # late for all of them
-        mine = 16 * rank + turn
-        receive = [size if rank in takers else 0] * 3
-        comm.perform(AllToAll(everybody, lambda data, mine=mine: data.fill_(mine), send, out, receive))  # type: ignore[misc]
-        for giver, piece in enumerate(out.split(size)):
-            assert (piece == 16 * giver + turn).all(), (turn, giver)
+            time.sleep(0.05)  # the slowest rank
+        value = 16 * rank + turn
+        receive = [size if rank in receivers else 0] * 3
+        transport.execute(AllToAll(all_ranks, lambda data, value=value: data.fill_(value), send, out, receive))  # type: ignore[misc]
+        for sender, piece in enumerate(out.split(size)):
+            assert (piece == 16 * sender + turn).all(), (turn, sender)
 
 
 @pytest.mark.parametrize("shared_memory", ["1", "0"])
-def test_what_is_dealt_stays_until_the_slowest_has_read_it(shared_memory: str) -> None:
-    spawn(3, run_dealing, shared_memory)
+def test_sent_bytes_stay_until_the_slowest_rank_has_read_them(shared_memory: str) -> None:
+    spawn(3, run_late_reader, shared_memory)
 
 
 def write_differently(batch: Batch, ctx: Any) -> Any:
@@ -125,13 +128,13 @@ def write_differently(batch: Batch, ctx: Any) -> Any:
 
 def run_disagreeing(rank: int) -> str:
     nodes = (Node("score", writes=("score",), fn=write_differently), Node("use", reads=("score",), fn=read_tokens))
-    made = plan(Flow("f", (), nodes), Placement(2, nodes={"use": Place(tp=2)}), Workload(4))
+    plan = make_plan(Flow("f", (), nodes), Placement(2, nodes={"use": Place(tp=2)}), Workload(4))
     with pytest.raises(Exception, match="write the same type everywhere") as e:
-        run_worker(rank, made, 1)
+        run_worker(rank, plan, 1)
     return str(e.value)
 
 
-def test_workers_that_write_different_types_are_told_the_field() -> None:
+def test_an_error_names_the_field_that_workers_write_with_different_types() -> None:
     assert "field 'score' is" in spawn(2, run_disagreeing)[0]
 
 
@@ -173,10 +176,10 @@ def run_without_memfd(rank: int, seeds: range) -> list[bool]:
 
         os.memfd_create = forbidden  # type: ignore[assignment]
     sets = [(0, 1, 2), (0, 2)]
-    comm = Transport(sets, torch.device("cpu"), lambda _: nullcontext())
+    transport = Transport(sets, torch.device("cpu"), lambda _: nullcontext())
     run_random_graphs(rank, 3, seeds, "1")
-    return [ranks in comm._neighbours for ranks in sets]
+    return [ranks in transport._shared_memory for ranks in sets]
 
 
-def test_where_memory_cannot_be_shared_sockets_do() -> None:
+def test_sockets_are_used_where_memory_cannot_be_shared() -> None:
     assert spawn(3, run_without_memfd, range(3)) == [[False, True], [False, False], [False, True]]

@@ -50,7 +50,7 @@ def twice(data):
 
 
 class Texts:
-    names: tuple[str, ...] = ("text",)
+    column_names: tuple[str, ...] = ("text",)
 
     def __len__(self) -> int:
         return 4

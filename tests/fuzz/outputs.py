@@ -1,4 +1,4 @@
-"""What a node returns: any junk of Python, NumPy and torch. What is taken must also travel, and arrive as it was."""
+"""Outputs of nodes: any junk of Python, NumPy and torch. Whatever is accepted must also arrive unchanged."""
 
 import datetime
 import enum
@@ -44,16 +44,16 @@ class Color(enum.IntEnum):
 
 
 def _cycle() -> list[Any]:
-    made: list[Any] = [1, 2, 3]
-    made.append(made)
-    return made
+    values: list[Any] = [1, 2, 3]
+    values.append(values)
+    return values
 
 
 def _deep(n: int) -> Any:
-    made: Any = []
+    nested: Any = []
     for _ in range(n):
-        made = [made]
-    return made
+        nested = [nested]
+    return nested
 
 
 ONE: tuple[Callable[[Random], Any], ...] = (
@@ -74,32 +74,32 @@ ONE: tuple[Callable[[Random], Any], ...] = (
 
 
 def _tensor(r: Random) -> Any:
-    made: Any = torch.arange(24.0).reshape(4, 6)
+    tensor: Any = torch.arange(24.0).reshape(4, 6)
     match r.randrange(16):
         case 0:
-            return made.to_sparse()
+            return tensor.to_sparse()
         case 1:
             return torch.zeros(4, device="meta")
         case 2:
             return torch.conj(torch.ones(4, 2, dtype=torch.complex64) * 1j)
         case 3:
-            return torch.quantize_per_tensor(made, 0.1, 0, torch.quint8)
+            return torch.quantize_per_tensor(tensor, 0.1, 0, torch.quint8)
         case 4:
             return torch.nested.nested_tensor([torch.zeros(i) for i in range(4)])
         case 5:
-            return made.T[:4]
+            return tensor.T[:4]
         case 6:
             return torch.zeros(1).expand(4)
         case 7:
-            return torch.nn.Parameter(made)
+            return torch.nn.Parameter(tensor)
         case 8:
             return torch.zeros(4, 1, 1, 1, 1, 1, 1)
         case 9:
             return torch.zeros(4, 0, 3)
         case 10:
-            return made[:, :3].to(torch.float8_e4m3fn)
+            return tensor[:, :3].to(torch.float8_e4m3fn)
         case 11:
-            return torch._neg_view(made)
+            return torch._neg_view(tensor)
         case 12:
             return torch.zeros(4, 3).to_sparse_csr()
         case 13:
@@ -140,7 +140,7 @@ class Outputs:
     name, quick, full = "outputs", 600, 6000
 
     def __init__(self, folder: Path) -> None:
-        nodes = (Node("made", reads=("text",), writes=("a", "b")), Node("read", reads=("a", "b"), writes=()))
+        nodes = (Node("write", reads=("text",), writes=("a", "b")), Node("read", reads=("a", "b"), writes=()))
         self.plan = plan(Flow("junk", ("text",), nodes), Placement(1), Workload(SAMPLES))
         self.task = next(t for t in self.plan.tasks if isinstance(t, Run))
         self.loader = Loader(_Rows(), SAMPLES, 1, 0)
@@ -155,7 +155,7 @@ class Outputs:
             data = Coordinator(0, self.plan, self.loader)
             try:
                 data.outputs(0, self.task, value)
-                _travel({f: data.buffer.get(Key(0, self.task.partition.id, f)) for f in ("a", "b")})
+                _send({f: data.buffer.get(Key(0, self.task.partition.id, f)) for f in ("a", "b")})
             finally:
                 data.close()
 
@@ -166,14 +166,14 @@ class Outputs:
         if pick < 0.06:
             return rng.choice(ONE)(rng)
         good = [float(i) for i in range(SAMPLES)]
-        made: dict[Any, Any] = {"a": self._column(rng), "b": good}
+        fields: dict[Any, Any] = {"a": self._column(rng), "b": good}
         if pick < 0.1:
-            made[rng.choice(("c", "A", 3, None, ("a",), "x" * 5000))] = good
+            fields[rng.choice(("c", "A", 3, None, ("a",), "x" * 5000))] = good
         if pick < 0.14:
-            del made[rng.choice(list(made))]
+            del fields[rng.choice(list(fields))]
         if pick < 0.2:
-            return Batch(np.arange(SAMPLES), np.arange(SAMPLES), made)
-        return made
+            return Batch(np.arange(SAMPLES), np.arange(SAMPLES), fields)
+        return fields
 
     def _column(self, rng: Random) -> Any:
         match rng.randrange(6):
@@ -192,7 +192,7 @@ class Outputs:
 
 
 class _Rows:
-    names: tuple[str, ...] = ("text",)
+    column_names: tuple[str, ...] = ("text",)
 
     def __len__(self) -> int:
         return SAMPLES
@@ -201,16 +201,16 @@ class _Rows:
         return {"text": "x"}
 
 
-def _travel(columns: dict[str, Column]) -> None:
-    """To another worker and back, as an exchange does it."""
-    strips = [wire.strip(c, f"field '{f}'", torch.device("cpu")) for f, c in columns.items()]
+def _send(columns: dict[str, Column]) -> None:
+    """Packs and unpacks the columns, as an exchange does, and compares."""
+    flat = [wire.flatten(c, f"field '{f}'", torch.device("cpu")) for f, c in columns.items()]
     index = np.arange(SAMPLES)
-    payload = sum(int(s.lengths[index].sum()) * s.row for s in strips)
-    size = wire.segment_size(len(strips), SAMPLES, payload)
+    payload = sum(int(c.lengths[index].sum()) * c.item_bytes for c in flat)
+    size = wire.segment_size(len(flat), SAMPLES, payload)
     segments = wire.Segments(np.array([SAMPLES]), np.array([0]))
-    slab = torch.zeros(size, dtype=torch.uint8)
-    wire.write(strips, index, segments, slab)
-    arrived = wire.read(slab, segments, list(columns), index, "a move")
+    memory = torch.zeros(size, dtype=torch.uint8)
+    wire.pack(flat, index, segments, memory)
+    arrived = wire.unpack(memory, segments, list(columns), index, "a move")
     for f, column in columns.items():
         for i in range(SAMPLES):
             assert _same(arrived[f][i], column[i]), f"field '{f}' arrives as {arrived[f][i]!r}, was {column[i]!r}"

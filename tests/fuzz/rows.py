@@ -1,4 +1,4 @@
-"""Data files: JSON Lines and Parquet with all that can be wrong in them, read row by row into columns."""
+"""Data files: JSON Lines and Parquet with anything wrong in them, read row by row into columns."""
 
 import datetime
 import json
@@ -64,9 +64,9 @@ class DataRows:
         folder = self.folder / "data"
         shutil.rmtree(folder)
         folder.mkdir()
-        made = [self._file(folder, rng) for _ in range(rng.choice((1, 1, 1, 2)))]
-        what = "; ".join(told for _, told in made)
-        files: list[Any] = [path for path, _ in made]
+        written = [self._file(folder, rng) for _ in range(rng.choice((1, 1, 1, 2)))]
+        content = "; ".join(text for _, text in written)
+        files: list[Any] = [path for path, _ in written]
         if rng.random() < 0.05:
             files = rng.choice(
                 ([], [folder], [folder / "*.jsonl"], [folder / "none.jsonl"], [folder / rng.choice(TEXTS)])
@@ -75,18 +75,18 @@ class DataRows:
         tokens = rng.random() < 0.3
 
         def run() -> None:
-            rows = Dataset(files, fields, "skip" if skip else "error", self.cache)
-            view = DatasetView(rows, {"answer": "truth"})
+            dataset = Dataset(files, fields, "skip" if skip else "error", self.cache)
+            view = DatasetView(dataset, {"answer": "truth"})
             if tokens:
                 view = check_prompts(view, self.text, skip, 0, 1).rows
             for i in range(min(len(view), 20)):
-                assert view.describe(i)
+                assert view.location(i)
                 view[i]
             ids, columns = Loader(view, 4, 2, number).load(number, 0, 1)
             for name, column in columns.items():
                 as_column(column, len(ids), f"data column '{name}'")
 
-        return Case(f"{files} {fields} skip={skip}: {what}", run, (str(folder), "data column '", "no data files"))
+        return Case(f"{files} {fields} skip={skip}: {content}", run, (str(folder), "data column '", "no data files"))
 
     def _file(self, folder: Path, rng: Random) -> tuple[Path, str]:
         number = len(list(folder.iterdir()))
@@ -110,11 +110,11 @@ class DataRows:
             pq.write_table(pa.Table.from_arrays(columns, names), path, row_group_size=2)
         except (pa.ArrowException, ValueError, OverflowError):
             path.write_bytes(b"PAR1")
-        told = f"{list(zip(names, (str(k) for k, _ in kinds), strict=True))} × {size}"
+        content = f"{list(zip(names, (str(k) for k, _ in kinds), strict=True))} × {size}"
         if rng.random() < 0.5:
             path.write_bytes(damaged(path.read_bytes(), rng))
-            told += " damaged"
-        return path, told
+            content += " damaged"
+        return path, content
 
     def _line(self, rng: Random) -> bytes:
         pick = rng.random()
@@ -126,7 +126,7 @@ class DataRows:
             return json.dumps({"prompt": junk(rng), "answer": junk(rng)}, default=str, ensure_ascii=False).encode(
                 errors="surrogatepass"
             )
-        except (TypeError, ValueError):  # keys or numbers that JSON has not
+        except (TypeError, ValueError):  # keys or numbers that JSON does not have
             return b'{"prompt": "a", "answer": 2}'
 
     def _odd(self, path: Path, rng: Random) -> Path:

@@ -1,5 +1,6 @@
-"""What junk has found, once each."""
+"""Problems that fuzzing has found, a test for each."""
 
+import json
 import os
 import re
 import sys
@@ -22,13 +23,16 @@ from distflow.data.dataset import Dataset
 from distflow.engine.model.prompt_check import texts
 from distflow.engine.model.source import find_folder, open_model
 from distflow.engine.model.text import Text
+from distflow.engine.role_state import RoleState
 from distflow.errors import CheckpointError, ConfigError, DataError, DistflowError, FlowError, PlacementError, shown
 from distflow.flow import from_list
 from distflow.launch.local import launch
 from distflow.launch.process import run_worker
 from distflow.reward.server import Scorer
-from distflow.run.checkpoint import Part, Saver, Team, damage, load_tensors, steps_there
+from distflow.run.checkpoint import FORMAT, list_checkpoints, load_tensors, verify
+from distflow.run.checkpoint_writer import CheckpointWriter, Members
 from distflow.run.export import export
+from distflow.run.program import Program
 from fuzz.checkpoints import Checkpoints, all_flips
 from fuzz.configs import CODE, bomb
 
@@ -43,18 +47,18 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def read(folder: Path, text: str = "", **changed: Any) -> Config:
-    given: dict[str, Any] = {"flow": "own.py:count", "data": {"files": "rows.jsonl", "batch": 4}, **changed}
-    (folder / "run.yaml").write_text(yaml.safe_dump(given) + text)
+def load(folder: Path, text: str = "", **changed: Any) -> Config:
+    config: dict[str, Any] = {"flow": "own.py:count", "data": {"files": "rows.jsonl", "batch": 4}, **changed}
+    (folder / "run.yaml").write_text(yaml.safe_dump(config) + text)
     return load_config(folder / "run.yaml")
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (bomb("list") + "\nsteps: *b11", "there are more than 100,000 values here"),
-        (bomb("map") + "\nsteps: *b59", "there are more than 100,000 values here"),
-        ("steps: &a [*a]", "an alias stands for what it is in"),
+        (bomb("list") + "\nsteps: *b11", "there are more than 100,000 values here once its aliases"),
+        (bomb("map") + "\nsteps: *b59", "there are more than 100,000 values here once its aliases"),
+        ("steps: &a [*a]", "an alias is used inside its own value"),
         ("steps: " + "[" * 1000, "nested too deeply"),
         ("steps: !!bool x", "does not fit its tag (KeyError"),
         ("steps: !!int ''", "does not fit its tag (IndexError"),
@@ -66,13 +70,13 @@ def read(folder: Path, text: str = "", **changed: Any) -> Config:
         ("\n".join(f"k{i}: 1" for i in range(50)), "; and 40 more"),
         ("x" * 1000 + ": 1", "xxx…'"),
         ("# " + "x" * (1 << 20), "has more than 1 MiB"),
-        ('name: "\\ud800"', "has half a character"),
+        ('name: "\\ud800"', "has a lone surrogate"),
         ("wait_limit_s: 1e300", "'wait_limit_s' is 1e+300: input should be less than or equal to 1000000000"),
     ],
 )
 def test_a_config_that_is_too_much_is_refused(folder: Path, text: str, message: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(message)) as e:
-        read(folder, text)
+        load(folder, text)
     assert str(folder / "run.yaml") in str(e.value)
     assert len(str(e.value)) < 2000
 
@@ -100,9 +104,9 @@ def test_a_config_that_cannot_be_planned_is_refused(
     folder: Path, changed: dict[str, Any], error: type[DistflowError], message: str
 ) -> None:
     (folder / "exits.py").write_text("raise SystemExit(3)")
-    config = read(folder, **changed)
+    program = Program(load(folder, **changed))
     with pytest.raises(error, match=re.escape(message)):
-        config.plan(config.workers or 1)
+        program.plan(program.config.workers or 1)
 
 
 @pytest.mark.parametrize(
@@ -160,8 +164,8 @@ def test_half_a_character_is_a_bad_prompt(tmp_path: Path) -> None:
         (np.arange(2, dtype=">i4"), [0, 1]),
     ],
 )
-def test_a_column_that_is_nowhere_in_memory_travels(value: Any, numbers: list[complex]) -> None:
-    sent = wire.strip(as_column(value, 2, WHERE), WHERE, torch.device("cpu"))
+def test_a_column_that_is_nowhere_in_memory_can_be_sent(value: Any, numbers: list[complex]) -> None:
+    sent = wire.flatten(as_column(value, 2, WHERE), WHERE, torch.device("cpu"))
     assert sent.values.view(torch.uint8).view(sent.values.dtype).tolist() == numbers
 
 
@@ -180,21 +184,24 @@ def _in_itself() -> list[Any]:
     [
         (torch.eye(2).to_sparse(), "is a tensor without plain values in memory"),
         (torch.zeros(2, device="meta"), "is a tensor without plain values in memory"),
-        (np.array(["2025-01-01"] * 2, "M8[D]"), r"has NumPy's datetime64\[D\]"),
+        (np.array(["2025-01-01"] * 2, "M8[D]"), r"has the NumPy dtype datetime64\[D\]"),
         (np.array("x"), "is a single number"),
-        ([_in_itself(), 1], "sample 0 holds lists or dicts in each other"),
-        (Ragged(torch.zeros(3), np.array([0, 2]), np.array([2, 2])), "is a Ragged whose samples are not in its values"),
+        ([_in_itself(), 1], "sample 0 nests lists or dicts"),
+        (
+            Ragged(torch.zeros(3), np.array([0, 2]), np.array([2, 2])),
+            "is a Ragged whose samples lie outside its values",
+        ),
         (
             Ragged(torch.zeros(3), np.array([0, -1]), np.array([1, 1])),
-            "is a Ragged whose samples are not in its values",
+            "is a Ragged whose samples lie outside its values",
         ),
-        (Ragged(torch.zeros(3), [0, 1], [1, 1]), "is a Ragged whose samples are not in its values"),  # type: ignore[arg-type]
-        ([10**5000, 1], "cannot travel: Exceeds the limit"),
+        (Ragged(torch.zeros(3), [0, 1], [1, 1]), "is a Ragged whose samples lie outside its values"),  # type: ignore[arg-type]
+        ([10**5000, 1], "cannot be sent: Exceeds the limit"),
     ],
 )
-def test_a_column_that_cannot_travel_is_refused(value: Any, message: str) -> None:
+def test_a_column_that_cannot_be_sent_is_refused(value: Any, message: str) -> None:
     with pytest.raises(DataError, match=f"^{WHERE}: {message}"):
-        wire.strip(as_column(value, 2, WHERE), WHERE, torch.device("cpu"))
+        wire.flatten(as_column(value, 2, WHERE), WHERE, torch.device("cpu"))
 
 
 @pytest.mark.parametrize("program", ["Odd()", "BadDict(score=1)", "Array()", "BadFloat(1)", "fail(BadError())"])
@@ -212,38 +219,38 @@ def test_no_flip_of_a_bit_goes_unnoticed(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_may_have_been_given_another_name(tmp_path: Path) -> None:
-    made = Checkpoints(tmp_path)
-    best = made.place.rename(tmp_path / "the best")
-    assert made.checkpoints.resume(str(best)) == 4
+    kind = Checkpoints(tmp_path)
+    best = kind.path.rename(tmp_path / "the best")
+    assert kind.manager.resume(str(best)) == 4
     for name in ("step_²", "step_x", "step_9.part"):
-        (made.folder / name).mkdir()
-        (made.folder / name / "complete.json").write_text("{}")
-    assert steps_there(made.folder) == [2]
+        (kind.folder / name).mkdir()
+        (kind.folder / name / "complete.json").write_text("{}")
+    assert list_checkpoints(kind.folder) == [2]
     with pytest.raises(ConfigError, match="--resume: '~nobody-here' cannot be looked up"):
-        made.checkpoints.resume("~nobody-here")
+        kind.manager.resume("~nobody-here")
 
 
-def test_a_list_of_files_that_lists_nothing_is_no_checkpoint(tmp_path: Path) -> None:
-    made = Checkpoints(tmp_path)
-    (made.place / "complete.json").write_text('{"step": 4, "lists": {}}')
-    assert damage(made.place) == f"{made.place}: its list of files is not whole"
+def test_a_checkpoint_with_an_empty_list_of_files_is_damaged(tmp_path: Path) -> None:
+    kind = Checkpoints(tmp_path)
+    (kind.path / "complete.json").write_text(json.dumps({"format": FORMAT, "step": 4, "checksums": {}}))
+    assert verify(kind.path) == f"{kind.path}: its list of files is not complete"
 
 
-def test_tensors_that_do_not_fit_are_told(tmp_path: Path) -> None:
-    made = Checkpoints(tmp_path)
+def test_tensors_of_another_shape_are_refused(tmp_path: Path) -> None:
+    kind = Checkpoints(tmp_path)
     with pytest.raises(CheckpointError, match=r"actor/tensors: cannot be read: rank 0: Size mismatch"):
-        load_tensors(made.place / "actor", {"weights.a": torch.zeros(5, 5)}, None)
+        load_tensors(kind.path / "actor", {"weights.a": torch.zeros(5, 5)}, None)
 
 
-def test_a_state_that_json_has_not_is_told_with_its_role(tmp_path: Path) -> None:
-    alone = Team((0,), None)
-    saver = Saver(tmp_path, 0, alone, {"judge": alone})
-    saver.save(1, {"judge": Part({"seen": {1, 2}})}, {}, lambda p: None)
+def test_a_state_that_is_not_json_is_refused_with_its_role(tmp_path: Path) -> None:
+    alone = Members((0,), None)
+    writer = CheckpointWriter(tmp_path, 0, alone, {"judge": alone})
+    writer.save(1, {"judge": RoleState({"seen": {1, 2}})}, {}, lambda path: None)
     with pytest.raises(
-        CheckpointError, match="could not be written: the state of the role 'judge' is not plain values"
+        CheckpointError, match="could not be written: the state of the role 'judge' is not made of plain"
     ):
-        saver.wait()
-    saver.close()
+        writer.wait()
+    writer.close()
 
 
 def test_an_export_needs_a_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -253,29 +260,29 @@ def test_an_export_needs_a_directory(tmp_path: Path, capsys: pytest.CaptureFixtu
         export(run, tmp_path / "file")
     with pytest.raises(SystemExit):
         cli.main(["export", str(run), str(tmp_path / "new"), "more"])
-    assert "unknown word more" in capsys.readouterr().err
+    assert "unknown argument more" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("rank", "message"), [("x", "RANK in the environment is 'x'"), ("2", "RANK is 2 and WORLD_SIZE 2")]
 )
-def test_a_launcher_that_says_nonsense_is_told(
+def test_a_rank_that_is_not_possible_is_refused(
     folder: Path, monkeypatch: pytest.MonkeyPatch, rank: str, message: str
 ) -> None:
     monkeypatch.setenv("RANK", rank)
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ConfigError, match=message):
-        run_worker(read(folder))
+        run_worker(Program(load(folder)))
 
 
 @pytest.mark.parametrize("run_dir", ["run.yaml", "run.yaml/x", "\0", "x" * 300])
 def test_a_run_needs_a_folder_of_its_own(folder: Path, run_dir: str) -> None:
-    with pytest.raises(ConfigError, match=r"^run_dir: .* cannot be made: .*; choose another"):
-        launch(read(folder, run_dir=str(folder / run_dir)), "run.yaml", [])
+    with pytest.raises(ConfigError, match=r"^run_dir: .* cannot be created: .*; choose another"):
+        launch(load(folder, run_dir=str(folder / run_dir)), "run.yaml", [])
 
 
 @pytest.mark.parametrize("name", ["~nobody-here/x", "x" * 300])
-def test_a_model_that_cannot_be_looked_up_is_told(name: str) -> None:
+def test_a_model_that_cannot_be_looked_up_is_named(name: str) -> None:
     with pytest.raises(ConfigError, match=f"^model: '{name[:20]}.*' cannot be looked up"):
         find_folder(name, Path())
 

@@ -1,35 +1,35 @@
-"""Even out weights over cells without changing how many units a cell has. Pure numpy, exact integers."""
+"""Balances weights over cells without changing the number of units per cell. Pure NumPy, exact integers."""
 
 import numpy as np
 from numpy.typing import NDArray
 
 Ints = NDArray[np.int64]
 
-TOLERANCE = 0.01  # (max − min) / mean at which a deal is even enough; each further swap would only cost bytes
+TOLERANCE = 0.01  # (max − min) / mean that counts as balanced; further swaps would only cost bytes
 
 
-def spread(units: Ints, weights: Ints, room: Ints, load: Ints) -> Ints:
-    """A cell for each unit: constrained longest-processing-time.
+def assign_evenly(units: Ints, weights: Ints, capacity: Ints, load: Ints) -> Ints:
+    """Assigns a cell to each unit: longest processing time first, with a limit of units per cell.
 
-    In every round each cell that has room takes one unit, the emptiest cell the heaviest.
-    `room` and `load` (units a cell may still take, weight it has) are updated.
+    In every round each cell with capacity left takes one unit, the least loaded cell the heaviest one.
+    Updates `capacity` (units a cell can still take) and `load` (the weight of a cell) in place.
     """
     cell = np.empty(len(units), np.int64)
     todo = np.argsort(-weights[units], kind="stable")
     while len(todo):
-        open_cells = np.flatnonzero(room)
+        open_cells = np.flatnonzero(capacity)
         takers = open_cells[np.argsort(load[open_cells], kind="stable")][: len(todo)]
-        given, todo = todo[: len(takers)], todo[len(takers) :]
-        cell[given] = takers
-        room[takers] -= 1
-        load[takers] += weights[units[given]]
+        heaviest, todo = todo[: len(takers)], todo[len(takers) :]
+        cell[heaviest] = takers
+        capacity[takers] -= 1
+        load[takers] += weights[units[heaviest]]
     return cell
 
 
-def even_out(cell: Ints, weights: Ints, cells: int, movable: NDArray[np.bool_]) -> Ints:
-    """Swap movable units between the fullest and the emptiest cell until all are within TOLERANCE, or nothing helps.
+def rebalance(cell: Ints, weights: Ints, cells: int, movable: NDArray[np.bool_]) -> Ints:
+    """Swaps movable units between the most and the least loaded cell until all are within TOLERANCE or no swap helps.
 
-    Few units change cell: the deal one starts from is disturbed only as far as balance needs it.
+    Returns the new cell of each unit. Only as many units change their cell as the balance needs.
     """
     cell = cell.copy()
     load = np.bincount(cell, weights, cells).astype(np.int64)
@@ -59,7 +59,7 @@ def even_out(cell: Ints, weights: Ints, cells: int, movable: NDArray[np.bool_]) 
 
 
 def imbalance(cell: Ints, weights: Ints, cells: int) -> float:
-    """(max − min) / mean of the weight per cell."""
+    """Returns (max − min) / mean of the weight per cell."""
     load = np.bincount(cell, weights, cells)
     mean = float(load.mean())
     return float(load.max() - load.min()) / mean if mean else 0.0

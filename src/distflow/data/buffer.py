@@ -13,7 +13,7 @@ class Key(NamedTuple):
 
 
 class Buffer:
-    """Columns come in by `put`, are read by `get` and leave by `free`; their memory is given back behind the work."""
+    """Holds columns from `put` until `free` or `pop`. Freed memory is released in the background."""
 
     def __init__(self) -> None:
         self._columns: dict[Key, Column] = {}
@@ -26,19 +26,20 @@ class Buffer:
         return self._columns[key]
 
     def pop(self, key: Key) -> Column:
-        """The last reader takes it along."""
+        """Removes a column and returns it to its last reader."""
         return self._columns.pop(key)
 
-    def drop(self, key: Key) -> None:
+    def discard(self, key: Key) -> None:
+        """Removes a column if it is there."""
         self._columns.pop(key, None)
 
     def free(self, step: int, partition: str, fields: tuple[str, ...]) -> None:
-        dead = [self._columns.pop(Key(step, partition, f)) for f in fields]
+        freed = [self._columns.pop(Key(step, partition, f)) for f in fields]
         # Unmapping large memory takes milliseconds: the last reference is dropped in the background.
-        self._reclaimer.submit(dead.clear)
+        self._reclaimer.submit(freed.clear)
 
-    def left(self, step: int) -> list[Key]:
-        """What is still here of a step."""
+    def remaining(self, step: int) -> list[Key]:
+        """Returns the keys of a step that have not been freed."""
         return [k for k in self._columns if k.step == step]
 
     def close(self) -> None:

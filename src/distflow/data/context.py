@@ -1,4 +1,4 @@
-"""What a node may ask for, besides its batch, by a parameter called `ctx`."""
+"""The context of a node's call, passed to a node that has a parameter named `ctx`."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +20,7 @@ class MetricLog(Protocol):
 
 @dataclass(frozen=True)
 class Context:
-    """The step, the worker and its place in the layout of the node that is called."""
+    """The step, the worker, and the layout of the node that is called."""
 
     step: int
     rank: int
@@ -33,5 +33,5 @@ class Context:
 
     @property
     def lead(self) -> bool:
-        """Whether this worker speaks for its tensor-parallel replicas: files are written by it alone."""
+        """Whether this worker is the first rank of its cell: it alone writes files and logs for the cell."""
         return any(cell[0] == self.rank for cell in self.layout.cells)

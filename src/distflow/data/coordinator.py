@@ -8,20 +8,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from distflow.data.allocator import CachingAllocator
 from distflow.data.balance import Ints
-from distflow.data.batch import Batch, Column, Ragged, as_column, join, own_copy, select, stride_of
+from distflow.data.batch import Batch, Column, Ragged, as_column, concat, copy_objects, nbytes, select
 from distflow.data.buffer import Buffer, Key
 from distflow.data.dynamic_sampling import DynamicSampling, SampledPrompts
-from distflow.data.exchange import AllGather, Collective, Slabs, exchange
+from distflow.data.exchange import AllGather, Collective, exchange
 from distflow.data.loader import Loader
-from distflow.data.routes import contiguous
+from distflow.data.routes import contiguous_cells
 from distflow.errors import DataError, cut, suggest
 from distflow.plan.tasks import Free, Load, Move, Partition, Plan, Refill, Run
 
 
 @dataclass
 class Traffic:
-    """What went over this worker's data plane in one step. Bytes, but for `imbalance`: (max − min) / mean tokens."""
+    """The bytes one worker sent, received and read locally in a step; `imbalance` is (max − min) / mean tokens."""
 
     sent: int = 0
     received: int = 0
@@ -30,27 +31,27 @@ class Traffic:
 
 
 class Coordinator:
-    """Errors of `outputs` say what is wrong with what a node returned; the worker adds which node, step and rank."""
+    """Carries out the data tasks of one rank. Errors name the field; the worker adds node, step and rank."""
 
     def __init__(self, rank: int, plan: Plan, loader: Loader, device: torch.device | None = None) -> None:
         self.rank, self.plan, self.loader = rank, plan, loader
         self.buffer = Buffer()
-        self.slabs = Slabs(device)
+        self.allocator = CachingAllocator(device)
         self.traffic = Traffic()
         self._slots: dict[tuple[int, str], Ints] = {}  # (step, partition) → the slots this rank has there
-        self._moved: set[Key] = set()  # columns that came by a move, not from a node here
-        self.position = 0  # in the stream of prompts, where the next step begins, if the plan has a refill
-        self._draw: DynamicSampling | None = None  # while prompts are being drawn
-        self.drawn: SampledPrompts | None = None  # the prompts of the step, afterwards
-        self._stash: dict[str, list[tuple[Ints, dict[str, Column]]]] = {}  # partition → what the rounds have brought
+        self._moved: set[Key] = set()  # columns received by a move, not written by a node of this rank
+        self.position = 0  # of the next step's first prompt in the loader's stream, if the plan has a refill
+        self._sampling: DynamicSampling | None = None  # while rounds of dynamic sampling are running
+        self.sampled_prompts: SampledPrompts | None = None  # the prompts of the step, once they are chosen
+        self._rounds: dict[str, list[tuple[Ints, dict[str, Column]]]] = {}  # partition → ids and columns of each round
 
     def load(self, step: int, task: Load) -> None:
-        """Take what was loaded behind the last step, and start loading the next one."""
+        """Takes the rows that were prefetched during the last step, and starts to prefetch the next step's."""
         layout = task.partition.layout
         cell = layout.cell_of(self.rank)
         assert cell is not None
-        if self._draw:
-            ids, columns = self.loader.draw(self._draw.position, self._draw.count, cell, layout.dp)
+        if self._sampling:
+            ids, columns = self.loader.load_range(self._sampling.position, self._sampling.count, cell, layout.dp)
         else:
             ids, columns = self.loader.load(step, cell, layout.dp)
             self.loader.prefetch(step + 1, cell, layout.dp)
@@ -64,10 +65,10 @@ class Coordinator:
         if src.layout.cell_of(self.rank) is not None:
             held = self.slots(step, src), {f: self.buffer.get(Key(step, src.id, f)) for f in task.fields}
         wanted = None
-        if not task.deals and dst.layout.cell_of(self.rank) is not None:
+        if not task.assigns and dst.layout.cell_of(self.rank) is not None:
             wanted = self.slots(step, dst)
         samples = len(self.groups(step)) * self.plan.repeat
-        moved = yield from exchange(self.rank, task, samples, self.plan.repeat, held, wanted, self.slabs)
+        moved = yield from exchange(self.rank, task, samples, self.plan.repeat, held, wanted, self.allocator)
         self.traffic.sent += moved.sent
         self.traffic.received += moved.received
         self.traffic.local += moved.kept
@@ -80,20 +81,20 @@ class Coordinator:
                 self._moved.add(Key(step, dst.id, f))
 
     def inputs(self, step: int, task: Run) -> Batch:
-        """What a node reads. Tensors are shared with other readers and must not be changed; objects are its own."""
-        groups, place = np.divmod(self.slots(step, task.partition), self.plan.repeat)
-        ids = self.groups(step)[groups] * self.plan.repeat + place
+        """Returns what a node reads. Tensors are shared with other readers and read-only; objects are copies."""
+        groups, member = np.divmod(self.slots(step, task.partition), self.plan.repeat)
+        ids = self.groups(step)[groups] * self.plan.repeat + member
         columns: dict[str, Column] = {}
         for f in task.reads:
             key = Key(step, task.partition.id, f)
             column = self.buffer.get(key)
             if key not in self._moved:
-                self.traffic.local += size_of(column)
-            columns[f] = own_copy(column) if isinstance(column, list) else column
+                self.traffic.local += nbytes(column)
+            columns[f] = copy_objects(column) if isinstance(column, list) else column
         return Batch(ids, ids // self.plan.repeat, columns)
 
     def outputs(self, step: int, task: Run, value: Any) -> None:
-        """Keep what a node returned, as far as somebody reads it."""
+        """Checks what a node returned, and keeps the fields that a later node reads."""
         node = self.plan.flow.node(task.node)
         samples = len(self.slots(step, task.partition))
         written = _by_field(value, node.writes)
@@ -111,112 +112,107 @@ class Coordinator:
         self.buffer.free(step, task.partition.id, task.fields)
         self._moved.difference_update([Key(step, task.partition.id, f) for f in task.fields])
 
-    def end(self, step: int) -> Traffic:
-        """Close the books of a step: every field has had its last reader."""
-        left = self.buffer.left(step)
-        if left:
-            raise DataError(f"step {step} is over, but these fields were never freed: {left}")
-        self._slots = {k: v for k, v in self._slots.items() if k[0] != step}
-        self.drawn = None
+    def end_step(self, step: int) -> Traffic:
+        """Checks that every field of the step was freed, and returns the step's traffic."""
+        remaining = self.buffer.remaining(step)
+        if remaining:
+            raise DataError(f"step {step} is over, but these fields were never freed: {remaining}")
+        self._forget_slots(step)
+        self.sampled_prompts = None
         traffic, self.traffic = self.traffic, Traffic()
         return traffic
 
     def slots(self, step: int, partition: Partition) -> Ints:
-        """The slots this rank has in a partition; one that nothing was moved to is dealt in contiguous runs."""
+        """Returns the slots of this rank in a partition: contiguous shares, unless a move has assigned others."""
         key = step, partition.id
         if key not in self._slots:
-            cells = contiguous(len(self.groups(step)) * self.plan.repeat, partition.layout.dp)
+            cells = contiguous_cells(len(self.groups(step)) * self.plan.repeat, partition.layout.dp)
             self._slots[key] = np.flatnonzero(cells == partition.layout.cell_of(self.rank))
         return self._slots[key]
 
     def groups(self, step: int) -> Ints:
-        """The prompts of a step, ascending; while prompts are drawn, those of the present round."""
-        if self.drawn:
-            return self.drawn.positions
+        """Returns the prompts of a step, ascending; during dynamic sampling, those of the current round."""
+        if self.sampled_prompts:
+            return self.sampled_prompts.positions
         first, count = step * self.loader.prompts, self.loader.prompts
-        if self._draw:
-            first, count = self._draw.position, self._draw.count
+        if self._sampling:
+            first, count = self._sampling.position, self._sampling.count
         return np.arange(first, first + count, dtype=np.int64)
 
-    def begin(self, task: Refill) -> None:
-        """Before the first round of a step."""
-        self._draw = DynamicSampling(self.position, self.loader.prompts, task.rounds, task.unit)
+    def begin_sampling(self, task: Refill) -> None:
+        """Starts the dynamic sampling of a step, before its first round."""
+        self._sampling = DynamicSampling(self.position, self.loader.prompts, task.rounds, task.unit)
 
     def refill(self, step: int, task: Refill) -> Generator[Collective, Tensor, bool]:
-        """Keep what a round has brought; False if there has to be another one."""
-        assert self._draw is not None
-        keep = yield from self._keep(step, task)
+        """Keeps the useful samples of a round. Returns False if the step needs another round."""
+        assert self._sampling is not None
+        keep = yield from self._kept_prompts(step, task)
         prompts = self.groups(step)
-        full = self._draw.add(keep)
+        full = self._sampling.add_round(keep)
         for src, _, fields in task.carried:
             if src.layout.cell_of(self.rank) is not None:
-                groups, place = np.divmod(self.slots(step, src), self.plan.repeat)
+                groups, member = np.divmod(self.slots(step, src), self.plan.repeat)
                 columns = {f: self.buffer.pop(Key(step, src.id, f)) for f in fields}
-                rounds = self._stash.setdefault(src.id, [])
-                rounds.append((prompts[groups] * self.plan.repeat + place, columns))
-                useful = self._draw.useful()
-                self._stash[src.id] = [_only(part, useful, self.plan.repeat) for part in rounds]
-        self.buffer.drop(Key(step, task.partition.id, task.field))  # if nobody has it who reads it later
-        self._slots = {k: v for k, v in self._slots.items() if k[0] != step}
+                rounds = self._rounds.setdefault(src.id, [])
+                rounds.append((prompts[groups] * self.plan.repeat + member, columns))
+                selected = self._sampling.selected()
+                self._rounds[src.id] = [_only_prompts(part, selected, self.plan.repeat) for part in rounds]
+        self.buffer.discard(Key(step, task.partition.id, task.field))  # popped above if a later node reads it
+        self._forget_slots(step)
         self._moved.clear()
         if full:
-            self.drawn, self._draw = self._draw.result(), None
-            self.position = self.drawn.next
+            self.sampled_prompts, self._sampling = self._sampling.result(), None
+            self.position = self.sampled_prompts.next_position
             for src, dst, fields in task.carried:
                 if src.layout.cell_of(self.rank) is not None:
-                    self._put_together(step, dst, fields, self._stash.pop(src.id))
+                    self._merge_rounds(step, dst, fields, self._rounds.pop(src.id))
         return full
 
-    def _keep(self, step: int, task: Refill) -> Generator[Collective, Tensor, Any]:
-        """Of every prompt of the round, whether all of its samples are to be kept."""
+    def _kept_prompts(self, step: int, task: Refill) -> Generator[Collective, Tensor, Any]:
+        """Returns, for every prompt of the round, whether all of its samples are to be kept."""
         layout, samples = task.partition.layout, len(self.groups(step)) * self.plan.repeat
-        told = torch.full((-(-samples // layout.dp),), -1, dtype=torch.int32)
+        flags = torch.full((-(-samples // layout.dp),), -1, dtype=torch.int32)  # 2 × slot + keep, or −1
         if layout.cell_of(self.rank) is not None:
             column = self.buffer.get(Key(step, task.partition.id, task.field))
             if isinstance(column, Ragged) or len(torch.as_tensor(column).shape) != 1:
-                raise DataError(f"node '{task.node}': field '{task.field}' is not one truth value per sample")
+                raise DataError(f"node '{task.node}': field '{task.field}' must have one boolean per sample")
             slots = torch.from_numpy(self.slots(step, task.partition))
-            told[: len(slots)] = 2 * slots + torch.as_tensor(column).bool()
-        everybody = (yield AllGather(task.ranks, told)).cpu().flatten()
-        known = everybody[everybody >= 0].numpy()
+            flags[: len(slots)] = 2 * slots + torch.as_tensor(column).bool()
+        gathered = (yield AllGather(task.ranks, flags)).cpu().flatten()
+        known = gathered[gathered >= 0].numpy()
         keep = np.ones(samples, bool)
         keep[known // 2] = known % 2
         return keep.reshape(-1, self.plan.repeat).all(1)
 
-    def _put_together(
+    def _merge_rounds(
         self, step: int, into: Partition, fields: tuple[str, ...], rounds: list[tuple[Ints, dict[str, Column]]]
     ) -> None:
+        """Puts the samples of all rounds into the buffer, in the order of their ids."""
         ids = np.concatenate([ids for ids, _ in rounds])
         order = np.argsort(ids)
-        groups, place = np.divmod(ids[order], self.plan.repeat)
-        self._slots[step, into.id] = np.searchsorted(self.groups(step), groups) * self.plan.repeat + place
+        groups, member = np.divmod(ids[order], self.plan.repeat)
+        self._slots[step, into.id] = np.searchsorted(self.groups(step), groups) * self.plan.repeat + member
         for f in fields:
-            self.buffer.put(Key(step, into.id, f), select(join([columns[f] for _, columns in rounds]), order))
+            self.buffer.put(Key(step, into.id, f), select(concat([columns[f] for _, columns in rounds]), order))
+
+    def _forget_slots(self, step: int) -> None:
+        self._slots = {k: v for k, v in self._slots.items() if k[0] != step}
 
     def close(self) -> None:
         self.buffer.close()
 
 
-def _only(part: tuple[Ints, dict[str, Column]], prompts: Ints, repeat: int) -> tuple[Ints, dict[str, Column]]:
-    """What belongs to these prompts; the memory of the rest is given back."""
+def _only_prompts(part: tuple[Ints, dict[str, Column]], prompts: Ints, repeat: int) -> tuple[Ints, dict[str, Column]]:
+    """Returns the samples of these prompts; copies them, so that the memory of the others is released."""
     ids, columns = part
     index = np.flatnonzero(np.isin(ids // repeat, prompts))
     if len(index) == len(ids):
         return part
-    return ids[index], {f: join([select(c, index)]) for f, c in columns.items()}
-
-
-def size_of(column: Column) -> int:
-    """Bytes; of Python objects only text counts."""
-    if isinstance(column, Ragged):
-        return int(column.lengths.sum()) * stride_of(column.trail) * column.values.element_size()
-    if isinstance(column, Tensor):
-        return column.nbytes
-    return sum(len(v) for v in column if type(v) is str)
+    return ids[index], {f: concat([select(c, index)]) for f, c in columns.items()}
 
 
 def _by_field(value: Any, writes: tuple[str, ...]) -> Mapping[str, Any]:
-    """A node returns a dict of fields, a Batch, nothing, or the one column it writes."""
+    """Returns field → column. A node returns a dict of fields, a Batch, None, or the one column it writes."""
     if value is None:
         return {}
     if isinstance(value, Batch):

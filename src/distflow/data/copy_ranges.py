@@ -1,4 +1,4 @@
-"""Copy many runs of bytes from some flat tensors to another, in as few operations as there are long runs."""
+"""Copies many byte ranges from several flat tensors into one, with as few operations as possible."""
 
 from collections.abc import Sequence
 
@@ -8,42 +8,42 @@ from torch import Tensor
 
 from distflow.data.balance import Ints
 
-SHORT = 512  # bytes: if runs are shorter on average, copying through an index beats a slice for each
+SHORT = 512  # bytes: if ranges are shorter on average, one indexed copy beats a slice copy for each
 
 _SAME_WIDTH = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 
 
-def copy_runs(sources: Sequence[Tensor], starts: Ints, out: Tensor, places: Ints, sizes: Ints) -> None:
-    """out[places[f, i] : …] = sources[f][starts[f, i] : …], `sizes[f, i]` bytes each, for all f and i; [sources, runs].
+def copy_ranges(sources: Sequence[Tensor], starts: Ints, out: Tensor, offsets: Ints, sizes: Ints) -> None:
+    """Copies `sizes[f, i]` bytes from sources[f][starts[f, i] : …] to out[offsets[f, i] : …], for all f and i.
 
-    All in bytes. `out` is a flat uint8 tensor; where a source has wider elements, its numbers are multiples of them.
+    All numbers are bytes, [sources, ranges], and multiples of the source's element size. `out` is flat and uint8.
     """
     if not sizes.any():
         return
-    # Join neighbours that are neighbours on both sides.
+    # Merge ranges that are adjacent on both sides.
     apart = np.ones(sizes.shape, bool)
     apart[:, 1:] = starts[:, 1:] != starts[:, :-1] + sizes[:, :-1]
-    apart[:, 1:] |= places[:, 1:] != places[:, :-1] + sizes[:, :-1]
+    apart[:, 1:] |= offsets[:, 1:] != offsets[:, :-1] + sizes[:, :-1]
     first = np.flatnonzero(apart)
-    which, size = first // sizes.shape[1], np.add.reduceat(sizes.ravel(), first)
-    start, place = starts.ravel()[first], places.ravel()[first]
+    source, size = first // sizes.shape[1], np.add.reduceat(sizes.ravel(), first)
+    start, offset = starts.ravel()[first], offsets.ravel()[first]
     by_slice = np.zeros(len(sources), bool)
     if out.device.type == "cpu":
-        runs = np.bincount(which, size > 0, len(sources))
-        by_slice = sizes.sum(1) >= SHORT * runs
-        arrays, room = [s.view(torch.uint8).numpy() for s in sources], out.numpy()
-        long = np.flatnonzero(by_slice[which])
-        for f, a, b, n in zip(*(x[long].tolist() for x in (which, start, place, size)), strict=True):
-            room[b : b + n] = arrays[f][a : a + n]
+        ranges = np.bincount(source, size > 0, len(sources))
+        by_slice = sizes.sum(1) >= SHORT * ranges
+        arrays, target = [s.view(torch.uint8).numpy() for s in sources], out.numpy()
+        long = np.flatnonzero(by_slice[source])
+        for f, a, b, n in zip(*(x[long].tolist() for x in (source, start, offset, size)), strict=True):
+            target[b : b + n] = arrays[f][a : a + n]
     for f in np.flatnonzero(~by_slice).tolist():
-        mine = which == f
-        _by_index(sources[f], start[mine], out, place[mine], size[mine])
+        mine = source == f
+        _copy_by_index(sources[f], start[mine], out, offset[mine], size[mine])
 
 
-def _by_index(source: Tensor, starts: Ints, out: Tensor, places: Ints, sizes: Ints) -> None:
+def _copy_by_index(source: Tensor, starts: Ints, out: Tensor, offsets: Ints, sizes: Ints) -> None:
     width = source.element_size()
     counts = sizes // width
     within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
-    take, put = (torch.from_numpy(np.repeat(at // width, counts) + within).to(out.device) for at in (starts, places))
-    # By width alone: some dtypes can be copied but not indexed.
+    take, put = (torch.from_numpy(np.repeat(at // width, counts) + within).to(out.device) for at in (starts, offsets))
+    # As integers of the same width: some dtypes can be copied but not indexed.
     out.view(_SAME_WIDTH[width])[put] = source.view(_SAME_WIDTH[width])[take]

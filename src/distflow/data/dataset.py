@@ -1,6 +1,6 @@
-"""Random access to the rows of JSON Lines and Parquet files. A worker reads the rows it asks for and nothing else.
+"""Random access to the rows of JSON Lines and Parquet files. A worker reads only the rows that it asks for.
 
-What it takes to find a row is built once per host and shared through the page cache (cache.py).
+The index of a file is built once per host and shared through the page cache (dataset_cache.py).
 """
 
 import glob
@@ -24,16 +24,16 @@ from distflow.errors import DataError, cut, suggest
 
 SUFFIXES = (".jsonl", ".json", ".ndjson", ".parquet")
 
-_CHUNK = 1 << 24  # bytes of a JSON Lines file scanned at once
-_BATCH = 1024  # Parquet rows held at once
-_SHOWN = 20  # skipped rows described
-_SPACE = b" \t\r\n"  # what JSON takes for white space
+_CHUNK = 1 << 24  # bytes of a JSON Lines file scanned at a time
+_BATCH = 1024  # Parquet rows converted at a time
+_MAX_LISTED = 20  # skipped rows listed
+_WHITESPACE = b" \t\r\n"  # as JSON defines it
 
 
 class Dataset:
-    """The rows of all files, in the order given; each has the `fields` asked for, or those of the very first row.
+    """The rows of all files, in their order. Each row has the given `fields`, or by default those of the first row.
 
-    A file may be a pattern or a directory. With `on_bad_row="skip"` unusable rows are left out, see `skipped`.
+    A file may be a pattern or a directory. With `on_bad_row="skip"` unusable rows are left out and listed in `skipped`.
     """
 
     def __init__(
@@ -43,39 +43,40 @@ class Dataset:
         on_bad_row: Literal["error", "skip"] = "error",
         cache: Path | None = None,
     ) -> None:
-        paths = _find([files] if isinstance(files, str | Path) else files)
+        paths = _resolve([files] if isinstance(files, str | Path) else files)
         host_cache = HostCache(cache)
         skip = on_bad_row == "skip"
-        self.names = tuple(fields or ())
+        names = tuple(fields or ())
         self._files: list[_File] = []
         for path in paths:
             parquet = path.suffix.lower() == ".parquet"
-            self._files.append(_Table(path, host_cache, self.names) if parquet else _Lines(path, host_cache))
-            self.names = self.names or self._files[-1].first_names(skip)
+            self._files.append(_ParquetFile(path, host_cache, names) if parquet else _JsonLinesFile(path, host_cache))
+            names = names or self._files[-1].first_names(skip)
+        self.column_names = names
         for file in self._files if skip else ():
-            file.screen(self.names)
+            file.find_bad_rows(names)
         self._ends = list(accumulate(file.count - len(file.bad) for file in self._files))
         self.skipped_count = sum(len(file.bad) for file in self._files)
-        bad = [(file, int(i)) for file in self._files for i in file.bad[:_SHOWN]]
-        self.skipped = [f"{file.place(i)}: {file.pick(i, self.names)}" for file, i in bad[:_SHOWN]]
+        bad = [(file, int(i)) for file in self._files for i in file.bad[:_MAX_LISTED]]
+        self.skipped = [f"{file.location(i)}: {file.read_fields(i, names)}" for file, i in bad[:_MAX_LISTED]]
         if not len(self):
-            why = f"; all {self.skipped_count} were skipped, the first is {self.skipped[0]}" if bad else ""
-            raise DataError(f"{paths[0]}{', …' * (len(paths) > 1)}: no rows; give files with at least one row{why}")
+            reason = f"; all {self.skipped_count} were skipped, the first is {self.skipped[0]}" if bad else ""
+            raise DataError(f"{paths[0]}{', …' * (len(paths) > 1)}: no rows; give files with at least one row{reason}")
 
     def __len__(self) -> int:
         return self._ends[-1]
 
     def __getitem__(self, i: int) -> dict[str, Any]:
         file, k = self._locate(i)
-        row = file.pick(k, self.names)
+        row = file.read_fields(k, self.column_names)
         if isinstance(row, str):
             raise file.error(k, row)
         return row
 
-    def describe(self, i: int) -> str:
-        """Where row `i` is: `file:line`, or `file:row` of a Parquet file, counted from 1."""
+    def location(self, i: int) -> str:
+        """Returns `file:line` of row `i`, or `file:row` for a Parquet file, counted from 1."""
         file, k = self._locate(i)
-        return file.place(k)
+        return file.location(k)
 
     def _locate(self, i: int) -> tuple["_File", int]:
         if not 0 <= i < len(self):
@@ -85,7 +86,7 @@ class Dataset:
 
 
 class _File(ABC):
-    """The rows of one file. `bad` are those left out, ascending."""
+    """The rows of one file. `bad` are the rows left out, ascending."""
 
     count: int
 
@@ -96,24 +97,24 @@ class _File(ABC):
 
     @abstractmethod
     def read(self, i: int) -> dict[str, Any] | str:
-        """The row, or why it cannot be used."""
+        """Returns the row, or the reason why it cannot be used."""
 
-    def place(self, i: int) -> str:
+    def location(self, i: int) -> str:
         return f"{self.path}:{i + 1}"
 
-    def pick(self, i: int, names: tuple[str, ...]) -> dict[str, Any] | str:
-        """The row with these fields, or why it cannot be used."""
+    def read_fields(self, i: int, names: tuple[str, ...]) -> dict[str, Any] | str:
+        """Returns the row with these fields, or the reason why it cannot be used."""
         row = self.read(i)
         if isinstance(row, str):
             return row
         for name in names:
             if name not in row:
-                shown = _excerpt(json.dumps(row, ensure_ascii=False, default=str))
-                return f"{shown} has no field '{name}'{suggest(name, row)}"
+                excerpt = _excerpt(json.dumps(row, ensure_ascii=False, default=str))
+                return f"{excerpt} has no field '{name}'{suggest(name, row)}"
         return {name: row[name] for name in names}
 
-    def error(self, i: int, why: str) -> DataError:
-        return DataError(f"{self.place(i)}: {why} – mend the row or set `data.on_bad_row: skip`")
+    def error(self, i: int, reason: str) -> DataError:
+        return DataError(f"{self.location(i)}: {reason} – fix the row or set `data.on_bad_row: skip`")
 
     def first_names(self, skip: bool) -> tuple[str, ...]:
         for i in range(self.count):
@@ -124,26 +125,26 @@ class _File(ABC):
                 raise self.error(i, row)
         return ()
 
-    def screen(self, names: tuple[str, ...]) -> None:
-        """Find the bad rows. Reads every row, once per host."""
+    def find_bad_rows(self, names: tuple[str, ...]) -> None:
+        """Sets `bad`. Reads every row, once per host."""
 
         def build(out: BinaryIO) -> None:
-            bad = [i for i in range(self.count) if isinstance(self.pick(i, names), str)]
+            bad = [i for i in range(self.count) if isinstance(self.read_fields(i, names), str)]
             out.write(np.array([*bad, self.count], np.int64).tobytes())
 
         self.bad = self.cached("bad", names, build, lambda entry: mapped_ints(entry, self.count))[:-1]
-        self._good_before = self.bad - np.arange(len(self.bad))  # how many good rows come before each bad one
+        self._good_before = self.bad - np.arange(len(self.bad))  # the number of good rows before each bad one
 
     def nth_good(self, i: int) -> int:
         return i + int(np.searchsorted(self._good_before, i, side="right")) if len(self.bad) else i
 
     def cached(self, kind: str, names: tuple[str, ...], build: Build, read: Callable[[Path], T]) -> T:
-        """What `build` makes of this very state of the file."""
+        """Returns what `build` derives from the file in its present state."""
         return self.cache.get(self.path, [*self.stamp, *names], kind, build, read)
 
 
-class _Lines(_File):
-    """JSON Lines: `index` has (line number, offset) of every row that is not blank, and of the end of the file."""
+class _JsonLinesFile(_File):
+    """JSON Lines. `index` has (line number, offset) of every line that is not blank, and of the end of the file."""
 
     def __init__(self, path: Path, cache: HostCache) -> None:
         try:
@@ -157,15 +158,17 @@ class _Lines(_File):
         )
         self.count = len(self.index) - 1
 
-    def place(self, i: int) -> str:
+    def location(self, i: int) -> str:
         return f"{self.path}:{self.index[i, 0]}"
 
     def read(self, i: int) -> dict[str, Any] | str:
         start, end = self.index[i : i + 2, 1].tolist()
         try:
-            raw = os.pread(self.fd, end - start, start).rstrip(_SPACE)
+            raw = os.pread(self.fd, end - start, start).rstrip(_WHITESPACE)
         except OSError as e:
-            raise DataError(f"{self.path}: cannot be read any more: {e}; is it still there, and its disk?") from e
+            raise DataError(
+                f"{self.path}: cannot be read any more: {e}; check that the file and its disk are still there"
+            ) from e
         try:
             row = json.loads(raw.decode())
             if isinstance(row, dict):
@@ -181,51 +184,53 @@ class _Lines(_File):
     def _check_unchanged(self) -> None:
         stat = os.fstat(self.fd)
         if (stat.st_size, stat.st_mtime_ns) != self.stamp:
-            raise DataError(f"{self.path}: the file changed while it was in use; leave it as it is and start again")
+            raise DataError(
+                f"{self.path}: the file changed while it was in use; do not change it during a run, and start again"
+            )
 
     def _scan(self, out: BinaryIO) -> None:
         size, line = self.stamp[0], 1
         at = 3 if os.pread(self.fd, 3, 0) == b"\xef\xbb\xbf" else 0  # a byte order mark is not part of the first row
-        rest = b""  # the beginning of a line whose end is in the next chunk
+        rest = b""  # the beginning of a line that ends in the next chunk
         while at < size:
-            more = os.pread(self.fd, min(_CHUNK, size - at - len(rest)), at + len(rest))
-            if not more:
+            chunk = os.pread(self.fd, min(_CHUNK, size - at - len(rest)), at + len(rest))
+            if not chunk:
                 self._check_unchanged()
-            text = rest + more
+            text = rest + chunk
             done = len(text) if at + len(text) >= size else text.rfind(b"\n") + 1
             data = np.frombuffer(text, np.uint8, done)
             starts = np.concatenate(([0], np.flatnonzero(data == ord("\n")) + 1))
             starts = starts[starts < done]
-            solid = ~np.isin(data[starts], list(_SPACE))
-            for k in np.flatnonzero(~solid):  # rare: a line that is blank or indented
-                solid[k] = bool(text[starts[k] : starts[k + 1] if k + 1 < len(starts) else done].strip(_SPACE))
-            rows = np.flatnonzero(solid)
+            has_text = ~np.isin(data[starts], list(_WHITESPACE))
+            for k in np.flatnonzero(~has_text):  # rare: a line that is blank or indented
+                has_text[k] = bool(text[starts[k] : starts[k + 1] if k + 1 < len(starts) else done].strip(_WHITESPACE))
+            rows = np.flatnonzero(has_text)
             out.write(np.stack((line + rows, at + starts[rows]), axis=1).tobytes())
             at, line, rest = at + done, line + len(starts), text[done:]
         out.write(np.array([line, size], np.int64).tobytes())
 
 
-class _Table(_File):
-    """Parquet, unpacked into an Arrow file that is mapped: only the pages of the rows read are ever in memory."""
+class _ParquetFile(_File):
+    """Parquet, converted to a memory-mapped Arrow file: only the pages of the rows that are read are in memory."""
 
     def __init__(self, path: Path, cache: HostCache, names: tuple[str, ...]) -> None:
         super().__init__(path, cache, path.stat())
-        self.asked = names
+        self.fields = names
         # All record batches of the mapped file as one table: nothing is copied, Arrow finds the batch of a row.
         self.table = self.cached(
-            "arrow", names, self._unpack, lambda entry: pa.ipc.open_file(pa.memory_map(str(entry))).read_all()
+            "arrow", names, self._convert, lambda entry: pa.ipc.open_file(pa.memory_map(str(entry))).read_all()
         )
         self.count = int(self.table.num_rows)
 
     def read(self, i: int) -> dict[str, Any] | str:
         try:
             return {name: self.table[name][i].as_py() for name in self.table.column_names}
-        except (ValueError, ArithmeticError, LookupError) as e:  # a date that Python has not, an unknown time zone
+        except (ValueError, ArithmeticError, LookupError) as e:  # a date out of Python's range, an unknown time zone
             return f"the row cannot be read ({e})"
 
-    def _unpack(self, out: BinaryIO) -> None:
+    def _convert(self, out: BinaryIO) -> None:
         try:
-            with pq.ParquetFile(self.path, pre_buffer=False) as source:  # pre-buffering would hold whole row groups
+            with pq.ParquetFile(self.path, pre_buffer=False) as source:  # pre-buffering would hold entire row groups
                 schema = self._schema(source.schema_arrow)
                 with pa.ipc.new_file(out, schema) as writer:
                     for batch in source.iter_batches(_BATCH, columns=schema.names):
@@ -234,15 +239,15 @@ class _Table(_File):
             raise DataError(f"{self.path}: cannot be read as Parquet ({e}); write it again, or name it .jsonl") from e
 
     def _schema(self, columns: pa.Schema) -> pa.Schema:
-        """The columns asked for, or all; of plain values, as Arrow files cannot have a dictionary per row group."""
-        for name in self.asked:
+        """Returns the given fields, or all, decoded: an Arrow file cannot have one dictionary per row group."""
+        for name in self.fields:
             if name not in columns.names:
                 raise DataError(f"{self.path}: has no column '{name}'{suggest(name, columns.names)}")
-        for name in self.asked or columns.names:
+        for name in self.fields or columns.names:
             if columns.names.count(name) > 1:
-                raise DataError(f"{self.path}: has two columns '{name}'; give one of them another name")
-        asked = [c for c in columns if not self.asked or c.name in self.asked]
-        return pa.schema(c.with_type(c.type.value_type) if pa.types.is_dictionary(c.type) else c for c in asked)
+                raise DataError(f"{self.path}: has two columns '{name}'; rename one of them")
+        chosen = [c for c in columns if not self.fields or c.name in self.fields]
+        return pa.schema(c.with_type(c.type.value_type) if pa.types.is_dictionary(c.type) else c for c in chosen)
 
 
 def _excerpt(text: str) -> str:
@@ -250,32 +255,33 @@ def _excerpt(text: str) -> str:
     return text if len(text) <= 80 else text[:79] + "…"
 
 
-def _unfold(path: Path) -> list[Path]:
+def _expand(path: Path) -> list[Path]:
+    """Returns the files of a directory or pattern, sorted, or the file itself."""
     if path.is_dir():
-        these = [p for p in path.iterdir() if p.suffix.lower() in SUFFIXES]
+        matches = [p for p in path.iterdir() if p.suffix.lower() in SUFFIXES]
     else:
-        these = [path] if path.exists() else [Path(p) for p in glob.glob(str(path), recursive=True)]
-    these = sorted(p for p in these if not p.is_dir())
-    if not these:
+        matches = [path] if path.exists() else [Path(p) for p in glob.glob(str(path), recursive=True)]
+    matches = sorted(p for p in matches if not p.is_dir())
+    if not matches:
         near = suggest(path.name, (p.name for p in path.parent.glob("*")))
-        none = f"no {', '.join(SUFFIXES)} in it" if path.is_dir() else f"no such file{near}"
-        raise DataError(f"{cut(str(path.absolute()), 300)}: {none}")
-    return these
+        reason = f"no {', '.join(SUFFIXES)} in it" if path.is_dir() else f"no such file{near}"
+        raise DataError(f"{cut(str(path.absolute()), 300)}: {reason}")
+    return matches
 
 
-def _find(files: Sequence[str | Path]) -> list[Path]:
-    """Patterns and directories unfolded, in the order given; sorted within each."""
+def _resolve(files: Sequence[str | Path]) -> list[Path]:
+    """Expands directories and patterns, in their order, and checks that every file can be read."""
     if not files:
         raise DataError(f"no data files are given; name at least one ({', '.join(SUFFIXES)})")
-    found: list[Path] = []
+    paths: list[Path] = []
     for file in files:
         try:
-            found += _unfold(Path(file).expanduser())
+            paths += _expand(Path(file).expanduser())
         except (OSError, ValueError, RuntimeError) as e:  # a name too long, no such user, …
-            raise DataError(f"{cut(str(file), 300)}: cannot be looked up: {e}; check how it is written") from e
-    for path in found:
-        if not path.is_file():  # to open a pipe would wait for whoever writes to it
-            raise DataError(f"{path}: is not a file that can be read more than once; copy what it gives to a file")
+            raise DataError(f"{cut(str(file), 300)}: cannot be looked up: {e}; check the path") from e
+    for path in paths:
+        if not path.is_file():  # opening a pipe would wait for its writer
+            raise DataError(f"{path}: is not a regular file; copy its content to one")
         if path.suffix.lower() not in SUFFIXES:
             raise DataError(f"{path}: cannot read '{path.suffix}' files; convert it to one of {', '.join(SUFFIXES)}")
-    return found
+    return paths

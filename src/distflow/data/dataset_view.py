@@ -1,4 +1,4 @@
-"""Rows under other names, or some of them only."""
+"""A view of a data set: its rows with renamed columns, or a selection of them."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -8,24 +8,24 @@ from distflow.data.dataset import Dataset
 
 
 class DatasetView:
-    """`rename`: column → its name here. `kept`: the rows that are left, ascending; None: all."""
+    """`rename`: column → its name in the view. `indices`: the selected rows, ascending; None: all."""
 
-    def __init__(self, rows: Dataset, rename: Mapping[str, str], kept: Ints | None = None) -> None:
-        self.rows, self.rename, self.kept = rows, rename, kept
-        self.names = tuple(rename.get(n, n) for n in rows.names)
+    def __init__(self, dataset: Dataset, rename: Mapping[str, str], indices: Ints | None = None) -> None:
+        self.dataset, self.rename, self.indices = dataset, rename, indices
+        self.column_names = tuple(rename.get(n, n) for n in dataset.column_names)
 
     def __len__(self) -> int:
-        return len(self.rows) if self.kept is None else len(self.kept)
+        return len(self.dataset) if self.indices is None else len(self.indices)
 
     def __getitem__(self, i: int, /) -> dict[str, Any]:
-        return {self.rename.get(n, n): v for n, v in self.rows[self._row(i)].items()}
+        return {self.rename.get(n, n): v for n, v in self.dataset[self._row(i)].items()}
 
-    def describe(self, i: int) -> str:
-        """Where row `i` is."""
-        return self.rows.describe(self._row(i))
+    def location(self, i: int) -> str:
+        """Returns the file and line of row `i`."""
+        return self.dataset.location(self._row(i))
 
-    def keep(self, kept: Ints) -> "DatasetView":
-        return DatasetView(self.rows, self.rename, kept if self.kept is None else self.kept[kept])
+    def select(self, indices: Ints) -> "DatasetView":
+        return DatasetView(self.dataset, self.rename, indices if self.indices is None else self.indices[indices])
 
     def _row(self, i: int) -> int:
-        return i if self.kept is None else int(self.kept[i])
+        return i if self.indices is None else int(self.indices[i])

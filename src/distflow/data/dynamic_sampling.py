@@ -1,8 +1,8 @@
-"""Which prompts make up a step when some are not worth it: more are drawn until there are enough.
+"""Dynamic sampling: prompts whose samples are not useful are replaced by further ones until the step is full.
 
-Every worker holds the same `Draw` and tells it the same, so they agree without asking anybody. Prompts are named by
-their position in the loader's stream, and what is chosen depends only on which of them are worth keeping: the first
-ones that are, in the order of the stream. How many were drawn at a time does not matter.
+Every worker holds the same state and adds the same rounds to it, so all agree without communication. Prompts are
+identified by their position in the loader's stream. A step consists of the first useful prompts of the stream, however
+many were sampled per round.
 """
 
 from dataclasses import dataclass
@@ -15,48 +15,48 @@ from distflow.data.balance import Ints
 
 @dataclass(frozen=True)
 class SampledPrompts:
-    """The prompts of a step, and where the next one begins: what was drawn beyond it is drawn again."""
+    """The prompts of a step. The next step starts at `next_position`; prompts sampled beyond it are sampled again."""
 
     positions: Ints  # ascending
     rounds: int
-    next: int
-    discarded: int  # prompts passed over for good
-    filled: int  # prompts taken although they are not worth it, because the bound was reached
+    next_position: int
+    discarded: int  # prompts that were passed over
+    filled: int  # prompts that are used although not useful, as the limit was reached
 
 
 class DynamicSampling:
-    """`wanted` prompts from position `first` on, of at most `wanted` × `rounds`, drawn in multiples of `unit`."""
+    """Selects `target` prompts from `first` on, of at most `target` × `oversampling`, in multiples of `multiple`."""
 
-    def __init__(self, first: int, wanted: int, rounds: int, unit: int) -> None:
-        self.first, self.wanted, self.most, self.unit = first, wanted, wanted * rounds, unit
-        self.keep: NDArray[np.bool_] = np.zeros(0, bool)  # of each prompt drawn so far
+    def __init__(self, first: int, target: int, oversampling: int, multiple: int) -> None:
+        self.first, self.target, self.limit, self.multiple = first, target, target * oversampling, multiple
+        self.keep: NDArray[np.bool_] = np.zeros(0, bool)  # whether each prompt sampled so far is useful
         self.rounds = 0
-        self.count = wanted  # prompts of the round that is drawn now
+        self.count = target  # prompts of the current round
 
     @property
     def position(self) -> int:
-        """Where the present round begins."""
+        """The position of the current round's first prompt."""
         return self.first + len(self.keep)
 
-    def add(self, keep: NDArray[np.bool_]) -> bool:
-        """What the present round has brought; True if that is enough, or all there may be."""
+    def add_round(self, keep: NDArray[np.bool_]) -> bool:
+        """Adds which prompts of the current round are useful. Returns True if the step is full or the limit reached."""
         self.keep = np.concatenate([self.keep, keep])
         self.rounds += 1
-        found, drawn = int(self.keep.sum()), len(self.keep)
-        if found >= self.wanted or drawn >= self.most:
+        useful, sampled = int(self.keep.sum()), len(self.keep)
+        if useful >= self.target or sampled >= self.limit:
             return True
-        # As many as are likely to do, but never more than a step holds, nor than the bound allows.
-        likely = -(-(self.wanted - found) * drawn // max(found, 1))
-        self.count = min(-(-likely // self.unit) * self.unit, self.wanted, self.most - drawn)
+        # As many as the rate of useful prompts so far suggests, but never more than a step or the limit.
+        expected = -(-(self.target - useful) * sampled // max(useful, 1))
+        self.count = min(-(-expected // self.multiple) * self.multiple, self.target, self.limit - sampled)
         return False
 
-    def useful(self) -> Ints:
-        """Positions drawn so far that may yet be part of the step."""
+    def selected(self) -> Ints:
+        """Returns the positions sampled so far that can be part of the step: useful ones first, filled up by others."""
         good, others = np.flatnonzero(self.keep), np.flatnonzero(~self.keep)
-        return self.first + np.sort(np.concatenate([good[: self.wanted], others[: max(0, self.wanted - len(good))]]))
+        return self.first + np.sort(np.concatenate([good[: self.target], others[: max(0, self.target - len(good))]]))
 
     def result(self) -> SampledPrompts:
-        positions = self.useful()
-        filled = max(0, self.wanted - int(self.keep.sum()))
+        positions = self.selected()
+        filled = max(0, self.target - int(self.keep.sum()))
         end = self.position if filled else int(positions[-1]) + 1
-        return SampledPrompts(positions, self.rounds, end, end - self.first - self.wanted, filled)
+        return SampledPrompts(positions, self.rounds, end, end - self.first - self.target, filled)

@@ -1,11 +1,10 @@
-"""Move fields from one partition to another, peer to peer: one small all-gather, one all-to-all.
+"""Moves fields from one partition to another, peer to peer: one small all-gather, one all-to-all.
 
-Written without I/O: `exchange` yields the collectives it needs and is sent their results. A worker drives it over
-`torch.distributed` (comm.py); tests drive N of them against each other in one process.
+Does no I/O: `exchange` is a generator that yields the collectives it needs and is sent their results. On a worker the
+transport executes them (transport.py); tests run N of these generators against each other in one process.
 """
 
 import math
-import sys
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,10 +13,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from distflow.data.allocator import CachingAllocator
 from distflow.data.balance import Ints, imbalance
 from distflow.data.batch import Column
-from distflow.data.routes import deal, route
-from distflow.data.wire import Segments, read, segment_size, strip, write
+from distflow.data.routes import assign_cells, route
+from distflow.data.wire import FlatColumn, Segments, flatten, pack, segment_size, unpack
 from distflow.errors import DataError
 from distflow.plan.layout import Layout
 from distflow.plan.tasks import Move
@@ -25,7 +25,7 @@ from distflow.plan.tasks import Move
 
 @dataclass(frozen=True)
 class AllGather:
-    """Everybody's `data` (equally long everywhere), as rows in the order of `ranks`."""
+    """Gathers `data`, of the same length on all `ranks`; the result is [ranks, length]."""
 
     ranks: tuple[int, ...]
     data: Tensor
@@ -33,8 +33,10 @@ class AllGather:
 
 @dataclass(frozen=True)
 class AllToAll:
-    """Send each of `ranks` its `send` bytes, which `pack` writes one after the other to where they are sent from;
-    `out` is filled with `receive` bytes from each."""
+    """Sends `send` bytes to each of `ranks`, and fills `out` with `receive` bytes from each.
+
+    `pack` writes the bytes to send, rank after rank, straight into the memory they are sent from.
+    """
 
     ranks: tuple[int, ...]
     pack: Callable[[Tensor], None]
@@ -44,77 +46,53 @@ class AllToAll:
 
 
 Collective = AllGather | AllToAll
-Steps = Generator[Collective, Tensor, Any]
 
 
 @dataclass(frozen=True)
-class Moved:
-    """What one rank has after a move, and what it cost."""
+class MoveResult:
+    """The samples one rank has after a move, and the bytes it cost."""
 
     slots: Ints  # ascending; empty if the rank is not in the target
     columns: Mapping[str, Column]
     sent: int  # bytes
     received: int
     kept: int
-    imbalance: float | None  # of the target's cells, where this move dealt the samples
-
-
-class Slabs:
-    """Memory for what is received, used again when nobody holds a view of it: fresh memory is as slow as sending."""
-
-    def __init__(self, device: torch.device | None = None) -> None:
-        self.device = device or torch.device("cpu")
-        self._pool: list[np.ndarray[Any, np.dtype[np.uint8]]] = []
-
-    def slab(self, size: int) -> Tensor:
-        """It belongs to the columns that are views of it."""
-        if self.device.type != "cpu":  # the device's own allocator keeps what is freed
-            return torch.empty(size, dtype=torch.uint8, device=self.device)
-        # Two references are the pool's own and getrefcount's argument: any more is a living tensor.
-        free = [i for i in range(len(self._pool)) if sys.getrefcount(self._pool[i]) == 2 and len(self._pool[i]) >= size]
-        if free:
-            array = self._pool[min(free, key=lambda i: len(self._pool[i]))]
-        else:
-            self.trim()
-            array = np.empty(size, np.uint8)
-            self._pool.append(array)
-        return torch.from_numpy(array)[:size]
-
-    def trim(self) -> None:
-        """Give back to the system what nobody uses."""
-        self._pool = [self._pool[i] for i in range(len(self._pool)) if sys.getrefcount(self._pool[i]) > 2]
+    imbalance: float | None  # of the target's cells, if this move assigned the samples to them
 
 
 def exchange(
     rank: int,
     move: Move,
     samples: int,
-    group: int,
+    group_size: int,
     held: tuple[Ints, Mapping[str, Column]] | None,
     wanted: Ints | None,
-    slabs: Slabs,
-) -> Generator[Collective, Tensor, Moved]:
-    """One rank's part of a move.
+    allocator: CachingAllocator,
+) -> Generator[Collective, Tensor, MoveResult]:
+    """Carries out one rank's part of a move.
 
-    `held`: the slots (ascending) and columns this rank has in the source, None if it is not there. `wanted`: the slots
-    it takes in the target, where an earlier move has dealt them.
+    `held`: the slots (ascending) and columns that this rank has in the source, None if it is not in it. `wanted`: the
+    slots it has in the target, if an earlier move has assigned them.
     """
     where = f"move {move.id}"
-    strips = [] if held is None else [strip(held[1][f], f"{where}: field '{f}'", slabs.device) for f in move.fields]
-    sizes: Ints = np.zeros(0 if held is None else len(held[0]), np.int64)
-    for s in strips:
-        sizes = sizes + s.lengths * s.row
+    columns: list[FlatColumn] = []
+    sizes: Ints = np.zeros(0, np.int64)  # bytes of each sample
+    if held is not None:
+        columns = [flatten(held[1][f], f"{where}: field '{f}'", allocator.device) for f in move.fields]
+        sizes = np.zeros(len(held[0]), np.int64)
+        for c in columns:
+            sizes = sizes + c.lengths * c.item_bytes
     weights = sizes
-    if move.dst.balance in move.fields and strips:
-        weights = strips[move.fields.index(move.dst.balance)].lengths
+    if move.dst.balance in move.fields and columns:
+        weights = columns[move.fields.index(move.dst.balance)].lengths
     share = _share(samples, move.src.layout)
-    if move.src.uneven:  # then who has most has to be asked
+    if move.src.uneven:  # the largest cell decides how long a header is
         counts = yield AllGather(move.ranks, torch.tensor([0 if held is None else len(held[0])], dtype=torch.int32))
         share = math.ceil(int(counts.max()) / move.src.layout.tp)
-    gathered = yield AllGather(move.ranks, _header(rank, move, share, samples, held, weights, sizes, wanted, where))
-    owner, new, size, cell_imbalance = _agree(gathered.cpu().numpy(), move, share, samples, group)
+    headers = yield AllGather(move.ranks, _header(rank, move, share, samples, held, weights, sizes, wanted, where))
+    old, new, size, cell_imbalance = _read_headers(headers.cpu().numpy(), move, share, samples, group_size)
 
-    mine = route(rank, move.src.layout, move.dst.layout, owner, new)
+    mine = route(rank, move.src.layout, move.dst.layout, old, new)
 
     def bytes_of(slots: Ints) -> int:
         return segment_size(len(move.fields), len(slots), int(size[slots].sum()))
@@ -122,29 +100,29 @@ def exchange(
     send = [bytes_of(mine.send[r]) if r in mine.send else 0 for r in move.ranks]
     receive = [bytes_of(mine.receive[r]) if r in mine.receive else 0 for r in move.ranks]
     kept, total = bytes_of(mine.keep), sum(receive)
-    slab = slabs.slab(total + kept)
+    memory = allocator.empty(total + kept)
 
-    def pack(out: Tensor) -> None:
+    def pack_outgoing(out: Tensor) -> None:
         if held is not None and any(send):
-            to = [mine.send[r] for r in move.ranks if r in mine.send]
-            write(strips, np.searchsorted(held[0], np.concatenate(to)), _segments(to, send), out)
+            parts = [mine.send[r] for r in move.ranks if r in mine.send]
+            pack(columns, np.searchsorted(held[0], np.concatenate(parts)), _segments(parts, send), out)
 
-    if held is not None and kept:  # what stays is packed straight to where it will be read
-        write(strips, np.searchsorted(held[0], mine.keep), _segments([mine.keep], [kept]), slab[total:])
-    yield AllToAll(move.ranks, pack, send, slab[:total], receive)
-    got = [mine.receive[r] for r in move.ranks if r in mine.receive]
+    if held is not None and kept:  # samples that stay are packed straight to where they will be read
+        pack(columns, np.searchsorted(held[0], mine.keep), _segments([mine.keep], [kept]), memory[total:])
+    yield AllToAll(move.ranks, pack_outgoing, send, memory[:total], receive)
+    parts = [mine.receive[r] for r in move.ranks if r in mine.receive]
     if kept:
-        got.append(mine.keep)
-    slots = np.concatenate(got) if got else np.empty(0, np.int64)
+        parts.append(mine.keep)
+    slots = np.concatenate(parts) if parts else np.empty(0, np.int64)
     order = np.argsort(slots)
-    columns = read(slab, _segments(got, [*receive, kept]), move.fields, order, where) if got else {}
-    return Moved(slots[order], columns, sum(send), total, kept, cell_imbalance)
+    received = unpack(memory, _segments(parts, [*receive, kept]), move.fields, order, where) if parts else {}
+    return MoveResult(slots[order], received, sum(send), total, kept, cell_imbalance)
 
 
-def _segments(slots: Sequence[Ints], sizes: Sequence[int]) -> Segments:
-    """Segments one after the other; ranks that get nothing have size 0 and no slots."""
+def _segments(parts: Sequence[Ints], sizes: Sequence[int]) -> Segments:
+    """Returns one segment after the other; ranks with nothing to send have size 0 and no part."""
     bounds = np.concatenate(([0], np.cumsum([n for n in sizes if n])))
-    return Segments(np.array([len(s) for s in slots], np.int64), bounds[:-1])
+    return Segments(np.array([len(slots) for slots in parts], np.int64), bounds[:-1])
 
 
 def _header(
@@ -158,44 +136,54 @@ def _header(
     wanted: Ints | None,
     where: str,
 ) -> Tensor:
-    """This rank's share of what everybody must know, int32: slot, weight, bytes of each sample of its cell, and, where
-    the target is dealt already, the slots it takes. Replicas share the telling."""
+    """Returns this rank's share of what all ranks must know, as int32, padded with −1.
+
+    (slot, weight, bytes) of each sample of its cell and, if the target is assigned already, the slots it has there.
+    The ranks of a cell each describe a part of its samples.
+    """
     src, dst = move.src.layout, move.dst.layout
-    told = np.full((share, 3), -1, np.int32)
+    described = np.full((share, 3), -1, np.int32)
     if held is not None:
-        part = slice(_replica(rank, src) * len(told), (_replica(rank, src) + 1) * len(told))
-        rows = np.stack([held[0], weights, sizes], axis=1)[part]
-        if len(rows) and int(rows.max()) > np.iinfo(np.int32).max:
+        part = slice(_replica(rank, src) * share, (_replica(rank, src) + 1) * share)
+        entries = np.stack([held[0], weights, sizes], axis=1)[part]
+        if len(entries) and int(entries.max()) > np.iinfo(np.int32).max:
             raise DataError(
                 f"{where}: a sample has {int(sizes.max())} bytes in {', '.join(move.fields)}; the limit is 2 GiB"
             )
-        told[: len(rows)] = rows
-    if move.deals:
-        return torch.from_numpy(told.reshape(-1))
-    takes = np.full(_share(samples, dst), -1, np.int32)
+        described[: len(entries)] = entries
+    if move.assigns:
+        return torch.from_numpy(described.reshape(-1))
+    targets = np.full(_share(samples, dst), -1, np.int32)
     if wanted is not None:
-        part = slice(_replica(rank, dst) * len(takes), (_replica(rank, dst) + 1) * len(takes))
-        takes[: len(wanted[part])] = wanted[part]
-    return torch.from_numpy(np.concatenate([told.reshape(-1), takes]))
+        part = slice(_replica(rank, dst) * len(targets), (_replica(rank, dst) + 1) * len(targets))
+        targets[: len(wanted[part])] = wanted[part]
+    return torch.from_numpy(np.concatenate([described.reshape(-1), targets]))
 
 
-def _agree(heads: Any, move: Move, share: int, samples: int, group: int) -> tuple[Ints, Ints, Ints, float | None]:
-    """From everybody's header: old cell, new cell and bytes of every slot; and how even the new cells are."""
+def _read_headers(
+    headers: Any, move: Move, share: int, samples: int, group_size: int
+) -> tuple[Ints, Ints, Ints, float | None]:
+    """Returns the old cell, new cell and bytes of every slot, and the imbalance of the new cells if it is decided here.
+
+    All ranks have the same headers and so come to the same result.
+    """
     src, dst = move.src.layout, move.dst.layout
-    at = {r: i for i, r in enumerate(move.ranks)}
-    told = heads[[at[r] for r in src.ranks], : 3 * share].reshape(-1, 3).astype(np.int64)
-    cell = np.repeat(np.arange(src.dp), len(told) // src.dp)
-    real = told[:, 0] >= 0
-    slot, weight, size = told[real].T
-    owner, weights, sizes = (_scatter(samples, slot, v) for v in (cell[real], weight, size))
-    if (owner < 0).any():
-        raise DataError(f"move {move.id}: sample {int(np.flatnonzero(owner < 0)[0])} of the step is held by nobody")
-    if move.deals:
-        new = deal(owner, src, dst, weights, group if move.dst.whole else 1, move.dst.balance is not None)
-        return owner, new, sizes, imbalance(new, weights, dst.dp)
-    takes = heads[[at[r] for r in dst.ranks], 3 * share :].reshape(-1).astype(np.int64)
-    cell = np.repeat(np.arange(dst.dp), len(takes) // dst.dp)
-    return owner, _scatter(samples, takes[takes >= 0], cell[takes >= 0]), sizes, None
+    index = {r: i for i, r in enumerate(move.ranks)}
+    entries = headers[[index[r] for r in src.ranks], : 3 * share].reshape(-1, 3).astype(np.int64)
+    cell = np.repeat(np.arange(src.dp), len(entries) // src.dp)
+    used = entries[:, 0] >= 0
+    slot, weight, size = entries[used].T
+    old, weights, sizes = (_scatter(samples, slot, v) for v in (cell[used], weight, size))
+    if (old < 0).any():
+        raise DataError(f"move {move.id}: no rank holds sample {int(np.flatnonzero(old < 0)[0])} of the step")
+    if move.assigns:
+        new = assign_cells(
+            old, src, dst, weights, group_size if move.dst.whole_groups else 1, move.dst.balance is not None
+        )
+        return old, new, sizes, imbalance(new, weights, dst.dp)
+    targets = headers[[index[r] for r in dst.ranks], 3 * share :].reshape(-1).astype(np.int64)
+    cell = np.repeat(np.arange(dst.dp), len(targets) // dst.dp)
+    return old, _scatter(samples, targets[targets >= 0], cell[targets >= 0]), sizes, None
 
 
 def _scatter(n: int, index: Ints, values: Ints) -> Ints:
@@ -205,7 +193,7 @@ def _scatter(n: int, index: Ints, values: Ints) -> Ints:
 
 
 def _share(samples: int, layout: Layout) -> int:
-    """Samples of a cell that each of its replicas tells about."""
+    """Returns how many samples of a cell each of its ranks describes."""
     return math.ceil(math.ceil(samples / layout.dp) / layout.tp)
 
 

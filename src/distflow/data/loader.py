@@ -1,4 +1,4 @@
-"""The loader: an endless stream of prompts, in an order that is computed, not kept. Its state is the step number."""
+"""The loader: an endless stream of prompts, in an order that is computed, not stored. Its state is the step number."""
 
 from concurrent.futures import Future
 from threading import Thread
@@ -14,45 +14,45 @@ _Loaded = tuple[Ints, dict[str, list[Any]]]
 
 
 class Source(Protocol):
-    """Rows by number, as `Rows` gives them."""
+    """Random access to rows, as `Dataset` and `DatasetView` provide it."""
 
-    names: tuple[str, ...]
+    column_names: tuple[str, ...]
 
     def __len__(self) -> int: ...
     def __getitem__(self, i: int, /) -> dict[str, Any]: ...
 
 
 class Loader:
-    """`prompts` per step, each `repeat` times. The stream runs over epoch boundaries: every row once per epoch.
+    """Loads `prompts` per step, each `repeat` times. The stream crosses epoch boundaries: every row once per epoch.
 
-    Position p of the stream is also the group id of its prompt; the samples of group p are p * repeat + j.
+    The position p of a prompt in the stream is also its group id; the samples of group p are p * repeat + j.
     """
 
-    def __init__(self, rows: Source, prompts: int, repeat: int, seed: int) -> None:
-        self.rows, self.prompts, self.repeat, self.seed = rows, prompts, repeat, seed
-        self._ahead: tuple[tuple[int, int, int], Future[_Loaded]] | None = None
+    def __init__(self, dataset: Source, prompts: int, repeat: int, seed: int) -> None:
+        self.dataset, self.prompts, self.repeat, self.seed = dataset, prompts, repeat, seed
+        self._prefetched: tuple[tuple[int, int, int], Future[_Loaded]] | None = None
 
     def epoch_of(self, step: int) -> int:
-        """The epoch in which a step begins; it may end in a later one."""
-        return step * self.prompts // len(self.rows)
+        """Returns the epoch in which a step begins; it may end in a later one."""
+        return step * self.prompts // len(self.dataset)
 
     def load(self, step: int, cell: int, cells: int) -> _Loaded:
-        """Sample ids, ascending, and one list per field: the share of `cell` when `cells` divide the step evenly.
+        """Returns the sample ids, ascending, and one list per field, of one of `cells` equal shares of a step.
 
         The samples of one prompt share its values: do not change them in place.
         """
-        if self._ahead and self._ahead[0] == (step, cell, cells):
-            (_, future), self._ahead = self._ahead, None
+        if self._prefetched and self._prefetched[0] == (step, cell, cells):
+            (_, future), self._prefetched = self._prefetched, None
             return future.result()
         return self._load(step, cell, cells)
 
     def prefetch(self, step: int, cell: int, cells: int) -> None:
-        """Begin to load in the background; `load` with the same arguments takes the result, or raises the error.
+        """Starts to load in the background; `load` with the same arguments returns the result, or raises the error.
 
-        One is kept: the next prefetch forgets one that was not taken.
+        Only the last prefetch is kept.
         """
         key = (step, cell, cells)
-        if self._ahead and self._ahead[0] == key:
+        if self._prefetched and self._prefetched[0] == key:
             return
         future: Future[_Loaded] = Future()
 
@@ -62,29 +62,30 @@ class Loader:
             except BaseException as e:
                 future.set_exception(e)
 
-        self._ahead = key, future
-        Thread(target=fill, name=f"prefetch step {step}", daemon=True).start()  # daemon: never holds up the exit
+        self._prefetched = key, future
+        Thread(target=fill, name=f"prefetch step {step}", daemon=True).start()  # daemon: does not delay the exit
 
     def _load(self, step: int, cell: int, cells: int) -> _Loaded:
-        return self.draw(step * self.prompts, self.prompts, cell, cells)
+        return self.load_range(step * self.prompts, self.prompts, cell, cells)
 
-    def draw(self, position: int, prompts: int, cell: int, cells: int) -> _Loaded:
-        """The share of `cell` of any stretch of the stream."""
+    def load_range(self, position: int, prompts: int, cell: int, cells: int) -> _Loaded:
+        """Returns the share of `cell` of any range of the stream."""
         share, rest = divmod(prompts, cells)
         if rest:
-            fits = " or ".join(str(k * cells) for k in (share, share + 1) if k)
-            raise DataError(f"{prompts} prompts per step do not divide by {cells} workers; make it {fits}")
+            options = " or ".join(str(k * cells) for k in (share, share + 1) if k)
+            raise DataError(f"{prompts} prompts per step do not divide by {cells} workers; make it {options}")
         if not 0 <= cell < cells:
             raise IndexError(f"cell {cell} of {cells}")
         first = position + cell * share
-        rows = [self.rows[i] for i in self._order(first, share)]
+        rows = [self.dataset[i] for i in self._order(first, share)]
         ids = np.arange(first * self.repeat, (first + share) * self.repeat, dtype=np.int64)
-        return ids, {name: [row[name] for row in rows for _ in range(self.repeat)] for name in self.rows.names}
+        names = self.dataset.column_names
+        return ids, {name: [row[name] for row in rows for _ in range(self.repeat)] for name in names}
 
     def _order(self, first: int, count: int) -> list[int]:
-        """The rows at `count` positions of the stream."""
-        epoch, index = np.divmod(np.arange(first, first + count, dtype=np.int64), len(self.rows))
+        """Returns the rows at `count` positions of the stream."""
+        epoch, index = np.divmod(np.arange(first, first + count, dtype=np.int64), len(self.dataset))
         order: list[int] = []
         for e in np.unique(epoch).tolist():
-            order += permute(index[epoch == e], len(self.rows), self.seed, e).tolist()
+            order += permute(index[epoch == e], len(self.dataset), self.seed, e).tolist()
         return order

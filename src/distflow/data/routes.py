@@ -1,7 +1,8 @@
-"""Who sends which samples to whom: a pure function of the layouts and the lengths. The same on every rank.
+"""Routes of samples between ranks: a pure function of the layouts and the lengths, with the same result on every rank.
 
-A *slot* is a sample's place in its step, 0 … samples − 1. Locality first: a sample stays on a rank that holds it if
-that rank may take it. Balance second: equal counts, near-equal weights. Replicas speak once, and share the sending.
+A *slot* is the index of a sample in its step, 0 … samples − 1. Locality first: a sample stays on a rank that holds it
+if that rank can take it. Balance second: equal counts, near-equal weights. Of the ranks of a cell, which hold the same
+samples, one sends each sample, and they take turns.
 """
 
 from dataclasses import dataclass
@@ -11,120 +12,123 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from distflow.data.balance import Ints, even_out, spread
+from distflow.data.balance import Ints, assign_evenly, rebalance
 from distflow.plan.layout import Layout
 
 
-def contiguous(samples: int, cells: int) -> Ints:
-    """The cell of each slot when samples are dealt in equal contiguous runs, as the loader does."""
+def contiguous_cells(samples: int, cells: int) -> Ints:
+    """Returns the cell of each slot if every cell has an equal contiguous share, as the loader divides them."""
     return np.arange(samples, dtype=np.int64) * cells // max(samples, 1)
 
 
-def deal(owner: Ints, src: Layout, dst: Layout, weights: Ints, group: int, balance: bool) -> Ints:
-    """The new cell of each slot, given the cell that owns it now.
+def assign_cells(old: Ints, src: Layout, dst: Layout, weights: Ints, group_size: int, balance: bool) -> Ints:
+    """Returns the new cell of each slot, given its old cell.
 
-    `group` consecutive slots stay together. With `balance` samples may leave a rank for the sake of even weights;
-    without it only samples that have to move anyway are placed evenly.
+    Every `group_size` consecutive slots stay together. With `balance`, samples may leave a rank to even out the
+    weights; without it, only samples that have to move anyway are distributed evenly.
     """
-    if group > 1:
-        first = owner.reshape(-1, group)[:, 0]
-        units = deal(first, src, dst, weights.reshape(-1, group).sum(1), 1, balance)
-        return np.repeat(units, group)
-    n, cells = len(owner), dst.dp
+    if group_size > 1:
+        first = old.reshape(-1, group_size)[:, 0]
+        groups = assign_cells(first, src, dst, weights.reshape(-1, group_size).sum(1), 1, balance)
+        return np.repeat(groups, group_size)
+    n, cells = len(old), dst.dp
     quota = (n + np.arange(cells, dtype=np.int64)[::-1]) // cells  # differ by at most one
-    new, moving = _stay(owner, src, dst, weights, quota)
+    new, moving = _assign_local(old, src, dst, weights, quota)
     stay = np.flatnonzero(~moving)
-    room = quota - np.bincount(new[stay], minlength=cells)
+    capacity = quota - np.bincount(new[stay], minlength=cells)
     load = np.bincount(new[stay], weights[stay], cells).astype(np.int64)
     units = np.flatnonzero(moving)
-    new[units] = spread(units, weights, room, load)
-    return even_out(new, weights, cells, np.ones(n, bool) if balance else moving)
+    new[units] = assign_evenly(units, weights, capacity, load)
+    return rebalance(new, weights, cells, np.ones(n, bool) if balance else moving)
 
 
-def _stay(owner: Ints, src: Layout, dst: Layout, weights: Ints, quota: Ints) -> tuple[Ints, NDArray[np.bool_]]:
-    """Give each slot to a cell that overlaps its present one, up to the quota; also which slots found no such place."""
-    homes, count = _overlaps(src, dst)
-    # Heaviest first, back and forth over the cells that may keep it, so that even this is balanced.
-    order = np.lexsort((-weights, owner))
-    turn = _position_in_run(owner[order])
-    k = np.maximum(count[owner[order]], 1)
+def _assign_local(old: Ints, src: Layout, dst: Layout, weights: Ints, quota: Ints) -> tuple[Ints, NDArray[np.bool_]]:
+    """Assigns slots to cells that share a rank with their old one, up to the quota; returns also which must move."""
+    overlapping, count = _overlaps(src, dst)
+    # Heaviest first, back and forth over the overlapping cells, so that even this is balanced.
+    order = np.lexsort((-weights, old))
+    turn = _position_in_run(old[order])
+    k = np.maximum(count[old[order]], 1)
     turn %= 2 * k
     turn = np.where(turn < k, turn, 2 * k - 1 - turn)
-    new = np.empty(len(owner), np.int64)
-    new[order] = homes[owner[order], turn]
-    homeless = new < 0
-    by_cell = np.argsort(np.where(homeless, dst.dp, new), kind="stable")
-    placed = by_cell[: len(owner) - int(homeless.sum())]
+    new = np.empty(len(old), np.int64)
+    new[order] = overlapping[old[order], turn]
+    moving = new < 0
+    by_cell = np.argsort(np.where(moving, dst.dp, new), kind="stable")
+    placed = by_cell[: len(old) - int(moving.sum())]
     over = placed[_position_in_run(new[placed]) >= quota[new[placed]]]
-    homeless[over] = True
-    new[homeless] = 0
-    return new, homeless
+    moving[over] = True
+    new[moving] = 0
+    return new, moving
 
 
 @lru_cache(maxsize=64)
 def _overlaps(src: Layout, dst: Layout) -> tuple[Ints, Ints]:
-    """Per source cell: the target cells that share a rank with it (−1 padded), most shared first, and how many."""
+    """Returns for each source cell the target cells that share a rank with it, most shared first, and their number.
+
+    The lists are padded with −1.
+    """
     lists = []
     for cell in src.cells:
         shared = [d for r in cell if (d := dst.cell_of(r)) is not None]
         lists.append(sorted(set(shared), key=lambda d: (-shared.count(d), d)))
-    homes = np.full((len(lists), max(1, *map(len, lists))), -1, np.int64)
+    padded = np.full((len(lists), max(1, *map(len, lists))), -1, np.int64)
     for i, cells in enumerate(lists):
-        homes[i, : len(cells)] = cells
-    return homes, np.array([len(cells) for cells in lists], np.int64)
+        padded[i, : len(cells)] = cells
+    return padded, np.array([len(cells) for cells in lists], np.int64)
 
 
 def _position_in_run(values: Ints) -> Ints:
-    """Index of each element within its run of equal neighbours: [7 7 9 9 9] → [0 1 0 1 2]."""
-    at = np.arange(len(values), dtype=np.int64)
+    """Returns the index of each element within its run of equal values: [7 7 9 9 9] → [0 1 0 1 2]."""
+    index = np.arange(len(values), dtype=np.int64)
     starts = np.flatnonzero(np.diff(values, prepend=values[:1] - 1))
-    return at - np.repeat(starts, np.diff(starts, append=len(values)))
+    return index - np.repeat(starts, np.diff(starts, append=len(values)))
 
 
 @dataclass(frozen=True)
 class Route:
-    """One rank's part: slots to send to and to receive from each other rank, and those it keeps. All ascending."""
+    """The slots one rank sends to and receives from each other rank, and those it keeps. All ascending."""
 
     send: dict[int, Ints]
     receive: dict[int, Ints]
     keep: Ints
 
 
-def route(rank: int, src: Layout, dst: Layout, owner: Ints, new: Ints) -> Route:
-    """Derive a rank's part of the exchange from the old and the new cell of every slot."""
-    here, there = src.cell_of(rank), dst.cell_of(rank)
+def route(rank: int, src: Layout, dst: Layout, old: Ints, new: Ints) -> Route:
+    """Derives one rank's part of the exchange from the old and the new cell of every slot."""
+    src_cell, dst_cell = src.cell_of(rank), dst.cell_of(rank)
     send: dict[int, Ints] = {}
-    if here is not None:
-        mine, replica = np.flatnonzero(owner == here), src.cells[here].index(rank)
-        for d, slots in _grouped(mine, new[mine]):
-            for to in dst.cells[d]:
-                if src.cell_of(to) != here:
-                    part = slots if src.tp == 1 else slots[_speaker(len(slots), to, src.tp) == replica]
+    if src_cell is not None:
+        held, replica = np.flatnonzero(old == src_cell), src.cells[src_cell].index(rank)
+        for d, slots in _split_by(held, new[held]):
+            for receiver in dst.cells[d]:
+                if src.cell_of(receiver) != src_cell:
+                    part = slots if src.tp == 1 else slots[_sending_replica(len(slots), receiver, src.tp) == replica]
                     if len(part):
-                        send[to] = part
+                        send[receiver] = part
     receive: dict[int, Ints] = {}
     keep = np.empty(0, np.int64)
-    if there is not None:
-        wanted = np.flatnonzero(new == there)
-        for s, slots in _grouped(wanted, owner[wanted]):
-            if s == here:
+    if dst_cell is not None:
+        wanted = np.flatnonzero(new == dst_cell)
+        for s, slots in _split_by(wanted, old[wanted]):
+            if s == src_cell:
                 keep = slots
                 continue
-            speaker = _speaker(len(slots), rank, src.tp)
+            replicas = _sending_replica(len(slots), rank, src.tp)
             for t, sender in enumerate(src.cells[s]):
-                part = slots if src.tp == 1 else slots[speaker == t]
+                part = slots if src.tp == 1 else slots[replicas == t]
                 if len(part):
                     receive[sender] = part
     return Route(send, receive, keep)
 
 
-def _speaker(count: int, to: int, tp: int) -> Ints:
-    """Which replica sends each of `count` samples: in turn, starting elsewhere for every receiver."""
-    return (np.arange(count, dtype=np.int64) + to) % tp
+def _sending_replica(count: int, receiver: int, tp: int) -> Ints:
+    """Returns which rank of the source cell sends each of `count` samples: in turn, another one first per receiver."""
+    return (np.arange(count, dtype=np.int64) + receiver) % tp
 
 
-def _grouped(slots: Ints, key: Ints) -> list[tuple[int, Ints]]:
+def _split_by(slots: Ints, key: Ints) -> list[tuple[int, Ints]]:
     order = np.argsort(key, kind="stable")
     slots, key = slots[order], key[order]
-    cuts = [0, *(np.flatnonzero(key[1:] != key[:-1]) + 1).tolist(), len(key)]
-    return [(int(key[a]), slots[a:b]) for a, b in pairwise(cuts) if b > a]
+    bounds = [0, *(np.flatnonzero(key[1:] != key[:-1]) + 1).tolist(), len(key)]
+    return [(int(key[a]), slots[a:b]) for a, b in pairwise(bounds) if b > a]

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from distflow.data.exchange import Collective
-from distflow.data.transport import naming_lost_peers
+from distflow.data.transport import report_lost_peers
 from distflow.engine.model.source import DTYPES
 from distflow.engine.model.text import Text, prompt_limit
 from distflow.engine.role_context import RoleContext
@@ -62,7 +62,7 @@ class Policy:
         if self.transfer:
             held: Mapping[str, Tensor] = {}
             if self.trainer:
-                with naming_lost_peers(self.trainer.layout.ranks):
+                with report_lost_peers(self.trainer.layout.ranks):
                     held = self.trainer.weights()
             yield from self.transfer.run(held, self.engine.weight_targets() if self.engine else {})
         if self.engine:

@@ -25,7 +25,7 @@ class CheckedPrompts:
 
 def check_prompts(rows: DatasetView, text: Text, skip: bool, rank: int, workers: int) -> CheckedPrompts:
     """Finds rows whose prompt the model cannot read: an error that names the row, or left out on all workers."""
-    if "prompt" not in rows.names:
+    if "prompt" not in rows.column_names:
         return CheckedPrompts(rows, [], 0)
     bad: Ints = np.zeros(len(rows), np.int64)
     skipped = []
@@ -33,7 +33,7 @@ def check_prompts(rows: DatasetView, text: Text, skip: bool, rank: int, workers:
         try:
             text.encode(rows[i]["prompt"])
         except DataError as e:
-            message = f"{rows.describe(i)}: {e}"
+            message = f"{rows.location(i)}: {e}"
             if not skip:
                 raise DataError(f"{message} – fix the row or set `data.on_bad_row: skip`") from None
             bad[i] = 1
@@ -45,7 +45,7 @@ def check_prompts(rows: DatasetView, text: Text, skip: bool, rank: int, workers:
     good = np.flatnonzero(bad == 0)
     if not len(good):
         raise DataError(f"all {len(bad)} rows were skipped: {skipped[0] if skipped else 'see the other workers'}")
-    return CheckedPrompts(rows.keep(good), skipped[:_LISTED], int(bad.sum()))
+    return CheckedPrompts(rows.select(good), skipped[:_LISTED], int(bad.sum()))
 
 
 def texts(rows: DatasetView, most: int = 20_000) -> Iterator[str]:

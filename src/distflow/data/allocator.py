@@ -1,0 +1,37 @@
+"""A caching allocator for received bytes. Fresh memory is as slow as sending: its pages have to be faulted in first.
+
+Memory is owned by the tensors that view it. A node may keep such a tensor as long as it likes, or write it to another
+field: a block is used again once the last tensor that views it is gone. There is no explicit release, as only the
+tensors know who still reads them.
+"""
+
+import weakref
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+
+class CachingAllocator:
+    """Keeps freed blocks for the next allocation, as PyTorch's own allocator does for GPUs but not for CPUs."""
+
+    def __init__(self, device: torch.device | None = None) -> None:
+        self.device = device or torch.device("cpu")
+        self._free: list[NDArray[np.uint8]] = []
+
+    def empty(self, size: int) -> Tensor:
+        """Returns `size` uninitialized bytes."""
+        if self.device.type != "cpu":
+            return torch.empty(size, dtype=torch.uint8, device=self.device)
+        # Other threads may free blocks meanwhile, but only append to the list.
+        fitting = [i for i, block in enumerate(self._free) if len(block) >= size]
+        if fitting:
+            block = self._free.pop(min(fitting, key=lambda i: len(self._free[i])))
+        else:
+            self._free.clear()  # all are too small: give them back to the system
+            block = np.empty(size, np.uint8)
+        # torch refers to this array for as long as any tensor on its memory exists.
+        owner = block[:size]
+        weakref.finalize(owner, self._free.append, block).atexit = False
+        return torch.from_numpy(owner)
