@@ -1,12 +1,12 @@
-"""The exchange of 1024 samples × 4096 tokens × 6 fields (144 MiB) between layouts, against its limits and its peers.
+"""Exchanges 1024 samples × 4096 tokens × 6 fields (144 MiB) between layouts, compared with limits and peers.
 
     python bench/exchange.py [--workers 2 4 8] [--iters 9] [--peers DIR]
 
 For each number of workers, one run measures in turn, iteration by iteration:
-  ours             the exchange as it is used: agree on lengths, pack, deal out, unpack; shared memory on one host
+  ours             the exchange as it is used: agree on lengths, pack, send, unpack; shared memory on one host
   ours, sockets    the same over torch.distributed (gloo), as between hosts
-  limit            a bare all_to_all_single of the same bytes, packed beforehand, into memory that is there already
-  controller       our own single-controller path over torch.distributed: collect on one process, deal out again
+  limit            a bare all_to_all_single of the same bytes, packed beforehand, into existing memory
+  controller       our own single-controller path over torch.distributed: collect on one process, distribute again
   controller, shm  the same through shared memory
 for three layouts: a worst-case reshuffle dp → dp, tp2 → dp, and two rank sets. Then the peers that are installed in
 DIR (see bench/peers). Seconds are the slowest worker's. The last line is one JSON object.
@@ -28,11 +28,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from distflow.data.allocator import CachingAllocator
 from distflow.data.batch import Column, Ragged
-from distflow.data.exchange import AllToAll, Slabs, exchange
-from distflow.data.routes import contiguous, route
+from distflow.data.exchange import AllToAll, exchange
+from distflow.data.routes import contiguous_cells, route
 from distflow.data.transport import SHARED_MEMORY, Transport
-from distflow.data.wire import Segments, read, segment_size, strip, write
+from distflow.data.wire import Segments, flatten, pack, segment_size, unpack
 from distflow.plan import Layout, Move, Partition
 from workers import run_workers
 
@@ -52,45 +53,46 @@ HERE = Path(__file__).resolve().parent
 
 
 def layouts(n: int) -> dict[str, tuple[Layout, Layout, bool]]:
-    """name → before, after, and whether the samples are dealt by the exchange (else: row i to cell i mod n)."""
-    everybody = tuple(range(n))
+    """Returns name → source, target, whether the exchange assigns the cells (else sample i goes to cell i mod n)."""
+    all_ranks = tuple(range(n))
     half = n // 2
     return {
-        "dp→dp": (Layout(everybody, n), Layout(everybody, n), False),
-        "tp2→dp": (Layout(everybody, half, 2), Layout(everybody, n), False),
-        "split ranks": (Layout(everybody[:half], half), Layout(everybody[half:], half), True),
+        "dp→dp": (Layout(all_ranks, n), Layout(all_ranks, n), False),
+        "tp2→dp": (Layout(all_ranks, half, 2), Layout(all_ranks, n), False),
+        "split ranks": (Layout(all_ranks[:half], half), Layout(all_ranks[half:], half), True),
     }
 
 
 def columns(slots: np.ndarray, lengths: np.ndarray) -> dict[str, Column]:
-    """Fields of these samples; every value tells its sample."""
+    """Returns the fields of these samples; every value is the number of its sample."""
     mine = lengths[slots]
     ids = torch.from_numpy(np.repeat(slots, mine))
     return {f: Ragged.packed(ids.to(d), mine) for f, d in FIELDS.items()}
 
 
 class Measure:
-    """One layout on one worker: the three paths, on the same data."""
+    """One layout on one worker: all paths, on the same data."""
 
     def __init__(
         self,
         rank: int,
         src: Layout,
         dst: Layout,
-        deals: bool,
+        assigns: bool,
         samples: int,
         lengths: np.ndarray,
-        comms: dict[str, Transport],
+        transports: dict[str, Transport],
     ) -> None:
-        self.rank, self.samples, self.comms, self.slabs = rank, samples, comms, Slabs()
+        self.rank, self.samples, self.transports = rank, samples, transports
+        self.allocator = CachingAllocator()
         self.move = Move(
-            "m", Partition("a", src, True, None), Partition("b", dst, False, None), tuple(FIELDS), deals, 0
+            "m", Partition("a", src, True, None), Partition("b", dst, False, None), tuple(FIELDS), assigns, 0
         )
-        self.owner = contiguous(samples, src.dp)
-        slots = np.flatnonzero(self.owner == src.cell_of(rank))
+        self.old = contiguous_cells(samples, src.dp)
+        slots = np.flatnonzero(self.old == src.cell_of(rank))
         self.held = (slots, columns(slots, lengths)) if src.cell_of(rank) is not None else None
         cell = dst.cell_of(rank)
-        self.wanted = None if cell is None or deals else np.flatnonzero(np.arange(samples) % dst.dp == cell)
+        self.wanted = None if cell is None or assigns else np.flatnonzero(np.arange(samples) % dst.dp == cell)
         moved = self.ours()
         self.check(moved.slots, moved.columns, lengths)
         self.bytes = {"sent": moved.sent, "received": moved.received, "kept": moved.kept}
@@ -98,8 +100,9 @@ class Measure:
         self._prepare_controller(src, dst)
 
     def ours(self, transport: str = "shm"):
-        steps = exchange(self.rank, self.move, self.samples, 1, self.held, self.wanted, self.slabs)
-        return self.comms[transport].drive(steps)
+        return self.transports[transport].run(
+            exchange(self.rank, self.move, self.samples, 1, self.held, self.wanted, self.allocator)
+        )
 
     def check(self, slots: np.ndarray, got: dict[str, Column], lengths: np.ndarray) -> None:
         for f, dtype in FIELDS.items() if len(slots) else ():
@@ -109,18 +112,18 @@ class Measure:
                 assert (row == int(slot)).all()
 
     def _prepare_limit(self, dst: Layout, slots: np.ndarray) -> None:
-        """The same bytes from and to the same ranks, those that stay included."""
+        """Prepares the same bytes from and to the same ranks, including those that stay."""
         src = self.move.src.layout
         taken = _gather_ints(slots, self.samples)
         new = np.empty(self.samples, np.int64)
         for cell, ranks in enumerate(dst.cells):
             new[taken[ranks[0]]] = cell
         self.new = new
-        mine = route(self.rank, src, dst, self.owner, new)
+        mine = route(self.rank, src, dst, self.old, new)
         self.per_sample = np.zeros(self.samples, np.int64)
         sizes = _gather_ints(self._sizes(), self.samples)
         for cell, ranks in enumerate(src.cells):
-            self.per_sample[self.owner == cell] = sizes[ranks[0]]
+            self.per_sample[self.old == cell] = sizes[ranks[0]]
 
         def size(s: np.ndarray) -> int:
             return segment_size(len(FIELDS), len(s), int(self.per_sample[s].sum()))
@@ -136,58 +139,60 @@ class Measure:
     def _sizes(self) -> np.ndarray:
         if self.held is None:
             return np.empty(0, np.int64)
-        return sum(s.lengths * s.row for s in (strip(c, "", torch.device("cpu")) for c in self.held[1].values()))  # type: ignore[return-value]
+        return sum(
+            c.lengths * c.item_bytes for c in (flatten(c, "", torch.device("cpu")) for c in self.held[1].values())
+        )  # type: ignore[return-value]
 
     def limit(self):
         dist.all_to_all_single(self._out, self._data, self._receive, self._send)
 
     def _prepare_controller(self, src: Layout, dst: Layout) -> None:
-        """Who speaks for a source cell is its first rank; every rank of a target cell is dealt its samples."""
+        """The first rank of a source cell sends its samples; every rank of a target cell receives its own."""
         n = len(self.move.ranks)
         fields = len(FIELDS)
-        whole = {c[0]: np.flatnonzero(self.owner == d) for d, c in enumerate(src.cells)}
+        cells = {c[0]: np.flatnonzero(self.old == d) for d, c in enumerate(src.cells)}
         parts = {r: np.flatnonzero(self.new == dst.cell_of(r)) for r in dst.ranks}
-        size = {k: segment_size(fields, len(s), int(self.per_sample[s].sum())) for k, s in whole.items()}
+        size = {k: segment_size(fields, len(s), int(self.per_sample[s].sum())) for k, s in cells.items()}
         size_out = {k: segment_size(fields, len(s), int(self.per_sample[s].sum())) for k, s in parts.items()}
-        self._collect = (whole, size)
-        self._deal = (parts, size_out)
+        self._collect = (cells, size)
+        self._distribute = (parts, size_out)
         self._controller_slab = torch.ones(sum(size.values()) if self.rank == 0 else 0, dtype=torch.uint8)
         self._mine_in = torch.ones(size_out.get(self.rank, 0), dtype=torch.uint8)
         self._n = n
 
     def controller(self, transport: str):
-        comm = self.comms[transport]
+        execute = self.transports[transport].execute
         ranks, zeros = self.move.ranks, [0] * self._n
-        whole, size = self._collect
-        parts, size_out = self._deal
+        cells, size = self._collect
+        parts, size_out = self._distribute
         cpu = torch.device("cpu")
 
         def pack_mine(out: torch.Tensor) -> None:
-            if self.rank in whole:
+            if self.rank in cells:
                 assert self.held is not None
-                strips = [strip(c, "", cpu) for c in self.held[1].values()]
-                count = len(whole[self.rank])
-                write(strips, np.arange(count), Segments(np.array([count]), np.array([0])), out)
+                columns = [flatten(c, "", cpu) for c in self.held[1].values()]
+                count = len(cells[self.rank])
+                pack(columns, np.arange(count), Segments(np.array([count]), np.array([0])), out)
 
         def pack_all(out: torch.Tensor) -> None:
             if self.rank == 0:
-                slots = np.concatenate(list(whole.values()))
-                got = Segments(np.array([len(s) for s in whole.values()]), _starts(size))
-                everything = read(self._controller_slab, got, list(FIELDS), np.argsort(slots), "controller")
-                strips = [strip(c, "", cpu) for c in everything.values()]
+                slots = np.concatenate(list(cells.values()))
+                got = Segments(np.array([len(s) for s in cells.values()]), _starts(size))
+                gathered = unpack(self._controller_slab, got, list(FIELDS), np.argsort(slots), "controller")
+                columns = [flatten(c, "", cpu) for c in gathered.values()]
                 to = Segments(np.array([len(s) for s in parts.values()]), _starts(size_out))
-                write(strips, np.concatenate(list(parts.values())), to, out)
+                pack(columns, np.concatenate(list(parts.values())), to, out)
 
         collect = [size.get(r, 0) for r in ranks] if self.rank == 0 else zeros
         to_zero = [size.get(self.rank, 0), *zeros[1:]]
-        comm.perform(AllToAll(ranks, pack_mine, to_zero, self._controller_slab, collect))
-        deal = [size_out.get(r, 0) for r in ranks] if self.rank == 0 else zeros
+        execute(AllToAll(ranks, pack_mine, to_zero, self._controller_slab, collect))
+        distribute = [size_out.get(r, 0) for r in ranks] if self.rank == 0 else zeros
         from_zero = [size_out.get(self.rank, 0), *zeros[1:]]
-        comm.perform(AllToAll(ranks, pack_all, deal, self._mine_in, from_zero))
-        dist.barrier()  # the next collection must not overtake the dealing
+        execute(AllToAll(ranks, pack_all, distribute, self._mine_in, from_zero))
+        dist.barrier()  # the next collection must not overtake the distribution
         if self.rank in parts:
             count = len(parts[self.rank])
-            read(self._mine_in, Segments(np.array([count]), np.array([0])), list(FIELDS), np.arange(count), "")
+            unpack(self._mine_in, Segments(np.array([count]), np.array([0])), list(FIELDS), np.arange(count), "")
 
 
 def _starts(sizes: dict[int, int]) -> np.ndarray:
@@ -205,9 +210,9 @@ def _gather_ints(mine: np.ndarray, most: int) -> list[np.ndarray]:
 
 
 def timed(fn: Callable[[], object]) -> tuple[float, float]:
-    """Seconds until the slowest worker is done, from a moment at which all begin; and CPU seconds of all.
+    """Returns the seconds from a common start until the slowest worker is done, and the CPU seconds of all workers.
 
-    Leaving a barrier takes longer than a small exchange, so all sleep until a moment they have agreed on.
+    Leaving a barrier takes longer than a small exchange, so all sleep until a start time they have agreed on.
     """
     begin = torch.tensor([time.perf_counter() + 0.01], dtype=torch.float64)
     dist.all_reduce(begin, dist.ReduceOp.MAX)
@@ -230,15 +235,15 @@ def worker(iters: int, out: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     rank, n = dist.get_rank(), dist.get_world_size()
-    everybody = tuple(range(n))
-    comms = {}
+    all_ranks = tuple(range(n))
+    transports = {}
     for transport, shared in (("shm", "1"), ("sockets", "0")):
         os.environ[SHARED_MEMORY] = shared
-        comms[transport] = Transport([everybody], torch.device("cpu"), lambda _: nullcontext())
+        transports[transport] = Transport([all_ranks], torch.device("cpu"), lambda _: nullcontext())
     full = np.full(SAMPLES, TOKENS, np.int64)
     result: dict[str, object] = {"workers": n, "layouts": {}}
-    for name, (src, dst, deals) in layouts(n).items():
-        m = Measure(rank, src, dst, deals, SAMPLES, full, comms)
+    for name, (src, dst, assigns) in layouts(n).items():
+        m = Measure(rank, src, dst, assigns, SAMPLES, full, transports)
         paths: dict[str, Callable[[], object]] = {
             "ours": m.ours,
             "ours, sockets": partial(m.ours, "sockets"),
@@ -254,13 +259,13 @@ def worker(iters: int, out: str) -> None:
                     runs[path].append(t)
         result["layouts"][name] = {p: _summary(v) for p, v in runs.items()}  # type: ignore[index]
         del m, paths
-    small = Measure(rank, *layouts(n)["dp→dp"], 8, np.full(8, 128, np.int64), comms)
+    small = Measure(rank, *layouts(n)["dp→dp"], 8, np.full(8, 128, np.int64), transports)
     twenty = [timed(lambda: [small.ours() for _ in range(20)])[0] for _ in range(9)]
     result["small_ms"] = 1e3 * statistics.median(twenty) / 20
-    # Lengths as they come: geometric, cut at the maximum, mean a quarter of it.
+    # Realistic lengths: geometric, cut at the maximum, with a mean of a quarter of it.
     lengths = np.minimum(np.random.default_rng(0).geometric(1 / 1070, SAMPLES), TOKENS)
-    ragged = Measure(rank, *layouts(n)["dp→dp"], SAMPLES, lengths, comms)
-    dense = Measure(rank, *layouts(n)["dp→dp"], SAMPLES, full, comms)
+    ragged = Measure(rank, *layouts(n)["dp→dp"], SAMPLES, lengths, transports)
+    dense = Measure(rank, *layouts(n)["dp→dp"], SAMPLES, full, transports)
     moved = torch.tensor([sum(ragged.bytes.values()), sum(dense.bytes.values())])
     dist.all_reduce(moved)
     result["ragged_bytes_fraction"] = float(moved[0] / moved[1])
@@ -271,16 +276,16 @@ def worker(iters: int, out: str) -> None:
     dist.destroy_process_group()
 
 
-# ---------------------------------------------------------------------------------------------- the whole run
+# ---------------------------------------------------------------------------------------------- all workers
 
 
 def run_peers(n: int, iters: int, peers: Path | None) -> dict[str, dict | None]:
-    """Each peer's row on the reshuffle dp → dp, in its own environment; None where it is not installed."""
-    found: dict[str, dict | None] = {}
+    """Measures each peer on the reshuffle dp → dp, in its own environment; None if it is not installed."""
+    results: dict[str, dict | None] = {}
     for name, script in (("verl", "verl_dataproto.py"), ("transferqueue", "transferqueue.py")):
         python = peers / "verl" / "bin" / "python" if peers else None
         if python is None or not python.exists():
-            found[name] = None
+            results[name] = None
             continue
         command = [str(python), str(HERE / "peers" / script), "--workers", str(n), "--iters", str(iters)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=600)
@@ -288,10 +293,10 @@ def run_peers(n: int, iters: int, peers: Path | None) -> dict[str, dict | None]:
             done = subprocess.run(command, capture_output=True, text=True, timeout=600)
         if done.returncode:
             print(f"  {name} failed: {done.stderr.strip().splitlines()[-1:]}", file=sys.stderr)
-            found[name] = None
+            results[name] = None
         else:
-            found[name] = json.loads(done.stdout.strip().splitlines()[-1])
-    return found
+            results[name] = json.loads(done.stdout.strip().splitlines()[-1])
+    return results
 
 
 def main() -> None:
@@ -309,8 +314,10 @@ def main() -> None:
         row = run_workers(__file__, n, "--iters", str(args.iters))
         row["peers"] = run_peers(n, args.iters, args.peers)
         rows.append(row)
-        told = f"small exchange {row['small_ms']:.2f} ms, ragged moves {row['ragged_bytes_fraction']:.3f} of the bytes"
-        print(f"N = {n}: {told}")
+        summary = (
+            f"small exchange {row['small_ms']:.2f} ms, ragged moves {row['ragged_bytes_fraction']:.3f} of the bytes"
+        )
+        print(f"N = {n}: {summary}")
         for name, r in row["layouts"].items():
             times = "  ".join(f"{p} {v['s']:.4f} s ({v['cpu_s']:.3f} CPU s)" for p, v in r.items())
             print(f"  {name:13s} {times}")
@@ -319,8 +326,8 @@ def main() -> None:
                 print(f"  {name:13s} {p['s']:.4f} s ({p['cpu_s']:.3f} CPU s), {p['version']}")
 
     def worst(ratio: Callable[[dict], float], fewest: int = 0, pick: Callable = min) -> float | None:
-        found = [ratio(r) for row in rows if row["workers"] >= fewest for r in row["layouts"].values()]
-        return round(pick(found), 3) if found else None
+        ratios = [ratio(r) for row in rows if row["workers"] >= fewest for r in row["layouts"].values()]
+        return round(pick(ratios), 3) if ratios else None
 
     best_peer = []
     for row in rows:

@@ -1,4 +1,4 @@
-"""The pure routing: how even it deals a heavy-tailed batch, and how long 100,000 samples over 1024 workers take.
+"""Routing: how evenly a heavy-tailed batch is balanced, and how long 100,000 samples over 1024 workers take.
 
     python bench/routes.py
 
@@ -12,7 +12,7 @@ import time
 import numpy as np
 
 from distflow.data.balance import imbalance
-from distflow.data.routes import contiguous, deal, route
+from distflow.data.routes import assign_cells, contiguous_cells, route
 from distflow.plan import Layout
 
 
@@ -26,19 +26,19 @@ def heavy_tailed(count: int, seed: int) -> np.ndarray:
 
 def one(workers: int, samples: int, seed: int) -> dict:
     layout, lengths = Layout(tuple(range(workers)), workers), heavy_tailed(samples, seed)
-    owner = contiguous(samples, workers)
+    old = contiguous_cells(samples, workers)
     start = time.perf_counter()
-    new = deal(owner, layout, layout, lengths, 1, balance=True)
-    route(0, layout, layout, owner, new)
+    new = assign_cells(old, layout, layout, lengths, 1, balance=True)
+    route(0, layout, layout, old, new)
     seconds = time.perf_counter() - start
     counts = np.bincount(new, minlength=workers)
     return {
         "workers": workers,
         "samples": samples,
-        "before": imbalance(owner, lengths, workers),
+        "before": imbalance(old, lengths, workers),
         "after": imbalance(new, lengths, workers),
         "counts_differ_by": int(counts.max() - counts.min()),
-        "moved_fraction": float((new != owner).mean()),
+        "moved_fraction": float((new != old).mean()),
         "s": seconds,
     }
 
@@ -49,8 +49,8 @@ def main() -> None:
         of_n = [r for r in rows if r["workers"] == n]
         worst, before = max(r["after"] for r in of_n), statistics.median(r["before"] for r in of_n)
         moved = statistics.median(r["moved_fraction"] for r in of_n)
-        told = f"tokens differ by {before:.1%} before, {worst:.2%} after (worst of 5)"
-        print(f"{n:5d} workers × 64: {told}; {moved:.1%} of samples move")
+        tokens = f"tokens differ by {before:.1%} before, {worst:.2%} after (worst of 5)"
+        print(f"{n:5d} workers × 64: {tokens}; {moved:.1%} of samples move")
     big = [one(1024, 100_000, seed) for seed in range(5)]
     result = {
         "token_imbalance": round(max(r["after"] for r in rows), 5),

@@ -1,10 +1,10 @@
-"""No centre: with the batch per worker fixed, what one of them sends, receives and holds does not grow with N.
+"""No central process: with a fixed batch per worker, no worker sends, receives or holds more when N grows.
 
     python bench/scale.py [--workers 2 4 8] [--steps 5]
 
 Each worker generates 64 samples (about 2,000 tokens, 6 fields; the same lengths everywhere); half of them judge
-all samples; all train on them in pairs, evenly loaded. Bytes and memory are those of the busiest worker. The last line
-is one JSON object.
+all samples; all train on them with tp 2, balanced. Bytes and memory are those of the busiest worker. The last line is
+one JSON object.
 """
 
 import argparse
@@ -21,14 +21,15 @@ from distflow.data.coordinator import Coordinator, Traffic
 from distflow.data.loader import Loader
 from distflow.data.transport import Transport
 from distflow.flow import Flow, Node
-from distflow.plan import Place, Placement, Plan, Workload, plan
+from distflow.plan import Place, Placement, Plan, Workload
+from distflow.plan import plan as derive_plan
 from distflow.run.worker import Worker
 from workers import run_workers
 
 INTS, FLOATS = ("tokens", "mask", "position"), ("old_logprobs", "ref_logprobs", "advantage")
 
 
-class NoRows:
+class EmptyRows:
     column_names: tuple[str, ...] = ()
 
     def __len__(self) -> int:
@@ -60,7 +61,9 @@ def make_plan(workers: int) -> Plan:
         Node("update", reads=(*INTS, *FLOATS, "score"), balance="tokens", fn=update),
     )
     places = {"judge": Place("half"), "update": Place(tp=2)}
-    return plan(Flow("scale", (), nodes), Placement(workers, {"half": "50%-"}, nodes=places), Workload(64 * workers))
+    return derive_plan(
+        Flow("scale", (), nodes), Placement(workers, {"half": "50%-"}, nodes=places), Workload(64 * workers)
+    )
 
 
 def memory_kib(field: str) -> int:
@@ -72,22 +75,22 @@ def worker(steps: int, out: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     rank, n = dist.get_rank(), dist.get_world_size()
-    made = make_plan(n)
-    comm = Transport([m.ranks for m in made.moves], torch.device("cpu"), lambda _: nullcontext())
-    data = Coordinator(rank, made, Loader(NoRows(), made.samples, 1, seed=0))
-    seen: list[Traffic] = []
-    end = data.end
-    data.end = lambda step: seen.append(end(step)) or seen[-1]  # type: ignore[method-assign, func-returns-value]
+    plan = make_plan(n)
+    transport = Transport([m.ranks for m in plan.moves], torch.device("cpu"), lambda _: nullcontext())
+    data = Coordinator(rank, plan, Loader(EmptyRows(), plan.samples, 1, seed=0))
+    traffic: list[Traffic] = []
+    end_step = data.end_step
+    data.end_step = lambda step: traffic.append(end_step(step)) or traffic[-1]  # type: ignore[method-assign, func-returns-value]
     before = memory_kib("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # the peak is counted from here
-    comm.drive(Worker(rank, made, data, {}, 0, Path(), lambda *_: None).steps(0, steps, lambda *_: None))
+    transport.run(Worker(rank, plan, data, {}, 0, Path(), lambda *_: None).steps(0, steps, lambda *_: None))
     peak = memory_kib("VmHWM") - before
-    mine = [max(t.sent for t in seen), max(t.received for t in seen), peak * 1024]
-    most = torch.tensor(mine)
+    busiest = [max(t.sent for t in traffic), max(t.received for t in traffic), peak * 1024]
+    most = torch.tensor(busiest)
     dist.all_reduce(most, dist.ReduceOp.MAX)
     if rank == 0:
         sent, received, held = most.tolist()
-        row = {"workers": n, "samples": made.samples, "sent": sent, "received": received, "peak_memory": held}
+        row = {"workers": n, "samples": plan.samples, "sent": sent, "received": received, "peak_memory": held}
         Path(out).write_text(json.dumps(row))
     dist.barrier()
     dist.destroy_process_group()
