@@ -1,9 +1,9 @@
-"""A run that is killed over and over, against the same run left in peace: weights, metrics and samples must be equal.
+"""A run that is killed over and over, against the same run undisturbed: weights, metrics and samples must be equal.
 
 `python bench/chaos.py [--steps 100] [--kills 22] [--workers 4] [--seed 0]`. Workers are killed (SIGKILL) at random
 moments, while they generate, exchange, update or write a checkpoint, one of them or all; between attempts files of the
-newest checkpoint are truncated, and the disk is filled for a while (on a small tmpfs, where this may mount one). Nobody
-helps the run: its launcher starts it again. One JSON object is the last line.
+newest checkpoint are truncated, and the disk is filled for a while (on a small tmpfs, if it can be mounted). Only its
+launcher restarts the run. One JSON object is the last line.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from pathlib import Path
 
 import torch
 
-from distflow.run.checkpoint import load_whole, place_of, steps_there
+from distflow.run.checkpoint import checkpoint_dir, list_checkpoints, load_full_tensors
 
 MOMENTS = ("actor.generate", "move", "actor.update", "checkpoint", "any")
 CURVES = ("actor/loss", "actor/grad_norm", "actor/kl", "actor/entropy", "reward/mean", "response_length/mean")
@@ -87,16 +87,16 @@ def start(config: Path, run: Path) -> subprocess.Popen[bytes]:
 
 
 def records(run: Path, workers: int) -> Records:
-    """What every worker does right now; empty unless all of them are there."""
-    found: Records = []
+    """Returns the heartbeats of all workers; empty unless all of them are running."""
+    heartbeats: Records = []
     for rank in range(workers):
         try:
-            record = json.loads((run / "workers" / f"{rank}.now").read_text())
+            record = json.loads((run / "workers" / f"{rank}.heartbeat").read_text())
             os.kill(record["pid"], 0)
         except (OSError, ValueError, KeyError):
             return []
-        found.append(record)
-    return found
+        heartbeats.append(record)
+    return heartbeats
 
 
 class Chaos:
@@ -107,14 +107,14 @@ class Chaos:
         self.killed_all = self.truncated = self.filled = 0
 
     def strike(self, process: subprocess.Popen[bytes], number: int) -> bool:
-        """One blow, at a moment of its own; False if the run ended before."""
+        """Kills one worker or all at some moment; False if the run ended before."""
         moment = MOMENTS[number % len(MOMENTS)]
         victim, everybody = self.rng.randrange(self.workers), self.rng.random() < 0.3
         share = self.rng.random()
-        when: int | None = None  # the step; so that all blows find room
-        patience = time.time() + 180
+        when: int | None = None  # the step, chosen so that all kills fit into the run
+        deadline = time.time() + 180
         now: Records = []
-        while time.time() < patience:
+        while time.time() < deadline:
             if process.poll() is not None:
                 return False
             now = records(self.run, self.workers)
@@ -122,7 +122,7 @@ class Chaos:
             if step >= 0:
                 if when is None:
                     when = step + int(share * 1.5 * (self.steps - step) / (self.kills - number + 1))
-                # A moment that does not come is not waited for for ever.
+                # Do not wait for ever for a moment that does not come.
                 if step >= when and (self._is(moment, now[victim]) or step > when + 6):
                     break
             time.sleep(0.001)
@@ -144,13 +144,11 @@ class Chaos:
         return moment == "any" or str(record["task"]).startswith(moment)
 
     def _truncate(self) -> None:
-        there = steps_there(self.run / "checkpoints")
-        files = (
-            sorted(p for p in place_of(self.run / "checkpoints", there[0]).rglob("*") if p.is_file()) if there else []
-        )
+        folder = self.run / "checkpoints"
+        steps = list_checkpoints(folder)
         with suppress(OSError):
-            if len(there) > 1 and files:
-                path = self.rng.choice(files)
+            if len(steps) > 1:
+                path = self.rng.choice(sorted(p for p in checkpoint_dir(folder, steps[0]).rglob("*") if p.is_file()))
                 os.truncate(path, path.stat().st_size // 2)
                 self.truncated += 1
 
@@ -166,7 +164,7 @@ class Chaos:
 
 
 def history(run: Path, workers: int) -> dict[int, list[int]]:
-    """Step → the ids it was trained on, the last time it was done."""
+    """Returns step → the ids of the samples it was trained on, the last time it was run."""
     steps: dict[int, dict[int, list[int]]] = {}
     for rank in range(workers):
         for line in (run.parent / f"{run.name}.{rank}.ids").read_text().splitlines():
@@ -209,8 +207,8 @@ def main() -> None:
             log = (folder / "storm.log").read_text()
             if code:
                 raise SystemExit(log)
-            final = [place_of(run / "checkpoints", args.steps) / "actor" for run in (calm, storm)]
-            one, other = (load_whole(place) for place in final)
+            final = [checkpoint_dir(run / "checkpoints", args.steps) / "actor" for run in (calm, storm)]
+            one, other = (load_full_tensors(folder) for folder in final)
             same_weights = one.keys() == other.keys() and all(torch.equal(one[k], other[k]) for k in one)
             same_curves = curves(calm) == curves(storm)
             wanted, got = (history(run, args.workers) for run in (calm, storm))

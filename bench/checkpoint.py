@@ -1,7 +1,7 @@
-"""What a checkpoint costs the steps it is written behind: in one run, stretches of steps with one and without.
+"""What a checkpoint costs the steps that run while it is written: in one run, stretches of steps with one and without.
 
 `python bench/checkpoint.py [--rounds 8] [--stretch 4]`: a GRPO run of the 4M model of bench/step.py on two workers of
-one thread each, weights and optimiser (48 MB) kept every other stretch. One JSON object is the last line.
+one thread each, weights and optimiser (48 MB) saved every other stretch. One JSON object is the last line.
 """
 
 import argparse
@@ -47,19 +47,19 @@ def main() -> None:
         size = sum(p.stat().st_size for p in (folder / "run" / "checkpoints").glob("step_*/*/tensors/*")) / 2
     ends = {int(row["step"]) + 1: row["time"] for row in rows}
     marks = range(2 * stretch, len(rows) + 1, stretch)  # after the first round, which warms up
-    took = [ends[b] - ends[a] for a, b in pairwise(marks)]
-    with_one, without = took[0::2], took[1::2]
+    seconds = [ends[b] - ends[a] for a, b in pairwise(marks)]
+    with_one, without = seconds[0::2], seconds[1::2]
     added = statistics.median(a - b for a, b in zip(with_one, without, strict=False))
-    worked = [sum(row["perf/cpu_s"] for row in rows[a:b]) for a, b in pairwise(marks)]
-    more_work = statistics.median(a - b for a, b in zip(worked[0::2], worked[1::2], strict=False))
+    cpu_s = [sum(row["perf/cpu_s"] for row in rows[a:b]) for a, b in pairwise(marks)]
+    added_cpu_s = statistics.median(a - b for a, b in zip(cpu_s[0::2], cpu_s[1::2], strict=False))
     step = statistics.median(without) / stretch
-    print(f"{stretch} steps with a checkpoint behind them: {statistics.median(with_one):.3f} s")
+    print(f"{stretch} steps while a checkpoint is written: {statistics.median(with_one):.3f} s")
     print(f"{stretch} steps without: {stretch * step:.3f} s")
     result = {
         "step_s": step,
         "save_adds_s": added,
         "overhead_frac": added / stretch / step,
-        "overhead_frac_cpu": more_work / statistics.median(worked[1::2]),  # of both workers: steadier
+        "overhead_frac_cpu": added_cpu_s / statistics.median(cpu_s[1::2]),  # of both workers: less noise
         "overhead_if_every_50": added / 50 / step,
         "mib": size / 2**20,
         "rounds": len(with_one),

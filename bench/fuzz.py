@@ -30,7 +30,7 @@ def main(wanted: list[str]) -> int:
                 report = fuzz(made, kind.full)
             finally:
                 made.close()
-        print(f"{kind.name}: {report.told}", *report.slow, *report.failures, sep="\n  ", flush=True)
+        print(f"{kind.name}: {report.summary}", *report.slow, *report.failures, sep="\n  ", flush=True)
         found[kind.name] = report
     failures = sum(len(r.failures) for r in found.values())
     kinds = {name: {"cases": r.cases, "refused": r.refused, "s": round(r.seconds, 1)} for name, r in found.items()}

@@ -11,8 +11,6 @@ import sys
 import time
 from pathlib import Path
 
-from distflow.observe.curve import read
-
 ROOT = Path(__file__).parents[1]
 TASK, RUNS = ROOT / "examples" / "sorting", ROOT / "runs" / "sorting"
 ACCURACY = "val/all/score"
@@ -48,25 +46,35 @@ def warm_up() -> None:
     distflow("export", str(RUNS / "warmup"), str(RUNS / "model"))
 
 
+def read_metrics(path: Path) -> dict[str, list[float]]:
+    """Returns the values of each metric, step by step."""
+    metrics: dict[str, list[float]] = {}
+    for line in path.read_text().splitlines():
+        for name, value in json.loads(line).items():
+            if value is not None:
+                metrics.setdefault(name, []).append(value)
+    return metrics
+
+
 def learn(algorithm: str, steps: int, seed: int) -> dict[str, object]:
     run = RUNS / algorithm
     said = [f"flow={algorithm}", f"name={algorithm}", f"steps={steps}", f"seed={seed}", f"run_dir={run}"]
     began = time.time()
     distflow("run", str(TASK / "grpo.yaml"), *said, "eval.every=20", *ALGORITHMS[algorithm])
-    found = read(run / "metrics.jsonl")
-    accuracy = found[ACCURACY]
+    metrics = read_metrics(run / "metrics.jsonl")
+    accuracy = metrics[ACCURACY]
     result: dict[str, object] = {
         "algorithm": algorithm,
         "steps": steps,
-        "before": accuracy[0][1],
-        "after": accuracy[-1][1],
+        "before": accuracy[0],
+        "after": accuracy[-1],
         "s": round(time.time() - began, 1),
     }
     for name in ("critic/vf_loss", "critic/explained_variance"):
-        if values := [v for _, v in found.get(name, [])]:
+        if values := metrics.get(name):
             early, late = values[:5], values[-max(5, len(values) // 4) :]  # single steps are noisy
             result[name.partition("/")[2]] = [round(sum(x) / len(x), 4) for x in (early, late)]
-    if discarded := [v for _, v in found.get("sampling/discarded", [])]:
+    if discarded := metrics.get("sampling/discarded"):
         result["discarded"] = int(sum(discarded))
     return result
 

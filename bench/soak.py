@@ -1,4 +1,4 @@
-"""Memory of a long run: what every worker holds after 200 steps, and at the end.
+"""Memory of a long run: what each worker holds after 200 steps, and at the end.
 
 `python bench/soak.py [--steps 2000]`: GRPO with a tiny model, checkpoints and evaluation included, on two workers.
 One JSON object is the last line.
@@ -17,13 +17,13 @@ EARLY = 200
 
 
 def resident(run: Path, workers: int) -> list[float]:
-    """MiB of each worker."""
-    found = []
+    """Returns the resident memory of each worker in MiB."""
+    mib = []
     for rank in range(workers):
-        pid = json.loads((run / "workers" / f"{rank}.now").read_text())["pid"]
+        pid = json.loads((run / "workers" / f"{rank}.heartbeat").read_text())["pid"]
         pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
-        found.append(pages * os.sysconf("SC_PAGE_SIZE") / 2**20)
-    return found
+        mib.append(pages * os.sysconf("SC_PAGE_SIZE") / 2**20)
+    return mib
 
 
 def main() -> None:
@@ -54,7 +54,7 @@ def main() -> None:
         command = [sys.executable, "-m", "distflow", "run", str(folder / "run.yaml")]
         began = time.time()
         process = subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=subprocess.DEVNULL)
-        seen: dict[int, list[float]] = {}
+        memory: dict[int, list[float]] = {}
         log, step = run / "metrics.jsonl", 0
         while process.poll() is None:
             time.sleep(0.1)
@@ -65,15 +65,15 @@ def main() -> None:
                 step = int(json.loads(lines[-1])["step"]) if lines else 0
                 if step >= EARLY:
                     try:
-                        now = resident(run, args.workers)
+                        mib = resident(run, args.workers)
                     except (OSError, ValueError):
                         continue
-                    if all(now):  # a worker that has just ended holds nothing
-                        seen[step] = now
+                    if all(mib):  # a worker that has just ended holds nothing
+                        memory[step] = mib
         if process.returncode:
             raise SystemExit(process.returncode)
-    first, last = seen[min(seen)], seen[max(seen)]
-    for at, mib in ((min(seen), first), (max(seen), last)):
+    first, last = memory[min(memory)], memory[max(memory)]
+    for at, mib in ((min(memory), first), (max(memory), last)):
         print(f"step {at}: " + ", ".join(f"{m:.1f} MiB" for m in mib))
     growth = max(b / a - 1 for a, b in zip(first, last, strict=True))
     result = {"steps": args.steps, "early": first, "late": last, "growth": growth, "s": round(time.time() - began)}

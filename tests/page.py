@@ -1,4 +1,4 @@
-"""A page of documentation as what it consists of: files, commands, and what these say."""
+"""A page of documentation as its parts: files, commands, and their output."""
 
 import re
 import runpy
@@ -15,7 +15,7 @@ _NAME = re.compile(r"# (\w+\.\w+)(, continued)?\n")
 
 @dataclass(frozen=True)
 class Block:
-    kind: str  # python, yaml, sh; nothing for what the commands before it say
+    kind: str  # python, yaml, sh; empty for the output of the commands before it
     text: str
     file: str = ""
     continued: bool = False
@@ -27,7 +27,7 @@ class Block:
 
 
 def blocks(page: Path) -> Iterator[Block]:
-    """In order; the first line of a file says its name."""
+    """Yields the blocks of a page in order; the first line of a file has its name."""
     for kind, text in _BLOCK.findall(page.read_text()):
         name = _NAME.match(text) if kind in ("python", "yaml") else None
         yield Block(kind, text[name.end() :], name[1], bool(name[2])) if name else Block(kind, text)
@@ -39,7 +39,7 @@ def _python(words: list[str]) -> None:
 
 
 def done(folder: Path, command: str, *more: str) -> Ended:
-    """A command of a page, given in `folder`; `run` with two workers. It has to succeed."""
+    """Runs a command of a page in `folder`, `run` with two workers. It has to succeed."""
     program, *words = command.split()
     if program == "python":
         ended = in_fork(_python, *words, folder=folder)

@@ -1,12 +1,13 @@
 import json
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 
-from distflow import cli
+from distflow import __version__, cli
 from distflow.run.program import Program
 
 DIAMOND = str(Path(__file__).parents[1] / "examples" / "diamond" / "config.yaml")
@@ -22,16 +23,16 @@ def distflow(*args: str) -> int:
 
 
 def planned(capsys: Output, *args: str) -> dict[str, object]:
-    """What `distflow plan --json` prints."""
+    """Returns what `distflow plan --json` prints."""
     assert distflow("plan", DIAMOND, "--json", *args) == 0
     out, err = capsys.readouterr()
     assert err == ""
-    found = json.loads(out)
-    assert isinstance(found, dict)
-    return found
+    plan = json.loads(out)
+    assert isinstance(plan, dict)
+    return plan
 
 
-def test_plan_prints_who_does_what(capsys: Output) -> None:
+def test_plan_shows_which_rank_runs_what(capsys: Output) -> None:
     assert distflow("plan", DIAMOND) == 0
     out, err = capsys.readouterr()
     assert err == ""
@@ -63,10 +64,10 @@ def test_plan_as_a_picture(capsys: Output, tmp_path: Path, name: str) -> None:
         ["data.batch=32", "--json", "data.repeat=2"],
     ],
 )
-def test_overrides_stand_before_and_after_options(capsys: Output, args: list[str]) -> None:
+def test_overrides_may_be_before_and_after_options(capsys: Output, args: list[str]) -> None:
     assert distflow("plan", DIAMOND, *args) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert (found["samples"], found["samples_per_prompt"]) == (64, 2)
+    plan = json.loads(capsys.readouterr().out)
+    assert (plan["samples"], plan["samples_per_prompt"]) == (64, 2)
 
 
 @pytest.mark.parametrize("args", [["--workers", "8"], ["workers=8"], ["workers=6", "--workers", "8"]])
@@ -75,12 +76,12 @@ def test_workers_are_the_option_then_the_config(capsys: Output, args: list[str])
     assert planned(capsys)["workers"] == 4
 
 
-def test_without_a_number_there_is_one_worker(capsys: Output) -> None:
+def test_there_is_one_worker_by_default(capsys: Output) -> None:
     assert planned(capsys, "workers=", "placement={}")["workers"] == 1
 
 
 @pytest.mark.parametrize(
-    ("args", "said"),
+    ("args", "message"),
     [
         (["none.yaml"], "there is no config file none.yaml"),
         ([DIAMOND, "data.bacth=3"], "unknown key 'data.bacth'; did you mean 'batch'?"),
@@ -94,17 +95,17 @@ def test_without_a_number_there_is_one_worker(capsys: Output) -> None:
         ([DIAMOND, "placement.nodes.corect.tp=2"], "the flow has no node 'corect'; did you mean 'correct'?"),
     ],
 )
-def test_bad_input_is_told_in_one_line(capsys: Output, args: list[str], said: str) -> None:
+def test_bad_input_is_reported_in_one_line(capsys: Output, args: list[str], message: str) -> None:
     assert distflow("plan", *args) == 2
-    assert one_line(capsys, said)
+    assert one_line(capsys, message)
 
 
-def one_line(capsys: Output, said: str) -> bool:
+def one_line(capsys: Output, message: str) -> bool:
     out, err = capsys.readouterr()
-    return out == "" and err.startswith("distflow: ") and err.index("\n") == len(err) - 1 and said in err
+    return out == "" and err.startswith("distflow: ") and err.index("\n") == len(err) - 1 and message in err
 
 
-def test_run_tells_a_mistake_before_any_worker_starts(capsys: Output, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_reports_a_mistake_before_any_worker_starts(capsys: Output, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RANK", raising=False)
     assert distflow("run", DIAMOND, "data.batch=63") == 2
     assert one_line(capsys, INDIVISIBLE)
@@ -114,7 +115,7 @@ def test_run_tells_a_mistake_before_any_worker_starts(capsys: Output, monkeypatc
     ("name", "reason"),
     [("file/plan.svg", "File exists"), ("file/x/plan.svg", "Not a directory"), ("", "Is a directory")],
 )
-def test_a_picture_that_cannot_be_written_is_told_in_one_line(
+def test_a_picture_that_cannot_be_written_is_reported_in_one_line(
     capsys: Output, tmp_path: Path, name: str, reason: str
 ) -> None:
     (tmp_path / "file").touch()
@@ -145,3 +146,15 @@ def test_a_wrong_command_line_shows_its_usage(capsys: Output, args: list[str]) -
 def test_the_command_is_also_a_module() -> None:
     done = subprocess.run([sys.executable, "-m", "distflow", "plan", "none.yaml"], capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (2, "", "distflow: there is no config file none.yaml\n")
+
+
+def test_the_version_is_that_of_the_package(capsys: Output) -> None:
+    assert distflow("--version") == 0
+    assert capsys.readouterr().out == f"distflow {version('distflow-rl')}\n"
+    assert __version__ == version("distflow-rl")
+
+
+def test_an_unknown_log_level_is_refused(capsys: Output, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DISTFLOW_LOG_LEVEL", "debgu")
+    assert distflow("plan", DIAMOND) == 2
+    assert one_line(capsys, "DISTFLOW_LOG_LEVEL: unknown level 'DEBGU'; did you mean 'DEBUG'?")

@@ -23,7 +23,6 @@ ALLOWED = {
     ("exec", "reward/sandbox/remote_tests.py"): "runs inside the sandbox only",
     ("compile", "reward/sandbox/remote_tests.py"): "the same",
     ("__import__", "reward/sandbox/jail/main.py"): "imports only module names written in that file",
-    ("yaml.load", "config/yaml.py"): "with a loader made of SafeLoader, as a test below says",
 }
 CODE = {"eval", "exec", "compile", "__import__", "os.system", "os.popen", "yaml.load", "yaml.unsafe_load"}
 PICKLES = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "joblib", "marshal", "shelve"}
@@ -68,7 +67,7 @@ def test_what_is_allowed_is_still_there() -> None:
 def test_a_config_is_data() -> None:
     import distflow.config.yaml
 
-    assert issubclass(distflow.config.yaml._Yaml, yaml.SafeLoader)
+    assert issubclass(distflow.config.yaml._Loader, yaml.SafeLoader)
 
 
 def test_code_of_a_model_is_run_only_when_asked_for() -> None:

@@ -1,4 +1,4 @@
-"""`distflow run` as each of N workers, the way torchrun starts it, in forks of one that has imported everything."""
+"""Runs `distflow run` as each of N workers, as torchrun does, in forks of a server that has imported everything."""
 
 import multiprocessing
 import os
@@ -11,18 +11,18 @@ from dataclasses import dataclass
 from multiprocessing.connection import wait
 from pathlib import Path
 
-import spawn  # noqa: F401 (all tests share one server, and who asks last says what it imports: after spawn, then)
+import spawn  # noqa: F401 (all tests share one server, whose last list of imports counts: this one, after spawn's)
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["distflow.launch.local", "distflow.engine.policy", "warm_kernels", "pytest"])
 
 
-_GRACE_S = 3.0  # for the others, when one has failed; torchrun ends them, too
+_GRACE_S = 3.0  # for the other workers after one has failed; torchrun ends them, too
 
 
 @dataclass(frozen=True)
 class Ended:
-    codes: list[int]  # of the workers; −9 of one that was still there after another had failed
+    codes: list[int]  # exit codes of the workers; −9 for one that was still running after another had failed
     out: str  # of rank 0
     err: str  # of all of them
 
@@ -34,26 +34,26 @@ def distflow_run(
     timeout_s: float = 120,
     folder: Path | None = None,
     resume: str | None = None,
+    main: Callable[[list[str]], None] | None = None,
 ) -> Ended:
-    """To the end of all workers; `folder`: where the command is given, `resume`: as a launcher tells them."""
+    """Runs all workers to their end. `folder`: working directory; `resume`: as `--resume`; `main`: instead of `cli`."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
-    words = ["run", str(path), *overrides, f"workers={workers}"]
-    about = {
+    words = ["run", str(path), *overrides, f"workers={workers}", *([f"--resume={resume}"] if resume else [])]
+    shared = {
         "WORLD_SIZE": str(workers),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
         "GLOO_SOCKET_IFNAME": "lo",
-        **({"DISTFLOW_RESUME": resume} if resume else {}),
     }
-    each = [about | {"RANK": str(r), "LOCAL_RANK": str(r)} for r in range(workers)]
-    return _ended(cli_main, words, path.parent / path.stem, each, timeout_s, folder)
+    environments = [shared | {"RANK": str(r), "LOCAL_RANK": str(r)} for r in range(workers)]
+    return _run(main or cli_main, words, path.parent / path.stem, environments, timeout_s, folder)
 
 
 def in_fork(main: Callable[[list[str]], None], *words: str, folder: Path, timeout_s: float = 120) -> Ended:
-    """One process that calls `main(words)` in `folder`."""
-    return _ended(main, list(words), folder / "said", [{}], timeout_s, folder)
+    """Runs `main(words)` in one process, in `folder`."""
+    return _run(main, list(words), folder / "output", [{}], timeout_s, folder)
 
 
 def cli_main(words: list[str]) -> None:
@@ -62,7 +62,7 @@ def cli_main(words: list[str]) -> None:
     cli.main(words)
 
 
-def _ended(
+def _run(
     main: Callable[[list[str]], None],
     words: list[str],
     prefix: Path,
@@ -70,35 +70,35 @@ def _ended(
     timeout_s: float,
     folder: Path | None,
 ) -> Ended:
-    says = [prefix.with_name(f"{prefix.name}.{r}") for r in range(len(environments))]
-    # No daemons: those may not have children, and rewards are processes of their own.
-    made = [
-        _context.Process(target=_process, args=(main, words, environment, str(say), folder))
-        for environment, say in zip(environments, says, strict=True)
+    outputs = [prefix.with_name(f"{prefix.name}.{r}") for r in range(len(environments))]
+    # No daemons: those may not have children, and rewards run in processes of their own.
+    workers = [
+        _context.Process(target=_process, args=(main, words, environment, str(output), folder))
+        for environment, output in zip(environments, outputs, strict=True)
     ]
-    for w in made:
+    for w in workers:
         w.start()
     end, failed = time.monotonic() + timeout_s, False
-    while time.monotonic() < end and (left := [w.sentinel for w in made if w.exitcode is None]):
+    while time.monotonic() < end and (left := [w.sentinel for w in workers if w.exitcode is None]):
         wait(left, end - time.monotonic())
-        if not failed and any(w.exitcode for w in made):
+        if not failed and any(w.exitcode for w in workers):
             failed, end = True, time.monotonic() + _GRACE_S
-    stuck = [r for r, w in enumerate(made) if w.exitcode is None and not failed]
-    for w in made:
+    stuck = [r for r, w in enumerate(workers) if w.exitcode is None and not failed]
+    for w in workers:
         w.kill()
         w.join()
-    err = "".join(Path(f"{s}.err").read_text() for s in says)
-    assert not stuck, f"ranks {stuck} of {len(made)} did not end\n{err}"
-    return Ended([w.exitcode or 0 for w in made], Path(f"{says[0]}.out").read_text(), err)
+    err = "".join(Path(f"{o}.err").read_text() for o in outputs)
+    assert not stuck, f"ranks {stuck} of {len(workers)} did not end\n{err}"
+    return Ended([w.exitcode or 0 for w in workers], Path(f"{outputs[0]}.out").read_text(), err)
 
 
 def _process(
-    main: Callable[[list[str]], None], words: list[str], environment: dict[str, str], says: str, folder: Path | None
+    main: Callable[[list[str]], None], words: list[str], environment: dict[str, str], output: str, folder: Path | None
 ) -> None:
     import torch
 
-    for fd, end in ((1, "out"), (2, "err")):
-        os.dup2(os.open(f"{says}.{end}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), fd)
+    for fd, suffix in ((1, "out"), (2, "err")):
+        os.dup2(os.open(f"{output}.{suffix}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), fd)
     torch.set_num_threads(1)
     os.environ |= {"OMP_NUM_THREADS": "1", **environment}
     if folder:

@@ -1,4 +1,4 @@
-"""`distflow run` in a fork that has imported everything, and its workers in forks of that: seconds less than afresh."""
+"""Runs `distflow run` in a fork that has imported everything, and its workers in forks of that: saves seconds."""
 
 import multiprocessing
 import os
@@ -11,45 +11,47 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import warm  # noqa: F401 (says what the server imports)
+import warm  # noqa: F401 (sets what the server imports)
 from distflow import cli
 
 _context = multiprocessing.get_context("forkserver")
 
 
 class Launch:
-    """A launcher that runs."""
+    """A running launcher."""
 
     def __init__(self, path: Path, *words: str) -> None:
-        self._says = [path.parent / "launch.out", path.parent / "launch.err"]
-        for s in self._says:
-            s.write_text("")
-        self._process = _context.Process(target=_launcher, args=(str(path), words, [str(s) for s in self._says]))
+        self._outputs = [path.parent / "launch.out", path.parent / "launch.err"]
+        for file in self._outputs:
+            file.write_text("")
+        self._process = _context.Process(
+            target=_launcher, args=(str(path), words, [str(file) for file in self._outputs])
+        )
         self._process.start()
         assert self._process.pid is not None
         self.pid = self._process.pid
 
     @property
     def out(self) -> str:
-        return self._says[0].read_text()
+        return self._outputs[0].read_text()
 
     @property
     def err(self) -> str:
-        return self._says[1].read_text()
+        return self._outputs[1].read_text()
 
     @property
-    def is_over(self) -> bool:
+    def has_ended(self) -> bool:
         return self._process.exitcode is not None
 
-    def until(self, true: Callable[[], Any], limit_s: float = 60) -> None:
+    def wait_until(self, condition: Callable[[], Any], limit_s: float = 60) -> None:
         end = time.monotonic() + limit_s
-        while not true():
+        while not condition():
             assert self._process.exitcode is None, f"ended with {self._process.exitcode}: {self.out}{self.err}"
             assert time.monotonic() < end, f"still waiting: {self.out}{self.err}"
             time.sleep(0.01)
 
-    def ended(self, limit_s: float = 60) -> int:
-        """The exit code."""
+    def wait(self, limit_s: float = 60) -> int:
+        """Waits for its end and returns the exit code."""
         self._process.join(limit_s)
         code = self._process.exitcode
         if code is None:
@@ -60,7 +62,7 @@ class Launch:
 
 
 class _Fork:
-    """What torchelastic needs of a Popen."""
+    """Has what torchelastic needs of a Popen."""
 
     def __init__(self, args: list[str], env: dict[str, str]) -> None:
         self.args = args
@@ -85,7 +87,7 @@ class _Fork:
 
 
 def _be_worker(args: list[str], env: dict[str, str]) -> None:
-    """As a new process that was started with these words would."""
+    """Does what a new process with these arguments would."""
     code: Any = 1
     try:
         os.setsid()
@@ -93,7 +95,8 @@ def _be_worker(args: list[str], env: dict[str, str]) -> None:
             signal.signal(sig, signal.SIG_DFL)
         os.environ.clear()
         os.environ.update(env)
-        cli.main(args[args.index("distflow") + 1 :])
+        sys.argv = args[args.index("distflow") :]
+        cli.main(sys.argv[1:])
     except SystemExit as e:
         code = e.code or 0
     except BaseException:
@@ -104,10 +107,10 @@ def _be_worker(args: list[str], env: dict[str, str]) -> None:
         os._exit(code)
 
 
-def _launcher(path: str, words: tuple[str, ...], says: list[str]) -> None:
+def _launcher(path: str, words: tuple[str, ...], outputs: list[str]) -> None:
     from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
-    for fd, name in enumerate(says, 1):
+    for fd, name in enumerate(outputs, 1):
         os.dup2(os.open(name, os.O_WRONLY | os.O_APPEND), fd)
     os.environ["OMP_NUM_THREADS"] = "1"
     SubprocessHandler._popen = lambda self, args, env: _Fork(list(args), env)  # type: ignore[assignment, return-value]

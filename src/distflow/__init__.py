@@ -2,6 +2,7 @@
 
 import importlib
 import os
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +14,25 @@ if TYPE_CHECKING:
     from distflow.data.batch import Batch, Ragged
     from distflow.data.context import Context
 
-__all__ = ["Batch", "Context", "Flow", "Layout", "Loss", "Node", "Plan", "Ragged", "Tokens", "flow", "node"]
+__all__ = [
+    "Batch",
+    "Context",
+    "Flow",
+    "Layout",
+    "Loss",
+    "Node",
+    "Plan",
+    "Ragged",
+    "Tokens",
+    "__version__",
+    "flow",
+    "node",
+]
+
+try:
+    __version__ = version("distflow-rl")
+except PackageNotFoundError:  # used from its source folder
+    __version__ = "unknown"
 
 _WITH_TORCH = {
     "Batch": "distflow.data.batch",
@@ -25,14 +44,14 @@ _WITH_TORCH = {
 
 
 def __getattr__(name: str) -> Any:
-    """Names that need torch are imported when they are asked for."""
+    """Imports names that need torch when they are first used."""
     if name not in _WITH_TORCH:
         raise AttributeError(f"module 'distflow' has no attribute '{name}'")
     return getattr(importlib.import_module(_WITH_TORCH[name]), name)
 
 
 def _avoid_trapped_amx() -> None:
-    """Some virtual machines advertise AMX and then kill who uses it: keep oneDNN from it, before torch is imported."""
+    """Keeps oneDNN from AMX, before torch is imported: some virtual machines advertise it and kill who uses it."""
     cpuinfo = Path("/proc/cpuinfo")
     flags = cpuinfo.read_text().partition("flags")[2].partition("\n")[0].split() if cpuinfo.exists() else []
     if "amx_tile" in flags and "hypervisor" in flags:

@@ -1,15 +1,20 @@
-"""`distflow plan` shows who will do what, `distflow run` does it. Nothing heavy is imported before it is needed."""
+"""The command line: `distflow plan`, `run`, `check`, `eval`, `export`. Imports nothing heavy before it is needed."""
 
 import argparse
 import json
+import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from distflow.errors import ConfigError, DistflowError, cut
-from distflow.launch import NEWEST, RESUME
+import distflow
+from distflow.errors import ConfigError, DistflowError, cut, suggest
 from distflow.run.program import Program
+from distflow.run.run_dir import AUTO, NEWEST
+
+logger = logging.getLogger(__name__)
+LOG_LEVEL = "DISTFLOW_LOG_LEVEL"  # environment variable, which workers inherit
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -17,51 +22,67 @@ def main(argv: Sequence[str] | None = None) -> None:
     args, rest = parser.parse_known_args(argv)
     for word in rest:  # overrides may also follow an option
         if word.startswith("-") or args.command is _export:
-            parser.error(f"unknown {'option' if word.startswith('-') else 'word'} {cut(word)}")
+            parser.error(f"unknown {'option' if word.startswith('-') else 'argument'} {cut(word)}")
         args.overrides.append(word)
     try:
+        _set_up_logging()
         sys.exit(args.command(args))
     except DistflowError as e:
-        print(f"distflow: {e}", file=sys.stderr)
+        logger.error(e)
         sys.exit(2)
+
+
+def _set_up_logging() -> None:
+    """Sends what the package logs to stderr, as `distflow: …`."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("distflow: %(message)s"))
+    package = logging.getLogger("distflow")
+    package.handlers, package.propagate = [handler], False
+    package.setLevel(logging.INFO)
+    level, levels = os.environ.get(LOG_LEVEL, "info").upper(), ("DEBUG", "INFO", "WARNING", "ERROR")
+    if level not in levels:
+        raise ConfigError(f"{LOG_LEVEL}: unknown level '{cut(level)}'{suggest(level, levels)}")
+    package.setLevel(level)
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        "distflow", description="RL post-training as a graph, run by N workers with no centre."
+        "distflow", description="RL post-training of language models: a graph, run by N workers without a driver."
     )
+    parser.add_argument("--version", action="version", version=f"distflow {distflow.__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
-    def command(name: str, function: object, help: str) -> argparse.ArgumentParser:
-        sub = commands.add_parser(name, help=help, description=help)
-        sub.set_defaults(command=function)
-        sub.add_argument("config", metavar="CONFIG", help="YAML file")
-        sub.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="dotted overrides, e.g. data.batch=64")
-        sub.add_argument("--workers", type=int, metavar="N", help="number of workers, instead of the config's")
-        return sub
+    def add(name: str, function: Callable[[argparse.Namespace], int], help: str) -> argparse.ArgumentParser:
+        command = commands.add_parser(name, help=help, description=help)
+        command.set_defaults(command=function)
+        command.add_argument("config", metavar="CONFIG", help="YAML file")
+        command.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="dotted overrides, e.g. data.batch=64")
+        command.add_argument("--workers", type=int, metavar="N", help="number of workers, instead of the config's")
+        return command
 
-    plan = command("plan", _plan, "Show the plan: who does what, and what moves.")
+    plan = add("plan", _plan, "Show the plan: which rank runs what, and what moves between ranks.")
     form = plan.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="print it as JSON")
     form.add_argument("--svg", metavar="FILE", type=Path, help="draw it")
-    run = command("run", _run, "Run it: on this machine, or as one worker of torchrun, Slurm or Kubernetes.")
+    run = add("run", _run, "Train: on this machine, or as one worker of torchrun, Slurm or Kubernetes.")
     run.add_argument(
         "--resume",
         nargs="?",
         const=NEWEST,
         metavar="PATH",
-        help="go on from the newest whole checkpoint of the run, or from this one (or of this run)",
+        help="continue from the newest complete checkpoint of the run, or from this checkpoint or run;"
+        f" '{AUTO}': from the newest if there is one, else from the beginning",
     )
-    command("check", _check, "Try everything that can be tried without training: data, model, one reward, memory.")
-    command("eval", _eval, "Judge the model on the held-out set of the config, without training.")
+    add("check", _check, "Check everything short of training: data, model, one reward, memory.")
+    add("eval", _eval, "Evaluate the model on the held-out set of the config, without training.")
     export = commands.add_parser("export", help="Write a run's weights as a Hugging Face directory.")
     export.set_defaults(command=_export, overrides=[])
     export.add_argument("run", type=Path, metavar="RUN", help="the folder of a run")
     export.add_argument("out", type=Path, metavar="OUT", help="a directory that is new or empty")
-    export.add_argument("--step", type=int, metavar="N", help="the weights after this step, instead of the newest")
+    export.add_argument("--step", type=int, metavar="N", help="the checkpoint of this step instead of the newest")
     export.add_argument("--role", metavar="ROLE", help="another model of the run than the actor, such as critic")
-    export.add_argument("--adapter", action="store_true", help="only the adapter of train.lora, as PEFT writes it")
-    export.add_argument("--base", metavar="MODEL", help="where the model of an adapter is now, if it was moved")
+    export.add_argument("--adapter", action="store_true", help="only the LoRA adapter, in PEFT's format")
+    export.add_argument("--base", metavar="MODEL", help="where the base model of an adapter is now, if it was moved")
     return parser
 
 
@@ -88,21 +109,24 @@ def _plan(args: argparse.Namespace) -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
-    where = getattr(args, "resume", None)
-    if where and "=" in where:  # an override that stands behind --resume
-        args.overrides.append(where)
-        where = NEWEST
-    if where:
-        os.environ[RESUME] = where
+    resume: str | None = args.resume
+    if resume and "=" in resume:  # an override that follows `--resume`
+        args.overrides.append(resume)
+        resume = NEWEST
+    return _start(args, resume)
+
+
+def _start(args: argparse.Namespace, resume: str | None) -> int:
+    """Becomes a worker if the environment says so, else launches all workers on this machine."""
     program = _program(args)
-    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:  # somebody has started us as one of many
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         from distflow.launch.process import run_worker
 
-        return run_worker(program)
-    program.plan(program.config.workers or 1)  # a mistake is told here, once, before any worker starts
+        return run_worker(program, resume)
+    program.plan(program.config.workers or 1)  # reports a mistake once, before any worker starts
     from distflow.launch.local import launch
 
-    return launch(program.config, args.config, args.overrides)
+    return launch(program.config, args.config, args.overrides, resume)
 
 
 def _check(args: argparse.Namespace) -> int:
@@ -120,7 +144,7 @@ def _eval(args: argparse.Namespace) -> int:
     args.overrides.append("steps=0")
     if not any(o.startswith("run_dir=") for o in args.overrides):
         args.overrides.append(f"run_dir={config.run_folder}-eval")
-    return _run(args)
+    return _start(args, None)
 
 
 def _export(args: argparse.Namespace) -> int:

@@ -1,39 +1,39 @@
-"""Errors a user can mend: each message names the thing, the place and the way out."""
+"""Errors that a user can fix: each message names the thing, the place and the way out."""
 
 from collections.abc import Iterable
 from difflib import get_close_matches
 
 
 class DistflowError(Exception):
-    """Base of every error whose message is meant for the user as it stands, without a traceback."""
+    """Base of all errors whose message is shown to the user as it is, without a traceback."""
 
 
 class ConfigError(DistflowError):
-    """A configuration file or an override says something that cannot be."""
+    """A config file, an override or an option is wrong."""
 
 
 class FlowError(DistflowError):
-    """The graph is wrong: a node or a field does not fit."""
+    """The flow is wrong: a node or a field does not fit."""
 
 
 class PlacementError(DistflowError):
-    """A group or a layout does not fit the workers."""
+    """A rank set or a layout does not fit the workers."""
 
 
 class DataError(DistflowError):
-    """A data file, a row, or a column that a node wrote is wrong."""
+    """A data file, a row, or a field that a node wrote is wrong."""
 
 
 class NodeError(DistflowError):
-    """A node's function failed: carries step, node and rank."""
+    """A node's function failed; the message has rank, step and node."""
 
 
 class PeerLostError(DistflowError):
-    """A collective broke because another worker went away; the cause is in that worker."""
+    """A collective failed because another worker is gone; the cause is in that worker."""
 
 
 class StuckError(DistflowError):
-    """A worker waited too long; the message is the table of who waits for whom."""
+    """A worker waited too long; the message has the table of who waits for whom."""
 
 
 class CheckpointError(DistflowError):
@@ -41,30 +41,29 @@ class CheckpointError(DistflowError):
 
 
 class StoppedError(DistflowError):
-    """The run was told to end, and has kept what it did."""
+    """The run was asked to end, and has saved its state."""
 
 
-def cut(text: str, most: int = 80) -> str:
-    """On one line, and not longer than that."""
+def cut(text: str, length: int = 80) -> str:
+    """Returns the text on one line, cut to a length."""
     text = " ".join(text.split())
-    return text if len(text) <= most else f"{text[: most - 1]}…"
+    return text if len(text) <= length else f"{text[: length - 1]}…"
 
 
-def shown(value: object, most: int = 80) -> str:
-    """A value as Python writes it, for a message."""
+def shown(value: object, length: int = 80) -> str:
+    """Returns the `repr` of a value, cut to a length."""
     try:
-        return cut(repr(value), most)
-    except Exception:  # a class may have a `repr` that fails, and a number more digits than Python likes to write
+        return cut(repr(value), length)
+    except Exception:  # a class may have a `repr` that fails, and an integer more digits than Python converts
         return f"a {type(value).__name__}"
 
 
 def suggest(word: object, options: Iterable[object]) -> str:
-    """`; did you mean 'x'?` for the nearest option, or the list of options when nothing is near."""
+    """Returns `; did you mean 'x'?` with the most similar option, or a list of the options if none is similar."""
     known = sorted({cut(str(o)) for o in options})
-    near = get_close_matches(cut(str(word)), known, n=1, cutoff=0.6)
-    if near:
-        return f"; did you mean '{near[0]}'?"
+    similar = get_close_matches(cut(str(word)), known, n=1, cutoff=0.6)
+    if similar:
+        return f"; did you mean '{similar[0]}'?"
     if not known:
         return "; there are none"
-    shown = ", ".join(known[:12]) + (", …" if len(known) > 12 else "")
-    return f"; known: {shown}"
+    return f"; known: {', '.join(known[:12])}{', …' if len(known) > 12 else ''}"

@@ -192,11 +192,11 @@ def test_a_wrong_override_is_refused(tmp_path: Path, override: str, message: str
         (b"# nothing\n", "is empty, not a mapping of keys"),
         (b"[1, 2]", "is [1, 2], not a mapping of keys"),
         (b"steps", "is 'steps', not a mapping of keys"),
-        (b"steps: 3\nseed: 1\nsteps: 4\n", "is not YAML: the key 'steps' is there twice in"),
-        (b"steps: 3\ndata: {batch: 1, files: x, batch: 2}\n", "the key 'batch' is there twice in"),
+        (b"steps: 3\nseed: 1\nsteps: 4\n", "is not YAML: the key 'steps' is given twice in"),
+        (b"steps: 3\ndata: {batch: 1, files: x, batch: 2}\n", "the key 'batch' is given twice in"),
         (
             b"steps: 3\nflow:\n- {id: a}\n- {id: b, id: c}\n",
-            "the key 'id' is there twice in \"<unicode string>\", line 4",
+            "the key 'id' is given twice in \"<unicode string>\", line 4",
         ),
     ],
 )

@@ -2,11 +2,12 @@
 
 import os
 import signal
+import sys
 import time
 
 from distflow import node
 
-attempts: list[str] = []  # what was told to the workers of this rank, one character each; read once in a process
+attempts: list[str] = []  # one character per attempt: r if it resumes, else -; read once in a process
 
 
 @node(writes="a")
@@ -14,7 +15,7 @@ def work(batch, ctx, how="well", rank=1, step=2, times=1, nap_s=0.02, slow=-1):
     """Fails on `rank` in `step`, in so many attempts."""
     if not attempts:
         with open(ctx.folder / f"attempts.{ctx.rank}", "a+") as f:
-            f.write(os.environ.get("DISTFLOW_RESUME", "-"))
+            f.write("r" if any(word.startswith("--resume") for word in sys.argv) else "-")
             f.seek(0)
             attempts.extend(f.read())
     time.sleep(nap_s * (5 if ctx.rank == slow else 1))

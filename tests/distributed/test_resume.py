@@ -1,4 +1,4 @@
-"""A run that was ended and resumed is the run that was not: the same curve and weights, whatever the workers."""
+"""A run that was interrupted and resumed is the run that was not: the same curve and weights, whatever the workers."""
 
 import json
 import os
@@ -13,7 +13,9 @@ import pytest
 import torch
 import yaml
 
-from distflow.run.checkpoint import damage, load_whole, steps_there
+from distflow.errors import ConfigError
+from distflow.run.checkpoint import FORMAT, list_checkpoints, load_full_tensors, verify
+from distflow.run.export import export
 from warm import Ended, distflow_run
 
 PROMPTS = [f"{'so ' * (i % 5)}what is {i} + {i * i % 17}?" for i in range(20)]
@@ -38,7 +40,7 @@ CONFIG: dict[str, Any] = {
 FLOWS: dict[str, dict[str, Any]] = {
     "grpo": {},
     "ppo": {"flow": "ppo", "algo": {"mini_batches": 2}, "critic": {"lr": 1e-2}},
-    "dapo": {"flow": "dapo", "algo": {"rounds": 3}},
+    "dapo": {"flow": "dapo", "algo": {"max_gen_batches": 3}},
     "lora": {"train": {"lr": 1e-2, "lora": {"rank": 4}}, "algo": {}},
 }
 CURVES = ("actor/loss", "actor/grad_norm", "actor/lr", "reward/mean")
@@ -47,10 +49,10 @@ TP2 = {"roles": {r: {"tp": 2} for r in ("actor", "reference")}}
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = tmp_path_factory.mktemp("resume")
-    (made / "data.jsonl").write_text("".join(json.dumps({"prompt": p}) + "\n" for p in PROMPTS))
-    (made / "reward.py").write_text(REWARD)
-    return made
+    folder = tmp_path_factory.mktemp("resume")
+    (folder / "data.jsonl").write_text("".join(json.dumps({"prompt": p}) + "\n" for p in PROMPTS))
+    (folder / "reward.py").write_text(REWARD)
+    return folder
 
 
 def run(folder: Path, name: str, workers: int, resume: str | None = None, **changes: Any) -> tuple[Path, Ended]:
@@ -63,28 +65,28 @@ def rows(run_dir: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
-def cut(whole: Path, folder: Path, name: str, step: int) -> Path:
-    """A run as it was left after `step`, with the log of one step more."""
-    made = folder / name
-    shutil.copytree(whole, made)
-    for s in steps_there(made / "checkpoints"):
+def cut(complete: Path, folder: Path, name: str, step: int) -> Path:
+    """Copies a run as it was after `step`, with the log of one step more."""
+    run_dir = folder / name
+    shutil.copytree(complete, run_dir)
+    for s in list_checkpoints(run_dir / "checkpoints"):
         if s > step:
-            shutil.rmtree(made / "checkpoints" / f"step_{s}")
-    (made / "checkpoints" / "latest").write_text(json.dumps({"step": step}))
-    lines = (made / "metrics.jsonl").read_text().splitlines(keepends=True)
+            shutil.rmtree(run_dir / "checkpoints" / f"step_{s}")
+    (run_dir / "checkpoints" / "latest").write_text(json.dumps({"step": step}))
+    lines = (run_dir / "metrics.jsonl").read_text().splitlines(keepends=True)
     kept = [line for line in lines if json.loads(line)["step"] <= step]
-    (made / "metrics.jsonl").write_text("".join(kept) + '{"step": 5, "cut sho')
-    return made
+    (run_dir / "metrics.jsonl").write_text("".join(kept) + '{"step": 5, "cut sho')
+    return run_dir
 
 
 @pytest.fixture(scope="module")
-def whole(folder: Path) -> dict[str, Path]:
-    """Undisturbed, on two workers."""
-    found = {}
+def complete(folder: Path) -> dict[str, Path]:
+    """Uninterrupted runs on two workers."""
+    runs = {}
     for name, changes in FLOWS.items():
-        found[name], ended = run(folder, name, 2, **changes)
+        runs[name], ended = run(folder, name, 2, **changes)
         assert ended.codes == [0, 0], ended.err
-    return found
+    return runs
 
 
 def same(got: Path, want: Path, rel: float) -> None:
@@ -94,9 +96,9 @@ def same(got: Path, want: Path, rel: float) -> None:
         for curve in (c for c in (*CURVES, "critic/loss", "sampling/discarded", "val/all/score") if c in b):
             assert a[curve] == (b[curve] if not rel else pytest.approx(b[curve], rel=rel, abs=1e-6)), (curve, b["step"])
     for role in ("actor", "critic"):
-        place = want / "checkpoints" / "step_8" / role
-        if place.is_dir():
-            mine, other = load_whole(got / "checkpoints" / "step_8" / role), load_whole(place)
+        path = want / "checkpoints" / "step_8" / role
+        if path.is_dir():
+            mine, other = load_full_tensors(got / "checkpoints" / "step_8" / role), load_full_tensors(path)
             assert mine.keys() == other.keys()
             for key in other:
                 if rel:
@@ -106,82 +108,105 @@ def same(got: Path, want: Path, rel: float) -> None:
 
 
 @pytest.mark.parametrize("flow", FLOWS)
-def test_a_resumed_run_is_the_whole_run_to_the_bit(folder: Path, whole: dict[str, Path], flow: str) -> None:
-    made = cut(whole[flow], folder, f"{flow}-again", 4)
+def test_a_resumed_run_is_the_uninterrupted_run_to_the_bit(folder: Path, complete: dict[str, Path], flow: str) -> None:
+    run_dir = cut(complete[flow], folder, f"{flow}-again", 4)
     _, ended = run(folder, f"{flow}-again", 2, "newest", **FLOWS[flow])
     assert ended.codes == [0, 0], ended.err
-    assert f"resumed from {made / 'checkpoints' / 'step_4'}" in ended.out
-    same(made, whole[flow], 0)
+    assert f"distflow: resumed from {run_dir / 'checkpoints' / 'step_4'}\n" in ended.err
+    same(run_dir, complete[flow], 0)
 
 
-def test_on_other_numbers_of_workers_it_is_the_same_curve(folder: Path, whole: dict[str, Path]) -> None:
+def test_the_curve_is_the_same_on_another_number_of_workers(folder: Path, complete: dict[str, Path]) -> None:
     """A step or two each: on two workers, four, four in two halves each, two, one, and four again."""
-    made = cut(whole["grpo"], folder, "others", 2)
+    run_dir = cut(complete["grpo"], folder, "others", 2)
     for workers, upto, placement in ((4, 3, {}), (4, 4, TP2), (2, 5, {}), (1, 6, {}), (4, 8, {})):
-        # A shorter run would have another schedule of learning rates: it runs on, and what came later is forgotten.
+        # A shorter run would have another learning rate schedule: it runs to its end, and what came later is removed.
         _, ended = run(folder, "others", workers, "newest", placement=placement, checkpoint={"every": 1, "keep": 9})
         assert ended.codes == [0] * workers, ended.err
-        for s in steps_there(made / "checkpoints"):
+        for s in list_checkpoints(run_dir / "checkpoints"):
             if s > upto:
-                shutil.rmtree(made / "checkpoints" / f"step_{s}")
-    same(made, whole["grpo"], 1e-3)
+                shutil.rmtree(run_dir / "checkpoints" / f"step_{s}")
+    same(run_dir, complete["grpo"], 1e-3)
 
 
-def test_a_damaged_checkpoint_is_told_and_an_older_one_taken(folder: Path, whole: dict[str, Path]) -> None:
-    made = cut(whole["grpo"], folder, "damaged", 6)
-    shard = next((made / "checkpoints" / "step_6" / "actor" / "tensors").iterdir())
+def test_a_damaged_checkpoint_is_reported_and_an_older_one_used(folder: Path, complete: dict[str, Path]) -> None:
+    run_dir = cut(complete["grpo"], folder, "damaged", 6)
+    shard = next((run_dir / "checkpoints" / "step_6" / "actor" / "tensors").iterdir())
     shard.write_bytes(shard.read_bytes()[:-10])
-    (other := made / "checkpoints" / "step_4" / "state.json").write_text(other.read_text().replace("0", "1"))
+    (other := run_dir / "checkpoints" / "step_4" / "state.json").write_text(other.read_text().replace("0", "1"))
     _, ended = run(folder, "damaged", 2, "newest")
     assert ended.codes == [0, 0], ended.err
     assert f"distflow: {shard} has" in ended.err
-    assert "step_4/state.json is not what was written; looking for an older checkpoint" in ended.err
-    assert "step_2" in ended.out
-    same(made, whole["grpo"], 0)
+    assert "step_4/state.json has changed since it was written; looking for an older checkpoint" in ended.err
+    assert "step_2\n" in ended.err
+    same(run_dir, complete["grpo"], 0)
 
 
-def test_only_whole_checkpoints_count(folder: Path, whole: dict[str, Path]) -> None:
-    made = cut(whole["grpo"], folder, "parts", 4)
-    (made / "checkpoints" / "step_6.part").mkdir()
-    (made / "checkpoints" / "step_8").mkdir()
-    assert steps_there(made / "checkpoints") == [4, 2]
-    (made / "checkpoints" / "step_8" / "complete.json").write_text("{")
-    assert "its list of files cannot be read" in str(damage(made / "checkpoints" / "step_8"))
+def test_only_complete_checkpoints_count(folder: Path, complete: dict[str, Path]) -> None:
+    run_dir = cut(complete["grpo"], folder, "parts", 4)
+    (run_dir / "checkpoints" / "step_6.part").mkdir()
+    (run_dir / "checkpoints" / "step_8").mkdir()
+    assert list_checkpoints(run_dir / "checkpoints") == [4, 2]
+    (run_dir / "checkpoints" / "step_8" / "complete.json").write_text("{")
+    assert "its list of files cannot be read" in str(verify(run_dir / "checkpoints" / "step_8"))
 
 
-def test_what_cannot_be_resumed_is_told(folder: Path, whole: dict[str, Path]) -> None:
+def test_a_run_that_cannot_be_resumed_says_why(folder: Path, complete: dict[str, Path]) -> None:
     _, ended = run(folder, "nothing", 1, "newest")
     assert ended.codes == [1]
-    assert "--resume: of" in ended.err
-    assert "there is none; start without --resume" in ended.err
-    _, ended = run(folder, "other-seed", 1, str(whole["grpo"]), seed=3)
+    assert "--resume: there is no checkpoint in" in ended.err
+    assert "start without --resume" in ended.err
+    _, ended = run(folder, "other-seed", 1, str(complete["grpo"]), seed=3)
     assert ended.codes == [1]
     assert "is of a run with seed 0, the config has 3; set it back" in ended.err
-    _, ended = run(folder, "fresh", 1, "1", steps=1, eval=None)  # after a restart: there may be none
+    _, ended = run(folder, "fresh", 1, "auto", steps=1, eval=None)  # as after a restart by torchrun
     assert ended.codes == [0], ended.err
 
 
-def test_a_run_told_to_end_keeps_its_last_step(folder: Path, whole: dict[str, Path]) -> None:
-    """SIGTERM to one of two workers, as soon as a step is there."""
-    run_dir = folder / "told"
+@pytest.mark.parametrize("number", [None, FORMAT + 1])
+def test_a_checkpoint_of_another_format_is_refused(folder: Path, complete: dict[str, Path], number: int | None) -> None:
+    """By --resume and by export; a restart never uses it, but starts from the beginning."""
+    run_dir = cut(complete["grpo"], folder, f"format-{number}", 2)
+    path = run_dir / "checkpoints" / "step_2"
+    contents = json.loads((path / "complete.json").read_text())
+    del contents["format"]
+    (path / "complete.json").write_text(json.dumps(contents | ({"format": number} if number else {})))
+    for source in ("newest", str(run_dir), str(path)):
+        _, ended = run(folder, run_dir.name, 1, source)
+        assert ended.codes == [1]
+        assert ended.err.count("distflow: ") == 1
+        assert f"--resume: {path} was written by another version of DistFlow" in ended.err
+        assert "start anew from the export (model: DIRECTORY), or use another run_dir" in ended.err
+    with pytest.raises(ConfigError, match=f"^{path} was written by another version of DistFlow"):
+        export(run_dir, folder / "out")
+    _, ended = run(folder, run_dir.name, 1, "auto", steps=1, eval=None)
+    assert ended.codes == [0], ended.err
+    assert "resumed" not in ended.err
+    assert list_checkpoints(run_dir / "checkpoints") == [1]
+    assert list_checkpoints(run_dir / "checkpoints.1") == [2]
 
-    def tell() -> None:
+
+def test_a_run_that_is_asked_to_end_saves_its_last_step(folder: Path, complete: dict[str, Path]) -> None:
+    """SIGTERM to one of two workers, as soon as a step is done."""
+    run_dir = folder / "stopped"
+
+    def terminate() -> None:
         while not (run_dir / "metrics.jsonl").exists() or len(rows_so_far(run_dir)) < 2:
             time.sleep(0.01)
-        os.kill(json.loads((run_dir / "workers" / "1.now").read_text())["pid"], signal.SIGTERM)
+        os.kill(json.loads((run_dir / "workers" / "1.heartbeat").read_text())["pid"], signal.SIGTERM)
 
-    teller = threading.Thread(target=tell)
-    teller.start()
-    _, ended = run(folder, "told", 2, checkpoint={"every": 0})
-    teller.join()
+    thread = threading.Thread(target=terminate)
+    thread.start()
+    _, ended = run(folder, "stopped", 2, checkpoint={"every": 0})
+    thread.join()
     assert ended.codes == [143, 143], ended.err
-    assert "stopped as told, after step" in ended.err
-    kept = steps_there(run_dir / "checkpoints")
-    assert len(kept) == 1
-    assert len(rows_so_far(run_dir)) == kept[0] + 1
-    _, ended = run(folder, "told", 2, "newest")
+    assert "stopped on request after step" in ended.err
+    saved = list_checkpoints(run_dir / "checkpoints")
+    assert len(saved) == 1
+    assert len(rows_so_far(run_dir)) == saved[0] + 1
+    _, ended = run(folder, "stopped", 2, "newest")
     assert ended.codes == [0, 0], ended.err
-    same(run_dir, whole["grpo"], 0)
+    same(run_dir, complete["grpo"], 0)
 
 
 def rows_so_far(run_dir: Path) -> list[str]:
@@ -194,8 +219,8 @@ def test_the_newest_and_the_best_are_kept(folder: Path) -> None:
     assert ended.codes == [0, 0], ended.err
     entropy = {r["step"] + 1: r["actor/entropy"] for r in rows(run_dir)}
     best = max(entropy, key=lambda s: entropy[s])
-    there = steps_there(run_dir / "checkpoints")
-    assert {5, 4, best} >= set(there) >= {5, 4}
+    steps = list_checkpoints(run_dir / "checkpoints")
+    assert {5, 4, best} >= set(steps) >= {5, 4}
     from transformers import AutoModelForCausalLM
 
     assert AutoModelForCausalLM.from_pretrained(run_dir / "checkpoints" / "step_5" / "huggingface")

@@ -1,4 +1,4 @@
-"""`distflow run` with real workers: what it writes, and how it ends when something goes wrong."""
+"""`distflow run` with real workers: what it writes, and how it ends when something fails."""
 
 import json
 import os
@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
+from distflow import __version__
 from warm_launch import Launch
 
 HERE = Path(__file__).parent
@@ -58,22 +59,22 @@ def run(path: Path, *words: str) -> subprocess.CompletedProcess[str]:
 
 
 def run_warm(path: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    """The same without the seconds in which processes import what they need."""
-    launched = Launch(path, *words)
-    code = launched.ended(90)
-    return subprocess.CompletedProcess([], code, launched.out, launched.err)
+    """Does the same without the seconds that processes take for their imports."""
+    launch = Launch(path, *words)
+    code = launch.wait(90)
+    return subprocess.CompletedProcess([], code, launch.out, launch.err)
 
 
 def orphans(path: Path) -> list[int]:
-    """Processes that were started for this config and are still there."""
-    left = []
+    """Returns processes that were started for this config and are still running."""
+    pids = []
     for proc in Path("/proc").glob("[0-9]*"):
         try:
             if str(path).encode() in (proc / "cmdline").read_bytes():
-                left.append(int(proc.name))
+                pids.append(int(proc.name))
         except OSError:
             continue
-    return left
+    return pids
 
 
 def test_a_run_writes_metrics_of_every_step(tmp_path: Path) -> None:
@@ -97,6 +98,11 @@ def test_a_run_writes_metrics_of_every_step(tmp_path: Path) -> None:
     ):
         assert all(name in m for m in lines), name
     assert all(m["data/bytes_sent_max"] > 0 for m in lines)
+    resolved = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
+    assert (resolved["steps"], resolved["data"]["batch"], resolved["rollout"]["n"], resolved["workers"]) == (3, 4, 8, 2)
+    versions = json.loads((tmp_path / "run" / "versions.json").read_text())
+    assert versions["distflow-rl"] == __version__
+    assert {"torch", "transformers", "numpy", "python"} <= versions.keys()
 
     again = run(path, "steps=1")  # the log of the first run is kept
     assert again.returncode == 0, again.stderr
@@ -123,18 +129,18 @@ def test_a_failure_of_one_worker_ends_all_with_its_cause(tmp_path: Path, how: st
 
 
 @pytest.mark.parametrize(
-    ("how", "told"),
+    ("how", "message"),
     [
-        ("sleep", r"rank 1 waits for nobody: it is busy with 'judge' of step 1"),
-        ("stop", r"rank 1 has not been heard of"),
+        ("sleep", r"rank 1 waits for no other rank: it is busy with 'judge' of step 1"),
+        ("stop", r"rank 1 has had no heartbeat"),
     ],
 )
-def test_a_stuck_run_ends_by_itself_and_says_who_waits_for_whom(tmp_path: Path, how: str, told: str) -> None:
+def test_a_stuck_run_ends_by_itself_and_says_who_waits_for_whom(tmp_path: Path, how: str, message: str) -> None:
     done = run_warm(misbehaving(tmp_path, how))
     assert done.returncode == 1
     assert re.search(r"0 +\S+:\d+ +1 +move m\d \(c\) +\d+ s +1 ", done.stderr), done.stderr
-    assert re.search(r"1 +\S+:\d+ +1 +judge +\d+ s +nobody", done.stderr)
-    assert re.search(told, done.stderr)
+    assert re.search(r"1 +\S+:\d+ +1 +judge +\d+ s +none", done.stderr)
+    assert re.search(message, done.stderr)
     if how == "sleep":
         assert "time.sleep(10_000)" in done.stderr  # where it hangs
 
@@ -149,14 +155,14 @@ def test_stopping_the_launcher_leaves_no_process_behind(tmp_path: Path, sig: sig
     _, err = launcher.communicate(timeout=30)
     assert launcher.returncode == (-sig if sig == signal.SIGKILL else 128 + sig)
     if sig != signal.SIGKILL:
-        *kept, last = err.splitlines()
+        *saved, last = err.splitlines()
         assert last == f"distflow: stopped by {sig.name}"
-        assert len(kept) == (sig == signal.SIGTERM), err  # which step is kept
+        assert len(saved) == (sig == signal.SIGTERM), err  # which step is saved
     for _ in range(50):
         if not orphans(path):
             return
         time.sleep(0.1)
-    raise AssertionError(f"still there: {orphans(path)}")
+    raise AssertionError(f"still running: {orphans(path)}")
 
 
 def test_the_same_command_is_a_worker_under_torchrun(tmp_path: Path) -> None:
@@ -191,7 +197,7 @@ def test_workers_with_different_plans_do_not_start(tmp_path: Path) -> None:
     assert re.search(r"derived different plans: ranks 0 have \w{12}, ranks 1 have \w{12}", done.stderr), done.stderr
 
 
-def test_a_bad_row_is_told_by_file_and_line(tmp_path: Path) -> None:
+def test_a_bad_row_is_reported_by_file_and_line(tmp_path: Path) -> None:
     path = write_config(tmp_path)
     rows = (tmp_path / "data.jsonl").read_text().splitlines()
     (tmp_path / "data.jsonl").write_text("\n".join([*rows[:5], '{"prompt": "p5"', *rows[6:]]))

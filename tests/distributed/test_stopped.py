@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from distflow.observe.heartbeat import read
+from distflow.observe.heartbeat import read_record
 from warm_launch import Launch
 
 LIMIT_S, STEPS = 3.0, 30
@@ -35,16 +35,16 @@ def write_config(folder: Path, **changes: Any) -> Path:
 
 
 def stop(launch: Launch, folder: Path, rank: int) -> None:
-    """While it updates the model in some later step."""
+    """Stops a rank while it updates the model in some later step."""
 
     def stopped() -> bool:
-        record = read(folder / "run" / "workers", rank)
-        found = record is not None and record.step > 2 and record.task == "actor.update"
-        if record and found:
-            os.kill(record.pid, signal.SIGSTOP)
-        return found
+        record = read_record(folder / "run" / "workers", rank)
+        if record is None or record.step <= 2 or record.task != "actor.update":
+            return False
+        os.kill(record.pid, signal.SIGSTOP)
+        return True
 
-    launch.until(stopped)
+    launch.wait_until(stopped)
 
 
 @pytest.mark.parametrize(("restarts", "rank"), [(0, 0), (1, 1)])
@@ -52,12 +52,12 @@ def test_a_worker_stopped_inside_the_update_is_named(tmp_path: Path, restarts: i
     launch = Launch(write_config(tmp_path, restarts=restarts))
     stop(launch, tmp_path, rank)
     began = time.monotonic()
-    launch.until(lambda: "distflow: " in launch.err or launch.is_over)
+    launch.wait_until(lambda: "distflow: " in launch.err or launch.has_ended)
     assert time.monotonic() - began < LIMIT_S + 12
-    assert launch.ended() == 1 - restarts, launch.err
-    assert re.search(r"a worker has (not been heard of|waited) for more than 3 s", launch.err), launch.err
+    assert launch.wait() == 1 - restarts, launch.err
+    assert re.search(r"a worker has (had no heartbeat for|waited) more than 3 s", launch.err), launch.err
     where = r"it was stopped or its machine is gone; it was in step \d+, 'actor.update'"
-    assert re.search(rf"^rank {rank} has not been heard of for \d+ s: {where}", launch.err, re.M), launch.err
+    assert re.search(rf"^rank {rank} has had no heartbeat for \d+ s: {where}", launch.err, re.M), launch.err
     if restarts:
         assert "distflow: restart 1 of 1 in 1 s, from the beginning\n" in launch.err
         assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == STEPS

@@ -1,4 +1,4 @@
-"""Who the others wait for is in the metrics of every step, and at the end of a run in one line."""
+"""The worker that the others wait for is in the metrics of every step, and in one line at the end of a run."""
 
 import json
 import re
@@ -12,7 +12,7 @@ from warm_launch import Launch
 
 def test_a_worker_that_is_slow_in_a_node_is_named(tmp_path: Path) -> None:
     launch = Launch(write_config(tmp_path, {"slow": 2, "nap_s": 0.1}, workers=4))
-    assert launch.ended() == 0, launch.err
+    assert launch.wait() == 0, launch.err
     steps = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [m["perf/slowest_rank"] for m in steps] == [2] * 4
     assert all(1.5 < m["perf/straggle"] < 2.6 for m in steps), steps  # 0.5 s over the mean of 0.2 s
@@ -22,34 +22,34 @@ def test_a_worker_that_is_slow_in_a_node_is_named(tmp_path: Path) -> None:
     ), launch.out
 
 
-def numbers(*seconds: float) -> dict[str, float]:
-    """Of workers that spend so long in a node, reduced."""
-    tallies = [StepMetrics() for _ in seconds]
-    for rank, (metrics, s) in enumerate(zip(tallies, seconds, strict=True)):
+def reduced(*seconds: float) -> dict[str, float]:
+    """Returns the reduced metrics of workers that spend this long in a node."""
+    all_metrics = [StepMetrics() for _ in seconds]
+    for rank, (metrics, s) in enumerate(zip(all_metrics, seconds, strict=True)):
         metrics.work(rank, s)
     mean = sum(seconds) / len(seconds)
-    busiest = max(t.totals[BUSIEST, "max"][0] for t in tallies)
+    busiest = max(m.totals[BUSIEST, "max"][0] for m in all_metrics)
     return {"perf/work_s": mean, BUSIEST: busiest, "timing_s/node": mean, "timing_max_s/node": max(seconds)}
 
 
-def test_only_one_that_is_clearly_and_mostly_the_slowest_is_told(tmp_path: Path) -> None:
-    for steps, told in (
+def test_only_a_rank_that_is_clearly_and_mostly_the_slowest_is_reported(tmp_path: Path) -> None:
+    for steps, line in (
         ([(1.0, 1.1), (1.0, 1.1)], None),
         ([(1.0, 3.0), (3.0, 1.0)], None),
         ([(1.0, 3.0), (3.0, 1.0), (1.0, 3.0)], "rank 1 was the slowest in 2 of 3 steps, 1.5 times the mean"),
         ([(0.0, 0.0)], None),
         ([], None),
     ):
-        seen = Stragglers(tmp_path)
+        stragglers = Stragglers(tmp_path)
         for i, seconds in enumerate(steps):
-            seen.look(i, numbers(*seconds))
-        assert seen.told() == (told and f"{told}; mostly in 'node'")
+            stragglers.update(i, reduced(*seconds))
+        assert stragglers.summary() == (line and f"{line}; mostly in 'node'")
 
 
 def test_the_rank_comes_through_the_reduction_whatever_the_time(tmp_path: Path) -> None:
     for seconds in (0.0001, 1.2345, 400_000.0):
         for slowest in (0, 999):
-            metrics = numbers(*(2 * seconds if r == slowest else seconds for r in range(1000)))
-            Stragglers(tmp_path).look(0, metrics)
+            metrics = reduced(*(2 * seconds if r == slowest else seconds for r in range(1000)))
+            Stragglers(tmp_path).update(0, metrics)
             assert metrics["perf/slowest_rank"] == slowest
             assert abs(metrics["perf/straggle"] - 2) < 0.01

@@ -1,58 +1,61 @@
-"""Checkpoints that were whole once: no change goes unnoticed, none is loaded, and a run goes on from an older one."""
+"""Damaged checkpoints: every change is noticed, none is loaded, and a run resumes from an older one."""
 
-import contextlib
 import hashlib
 import io
 import json
+import logging
 import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from random import Random
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 
-from distflow.launch import NEWEST
+from distflow.engine.role_state import LoadTensors, RoleState
+from distflow.errors import ConfigError
 from distflow.run.checkpoint import (
     COMPLETE,
     STATE,
     TENSORS,
-    Part,
-    Saver,
-    Team,
-    damage,
-    load_tensors,
-    load_whole,
-    place_of,
+    checkpoint_dir,
+    format_problem,
+    load_full_tensors,
+    verify,
 )
 from distflow.run.checkpoint_manager import CheckpointManager
+from distflow.run.checkpoint_writer import CheckpointWriter, Members
+from distflow.run.run_dir import NEWEST
 from fuzz.harness import Case
 from fuzz.junk import damaged, junk, mutate
 
 WEIGHTS = {"weights.a": torch.arange(12.0).reshape(3, 4), "weights.b": torch.ones(2, dtype=torch.int64)}
 
 
-class Player:
-    """Has something to keep."""
+class Judge:
+    """A user's role with a state."""
 
     def __init__(self) -> None:
-        self.kept: Any = None
+        self.restored: Any = None
 
     def state(self) -> dict[str, Any]:
         return {"seen": 3}
 
     def restore(self, values: Any) -> None:
-        self.kept = values
+        self.restored = values
 
 
-class Learner(Player):
-    def part(self) -> Part:
-        return Part({"updates": 1}, WEIGHTS)
+class Actor:
+    """A role with tensors."""
 
-    def restore(self, folder: Any, group: Any = None) -> None:
-        into = {name: torch.zeros_like(t) for name, t in WEIGHTS.items()}
-        load_tensors(folder, into, group)
-        self.kept = into
+    def role_state(self) -> RoleState:
+        return RoleState({"updates": 1}, WEIGHTS)
+
+    def load_role_state(self, values: Mapping[str, Any], load: LoadTensors) -> None:
+        load({name: torch.zeros_like(t) for name, t in WEIGHTS.items()})
 
 
 class Checkpoints:
@@ -60,68 +63,71 @@ class Checkpoints:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder / "run" / "checkpoints"
-        alone = Team((0,), None)
-        saver = Saver(self.folder, 0, alone, {"actor": alone, "judge": alone})
-        run = {"flow": "f", "seed": 0, "batch": 2, "repeat": 1}
-        parts = {"actor": Learner().part(), "judge": Part({"seen": 3})}
+        alone = Members((0,), None)
+        members = {"actor": alone, "judge": alone}
+        writer = CheckpointWriter(self.folder, 0, alone, members)
+        identity = {"flow": "f", "seed": 0, "batch": 2, "repeat": 1}
+        states = {"actor": Actor().role_state(), "judge": RoleState(Judge().state())}
         for step in (2, 4):
-            saver.save(step, parts, {"position": 0, **run}, lambda p: None)
-            saver.wait()
-        saver.close()
-        self.place = place_of(self.folder, 4)
-        self.whole = {p: p.read_bytes() for p in sorted(self.place.rglob("*")) if p.is_file()}
-        self.checkpoints = CheckpointManager.__new__(CheckpointManager)
-        self.checkpoints.folder, self.checkpoints.rank, self.checkpoints.teams = (
-            self.folder,
-            0,
-            {"actor": alone, "judge": alone},
-        )
-        self.checkpoints.network = SimpleNamespace(everybody=(0,), any_of_us=lambda it: it)  # type: ignore[assignment]
-        self.checkpoints.players = {"actor": Learner(), "judge": Player()}
-        self.checkpoints.data = SimpleNamespace(position=0)  # type: ignore[assignment]
-        self.checkpoints._run = lambda: run  # type: ignore[method-assign]
+            writer.save(step, states, {"position": 0, **identity}, lambda path: None)
+            writer.wait()
+        writer.close()
+        self.path = checkpoint_dir(self.folder, 4)
+        self.files = {p: p.read_bytes() for p in sorted(self.path.rglob("*")) if p.is_file()}
+        self.manager = CheckpointManager.__new__(CheckpointManager)
+        self.manager.folder, self.manager.rank, self.manager.members = self.folder, 0, members
+        self.manager.network = SimpleNamespace(all_ranks=(0,), any_rank=lambda value: value)  # type: ignore[assignment]
+        self.manager.roles = {"actor": Actor(), "judge": Judge()}
+        self.manager.data = SimpleNamespace(position=0)  # type: ignore[assignment]
+        self.manager._identity = lambda: identity  # type: ignore[method-assign]
 
     def close(self) -> None:
         pass
 
     def case(self, rng: Random, number: int) -> Case:
-        self._mend()
-        told, listed = self._break(rng, number)
+        self._repair()
+        change, must_be_noticed = self._damage(rng, number)
 
         def run() -> None:
-            wrong = damage(self.place)
-            assert wrong is not None or not listed, f"unnoticed: {told}"
-            assert wrong is None or str(self.place) in wrong, wrong
-            with contextlib.redirect_stderr(io.StringIO()) as said, contextlib.redirect_stdout(io.StringIO()):
-                step = self.checkpoints.resume(NEWEST)
-            there = (self.place / COMPLETE).is_file()
-            assert step == (2 if wrong or not there else 4), step
-            assert not (wrong and there) or wrong in said.getvalue(), said.getvalue()
+            problem = format_problem(self.path) or verify(self.path)
+            assert problem is not None or not must_be_noticed, f"unnoticed: {change}"
+            assert problem is None or str(self.path) in problem, problem
+            with _logged() as log:
+                step = self.manager.resume(NEWEST)
+            listed = (self.path / COMPLETE).is_file()
+            assert step == (2 if problem or not listed else 4), step
+            assert not (problem and listed) or problem in log.getvalue(), log.getvalue()
+            if format_problem(self.path):
+                self._resume_from_it_alone()
             if number % 3 == 0:
                 self._load()
 
-        return Case(told, run, (str(self.place / "actor"),), limit_s=30)
+        return Case(change, run, (str(self.path / "actor"),), limit_s=30)
+
+    def _resume_from_it_alone(self) -> None:
+        with pytest.raises(ConfigError, match=f"^--resume: {self.path} was written by another version"):
+            self.manager.resume(str(self.path))
 
     def _load(self) -> None:
-        """Whoever does not look for damage first is told, too, if it cannot be read."""
-        found = load_whole(self.place / "actor", "weights.")
-        assert all(isinstance(t, torch.Tensor) for t in found.values())
+        """Loading without `verify` also fails with an error that names the folder, if it fails."""
+        tensors = load_full_tensors(self.path / "actor", "weights.")
+        assert all(isinstance(t, torch.Tensor) for t in tensors.values())
 
-    def _mend(self) -> None:
-        for path in self.whole:
+    def _repair(self) -> None:
+        for path in self.files:
             if path.is_dir():
                 shutil.rmtree(path)
-        for path in [p for p in self.place.rglob("*") if p.is_file() and p not in self.whole]:
+        for path in [p for p in self.path.rglob("*") if p.is_file() and p not in self.files]:
             path.unlink()
-        for path, data in self.whole.items():
+        for path, data in self.files.items():
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(data)
 
-    def _break(self, rng: Random, number: int) -> tuple[str, bool]:
-        """What was done, and whether that must be noticed: the list of lists has no checksum but what it says."""
-        paths = list(self.whole)
+    def _damage(self, rng: Random, number: int) -> tuple[str, bool]:
+        """Returns what was changed, and whether that must be noticed: complete.json has no checksum of its own."""
+        paths = list(self.files)
         path = rng.choice(paths)
-        data, name = self.whole[path], str(path.relative_to(self.place))
+        data, name = self.files[path], str(path.relative_to(self.path))
         must = path.name != COMPLETE
         match rng.randrange(9):
             case 0 | 1 | 2:
@@ -137,15 +143,15 @@ class Checkpoints:
                 return f"{name} deleted", must
             case 5:
                 other = rng.choice(paths)
-                path.write_bytes(self.whole[other])
-                return f"{name} is {other.name}", must and self.whole[other] != data
+                path.write_bytes(self.files[other])
+                return f"{name} is {other.name}", must and self.files[other] != data
             case 6:
                 path.unlink()
                 path.mkdir()
                 return f"{name} is a folder", must
             case 7 if path.suffix == ".json":
                 doc = json.loads(data)
-                mutate(doc, rng) if rng.random() < 0.7 else doc.update({"lists": junk(rng)})
+                mutate(doc, rng) if rng.random() < 0.7 else doc.update({"checksums": junk(rng)})
                 try:
                     text = json.dumps(doc, default=str)
                 except (TypeError, ValueError):
@@ -155,28 +161,49 @@ class Checkpoints:
             case 7:
                 path.write_bytes(data + b"\0")
                 return f"{name} is longer", must
-        lists = dict(json.loads(self.whole[self.place / COMPLETE])["lists"])
-        whole = hashlib.sha256(self.whole[self.place / STATE]).hexdigest()
+        complete = json.loads(self.files[self.path / COMPLETE])
+        lists = complete["checksums"]
+        state = hashlib.sha256(self.files[self.path / STATE]).hexdigest()
         lists |= rng.choice(
-            ({STATE: "x"}, {STATE: whole}, {"../x": "y"}, {"": ""}, {"\x00": ""}, {"actor": ""}, {"sums.1.json": "z"})
+            (
+                {STATE: "x"},
+                {STATE: state},
+                {"../x": "y"},
+                {"": ""},
+                {"\x00": ""},
+                {"actor": ""},
+                {"checksums.1.json": "z"},
+            )
         )
-        (self.place / COMPLETE).write_text(json.dumps({"step": 4, "lists": lists}))
+        (self.path / COMPLETE).write_text(json.dumps(complete))
         return f"complete.json lists {lists}", True
 
 
 def all_flips(kind: Checkpoints) -> int:
-    """Every byte of every listed file, one bit each: the number of those that `damage` finds, or an error."""
+    """Flips a bit in every byte of every listed file, and returns how many there were; `verify` must find them all."""
     count = 0
-    for path, data in kind.whole.items():
+    for path, data in kind.files.items():
         if path.name == COMPLETE:
             continue
         for at in range(len(data)):
             path.write_bytes(data[:at] + bytes([data[at] ^ 1 << at % 8]) + data[at + 1 :])
-            found = damage(kind.place)
-            assert found is not None, f"{path}: byte {at}"
-            assert str(path) in found
+            problem = verify(kind.path)
+            assert problem is not None, f"{path}: byte {at}"
+            assert str(path) in problem
             count += 1
         path.write_bytes(data)
-    assert damage(kind.place) is None
-    assert (kind.place / "actor" / TENSORS).is_dir()
+    assert verify(kind.path) is None
+    assert (kind.path / "actor" / TENSORS).is_dir()
     return count
+
+
+@contextmanager
+def _logged() -> Iterator[io.StringIO]:
+    """Collects what the package logs, and keeps it from the terminal."""
+    log, package = io.StringIO(), logging.getLogger("distflow")
+    before, package.handlers = package.handlers, [logging.StreamHandler(log)]
+    propagate, package.propagate = package.propagate, False
+    try:
+        yield log
+    finally:
+        package.handlers, package.propagate = before, propagate

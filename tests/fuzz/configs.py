@@ -1,4 +1,4 @@
-"""Configs: whole ones with something wrong, texts that are hardly YAML, overrides; read and planned."""
+"""Configs: valid ones with something changed, texts that are hardly YAML, overrides; loaded and planned."""
 
 import json
 import os
@@ -45,7 +45,7 @@ def count(data, *, times=1, scale=1.0):
 ROW = {"text": "a", "prompt": "b", "response": "c", "chosen": "d", "rejected": "e", "answer": 1}
 MODEL = {"arch": "qwen2", "hidden": 32, "layers": 1, "heads": 2}
 LEARNS = {"data": {"files": "prompts.jsonl", "batch": 8}, "model": MODEL, "train": {"lr": 1e-3, "lora": {"rank": 4}}}
-GROUPS = {
+SPLIT = {
     "ranks": {"left": "0%-50%", "right": "50%-"},
     "default": {"ranks": "left"},
     "roles": {"actor": {"ranks": "right", "tp": 1}},
@@ -55,7 +55,7 @@ LIST = [
     {"id": "judge", "call": "judge.score", "deps": ["length", "data"], "params": {"mini_batches": 2}},
     {"id": "rest", "call": "own.py:anything", "after": "judge", "writes": ["x", "y"], "params": {"any": "thing"}},
 ]
-WHOLE: tuple[dict[str, Any], ...] = (
+VALID: tuple[dict[str, Any], ...] = (
     {"flow": "own.py:count", "data": {"files": "rows.jsonl", "batch": 4}, "bytes": {"text": 10}, "algo": {"times": 2}},
     {
         "flow": "own.py:measure",
@@ -66,8 +66,13 @@ WHOLE: tuple[dict[str, Any], ...] = (
         "workers": 2,
     },
     {"flow": LIST, "data": "rows.jsonl", "roles": {"judge": "own.py:Judge"}, "seed": 3, "wait_limit_s": 5, "name": "l"},
-    {"flow": "grpo", "reward": "own.py:length", "placement": GROUPS, "workers": 2, "rollout": {"n": 4}, **LEARNS},
-    {"flow": "dapo", "reward": {"functions": ["own.py:length"], "on_failure": 0}, "algo": {"rounds": 3}, **LEARNS},
+    {"flow": "grpo", "reward": "own.py:length", "placement": SPLIT, "workers": 2, "rollout": {"n": 4}, **LEARNS},
+    {
+        "flow": "dapo",
+        "reward": {"functions": ["own.py:length"], "on_failure": 0},
+        "algo": {"max_gen_batches": 3},
+        **LEARNS,
+    },
     {"flow": "ppo", "reward": {"model": MODEL}, "critic": {"model": "here", "betas": [0.9, 0.99]}, **LEARNS},
     LEARNS | {"flow": "sft", "eval": {"files": "rows.jsonl", "n": 2}, "reward": "own.py:length", "data": "rows.jsonl"},
     {"flow": "dpo", "steps": 3, "run_dir": "runs/x"} | LEARNS,
@@ -82,7 +87,7 @@ PIECES = (
 
 
 def bomb(kind: str) -> str:
-    """Each line is nine times the one before."""
+    """Returns YAML whose aliases expand to nine times more values with every line."""
     lines = ["b0: &b0 [x, x, x, x, x, x, x, x, x]"]
     for i in range(1, 12):
         inner = ", ".join([f"*b{i - 1}"] * 9)
@@ -115,7 +120,7 @@ class Configs:
 
     def case(self, rng: Random, number: int) -> Case:
         path = self.folder / "run.yaml"
-        doc = deepcopy(rng.choice(WHOLE))
+        doc = deepcopy(rng.choice(VALID))
         for _ in range(rng.choice((0, 0, 1, 1, 2))):
             mutate(doc, rng)
         text = as_yaml(doc, allow_unicode=rng.random() < 0.5)
@@ -141,8 +146,8 @@ class Configs:
                 program.eval_plan(plan.workers, 3)
 
         keys = ("flow", "data", "algo", "node", "role", "placement", "workers", "bytes", "override", "eval", "reward")
-        what = f"{overrides} {data[:2000]!r}"
-        return Case(what, run, (str(path), str(self.folder), *keys))
+        description = f"{overrides} {data[:2000]!r}"
+        return Case(description, run, (str(path), str(self.folder), *keys))
 
     def _load(self, path: Path, overrides: list[str]) -> Program:
         try:

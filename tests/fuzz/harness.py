@@ -1,6 +1,6 @@
-"""Junk from outside, and what must become of it: it is taken, or refused by one error that names it.
+"""Runs random input through the code: it must be accepted, or refused with one error that names it.
 
-Every case follows from its kind and its number, so a failure can be looked at again: `case(kind, number)`.
+Every case follows from its kind and its number, so that a failure can be reproduced: `case(kind, number)`.
 """
 
 import resource
@@ -15,16 +15,16 @@ from typing import Any, Protocol
 
 from distflow.errors import DistflowError
 
-LONGEST = 3000  # characters of a message; nobody reads more
-ROOM = 2 << 30  # bytes that one case may ask for
+MAX_MESSAGE = 3000  # characters
+MAX_MEMORY = 2 << 30  # bytes that one case may allocate
 SLOW_S = 2.0
 
 
 @dataclass(frozen=True)
 class Case:
-    """`names`: one of these is in the message, if it is refused. `what` is for whoever mends a failure."""
+    """`names`: one of these must be in the message if the input is refused. `description` is shown with a failure."""
 
-    what: str
+    description: str
     run: Callable[[], Any]
     names: tuple[str, ...]
     limit_s: float = 20.0
@@ -52,12 +52,12 @@ class Report:
     failures: list[str] = field(default_factory=list)
 
     @property
-    def told(self) -> str:
+    def summary(self) -> str:
         return f"{self.cases} cases, {self.refused} refused, {len(self.failures)} failures, {self.seconds:.1f} s"
 
 
 class TooLongError(BaseException):
-    """Not an Exception: nobody on the way may take it for one of theirs."""
+    """Not an Exception, so that no code on the way catches it."""
 
 
 def fuzz(kind: Kind, count: int, first: int = 0) -> Report:
@@ -66,45 +66,45 @@ def fuzz(kind: Kind, count: int, first: int = 0) -> Report:
     for number in range(first, first + count):
         case = kind.case(Random(f"{kind.name} {number}"), number)
         start = time.perf_counter()
-        wrong, refused = _try(case)
-        took = time.perf_counter() - start
+        problem, refused = _try(case)
+        seconds = time.perf_counter() - start
         report.cases += 1
         report.refused += refused
-        if took > SLOW_S:
-            report.slow.append(f"{kind.name} {number}: {took:.1f} s: {case.what[:200]}")
-        if wrong:
-            report.failures.append(f"{kind.name} {number}: {case.what[:500]}\n    {wrong}")
+        if seconds > SLOW_S:
+            report.slow.append(f"{kind.name} {number}: {seconds:.1f} s: {case.description[:200]}")
+        if problem:
+            report.failures.append(f"{kind.name} {number}: {case.description[:500]}\n    {problem}")
     report.seconds = time.perf_counter() - began
     return report
 
 
 def _try(case: Case) -> tuple[str | None, bool]:
-    """What is wrong, if anything, and whether the input was refused."""
+    """Returns what is wrong, if anything, and whether the input was refused."""
     try:
         with _limits(case):
             case.run()
     except DistflowError as e:
-        return _wrong_with(str(e), case.names), True
+        return _problem_with(str(e), case.names), True
     except TooLongError:
         return f"took longer than {case.limit_s:g} s", False
     except BaseException as e:
         if isinstance(e, KeyboardInterrupt):
             raise
-        return f"{type(e).__name__}: {str(e)[:300]} ({_place(e)})", False
+        return f"{type(e).__name__}: {str(e)[:300]} ({_location(e)})", False
     return None, False
 
 
-def _wrong_with(message: str, names: tuple[str, ...]) -> str | None:
+def _problem_with(message: str, names: tuple[str, ...]) -> str | None:
     if not message.strip():
         return "the message is empty"
     if not any(name in message for name in names):
         return f"the message names nothing of {names[:6]}: {message[:300]}"
-    if len(message) > LONGEST:
+    if len(message) > MAX_MESSAGE:
         return f"the message has {len(message)} characters: {message[:300]}"
     return None
 
 
-def _place(error: BaseException) -> str:
+def _location(error: BaseException) -> str:
     trace, places = error.__traceback__, []
     while trace:
         places.append(f"{Path(trace.tb_frame.f_code.co_filename).name}:{trace.tb_lineno}")
@@ -121,7 +121,7 @@ def _limits(case: Case) -> Iterator[None]:
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     if case.limit_memory:
         pages = int(Path("/proc/self/statm").read_text().split()[0])
-        resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + ROOM, hard))
+        resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + MAX_MEMORY, hard))
     signal.setitimer(signal.ITIMER_REAL, case.limit_s)
     try:
         yield

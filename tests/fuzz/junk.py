@@ -1,4 +1,4 @@
-"""What may stand where something else was expected."""
+"""Random values, documents and bytes to put where something else is expected."""
 
 import datetime
 from copy import deepcopy
@@ -24,7 +24,7 @@ NUMBERS = (
 
 
 def junk(rng: Random, depth: int = 3) -> Any:
-    """Anything YAML or JSON can say, and some that only YAML can."""
+    """Returns a random value of YAML or JSON."""
     pick = rng.random()
     if depth and pick < 0.12:
         return [junk(rng, depth - 1) for _ in range(rng.randrange(4))]
@@ -42,7 +42,7 @@ def _key(rng: Random) -> Any:
 
 
 class _Dumper(yaml.SafeDumper):
-    """Also numbers that Python does not write in digits."""
+    """Also writes integers that Python refuses to convert to decimal."""
 
 
 _Dumper.add_representer(
@@ -50,21 +50,21 @@ _Dumper.add_representer(
 )
 
 
-def as_yaml(value: Any, **how: Any) -> str:
-    return str(yaml.dump(value, Dumper=_Dumper, sort_keys=False, **how))
+def as_yaml(value: Any, **options: Any) -> str:
+    return str(yaml.dump(value, Dumper=_Dumper, sort_keys=False, **options))
 
 
 def places(doc: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    """The paths of all values in a document, but of itself."""
-    found = [path] if path else []
+    """Returns the paths of all values in a document."""
+    paths = [path] if path else []
     items = doc.items() if isinstance(doc, dict) else enumerate(doc) if isinstance(doc, list) else ()
     for key, value in items:
-        found += places(value, (*path, key))
-    return found
+        paths += places(value, (*path, key))
+    return paths
 
 
 def mutate(doc: Any, rng: Random) -> None:
-    """Change one thing in a document, in place: a value, a key, or where something is."""
+    """Changes one thing in a document, in place: a value, a key, or where something is."""
     paths = places(doc)
     if not paths:
         return
@@ -99,23 +99,23 @@ def _at(doc: Any, path: tuple[Any, ...]) -> Any:
 
 
 def damaged(data: bytes, rng: Random) -> bytes:
-    """Bytes flipped, cut, doubled, put in or left out."""
-    made = bytearray(data)
+    """Returns a copy with bytes flipped, cut, repeated, inserted or removed."""
+    copy = bytearray(data)
     for _ in range(rng.choice((1, 1, 1, 2, 8))):
-        at = rng.randrange(len(made) + 1)
+        at = rng.randrange(len(copy) + 1)
         match rng.randrange(7):
             case 0:
-                del made[at:]
-            case 1 if at < len(made):
-                made[at] ^= 1 << rng.randrange(8)
+                del copy[at:]
+            case 1 if at < len(copy):
+                copy[at] ^= 1 << rng.randrange(8)
             case 2:
-                del made[at : at + rng.randrange(1, 20)]
+                del copy[at : at + rng.randrange(1, 20)]
             case 3:
-                made[at:at] = bytes(rng.randrange(256) for _ in range(rng.randrange(1, 9)))
+                copy[at:at] = bytes(rng.randrange(256) for _ in range(rng.randrange(1, 9)))
             case 4:
-                made[at:at] = made[at : at + rng.randrange(1, 200)]
+                copy[at:at] = copy[at : at + rng.randrange(1, 200)]
             case 5:
-                made[at:at] = rng.choice((b"\x00", b"\xff", b"\n", b"\r\n", b"\xef\xbb\xbf", b"\xc3", b"\xed\xa0\x80"))
+                copy[at:at] = rng.choice((b"\x00", b"\xff", b"\n", b"\r\n", b"\xef\xbb\xbf", b"\xc3", b"\xed\xa0\x80"))
             case _:
-                made[at : at + 8] = b"\xff" * 8
-    return bytes(made)
+                copy[at : at + 8] = b"\xff" * 8
+    return bytes(copy)

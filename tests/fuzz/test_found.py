@@ -84,7 +84,7 @@ def test_a_config_that_is_too_much_is_refused(folder: Path, text: str, message: 
 @pytest.mark.parametrize(
     ("changed", "error", "message"),
     [
-        ({"workers": 10**12}, PlacementError, "workers: 1000000000000; there may be 65,536 at most"),
+        ({"workers": 10**12}, PlacementError, "workers: 1000000000000; at most 65,536 are supported"),
         ({"placement": {"ranks": {"g": "9" * 5000}}}, PlacementError, "placement.ranks.g: '999"),
         ({"algo": {"times": "x"}}, FlowError, "flow 'count': TypeError: '<' not supported"),
         ({"data": {"files": "~nobody-here/x"}}, ConfigError, "data.files: '~nobody-here/x': there is no such user"),
@@ -112,10 +112,10 @@ def test_a_config_that_cannot_be_planned_is_refused(
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        ({"params": {1: 2}}, "constant 1 has no name"),
+        ({"params": {1: 2}}, "the name of constant 1 must be a string"),
         ({"params": {"any": {1: 2, "a": 3}}}, "constant 'any' is a dict; constants are plain JSON values"),
-        ({"refill": -1}, "refill is -1; it is a number of rounds"),
-        ({"refill": True}, "refill is True; it is a number of rounds"),
+        ({"refill": -1}, "refill is -1; set a number of rounds"),
+        ({"refill": True}, "refill is True; set a number of rounds"),
     ],
 )
 def test_a_node_of_a_list_is_refused_by_its_name(folder: Path, more: dict[str, Any], message: str) -> None:
@@ -123,9 +123,9 @@ def test_a_node_of_a_list_is_refused_by_its_name(folder: Path, more: dict[str, A
         from_list("f", ["text"], [{"id": "a", "call": "own.py:anything", **more}], base=folder)
 
 
-def test_a_pipe_is_no_data_file(tmp_path: Path) -> None:
+def test_a_pipe_is_refused_as_a_data_file(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "a.jsonl")
-    with pytest.raises(DataError, match=r"a\.jsonl: is not a file that can be read more than once"):
+    with pytest.raises(DataError, match=r"a\.jsonl: is not a regular file"):
         Dataset([tmp_path], cache=tmp_path / "cache")
 
 
@@ -142,11 +142,11 @@ def test_parquet_that_python_cannot_say(tmp_path: Path) -> None:
         Dataset([path], cache=tmp_path / "cache")
 
 
-def test_half_a_character_is_a_bad_prompt(tmp_path: Path) -> None:
+def test_a_lone_surrogate_is_a_bad_prompt(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"prompt": "x\\ud800"}\n')
     rows: Any = Dataset([tmp_path / "a.jsonl"], cache=tmp_path / "cache")
     source = open_model(ModelConfig(arch="qwen2", hidden=32, heads=2, vocab=300), lambda: texts(rows), tmp_path, 0)
-    with pytest.raises(DataError, match=r"the prompt has half a character, '\\ud800', at 1"):
+    with pytest.raises(DataError, match=r"the prompt has a lone surrogate, '\\ud800', at 1"):
         Text(source, 10).encode(rows[0]["prompt"])
     with pytest.raises(DataError, match="a response is 3; it is text"):
         Text(source, 10).encode_pairs(["a"], [3])  # type: ignore[list-item]

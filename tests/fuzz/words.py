@@ -1,4 +1,4 @@
-"""Words on the command line: each ends in 0, or in a message and another number; never in a traceback."""
+"""Command lines: each ends with exit code 0, or with a message and another code; never with a traceback."""
 
 import contextlib
 import io
@@ -9,7 +9,7 @@ from random import Random
 from unittest import mock
 
 from distflow import cli
-from distflow.launch import RESUME, local
+from distflow.launch import local
 from fuzz.configs import CODE, ROW
 from fuzz.harness import Case
 from fuzz.junk import TEXTS, as_yaml
@@ -36,7 +36,7 @@ OVERRIDES = (
     "data.files=none",
 )
 
-SAID = tuple(t for t in TEXTS if "\0" not in t and "\ud800" not in t)  # a shell can say no others
+ARGUMENTS = tuple(t for t in TEXTS if "\0" not in t and "\ud800" not in t)  # a shell cannot pass others
 
 
 class Words:
@@ -72,7 +72,7 @@ class Words:
         if command == "export" and rng.random() < 0.8:
             words.append(str(self.folder / rng.choice(("new", "full", "run.yaml", "a" * 300, "run.yaml/x"))))
         for _ in range(rng.choice((0, 1, 1, 2, 3))):
-            word = rng.choice((rng.choice(OPTIONS), rng.choice(OVERRIDES), rng.choice(SAID), rng.choice(many)))
+            word = rng.choice((rng.choice(OPTIONS), rng.choice(OVERRIDES), rng.choice(ARGUMENTS), rng.choice(many)))
             words.insert(rng.randrange(len(words) + 1) if rng.random() < 0.2 else len(words), word)
 
         def run() -> None:
@@ -86,7 +86,6 @@ class Words:
                     mock.patch.object(local, "elastic_launch", return_value=lambda *_: None),
                     mock.patch.dict(os.environ),
                 ):
-                    os.environ.pop(RESUME, None)
                     try:
                         cli.main(words)
                     except SystemExit as e:

@@ -1,6 +1,6 @@
 """What a step's line shows."""
 
-from distflow.observe.progress import summary
+from distflow.observe.progress import step_line
 
 METRICS = {
     "actor/entropy": 1.5,
@@ -13,9 +13,9 @@ METRICS = {
 
 
 def test_the_numbers_worth_a_glance_come_first() -> None:
-    assert summary(METRICS) == "reward/mean 0.25  actor/loss 0.1  response_length/mean 12  actor/grad_norm 2"
+    assert step_line(METRICS) == "reward/mean 0.25  actor/loss 0.1  response_length/mean 12  actor/grad_norm 2"
 
 
 def test_a_rollout_of_another_model_than_is_trained_shows() -> None:
-    assert "mismatch" not in summary(METRICS | {"rollout/mismatch_kl": 0.001})
-    assert summary(METRICS | {"rollout/mismatch_kl": 3.1}).endswith("actor/grad_norm 2  rollout/mismatch_kl 3.1")
+    assert "mismatch" not in step_line(METRICS | {"rollout/mismatch_kl": 0.001})
+    assert step_line(METRICS | {"rollout/mismatch_kl": 3.1}).endswith("actor/grad_norm 2  rollout/mismatch_kl 3.1")

@@ -1,4 +1,4 @@
-"""`distflow check`, and what is told before any worker starts: in one line, with the place and the way out."""
+"""`distflow check`, and errors before any worker starts: in one line, with the place and the way out."""
 
 import json
 import sys
@@ -49,18 +49,18 @@ CONFIG: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = tmp_path_factory.mktemp("check")
-    (made / "rewards.py").write_text(REWARDS)
+    folder = tmp_path_factory.mktemp("check")
+    (folder / "rewards.py").write_text(REWARDS)
     texts = [f"what is {i}?" for i in range(12)]
 
     def write(name: str, prompts: list[Any], answer: str = "answer") -> None:
         rows = [{"prompt": p, answer: str(i)} for i, p in enumerate(prompts)]
-        (made / name).write_text("".join(json.dumps(r) + "\n" for r in rows))
+        (folder / name).write_text("".join(json.dumps(r) + "\n" for r in rows))
 
     write("data.jsonl", texts)
     write("pairs.jsonl", texts, "response")
     rows = ({"prompt": t, "chosen": "yes", "rejected": "no"} for t in texts)
-    (made / "preferred.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    (folder / "preferred.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
     write("chat.jsonl", [[{"role": "user", "content": t}] for t in texts])
     write("long.jsonl", [t + "!" * 50 * (i in (0, 7)) for i, t in enumerate(texts)])
     write("empty.jsonl", ["a", "", "b"])
@@ -68,12 +68,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer = train_tokenizer(iter(texts), 0)
     for name, template in (("chatty", tokenizer.chat_template), ("plain", None)):
         tokenizer.chat_template = template
-        tokenizer.save_pretrained(made / name)
+        tokenizer.save_pretrained(folder / name)
         AutoConfig.for_model("qwen2", hidden_size=32, num_attention_heads=4, vocab_size=258).save_pretrained(
-            made / name
+            folder / name
         )
-    (made / "hollow").mkdir()
-    return made
+    (folder / "hollow").mkdir()
+    return folder
 
 
 def distflow(folder: Path, command: str, *overrides: str, without: str = "") -> int:
@@ -86,38 +86,38 @@ def distflow(folder: Path, command: str, *overrides: str, without: str = "") -> 
 
 
 def lines(capsys: Output) -> dict[str, str]:
-    """What was printed, by its first word."""
+    """Returns the printed lines by their first word."""
     out, err = capsys.readouterr()
     assert err == ""
     return {line[:10].strip(): line[10:] for line in out.splitlines()}
 
 
-def told(capsys: Output) -> str:
-    """The one line of an error."""
+def error(capsys: Output) -> str:
+    """Returns the one line of an error."""
     err = capsys.readouterr().err
     assert err.startswith("distflow: ")
     assert err.index("\n") == len(err) - 1
     return err.removeprefix("distflow: ").rstrip("\n")
 
 
-def test_a_good_config_is_told_thing_by_thing(folder: Path, capsys: Output) -> None:
+def test_a_good_config_is_described_line_by_line(folder: Path, capsys: Output) -> None:
     assert distflow(folder, "check", "eval={files: long.jsonl, every: 3, limit: 5}") == 0
     assert lines(capsys) == {
         "flow": "grpo: actor.generate, reward.score, group_advantage, actor.update",
-        "plan": "2 workers, 8 samples a step (4 prompts × 2)",
+        "plan": "2 workers, 8 samples per step (4 prompts × 2)",
         "data": "12 rows, 0 skipped; columns prompt, answer",
         "eval": "5 rows every 3 steps",
-        "model": "qwen2 at random: qwen2, 39,264 parameters, 258 tokens",
+        "model": "qwen2 with random weights: qwen2, 39,264 parameters, 258 tokens",
         "prompts": "all 12 have at most 4088 tokens, 0 skipped; the first has 10",
         "kv cache": "2.0 GiB, 1.0 MiB for the longest sequence allowed",
         "reward": "0.25 for an empty response to the first prompt",
     }
 
 
-def test_what_an_adapter_adds_is_told(folder: Path, capsys: Output) -> None:
+def test_the_size_of_an_adapter_is_shown(folder: Path, capsys: Output) -> None:
     assert distflow(folder, "check", "train.lora={rank: 2, targets: q_proj}") == 0
-    told = "39,264 parameters and 256 of an adapter, which alone are trained, 258 tokens"
-    assert lines(capsys)["model"] == f"qwen2 at random: qwen2, {told}"
+    parameters = "39,264 parameters and 256 of an adapter, which alone are trained, 258 tokens"
+    assert lines(capsys)["model"] == f"qwen2 with random weights: qwen2, {parameters}"
 
 
 def test_peft_is_needed_only_for_adapters(folder: Path, capsys: Output, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,9 +125,9 @@ def test_peft_is_needed_only_for_adapters(folder: Path, capsys: Output, monkeypa
     assert distflow(folder, "check") == 0
     lines(capsys)
     assert distflow(folder, "check", "train.lora={}") == 2
-    said = told(capsys)
-    assert said.startswith("train.lora: PEFT is not installed (")
-    assert said.endswith("; pip install 'distflow-rl[lora]'")
+    message = error(capsys)
+    assert message.startswith("train.lora: PEFT is not installed (")
+    assert message.endswith("; pip install 'distflow-rl[lora]'")
 
 
 @pytest.mark.parametrize(
@@ -136,22 +136,22 @@ def test_peft_is_needed_only_for_adapters(folder: Path, capsys: Output, monkeypa
         ["flow=sft", "data.files=pairs.jsonl"],
         ["train.lora={}", "placement.nodes={actor.generate: {tp: 2}}"],
         ["flow=sft", "data.files=pairs.jsonl", "train.lora={targets: [self_attn.o_proj, 0.mlp.up_proj]}"],
-        ["flow=sft", "data.rename={answer: response}", "rollout.kv_cache_gb=1e-9"],  # nobody generates
+        ["flow=sft", "data.rename={answer: response}", "rollout.kv_cache_gb=1e-9"],  # nothing is generated
         ["data.files=chat.jsonl"],
         ["data.files=chat.jsonl", "model=chatty"],
         ["model=plain"],
         ["reward=rewards.py:truth"],
         ["algo.kl=1e-3", "workers=4", "placement.roles={actor: {tp: 2}, reference: {tp: 2}}"],
-        ["train.lr=1e-6", "algo.mini_batches=2", "algo.epochs=3"],  # PyYAML alone would take 1e-6 for a text
+        ["train.lr=1e-6", "algo.mini_batches=2", "algo.epochs=3"],  # PyYAML alone reads 1e-6 as a string
         ["rollout.kv_cache_gb=3e-6", "placement.roles.actor.tp=2"],  # half of the heads, half of the memory
     ],
 )
 def test_other_good_configs(folder: Path, capsys: Output, overrides: list[str]) -> None:
-    assert distflow(folder, "check", *overrides) == 0, told(capsys)
+    assert distflow(folder, "check", *overrides) == 0, error(capsys)
 
 
 def test_skipped_prompts_are_counted(folder: Path, capsys: Output) -> None:
-    """Also the first one, which is not what the reward is tried on, then."""
+    """If the first one is skipped, the reward is tried on another one."""
     skip = ["data.files=long.jsonl", "data.max_prompt=20", "data.on_bad_row=skip"]
     assert distflow(folder, "check", "reward=rewards.py:truth", *skip) == 0
     found = lines(capsys)
@@ -175,7 +175,7 @@ LONG = "long.jsonl:1: the prompt has 60 tokens, the longest allowed is 20 (data.
             ["data.files=chat.jsonl", "model=plain"],
             ["chat.jsonl:1: ", "'plain' has no chat template", "prompts as text"],
         ),
-        (["data.files=long.jsonl", "data.max_prompt=20"], [LONG, "mend the row or set `data.on_bad_row: skip`"]),
+        (["data.files=long.jsonl", "data.max_prompt=20"], [LONG, "fix the row or set `data.on_bad_row: skip`"]),
         (["eval=long.jsonl", "data.max_prompt=20"], [LONG]),
         (
             ["data.max_prompt=2", "data.on_bad_row=skip"],
@@ -185,9 +185,9 @@ LONG = "long.jsonl:1: the prompt has 60 tokens, the longest allowed is 20 (data.
         (["data.files=numbers.jsonl"], ["numbers.jsonl:1: the prompt is '1'", "text or a list of chat messages"]),
         (
             ["reward=rewards.py:raises"],
-            ["'raises' (rewards.py:raises) raised ValueError: no idea", "rewards.py:11", "mend"],
+            ["'raises' (rewards.py:raises) raised ValueError: no idea", "rewards.py:11", "fix the function"],
         ),
-        (["reward=rewards.py:nan"], ["'nan' (rewards.py:nan) returned nan; a score is a finite number"]),
+        (["reward=rewards.py:nan"], ["'nan' (rewards.py:nan) returned nan; return a finite score"]),
         (["reward=rewards.py:text"], ["'text' (rewards.py:text) returned 'good' (str) as a score; return a number"]),
         (
             ["reward=rewards.py:many"],
@@ -221,17 +221,17 @@ LONG = "long.jsonl:1: the prompt has 60 tokens, the longest allowed is 20 (data.
         (["eval=missing.jsonl"], ["missing.jsonl: no such file"]),
     ],
 )
-def test_what_does_not_hold_is_told_in_one_line(
+def test_what_is_wrong_is_reported_in_one_line(
     folder: Path, capsys: Output, overrides: list[str], parts: list[str]
 ) -> None:
     assert distflow(folder, "check", *overrides) == 2
-    said = told(capsys)
+    message = error(capsys)
     for part in parts:
-        assert part in said
+        assert part in message
 
 
 @pytest.mark.parametrize(
-    ("overrides", "without", "said"),
+    ("overrides", "without", "message"),
     [
         (
             ["data.batch=5"],
@@ -241,10 +241,10 @@ def test_what_does_not_hold_is_told_in_one_line(
         (
             ["algo.mini_batches=3"],
             "",
-            "algo.mini_batches: 3 does not divide the 4 prompts of data.batch; what fits: 1, 2, 4",
+            "algo.mini_batches: 3 does not divide the 4 prompts of data.batch; use one of 1, 2, 4",
         ),
-        (["algo.mini_batches=0"], "", "algo.mini_batches: 0; a step has 1 or more"),
-        (["algo.epochs=many"], "", "algo.epochs: 'many'; a step has 1 or more"),
+        (["algo.mini_batches=0"], "", "algo.mini_batches: 0; set it to 1 or more"),
+        (["algo.epochs=many"], "", "algo.epochs: 'many'; set it to 1 or more"),
         (["algo.cilp=0.1"], "", "algo: flow 'grpo' has no constant 'cilp'; did you mean 'clip'?"),
         (["flow=grpoo"], "", "flow: there is no built-in flow 'grpoo'; did you mean 'grpo'?"),
         ([], "model", "'model' is missing; the flow 'grpo' needs one: `model: "),
@@ -253,7 +253,7 @@ def test_what_does_not_hold_is_told_in_one_line(
         (["data.files=pairs.jsonl"], "", "give the column another name with `data.rename: {response: "),
         (["flow=sft"], "", "the data has no column 'response'"),
         (["placement.roles.reference.tp=2"], "", "placement.roles: no node has the role 'reference'"),
-        (["placement.roles.actor.tp=3"], "", "placement.roles.actor: tp 3 does not fit group 'all' of 2 ranks"),
+        (["placement.roles.actor.tp=3"], "", "placement.roles.actor: tp 3 does not fit rank set 'all' of 2 ranks"),
         (
             ["train.lora={}", "placement.roles.actor.tp=2"],
             "",
@@ -274,18 +274,18 @@ def test_what_does_not_hold_is_told_in_one_line(
         ),
     ],
 )
-def test_every_command_tells_it_before_anything_starts(
-    folder: Path, capsys: Output, monkeypatch: pytest.MonkeyPatch, overrides: list[str], without: str, said: str
+def test_every_command_reports_it_before_anything_starts(
+    folder: Path, capsys: Output, monkeypatch: pytest.MonkeyPatch, overrides: list[str], without: str, message: str
 ) -> None:
     monkeypatch.delenv("RANK", raising=False)
     for command in ("plan", "check", "run", "eval"):
         assert distflow(folder, command, *overrides, "eval=data.jsonl", without=without) == 2, command
-        assert said in told(capsys), command
+        assert message in error(capsys), command
 
 
 FLOW = """
 from distflow import flow
-from distflow.flows.learn import learn
+from distflow.flows.policy_update import update_policy
 from distflow.flows.nodes import group_advantage
 
 NOTHING = 0
@@ -296,49 +296,52 @@ def narrow(tokens, clip=0.2):
 def open_ended(tokens, **rest):
     ...
 
-@flow(constants_of=learn)
+@flow(constants_of=update_policy)
 def own(prompts, actor, reference, reward, *, loss="policy", **rest):
     said = actor.generate(prompts["prompt"])
-    learn(actor, reference, said, group_advantage(reward.score(prompts, said)), loss=loss, **rest)
+    update_policy(actor, reference, said, group_advantage(reward.score(prompts, said)), loss=loss, **rest)
 """
 
 
 @pytest.mark.parametrize(
-    ("loss", "said"),
+    ("loss", "message"),
     [
-        ("flow.py:narrow", "'flow.py:narrow' has no parameter 'kl', which the flow gives it; known: clip; a loss that"),
+        (
+            "flow.py:narrow",
+            "'flow.py:narrow' has no parameter 'kl', which the flow passes to it; known: clip; a",
+        ),
         ("flow.py:NOTHING", "'flow.py:NOTHING' is a int, not a function of tokens"),
         ("flow.py:narow", "'flow.py:narow' has no 'narow'; did you mean 'narrow'?"),
         ("polcy", "'distflow.algo.losses:polcy' has no 'polcy'; did you mean 'policy'?"),
         ("flow.py:open_ended", ""),
     ],
 )
-def test_a_loss_takes_what_the_flow_gives_it(folder: Path, capsys: Output, loss: str, said: str) -> None:
+def test_a_loss_has_the_parameters_that_the_flow_passes(folder: Path, capsys: Output, loss: str, message: str) -> None:
     (folder / "flow.py").write_text(FLOW)
     code = distflow(folder, "check", "flow=flow.py:own", f"algo.loss={loss}")
-    assert code == (2 if said else 0)
-    if said:
-        assert told(capsys).startswith(f"node 'actor.update': loss: {said}")
+    assert code == (2 if message else 0)
+    if message:
+        assert error(capsys).startswith(f"node 'actor.update': loss: {message}")
 
 
-def test_nothing_is_evaluated_without_a_held_out_set(folder: Path, capsys: Output) -> None:
+def test_evaluation_needs_a_held_out_set(folder: Path, capsys: Output) -> None:
     assert distflow(folder, "eval") == 2
-    assert told(capsys) == f"{folder}/config.yaml: has no `eval` section; add one: `eval: held-out.jsonl`"
+    assert error(capsys) == f"{folder}/config.yaml: has no `eval` section; add one: `eval: held-out.jsonl`"
 
 
-def test_a_model_that_the_hub_does_not_give(folder: Path, capsys: Output, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_the_hub_refuses_is_named(folder: Path, capsys: Output, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(name: str, **_: Any) -> str:
         raise RuntimeError(f"404: there is no {name}.\nLong advice")
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", refuse)
     assert distflow(folder, "check", "model=nobody/nothing") == 2
-    said = told(capsys)
-    assert f"'nobody/nothing' is neither a directory ({folder}/nobody/nothing) nor a model" in said
-    assert "404: there is no nobody/nothing; check the name, your access (HF_TOKEN) and the network" in said
+    message = error(capsys)
+    assert f"'nobody/nothing' is neither a directory ({folder}/nobody/nothing) nor a model" in message
+    assert "404: there is no nobody/nothing; check the name, your access (HF_TOKEN) and the network" in message
 
 
-def test_nothing_is_exported_from_where_nothing_is(tmp_path: Path, capsys: Output) -> None:
+def test_an_export_needs_a_checkpoint(tmp_path: Path, capsys: Output) -> None:
     with pytest.raises(SystemExit) as e:
         cli.main(["export", str(tmp_path), str(tmp_path / "out")])
     assert e.value.code == 2
-    assert "has no checkpoint" in told(capsys)
+    assert "has no checkpoint" in error(capsys)

@@ -1,4 +1,4 @@
-"""What the worker guarantees to the functions it calls, in one process."""
+"""What a worker guarantees to the functions it calls, in one process."""
 
 import re
 from pathlib import Path
@@ -19,7 +19,7 @@ from simulate import simulate
 
 
 class Prompts:
-    names: tuple[str, ...] = ("prompt",)
+    column_names: tuple[str, ...] = ("prompt",)
 
     def __len__(self) -> int:
         return 3
@@ -29,12 +29,12 @@ class Prompts:
 
 
 def run(*nodes: Node, steps: int = 2, repeat: int = 2) -> tuple[list[StepMetrics], Coordinator]:
-    made = plan(Flow("test", Prompts.names, nodes), Placement(1), Workload(2, repeat))
-    tallies: list[StepMetrics] = []
-    data = Coordinator(0, made, Loader(Prompts(), 2, repeat, seed=0))
-    worker = Worker(0, made, data, {}, 7, Path(), lambda *_: None)
-    simulate({0: worker.steps(0, steps, lambda _, metrics: tallies.append(metrics))})
-    return tallies, data
+    test_plan = plan(Flow("test", Prompts.column_names, nodes), Placement(1), Workload(2, repeat))
+    all_metrics: list[StepMetrics] = []
+    data = Coordinator(0, test_plan, Loader(Prompts(), 2, repeat, seed=0))
+    worker = Worker(0, test_plan, data, {}, 7, Path(), lambda *_: None)
+    simulate({0: worker.steps(0, steps, lambda _, metrics: all_metrics.append(metrics))})
+    return all_metrics, data
 
 
 def write(batch: Batch) -> dict[str, Any]:
@@ -70,15 +70,15 @@ def test_a_node_may_change_objects_without_anybody_noticing() -> None:
     run(Node("scribble", reads=("prompt",), fn=scribble), Node("check", reads=("prompt",), fn=check))
 
 
-def test_the_context_tells_where_and_when() -> None:
-    seen: list[Context] = []
+def test_the_context_has_step_rank_and_layout() -> None:
+    contexts: list[Context] = []
 
     def look(batch: Batch, ctx: Context, more: int) -> None:
         assert more == 3
-        seen.append(ctx)
+        contexts.append(ctx)
 
     run(Node("look", reads=("prompt",), params={"more": 3}, fn=look))
-    assert [(c.step, c.rank, c.workers, c.layout.dp, c.seed) for c in seen] == [(0, 0, 1, 1, 7), (1, 0, 1, 1, 7)]
+    assert [(c.step, c.rank, c.workers, c.layout.dp, c.seed) for c in contexts] == [(0, 0, 1, 1, 7), (1, 0, 1, 1, 7)]
 
 
 def test_every_field_is_gone_when_its_step_is_over() -> None:
@@ -100,11 +100,11 @@ def test_what_a_node_returns_is_checked_against_what_it_declares() -> None:
             run(bad, Node("use", reads=("tokens",), fn=lambda batch: None))
 
 
-def test_timings_and_traffic_of_every_step_are_tallied() -> None:
-    tallies, _ = run(WRITE, Node("use", reads=("tokens", "rows"), fn=lambda batch: None))
-    assert len(tallies) == 2
-    for metrics in tallies:
+def test_timings_and_traffic_of_every_step_are_logged() -> None:
+    all_metrics, _ = run(WRITE, Node("use", reads=("tokens", "rows"), fn=lambda batch: None))
+    assert len(all_metrics) == 2
+    for metrics in all_metrics:
         names = {name for name, _ in metrics.totals}
         assert {"timing_s/load", "timing_s/write", "timing_s/use", "timing_s/step"} <= names
-        assert metrics.totals["data/bytes_local", "mean"][0] >= 4 * 8 + 5 * 4  # tokens and rows, handed over in place
+        assert metrics.totals["data/bytes_local", "mean"][0] >= 4 * 8 + 5 * 4  # tokens and rows, passed on locally
         assert metrics.totals["data/bytes_sent", "mean"][0] == 0

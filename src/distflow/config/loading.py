@@ -1,4 +1,4 @@
-"""Reads a config file, applies dotted overrides, and explains what is wrong with it in the config's own words."""
+"""Reads a config file, applies dotted overrides, and explains mistakes in terms of the config's keys."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -8,7 +8,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from distflow.config.schema import Config
-from distflow.config.yaml import LARGEST, parse
+from distflow.config.yaml import MAX_BYTES, parse
 from distflow.errors import ConfigError, cut, shown, suggest
 
 # Keys under names that are not ours and not similar enough to be suggested.
@@ -16,13 +16,13 @@ SYNONYMS = {"group": "ranks", "groups": "ranks"}
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
-    """Read a file and apply overrides such as `data.batch=64`."""
+    """Reads a file and applies overrides such as `data.batch=64`."""
     path = Path(path)
     try:
         with open(path, "rb") as file:
-            content = file.read(LARGEST + 1)
-        if len(content) > LARGEST:
-            raise ConfigError(f"{path} has more than {LARGEST >> 20} MiB; a config is a YAML file of some lines")
+            content = file.read(MAX_BYTES + 1)
+        if len(content) > MAX_BYTES:
+            raise ConfigError(f"{path} has more than {MAX_BYTES >> 20} MiB; is it a config?")
         raw = parse(content.decode())
     except FileNotFoundError:
         raise ConfigError(f"there is no config file {path}") from None
@@ -31,7 +31,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     except ValueError as e:
         raise ConfigError(f"{path} is not YAML: {cut(str(e), 400)}") from None
     if not isinstance(raw, dict):
-        raise ConfigError(f"{path}: is {'empty' if raw is None else shown(raw, 40)}, not a mapping of keys")
+        raise ConfigError(f"{path} is {'empty' if raw is None else shown(raw, 40)}, not a mapping of keys")
     for text in overrides:
         _override(raw, text)
     flow = raw.get("flow")
@@ -49,36 +49,36 @@ def _override(raw: dict[str, Any], text: str) -> None:
     if not equals or not key:
         raise ConfigError(f"override '{cut(text)}': write it as key=value, for example data.batch=64")
     *parents, last = key.split(".")
-    place = raw
-    for part in parents:
-        inner = place[part] = {} if place.get(part) is None else place[part]
+    section = raw
+    for name in parents:
+        inner = section[name] = {} if section.get(name) is None else section[name]
         if not isinstance(inner, dict):
-            raise ConfigError(f"override '{cut(text)}': '{cut(part)}' is not a section, it is {shown(inner)}")
-        place = inner
+            raise ConfigError(f"override '{cut(text)}': '{cut(name)}' is not a section, it is {shown(inner)}")
+        section = inner
     try:
-        place[last] = parse(value)
+        section[last] = parse(value)
     except ValueError as e:
         raise ConfigError(f"override '{cut(text)}': not a YAML value: {e}") from None
 
 
 def _explain(error: ValidationError) -> str:
-    """All problems, one a line, in the words of the config."""
-    lines = []
+    """Returns all problems, with the keys they are in."""
+    problems = []
     for e in error.errors():
-        where = cut(".".join(str(p) for p in e["loc"] if p not in ("str", "list[dict[str,any]]")))
+        name = cut(".".join(str(p) for p in e["loc"] if p not in ("str", "list[dict[str,any]]")))
         if e["type"] == "extra_forbidden":
             *parents, key = [str(p) for p in e["loc"]]
-            lines.append(f"unknown key '{where}'{_suggest_key(key, _keys_at(parents))}")
+            problems.append(f"unknown key '{name}'{_suggest_key(key, _keys_at(parents))}")
         elif e["type"] == "missing":
-            lines.append(f"'{where}' is missing; it is required")
+            problems.append(f"'{name}' is missing; it is required")
         elif e["type"] in ("model_type", "model_attributes_type"):
             keys = ", ".join(_keys_at([str(p) for p in e["loc"]]))
-            lines.append(f"'{where}' is {shown(e['input'])}; it is a section with the keys {keys}")
+            problems.append(f"'{name}' is {shown(e['input'])}; it is a section with the keys {keys}")
         else:
-            lines.append(f"'{where}' is {shown(e['input'])}: {e['msg'][0].lower()}{e['msg'][1:]}")
-    first, *more = dict.fromkeys(lines)
-    rest = [f"and {len(more) - 9} more"] if len(more) > 9 else []
-    return "; ".join([first, *more[:9], *rest])
+            problems.append(f"'{name}' is {shown(e['input'])}: {e['msg'][0].lower()}{e['msg'][1:]}")
+    first, *more = dict.fromkeys(problems)
+    hidden = [f"and {len(more) - 9} more"] if len(more) > 9 else []
+    return "; ".join([first, *more[:9], *hidden])
 
 
 def _suggest_key(key: str, known: list[str]) -> str:
@@ -87,13 +87,13 @@ def _suggest_key(key: str, known: list[str]) -> str:
 
 
 def _keys_at(path: Sequence[str]) -> list[str]:
-    """The keys allowed in a section, found by walking the types; entries of a mapping are any name."""
+    """Returns the keys of the section at a path."""
     section: Any = Config
     for part in path:
         if isinstance(section, type) and issubclass(section, BaseModel):
             section = section.model_fields[part].annotation
         else:
-            section = section.__args__[-1]  # dict[str, X] → X, list[X] → X
+            section = section.__args__[-1]  # dict[str, X] → X (any name is allowed there), list[X] → X
         if isinstance(section, UnionType):
             section = next(t for t in section.__args__ if t is not type(None))  # X | None → X
     fields: Mapping[str, Any] = section.model_fields

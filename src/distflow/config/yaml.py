@@ -1,4 +1,4 @@
-"""YAML without surprises: numbers are numbers, no key is there twice, and aliases do not lead to ever more aliases."""
+"""Strict YAML: floats such as 1e-6, no duplicate keys, and limits on the size of numbers and of expanded aliases."""
 
 import re
 from typing import Any
@@ -7,71 +7,67 @@ import yaml
 
 from distflow.errors import cut, shown
 
-LARGEST = 1 << 20  # bytes of a config
-_MOST = 100_000  # values in it, when aliases are written out
-# PyYAML lets some of Python's own through, for example where a value does not fit its tag.
-_MISTAKES = (yaml.YAMLError, ValueError, TypeError, AttributeError, LookupError, OverflowError, RecursionError)
+MAX_BYTES = 1 << 20  # of a config
+_MAX_VALUES = 100_000  # of a config, with aliases expanded
 
 
-def _why(error: Exception) -> str:
-    if isinstance(error, RecursionError):
-        return "it is nested too deeply"
-    if isinstance(error, AttributeError | LookupError):
-        return f"a value does not fit its tag ({type(error).__name__}: {cut(str(error))})"
-    return cut(str(error), 400)
-
-
-class _Yaml(yaml.SafeLoader):
-    """For PyYAML alone, 1e-6 would be a text, and a number might have any number of digits."""
+class _Loader(yaml.SafeLoader):
+    """PyYAML alone reads 1e-6 as a string, and integers of any size."""
 
     def construct_yaml_int(self, node: Any) -> int:
         number = int(super().construct_yaml_int(node))
         if not -(2**63) <= number < 2**63:
-            raise _mistake(f"the number {cut(node.value, 30)} is too large", node)
+            raise _error(f"the number {cut(node.value, 30)} is too large", node)
         return number
 
 
-_Yaml.add_constructor("tag:yaml.org,2002:int", _Yaml.construct_yaml_int)
-_Yaml.add_implicit_resolver(
+_Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_yaml_int)
+_Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float", re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+\Z"), list("-+.0123456789")
 )
 
 
 def parse(text: str) -> Any:
-    """What it says; ValueError with the reason if it says nothing sensible."""
+    """Returns the value of a YAML text; raises ValueError with the reason if it has none."""
     try:
-        root = yaml.compose(text, _Yaml)
-        if root is not None:
-            _size(root, {})
-        return yaml.load(text, _Yaml)
-    except _MISTAKES as e:
-        raise ValueError(_why(e)) from None
+        loader = _Loader(text)
+        root = loader.get_single_node()
+        if root is None:
+            return None
+        _check(root, {})
+        return loader.construct_document(root)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    except (AttributeError, LookupError) as e:  # of PyYAML's constructors
+        raise ValueError(f"a value does not fit its tag ({type(e).__name__}: {cut(str(e))})") from None
+    except (yaml.YAMLError, ValueError, TypeError, OverflowError) as e:
+        raise ValueError(cut(str(e), 400)) from None
 
 
-def _size(node: Any, known: dict[int, int]) -> int:
-    """How many values there are in a node, aliases written out."""
-    if id(node) in known:
-        if not known[id(node)]:
-            raise _mistake("an alias stands for what it is in", node)
-        return known[id(node)]
-    known[id(node)], size = 0, 1
+def _check(node: Any, sizes: dict[int, int]) -> int:
+    """Refuses what cannot be a config, and returns the number of values in a node, with aliases expanded."""
+    if id(node) in sizes:
+        if not sizes[id(node)]:
+            raise _error("an alias is used inside its own value", node)
+        return sizes[id(node)]
+    sizes[id(node)], size = 0, 1
     if isinstance(node, yaml.MappingNode):
         keys: set[str] = set()
         for key, value in node.value:
             if isinstance(key, yaml.ScalarNode):
                 if key.value in keys:
-                    raise _mistake(f"the key '{cut(key.value)}' is there twice", key)
+                    raise _error(f"the key '{cut(key.value)}' is given twice", key)
                 keys.add(key.value)
-            size += _size(key, known) + _size(value, known)
+            size += _check(key, sizes) + _check(value, sizes)
     elif isinstance(node, yaml.SequenceNode):
-        size += sum(_size(value, known) for value in node.value)
+        size += sum(_check(value, sizes) for value in node.value)
     elif any("\ud800" <= c <= "\udfff" for c in node.value):
-        raise _mistake(f"{shown(node.value, 40)} has half a character", node)
-    if size > _MOST:
-        raise _mistake(f"there are more than {_MOST:,} values here, as its aliases stand for others", node)
-    known[id(node)] = size
+        raise _error(f"{shown(node.value, 40)} has a lone surrogate, half of a character", node)
+    if size > _MAX_VALUES:
+        raise _error(f"there are more than {_MAX_VALUES:,} values here once its aliases are expanded", node)
+    sizes[id(node)] = size
     return size
 
 
-def _mistake(what: str, node: Any) -> yaml.MarkedYAMLError:
-    return yaml.MarkedYAMLError(problem=what, problem_mark=node.start_mark)
+def _error(problem: str, node: Any) -> yaml.MarkedYAMLError:
+    return yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark)

@@ -1,4 +1,4 @@
-"""Start N workers on this machine through torchelastic, say why if they fail, and start them again if that may help."""
+"""Starts N workers on this machine through torchelastic, reports why they fail, and restarts them if that may help."""
 
 import fcntl
 import json
@@ -24,124 +24,125 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from distflow.config import Config
 from distflow.errors import ConfigError
-from distflow.launch import IF_ANY, RESUME, make_folder
-from distflow.launch.failure import Failure, find, hopeless
-from distflow.run.network import LAUNCHED
+from distflow.observe.failures import Failure, find_cause, why_not_restart
+from distflow.run.network import LAUNCHER_STORE
+from distflow.run.run_dir import AUTO, make_dir
 
-LONGEST_S = 30.0  # between two attempts
+logger = logging.getLogger(__name__)
+MAX_DELAY_S = 30.0  # between two attempts
 
 
-def launch(config: Config, path: str, overrides: Sequence[str]) -> int:
-    """Run to the end; the exit code. Each failure is told by its one cause, with its rank, step and task."""
+def launch(config: Config, path: str, overrides: Sequence[str], resume: str | None = None) -> int:
+    """Runs the config to the end and returns the exit code. Logs the one cause of each failure."""
     workers = config.workers or 1
     lock = _lock(config.run_folder)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // workers)))
-    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy's: a worker has threads of its own
-    # All peers are here: stay off the network. The store of torchelastic listens to the whole world, so it is given a
-    # file instead, and the workers meet in ours.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # for numpy: a worker has threads of its own
+    # All peers are here: stay off the network. The store of torchelastic listens on all interfaces, so it gets a file
+    # instead, and the workers use a store of ours.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
-    # Workers end by themselves within the limit; torchelastic then kills what is left.
+    # Workers end by themselves within the limit; torchelastic then kills those that are left.
     os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(math.ceil(config.stop_limit_s) + 2)
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     _silence_torchelastic()
+    command = ["-u", "-m", "distflow", "run", path, *overrides, f"workers={workers}"]
     try:
-        return _until_done(config, ["-u", "-m", "distflow", "run", path, *overrides, f"workers={workers}"])
+        return _run_with_restarts(config, command, resume)
     except SignalException as e:
-        _tell(f"stopped by {signal.Signals(e.sigval).name}")
+        logger.warning("stopped by %s", signal.Signals(e.sigval).name)
         return 128 + e.sigval
     finally:
         lock.close()
-        Console().show_cursor()  # a worker that was killed cannot give it back to the terminal
+        Console().show_cursor()  # a worker that was killed has not shown it again
 
 
-def _until_done(config: Config, command: Sequence[str]) -> int:
-    checkpoints, before, furthest, restart = _Checkpoints(config.run_folder), None, -1, 0
-    while (failed := _attempt(config, command)) is not None:
-        if failed.kind == "stopped":
-            raise SignalException(failed.message, signal.SIGTERM)
-        _tell(failed.message)
+def _run_with_restarts(config: Config, command: Sequence[str], resume: str | None) -> int:
+    checkpoints, previous, furthest, restart = _NewCheckpoints(config.run_folder), None, -1, 0
+    while (failure := _run_workers(config, command, resume)) is not None:
+        if failure.kind == "stopped":
+            raise SignalException(failure.message, signal.SIGTERM)
+        logger.error(failure.message)
         newest = checkpoints.newest()
         if newest is not None and newest > furthest:
-            furthest, restart = newest, 0  # it came further than ever: the count begins anew
+            furthest, restart = newest, 0  # the run has come further than before: count from the start
         restart += 1
         if not config.restarts:
             return 1
-        if why := hopeless(failed, before, newest):
-            if before:  # of the first failure, the message says it all
-                _tell(f"not started again: {why}")
+        if reason := why_not_restart(failure, previous, newest):
+            if previous:  # the message of a first failure is enough
+                logger.error("not restarted: %s", reason)
             return 1
         if restart > config.restarts:
-            _tell(f"not started again: {config.restarts} restarts are used up (restarts)")
+            logger.error("not restarted: %d restarts are used up (restarts)", config.restarts)
             return 1
-        wait_s = min(2.0 ** (restart - 1), LONGEST_S)
-        start = checkpoints.start if newest is None else f"step {newest}"
-        _tell(f"restart {restart} of {config.restarts} in {wait_s:g} s, from {start}")
-        time.sleep(wait_s)
+        delay_s = min(2.0 ** (restart - 1), MAX_DELAY_S)
+        start = f"step {newest}" if newest is not None else "where it started" if resume else "the beginning"
+        logger.warning("restart %d of %d in %g s, from %s", restart, config.restarts, delay_s, start)
+        time.sleep(delay_s)
         if newest is not None:
-            os.environ[RESUME] = IF_ANY
-        before = failed
+            resume = AUTO
+        previous = failure
     return 0
 
 
-def _attempt(config: Config, command: Sequence[str]) -> Failure | None:
-    """All workers, from their start to their end."""
+def _run_workers(config: Config, command: Sequence[str], resume: str | None) -> Failure | None:
+    """Runs all workers until they end; returns why, if they failed."""
     workers, folder = config.workers or 1, config.run_folder / "workers"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    store = _store()  # lives as long as the attempt
-    os.environ[LAUNCHED] = f"{store.host}:{store.port}"
+    store = _store()  # lives as long as the workers
+    os.environ[LAUNCHER_STORE] = f"{store.host}:{store.port}"
     # Not in the run's folder: on a full disk torchelastic would wait for its own file for ever.
     memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
-    with tempfile.TemporaryDirectory(prefix="distflow-", dir=memory) as meeting:
+    with tempfile.TemporaryDirectory(prefix="distflow-", dir=memory) as rendezvous:
         agent = LaunchConfig(
             min_nodes=1,
             max_nodes=1,
             nproc_per_node=workers,
             run_id=uuid.uuid4().hex,
             rdzv_backend="c10d",
-            rdzv_endpoint=f"{meeting}/store",
+            rdzv_endpoint=f"{rendezvous}/store",
             rdzv_configs={"store_type": "file"},
             local_addr="127.0.0.1",
             max_restarts=0,
         )
         try:
-            elastic_launch(agent, sys.executable)(*command)
+            elastic_launch(agent, sys.executable)(*command, *([f"--resume={resume}"] if resume else []))
         except ChildFailedError as e:
-            return find(folder, e.failures)
+            return find_cause(folder, e.failures)
     return None
 
 
-class _Checkpoints:
-    """Those that this run has written. There may be some of an earlier one, which it must not go on from."""
+class _NewCheckpoints:
+    """The checkpoints that this run has written; it must not restart from those of an earlier run in its folder."""
 
     def __init__(self, folder: Path) -> None:
-        self._pointer = folder / "checkpoints" / "latest"
-        self._old = self._written()
-        self.start = "where it began" if RESUME in os.environ else "the beginning"
+        self._latest = folder / "checkpoints" / "latest"
+        self._old = self._written_at()
 
     def newest(self) -> int | None:
-        """The step that it is of."""
-        if self._written() in (None, self._old):
+        """Returns the step of the newest one."""
+        if self._written_at() in (None, self._old):
             return None
-        return int(json.loads(self._pointer.read_text())["step"])
+        return int(json.loads(self._latest.read_text())["step"])
 
-    def _written(self) -> int | None:
-        return self._pointer.stat().st_mtime_ns if self._pointer.exists() else None
+    def _written_at(self) -> int | None:
+        return self._latest.stat().st_mtime_ns if self._latest.exists() else None
 
 
 def _store() -> dist.TCPStore:
-    """Where workers find each other; nobody from outside this machine can reach it."""
+    """Opens the store where workers meet; it cannot be reached from outside this machine."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         host, port = listener.getsockname()
-        # Left to itself it would listen on every interface.
+        # By default it would listen on every interface.
         return dist.TCPStore(
             host, port, is_master=True, wait_for_workers=False, master_listen_fd=os.dup(listener.fileno())
         )
 
 
 def _lock(folder: Path) -> BinaryIO:
-    """Held until it is closed, or this process ends: two runs would write over each other."""
-    make_folder(folder)
+    """Locks the run's folder until the file is closed, or this process ends: two runs would overwrite each other."""
+    make_dir(folder)
     lock = open(folder / "lock", "wb")  # noqa: SIM115
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -151,11 +152,7 @@ def _lock(folder: Path) -> BinaryIO:
 
 
 def _silence_torchelastic() -> None:
-    """It logs every signal it sends; we tell the cause instead. Each of its loggers has a level of its own."""
+    """Silences its loggers, each of which has a level of its own: they log every signal, and we log the cause."""
     for name in list(logging.root.manager.loggerDict):
         if name.startswith("torch.distributed.elastic"):
             logging.getLogger(name).setLevel(logging.CRITICAL)
-
-
-def _tell(text: str) -> None:
-    print(f"distflow: {text}", file=sys.stderr, flush=True)

@@ -1,6 +1,7 @@
-"""Who does what right now: each worker keeps one small record in the run's folder, and anybody may read them all.
+"""The heartbeat of each worker: a small record in the run's folder that says what it is doing and that it is alive.
 
-There is no process that collects them. A record outlives its worker, so it also tells what a killed worker was doing.
+No process collects the records; anyone may read them. A record outlives its worker, so it also says what a killed
+worker was doing.
 """
 
 import json
@@ -17,7 +18,7 @@ from typing import Any
 
 from distflow.plan.layout import format_ranks
 
-SIZE = 1024
+SIZE = 1024  # bytes of a record
 
 
 @dataclass(frozen=True)
@@ -28,9 +29,9 @@ class Record:
     step: int = -1
     task: str = "starting"
     waits_for: str = ""  # ranks, while in a collective
-    since: float = 0.0  # when it began to do or to wait for this
-    beat: float = 0.0  # when its watchdog last ran: an old one means stopped, or the machine is gone
-    done: bool = False  # it has ended as it should, and beats no more
+    since: float = 0.0  # when the task or the wait began
+    beat: float = 0.0  # when the worker's watchdog last ran; an old one means a stopped process or a lost machine
+    done: bool = False  # ended as it should, and beats no more
 
 
 class Heartbeat:
@@ -46,30 +47,31 @@ class Heartbeat:
         self._lock = threading.Lock()  # the watchdog beats while the worker works
         now = time.time()
         self.record = Record(rank, os.getpid(), socket.gethostname())
-        self._change(since=now, beat=now)
+        self._update(since=now, beat=now)
 
-    def doing(self, step: int, task: str) -> None:
-        self._change(step=step, task=task, waits_for="", since=time.time())
+    def start_task(self, step: int, task: str) -> None:
+        self._update(step=step, task=task, waits_for="", since=time.time())
 
     @contextmanager
     def waiting(self, ranks: tuple[int, ...]) -> Iterator[None]:
+        """Records that this worker waits for the others of `ranks`."""
         others = tuple(r for r in ranks if r != self.record.rank)
-        self._change(waits_for=format_ranks(others), since=time.time())
+        self._update(waits_for=format_ranks(others), since=time.time())
         yield
-        self._change(waits_for="", since=time.time())
+        self._update(waits_for="", since=time.time())
 
     def beat(self) -> None:
-        self._change(beat=time.time())
+        self._update(beat=time.time())
 
     def finish(self) -> None:
-        self._change(done=True)
+        self._update(done=True)
 
     def flush(self) -> None:
-        """Other hosts that share the folder see a record only then, or half a minute later."""
+        """Makes the record visible to other hosts that share the folder; without it they see it half a minute later."""
         with open(_path(self.folder, self.record.rank), "r+b") as f:
             os.fsync(f.fileno())
 
-    def _change(self, **changes: Any) -> None:
+    def _update(self, **changes: Any) -> None:
         with self._lock:
             self.record = replace(self.record, **changes)
             text = json.dumps(vars(self.record)).encode()
@@ -78,14 +80,14 @@ class Heartbeat:
             self._map[:] = text[:SIZE].ljust(SIZE)
 
 
-def read_all(folder: Path, workers: int) -> list[Record | None]:
-    """The records of all ranks; None where there is none (a worker that never started, or a folder of another host)."""
-    return [read(folder, r) for r in range(workers)]
+def read_records(folder: Path, workers: int) -> list[Record | None]:
+    """Returns the records of all ranks; None for a worker that never started, or writes to a folder of another host."""
+    return [read_record(folder, r) for r in range(workers)]
 
 
-def read(folder: Path, rank: int) -> Record | None:
-    """The record of one rank, if it is there and can be read."""
-    for _ in range(5):  # a record may be caught half written
+def read_record(folder: Path, rank: int) -> Record | None:
+    """Returns the record of a rank, None if there is none that can be read."""
+    for _ in range(5):  # it may be read while it is being written
         try:
             return Record(**json.loads(_path(folder, rank).read_bytes()))
         except OSError:
@@ -96,4 +98,4 @@ def read(folder: Path, rank: int) -> Record | None:
 
 
 def _path(folder: Path, rank: int) -> Path:
-    return folder / f"{rank}.now"
+    return folder / f"{rank}.heartbeat"

@@ -1,4 +1,4 @@
-"""What rank 0 shows and writes: JSON Lines always, a quiet live line on a terminal, plain lines elsewhere."""
+"""What rank 0 shows and writes: JSON Lines always, a live progress bar on a terminal, plain lines elsewhere."""
 
 import json
 import math
@@ -14,31 +14,31 @@ from rich.progress import Progress as Bar
 from distflow.observe.stragglers import Stragglers
 from distflow.plan.units import human_bytes
 
-SHOWN = 4  # metrics in the line, of these first
-FIRST = ("reward/mean", "val/", "actor/loss", "response_length/mean", "actor/grad_norm")
-APART = "rollout/mismatch_kl", 0.01  # and this one, if it is more: what generates is not what is trained
+SHOWN = 4  # metrics in a step's line, in the order of PREFERRED
+PREFERRED = ("reward/mean", "val/", "actor/loss", "response_length/mean", "actor/grad_norm")
+MISMATCH, MISMATCH_SHOWN_FROM = "rollout/mismatch_kl", 0.01  # above this, rollout and trainer differ: always shown
 
 
 class Progress:
-    """A metrics sink: called with the numbers of each step."""
+    """A metrics sink: called with the metrics of each step."""
 
     def __init__(
         self, folder: Path, steps: int, skipped: Sequence[str] = (), skipped_count: int = 0, first: int = 0
     ) -> None:
-        """`first`: the step that a resumed run begins with; what was written of it and later is forgotten."""
+        """`first`: the step that a resumed run starts with; lines of that step and later are removed from the logs."""
         self.steps = steps
         self.console = Console()
         path = folder / "metrics.jsonl"
         for name in ("metrics.jsonl", "samples.jsonl"):
-            _upto(folder / name, first) if first else _fresh(folder / name)
-        self._log = open(path, "a", buffering=1)  # noqa: SIM115 (lives as long as this)
+            _truncate_log(folder / name, first) if first else _archive_log(folder / name)
+        self._log = open(path, "a", buffering=1)  # noqa: SIM115 (closed by `close`)
         if skipped_count:
-            self._say(f"skipped {skipped_count} bad rows" + "".join(f"\n  {row}" for row in skipped))
+            self._print(f"skipped {skipped_count} bad rows" + "".join(f"\n  {row}" for row in skipped))
             if skipped_count > len(skipped):
-                self._say(f"  … and {skipped_count - len(skipped)} more")
+                self._print(f"  … and {skipped_count - len(skipped)} more")
         self._stragglers = Stragglers(folder / "workers")
         self._sums: dict[str, float] = {}
-        self._seen = 0
+        self._count = 0
         self._bar: Bar | None = None
         if sys.stdout.isatty():
             columns = (
@@ -55,15 +55,15 @@ class Progress:
     def __call__(self, step: int, metrics: dict[str, float]) -> None:
         if "perf/tokens" in metrics and "timing_max_s/step" in metrics:
             metrics["perf/tokens_per_s"] = metrics["perf/tokens"] / metrics["timing_max_s/step"]
-        self._stragglers.look(step, metrics)
+        self._stragglers.update(step, metrics)
         finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}  # JSON has no NaN
         self._log.write(json.dumps({"step": step, "time": time.time(), **finite}) + "\n")
-        self._seen += step >= 0
+        self._count += step >= 0
         for name, value in metrics.items() if step >= 0 else ():
             self._sums[name] = self._sums.get(name, 0.0) + value
-        line = summary(metrics)
+        line = step_line(metrics)
         if step < 0:
-            self._say(f"{'before training' if self.steps else 'held out'}  {line}")
+            self._print(f"{'before training' if self.steps else 'held out'}  {line}")
         elif self._bar:
             self._bar.update(self._task, advance=1, description=line)
         else:
@@ -73,58 +73,57 @@ class Progress:
         if self._bar:
             self._bar.stop()
         self._log.close()
-        if self._seen:
-            mean = {name: total / self._seen for name, total in self._sums.items()}
-            self._say(closing(mean, self._seen))
-            if told := self._stragglers.told():
-                self._say(told)
-            self._say(f"metrics: {self._log.name}")
+        if self._count:
+            means = {name: total / self._count for name, total in self._sums.items()}
+            self._print(run_summary(means, self._count))
+            if line := self._stragglers.summary():
+                self._print(line)
+            self._print(f"metrics: {self._log.name}")
 
-    def _say(self, text: str) -> None:
+    def _print(self, text: str) -> None:
         self.console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
-def summary(metrics: dict[str, float]) -> str:
-    """The few numbers worth a glance."""
+def step_line(metrics: dict[str, float]) -> str:
+    """Returns the few metrics of a step that are worth a glance."""
     parts = []
     if "timing_max_s/step" in metrics:
         parts.append(f"{metrics['timing_max_s/step']:.3g} s")
         parts.append(f"{human_bytes(metrics['data/bytes_sent_max'])} sent by the busiest worker")
-    own = [k for k in metrics if k.partition("/")[0] not in ("timing_s", "timing_max_s", "data", "perf")]
-    own.sort(key=lambda k: next((i for i, first in enumerate(FIRST) if k.startswith(first)), len(FIRST)))
-    name, much = APART
-    shown = own[:SHOWN] + [k for k in own[SHOWN:] if k == name and metrics[k] > much]
-    parts += [f"{k} {metrics[k]:.4g}" for k in shown]
+    names = [k for k in metrics if k.partition("/")[0] not in ("timing_s", "timing_max_s", "data", "perf")]
+    names.sort(key=lambda k: next((i for i, prefix in enumerate(PREFERRED) if k.startswith(prefix)), len(PREFERRED)))
+    names = names[:SHOWN] + [k for k in names[SHOWN:] if k == MISMATCH and metrics[k] > MISMATCH_SHOWN_FROM]
+    parts += [f"{k} {metrics[k]:.4g}" for k in names]
     return "  ".join(parts)
 
 
-def closing(mean: dict[str, float], steps: int) -> str:
-    """Where the time went and what moved, per step."""
-    times = {k.removeprefix("timing_s/"): v for k, v in mean.items() if k.startswith("timing_s/")}
-    whole = times.pop("step")
+def run_summary(means: dict[str, float], steps: int) -> str:
+    """Returns where the time of a step went and what moved."""
+    times = {k.removeprefix("timing_s/"): v for k, v in means.items() if k.startswith("timing_s/")}
+    step_s = times.pop("step")
     parts = sorted(times.items(), key=lambda kv: -kv[1])
-    lines = [f"{steps} steps, {whole:.3g} s each; a worker's time: " + ", ".join(f"{k} {v:.3g} s" for k, v in parts)]
+    lines = [f"{steps} steps, {step_s:.3g} s each; a worker's time: " + ", ".join(f"{k} {v:.3g} s" for k, v in parts)]
 
-    def flow(name: str) -> str:
-        return f"{human_bytes(mean[f'data/{name}'])} (most {human_bytes(mean[f'data/{name}_max'])})"
+    def traffic(name: str) -> str:
+        return f"{human_bytes(means[f'data/{name}'])} (most {human_bytes(means[f'data/{name}_max'])})"
 
-    told = f"a worker's bytes a step: sent {flow('bytes_sent')}, received {flow('bytes_received')}"
-    lines.append(f"{told}, handed over in place {flow('bytes_local')}")
-    if "data/imbalance" in mean:
-        lines.append(f"tokens per worker differ by {mean['data/imbalance']:.1%}")
+    sent, received, local = (traffic(f"bytes_{way}") for way in ("sent", "received", "local"))
+    lines.append(f"a worker's bytes per step: sent {sent}, received {received}, passed on locally {local}")
+    if "data/imbalance" in means:
+        lines.append(f"tokens per worker differ by {means['data/imbalance']:.1%}")
     return "\n".join(lines)
 
 
-def _fresh(path: Path) -> None:
-    """A log of an earlier run keeps its place under another name."""
+def _archive_log(path: Path) -> None:
+    """Keeps the log of an earlier run in this folder under another name."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.exists():
         n = next(n for n in range(1, 1 << 30) if not path.with_suffix(f".{n}.jsonl").exists())
         path.rename(path.with_suffix(f".{n}.jsonl"))
 
 
-def _upto(path: Path, step: int) -> None:
-    """Only the lines of earlier steps, and of those the whole ones."""
+def _truncate_log(path: Path, step: int) -> None:
+    """Keeps only complete lines of earlier steps."""
     if not path.exists():
         return
     kept = []
@@ -135,6 +134,6 @@ def _upto(path: Path, step: int) -> None:
             continue
         if row["step"] < step and line.endswith("\n"):
             kept.append(line)
-    part = path.with_name(path.name + ".part")
-    part.write_text("".join(kept), encoding="utf-8")
-    part.rename(path)
+    temporary = path.with_name(path.name + ".part")
+    temporary.write_text("".join(kept), encoding="utf-8")
+    temporary.rename(path)

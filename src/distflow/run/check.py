@@ -1,4 +1,4 @@
-"""Everything that can go wrong before the first step, tried in one process: what `distflow check` prints."""
+"""Checks in one process everything that can go wrong before the first step: what `distflow check` prints."""
 
 from collections.abc import Generator, Iterator
 from math import prod
@@ -14,7 +14,7 @@ from distflow.run.program import MODEL_ROLES, REWARD_FUNCTIONS, Program
 
 
 def check(program: Program) -> Iterator[str]:
-    """A line for each thing that holds; the first one that does not is raised."""
+    """Yields a line for each thing that is right; raises the first one that is wrong."""
     from distflow.engine.train.update_spec import find_loss
 
     config = program.config
@@ -22,27 +22,28 @@ def check(program: Program) -> Iterator[str]:
     plan = program.plan(workers)
     nodes = ", ".join(n.id for n in plan.flow.order)
     yield f"flow      {plan.flow.name}: {nodes}"
-    yield f"plan      {workers} workers, {plan.samples} samples a step ({config.data.batch} prompts × {program.repeat})"
+    samples = f"{plan.samples} samples per step ({config.data.batch} prompts × {program.repeat})"
+    yield f"plan      {workers} workers, {samples}"
     rows = program.dataset(plan)
-    yield f"data      {len(rows)} rows, {rows.rows.skipped_count} skipped; columns {', '.join(rows.names)}"
+    yield f"data      {len(rows)} rows, {rows.dataset.skipped_count} skipped; columns {', '.join(rows.column_names)}"
     held_out = program.eval_dataset()
     if config.eval and held_out:
         program.eval_plan(workers, len(held_out))
         yield f"eval      {len(held_out)} rows every {config.eval.every} steps"
     first = rows[0]
     if config.model:
-        first = yield from _model(config, plan, rows, held_out)
+        first = yield from _check_model(config, plan, rows, held_out)
     for n in plan.flow.nodes:
         if isinstance(n.params.get("loss"), str):
             find_loss(n.params["loss"], f"node '{n.id}': loss", config.base, n.params)
     if config.reward and program.role_bindings["reward"].call == REWARD_FUNCTIONS:
-        yield from _reward(program, first)
+        yield from _check_reward(program, first)
 
 
-def _model(
+def _check_model(
     config: Config, plan: Plan, rows: DatasetView, held_out: DatasetView | None
 ) -> Generator[str, None, dict[str, Any]]:
-    """Returns the first row whose prompt the model can read."""
+    """Checks the model and all prompts; returns the first row whose prompt the model can read."""
     from distflow.engine.model.lora import Adapter
     from distflow.engine.model.prompt_check import check_prompts, texts
     from distflow.engine.model.source import DTYPES, kv_bytes, open_model
@@ -58,48 +59,49 @@ def _model(
         tp_styles(skeleton, layout.tp, f"placement of {node}")
     trained = ""
     if config.train.lora:
-        more = sum(prod(s.shape) for s in Adapter(skeleton, config.train.lora).specs)
-        trained = f" and {more:,} of an adapter, which alone are trained"
-    told = f"{source.config.model_type}, {count:,} parameters{trained}, {len(source.tokenizer)} tokens"
-    yield f"model     {source.name}: {told}"
-    yield from _others(config, plan, source)
+        adapter = sum(prod(s.shape) for s in Adapter(skeleton, config.train.lora).specs)
+        trained = f" and {adapter:,} of an adapter, which alone are trained"
+    parameters = f"{count:,} parameters{trained}, {len(source.tokenizer)} tokens"
+    yield f"model     {source.name}: {source.config.model_type}, {parameters}"
+    yield from _check_other_models(config, plan, source)
     text = Text(source, prompt_limit(source, config.rollout.max_tokens, config.data.max_prompt))
     text.stop_tokens(source, config.rollout.stop)
-    seen = check_prompts(rows, text, config.data.on_bad_row == "skip", 0, 1)
+    checked = check_prompts(rows, text, config.data.on_bad_row == "skip", 0, 1)
     if held_out:
         check_prompts(held_out, text, False, 0, 1)
-    first = seen.rows[0]
+    first = checked.rows[0]
     tokens = len(text.encode(first["prompt"]))
-    told = f"have at most {text.limit} tokens, {seen.count} skipped; the first has {tokens}"
-    yield f"prompts   all {len(seen.rows)} {told}"
+    lengths = f"have at most {text.limit} tokens, {checked.count} skipped; the first has {tokens}"
+    yield f"prompts   all {len(checked.rows)} {lengths}"
     if generates := layouts.get("actor.generate"):
         per_token = kv_bytes(source.config, DTYPES[config.train.dtype], generates.tp)
-        room = int(config.rollout.kv_cache_gb * (1 << 30))
-        need = per_token * (tokens + config.rollout.max_tokens)
-        if need > room:
+        size = int(config.rollout.kv_cache_gb * (1 << 30))
+        needed = per_token * (tokens + config.rollout.max_tokens)
+        if needed > size:
             raise ConfigError(
-                f"rollout.kv_cache_gb: the first prompt and its response need {human_bytes(need)} of KV cache and there"
-                f" are {human_bytes(room)}; raise it, or lower rollout.max_tokens"
+                f"rollout.kv_cache_gb: the first prompt and its response need {human_bytes(needed)} of KV cache and"
+                f" there are {human_bytes(size)}; raise it, or lower rollout.max_tokens"
             )
-        most = per_token * (text.limit + config.rollout.max_tokens)
-        yield f"kv cache  {human_bytes(room)}, {human_bytes(most)} for the longest sequence allowed"
+        longest = per_token * (text.limit + config.rollout.max_tokens)
+        yield f"kv cache  {human_bytes(size)}, {human_bytes(longest)} for the longest sequence allowed"
     return first
 
 
-def _others(config: Config, plan: Plan, main: Any) -> Iterator[str]:
-    """Models besides the main one."""
+def _check_other_models(config: Config, plan: Plan, main: Any) -> Iterator[str]:
+    """Checks the models of the critic and the reward, if they have their own."""
     from distflow.engine.value_model import check_reward_model, open_second_model
 
     roles = {n.role for n in plan.flow.nodes}
     if "critic" in roles and config.critic.model:
         yield f"critic    {open_second_model('critic', config.critic.model, config.base, config.seed, main).name}"
     if "reward" in roles and config.reward and config.reward.model:
-        judge = open_second_model("reward", config.reward.model, config.base, config.seed, main)
-        check_reward_model("reward", judge)
-        yield f"reward    the model {judge.name}"
+        reward = open_second_model("reward", config.reward.model, config.base, config.seed, main)
+        check_reward_model("reward", reward)
+        yield f"reward    the model {reward.name}"
 
 
-def _reward(program: Program, row: dict[str, Any]) -> Iterator[str]:
+def _check_reward(program: Program, row: dict[str, Any]) -> Iterator[str]:
+    """Scores an empty response to a row's prompt."""
     from distflow.reward.reward import Reward
 
     args = program.role_bindings["reward"].args | {"log": None, "base": Path(program.config.base)}

@@ -1,7 +1,7 @@
-"""When a run keeps what it did, and how it takes it up again."""
+"""When a run writes checkpoints, what they contain, and how a run resumes from one."""
 
 import json
-import sys
+import logging
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -10,30 +10,32 @@ from typing import Any
 from distflow.data.coordinator import Coordinator
 from distflow.engine.role_state import RoleState
 from distflow.errors import CheckpointError, ConfigError, cut
-from distflow.launch import IF_ANY, NEWEST
 from distflow.plan import Plan
 from distflow.run.checkpoint import (
+    BEST,
     COMPLETE,
-    Saver,
-    Team,
-    damage,
+    archive_checkpoints,
+    checkpoint_dir,
+    format_problem,
+    list_checkpoints,
     load_tensors,
-    place_of,
     prune,
     read_state,
     read_values,
-    set_aside,
-    steps_there,
-    write_whole,
+    verify,
+    write_atomically,
 )
+from distflow.run.checkpoint_writer import CheckpointWriter, Members
 from distflow.run.network import Network
 from distflow.run.program import Program
+from distflow.run.run_dir import AUTO, NEWEST
 
-BEST = "best"
+logger = logging.getLogger(__name__)
 
 
 class CheckpointManager:
-    """Of one worker. Roles that learn, or have a `state`, are kept; all else follows from the step and the seed."""
+    """One worker's checkpoints: the state of roles that are trained or have a `state()`. All else follows from the seed
+    and the step."""
 
     def __init__(
         self,
@@ -47,69 +49,83 @@ class CheckpointManager:
         self.program, self.config = program, program.config
         self.rank, self.network, self.roles, self.data = rank, network, roles, data
         self.folder = self.config.run_folder / "checkpoints"
-        self.teams: dict[str, Team] = {}
+        self.members: dict[str, Members] = {}
         for role in sorted({n.role for n in plan.flow.nodes if n.method}):
-            own = [n for n in plan.flow.nodes if n.role == role and n.method]
-            learns = [n for n in own if n.type == "train"]
-            ranks = plan.partition_of((learns or own)[0].id).layout.ranks
-            self.teams[role] = Team(ranks, network.group(ranks) if learns else None)
-        everybody = network.everybody
-        self.saver = Saver(self.folder, rank, Team(everybody, network.group(everybody)), self.teams)
-        self.failed = 0
+            nodes = [n for n in plan.flow.nodes if n.role == role and n.method]
+            trained = [n for n in nodes if n.type == "train"]
+            ranks = plan.partition_of((trained or nodes)[0].id).layout.ranks
+            self.members[role] = Members(ranks, network.new_process_group(ranks) if trained else None)
+        all_workers = Members(network.all_ranks, network.new_process_group(network.all_ranks))
+        self.writer = CheckpointWriter(self.folder, rank, all_workers, self.members)
 
     def due(self, step: int) -> bool:
         return self.config.checkpoint.every > 0 and step % self.config.checkpoint.every == 0
 
     def save(self, step: int) -> None:
-        """Behind the next steps. One that cannot be written is told and does not end the run; the next one may be."""
+        """Starts to write a checkpoint. If the one before could not be written, warns; the next one may succeed."""
         try:
-            with self.network.heartbeat.waiting(self.network.everybody):
-                self.saver.save(step, self._role_states(), self._state(), self._after)
+            with self.network.heartbeat.waiting(self.network.all_ranks):
+                self._save(step)
         except CheckpointError as e:
-            self._warn(f"{e}; the run goes on")
-            self.saver.save(step, self._role_states(), self._state(), self._after)
+            if self.rank == 0:
+                logger.warning("%s; the run continues", e)
+            self._save(step)
+
+    def _save(self, step: int) -> None:
+        self.writer.save(step, self._role_states(), self._run_state(), self._on_complete)
 
     def finish(self, step: int | None) -> None:
-        """Until what was last asked for is on disk, or else raise; `step` is one that may not have been asked for."""
+        """Waits until the last checkpoint is on disk, or raises; writes one of `step` first if it was not due."""
         if step is not None and not self.due(step):
             self.save(step)
-        with self.network.heartbeat.waiting(self.network.everybody):
-            self.saver.wait()
+        with self.network.heartbeat.waiting(self.network.all_ranks):
+            self.writer.wait()
 
     def close(self) -> None:
-        self.saver.close()
+        self.writer.close()
 
-    def resume(self, where: str | None) -> int:
-        """The step to go on with; 0 if there is nothing to go on from."""
-        if where is None:
-            if self.rank == 0:
-                set_aside(self.folder)
-            return 0
-        folder, places = self._candidates(where)
-        for place in places:
-            wrong = damage(place, self.rank, len(self.network.everybody))
-            if not self.network.any_of_us(wrong is not None):
-                step = self._restore(place)
-                self._say(f"resumed from {place}")
+    def resume(self, source: str | None) -> int:
+        """Restores a checkpoint, given as for `--resume`, and returns the step to continue with; 0 starts anew."""
+        if source is None:
+            return self._start_anew()
+        folder, paths = self._candidates(source)
+        problems = [format_problem(path) for path in paths]
+        if all(problems):  # of another version, or there is none
+            if source == AUTO:
+                return self._start_anew()
+            if problems:
+                raise ConfigError(f"--resume: {problems[0]}")
+        for path, problem in zip(paths, problems, strict=True):
+            problem = problem or verify(path, self.rank, len(self.network.all_ranks))
+            if not self.network.any_rank(problem is not None):
+                step = self._restore(path)
+                if self.rank == 0:
+                    logger.info("resumed from %s", path)
                 return step
-            if wrong:
-                print(f"distflow: {wrong}; looking for an older checkpoint", file=sys.stderr, flush=True)
-        if where == IF_ANY and not places:
-            return 0
-        there = "none" if not places else "none that is whole"
-        raise ConfigError(f"--resume: of {folder} there is {there}; start without --resume, or name another checkpoint")
+            if problem:
+                logger.warning("%s; looking for an older checkpoint", problem)
+        kind = "complete checkpoint" if paths else "checkpoint"
+        raise ConfigError(
+            f"--resume: there is no {kind} in {folder}; start without --resume, or name another checkpoint"
+        )
 
-    def _candidates(self, where: str) -> tuple[Path, list[Path]]:
+    def _start_anew(self) -> int:
+        if self.rank == 0:
+            archive_checkpoints(self.folder)
+        return 0
+
+    def _candidates(self, source: str) -> tuple[Path, list[Path]]:
+        """Returns the folder that is searched and its checkpoints, newest first."""
         folder = self.folder
-        if where not in (IF_ANY, NEWEST):
+        if source not in (AUTO, NEWEST):
             try:
-                path = Path(where).expanduser()
+                path = Path(source).expanduser()
                 if (path / COMPLETE).exists():
                     return path.parent, [path]
                 folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
             except (OSError, RuntimeError) as e:
-                raise ConfigError(f"--resume: '{cut(where)}' cannot be looked up: {e}") from None
-        return folder, [place_of(folder, step) for step in steps_there(folder)]
+                raise ConfigError(f"--resume: '{cut(source)}' cannot be looked up: {e}") from None
+        return folder, [checkpoint_dir(folder, step) for step in list_checkpoints(folder)]
 
     def _role_states(self) -> dict[str, RoleState]:
         states = {}
@@ -118,54 +134,55 @@ class CheckpointManager:
                 state = role.role_state()
             else:
                 state = RoleState(role.state()) if hasattr(role, "state") else None
-            if state is not None and self.rank in self.teams[name].ranks:
+            if state is not None and self.rank in self.members[name].ranks:
                 states[name] = state
         return states
 
-    def _state(self) -> dict[str, Any]:
-        return {"position": self.data.position, **self._run()}
+    def _run_state(self) -> dict[str, Any]:
+        return {"position": self.data.position, **self._identity()}
 
-    def _run(self) -> dict[str, Any]:
-        """What must be the same for a run to be the same."""
+    def _identity(self) -> dict[str, Any]:
+        """Returns what must be the same for a run to be the same."""
         c = self.config
         return {"flow": self.program.flow.name, "seed": c.seed, "batch": c.data.batch, "repeat": self.program.repeat}
 
-    def _restore(self, place: Path) -> int:
-        """The step after which it was kept."""
-        state = read_state(place)
-        for key, value in self._run().items():
+    def _restore(self, path: Path) -> int:
+        """Restores roles and data, and returns the step to continue with."""
+        state = read_state(path)
+        for key, value in self._identity().items():
             if state[key] != value:
                 raise ConfigError(
-                    f"--resume: {place} is of a run with {key} {state[key]!r}, the config has {value!r}; set it back or"
+                    f"--resume: {path} is of a run with {key} {state[key]!r}, the config has {value!r}; set it back or"
                     " start anew from an export"
                 )
         for name, role in self.roles.items():
-            folder, team = place / name, self.teams[name]
-            if self.rank not in team.ranks:
+            folder, members = path / name, self.members[name]
+            if self.rank not in members.ranks:
                 continue
             if hasattr(role, "role_state") and role.role_state() is not None:
                 if not folder.is_dir():
-                    raise ConfigError(f"--resume: {place} has nothing of the role '{name}', which the flow trains")
-                role.load_role_state(read_values(folder), partial(load_tensors, folder, process_group=team.group))
+                    raise ConfigError(f"--resume: {path} has no state of the role '{name}', which the flow trains")
+                load = partial(load_tensors, folder, process_group=members.process_group)
+                role.load_role_state(read_values(folder), load)
             elif folder.is_dir() and hasattr(role, "state"):
                 role.restore(read_values(folder))
         self.data.position = state["position"]
         return int(state["step"])
 
-    def _after(self, place: Path) -> None:
-        """Rank 0, when a checkpoint is complete."""
-        keep = self.config.checkpoint
-        if keep.export and (place / "actor").is_dir():
-            from distflow.run.export import export_place
+    def _on_complete(self, path: Path) -> None:
+        """Exports, prunes and marks the best; called on rank 0 when a checkpoint is complete."""
+        config = self.config.checkpoint
+        if config.export and (path / "actor").is_dir():
+            from distflow.run.export import export_role
 
-            export_place(place / "actor", place / "huggingface")
-        best = self._best() if keep.best else None
-        prune(self.folder, keep.keep, () if best is None else (best,))
+            export_role(path / "actor", path / "huggingface")
+        best = self._best() if config.best else None
+        prune(self.folder, config.keep, () if best is None else (best,))
         if best is not None:
-            write_whole(self.folder / BEST, json.dumps({"step": best}))
+            write_atomically(self.folder / BEST, json.dumps({"step": best}))
 
     def _best(self) -> int | None:
-        """Of the checkpoints that are there, the one after whose last step the metric was highest."""
+        """Returns the checkpoint after whose last step the metric `checkpoint.best` was highest."""
         values: dict[int, float] = {}
         with open(self.config.run_folder / "metrics.jsonl", encoding="utf-8") as file:
             for line in file:
@@ -173,14 +190,5 @@ class CheckpointManager:
                 value = row.get(self.config.checkpoint.best)
                 if isinstance(value, int | float):
                     values[int(row["step"]) + 1] = value
-        there = [s for s in steps_there(self.folder) if s in values]
-        return max(there, key=lambda s: (values[s], s), default=None)
-
-    def _warn(self, text: str) -> None:
-        self.failed += 1
-        if self.rank == 0:
-            print(f"distflow: {text}", file=sys.stderr, flush=True)
-
-    def _say(self, text: str) -> None:
-        if self.rank == 0:
-            print(text, flush=True)
+        steps = [s for s in list_checkpoints(self.folder) if s in values]
+        return max(steps, key=lambda s: (values[s], s), default=None)

@@ -1,4 +1,4 @@
-"""Judging the model on held-out prompts in between: another flow, walked by the same workers with the same roles."""
+"""Evaluation on held-out prompts between steps: another flow, run by the same workers with the same roles."""
 
 import time
 from collections.abc import Generator
@@ -13,7 +13,7 @@ HELD_OUT = "val/"
 
 
 class Evaluation:
-    """Due before the first step (−1), every `every` steps, and after the last one."""
+    """Runs before the first step (−1), every `every` steps, and after the last one."""
 
     def __init__(self, worker: Worker, every: int, steps: int) -> None:
         self.worker, self.every, self.steps = worker, every, steps
@@ -24,8 +24,8 @@ class Evaluation:
     def __call__(self, step: int, metrics: StepMetrics) -> Generator[Collective, Tensor, None]:
         if not self.due(step):
             return
-        own, began = StepMetrics(), time.perf_counter()
-        yield from self.worker.walk(0, own, now=step)
-        self.worker.data.end(0)
-        metrics.totals |= {key: value for key, value in own.totals.items() if key[0].startswith(HELD_OUT)}
-        metrics.time("eval", time.perf_counter() - began)
+        eval_metrics, start = StepMetrics(), time.perf_counter()
+        yield from self.worker.run_chain(0, eval_metrics, run_step=step)
+        self.worker.data.end_step(0)
+        metrics.totals |= {key: value for key, value in eval_metrics.totals.items() if key[0].startswith(HELD_OUT)}
+        metrics.time("eval", time.perf_counter() - start)

@@ -1,4 +1,4 @@
-"""What one worker does in a run: open data and models with the others, walk the steps, save, close."""
+"""What one worker does in a run: open data and models with the others, run the steps, save, close."""
 
 import inspect
 from collections.abc import Callable
@@ -18,11 +18,12 @@ from distflow.run.checkpoint_manager import CheckpointManager
 from distflow.run.evaluation import Evaluation
 from distflow.run.network import Network
 from distflow.run.program import Program
+from distflow.run.run_dir import describe_run
 from distflow.run.worker import Worker
 
 
 class Job:
-    """`resume`: from the newest checkpoint of the run, or from where it says; `told_to_stop` is asked after a step."""
+    """A run as one worker sees it. `resume` is what `--resume` names; `stop_requested` is checked after every step."""
 
     def __init__(
         self,
@@ -31,49 +32,51 @@ class Job:
         rank: int,
         heartbeat: Heartbeat,
         resume: str | None = None,
-        told_to_stop: Callable[[], bool] = lambda: False,
+        stop_requested: Callable[[], bool] = lambda: False,
     ) -> None:
         config = program.config
         self.program, self.config, self.plan, self.rank, self.heartbeat = program, config, plan, rank, heartbeat
         self.rows = program.dataset(plan)
-        self.skipped, self.skipped_count = self.rows.rows.skipped, self.rows.rows.skipped_count
+        self.skipped, self.skipped_count = self.rows.dataset.skipped, self.rows.dataset.skipped_count
         self.held_out = program.eval_dataset()
         self.eval_plan = program.eval_plan(plan.workers, len(self.held_out)) if self.held_out else None
         if config.steps == 0 and not self.eval_plan:
             raise ConfigError("steps: 0 only evaluates, and there is no `eval` section; add one, or give steps")
         self.plans = [p for p in (plan if config.steps != 0 else None, self.eval_plan) if p]
         self.network = Network(config, self.plans, self._model_layouts(), heartbeat)
-        self.network.agree(config, plan)
+        self.network.check_same_plan(config, plan)
+        if rank == 0:
+            describe_run(config)
         self.source = self._open_model()
         self.steps = max(1, len(self.rows) // config.data.batch) if config.steps is None else config.steps
-        heartbeat.doing(-1, "load models")
+        heartbeat.start_task(-1, "load models")
         self.roles = {name: self._make_role(name) for name in _roles(self.plans, rank)}
         self.data = self._coordinator(plan, Loader(self.rows, config.data.batch, program.repeat, config.seed))
-        self.told_to_stop = told_to_stop
+        self.stop_requested = stop_requested
         self.checkpoints = CheckpointManager(program, plan, rank, self.network, self.roles, self.data)
         self.first = self.checkpoints.resume(resume) if self.steps else 0
         self.progress = None
         if rank == 0:
             self.progress = Progress(config.run_folder, self.steps, self.skipped, self.skipped_count, self.first)
-        group = self.network.group(self.network.everybody) if plan.workers > 1 else None
-        self.metrics = MetricsReducer(group, self.progress)
+        process_group = self.network.new_process_group(self.network.all_ranks) if plan.workers > 1 else None
+        self.metrics = MetricsReducer(process_group, self.progress)
 
     def run(self) -> None:
         evaluation = self._evaluation()
-        self.heartbeat.doing(-1, "start together")  # loading models takes some longer than others
-        self.network.wait_for_all()
-        drive = self.network.comm.drive
+        self.heartbeat.start_task(-1, "wait for all workers")  # some take longer than others to load models
+        self.network.barrier()
+        run = self.network.transport.run
         if evaluation and not self.first:
-            before = StepMetrics()
-            drive(evaluation(-1, before))
-            self._end_of_step(-1, before)
+            metrics = StepMetrics()
+            run(evaluation(-1, metrics))
+            self._end_of_step(-1, metrics)
         if self.steps:
             worker = self._worker(self.plan, self.data)
-            drive(worker.steps(self.first, self.steps, self._end_of_step, *([evaluation] if evaluation else [])))
-        self.heartbeat.doing(self.steps, "finish")
+            run(worker.steps(self.first, self.steps, self._end_of_step, *([evaluation] if evaluation else [])))
+        self.heartbeat.start_task(self.steps, "finish")
         if self.steps > self.first:
             self.checkpoints.finish(self.steps)
-        with self.heartbeat.waiting(self.network.everybody):
+        with self.heartbeat.waiting(self.network.all_ranks):
             self.metrics.wait(0)
             dist.barrier()
 
@@ -89,23 +92,23 @@ class Job:
         dist.destroy_process_group()
 
     def _open_model(self) -> Any:
-        """The model that the config names, if it does; prompts that it could not take are found now."""
+        """Opens the model of the config, if it names one, and checks that it can read all prompts."""
         if not self.config.model:
             return None
         from distflow.engine.model.prompt_check import check_prompts, texts
         from distflow.engine.model.source import open_model
         from distflow.engine.model.text import Text, prompt_limit
 
-        config, everybody = self.config, self.network.everybody
-        self.heartbeat.doing(-1, "look at the prompts")
+        config, all_ranks = self.config, self.network.all_ranks
+        self.heartbeat.start_task(-1, "check the prompts")
         source = open_model(self.config.model, lambda: texts(self.rows), config.base, config.seed)
         text = Text(source, prompt_limit(source, config.rollout.max_tokens, config.data.max_prompt))
-        with self.heartbeat.waiting(everybody):
-            seen = check_prompts(self.rows, text, config.data.on_bad_row == "skip", self.rank, len(everybody))
+        with self.heartbeat.waiting(all_ranks):
+            checked = check_prompts(self.rows, text, config.data.on_bad_row == "skip", self.rank, len(all_ranks))
             if self.held_out:
-                check_prompts(self.held_out, text, False, self.rank, len(everybody))
-        self.rows, self.skipped = seen.rows, [*self.skipped, *seen.skipped]
-        self.skipped_count += seen.count
+                check_prompts(self.held_out, text, False, self.rank, len(all_ranks))
+        self.rows, self.skipped = checked.rows, [*self.skipped, *checked.skipped]
+        self.skipped_count += checked.count
         return source
 
     def _make_role(self, name: str) -> Any:
@@ -142,7 +145,7 @@ class Job:
 
     def _worker(self, plan: Plan, data: Coordinator) -> Worker:
         config = self.config
-        return Worker(self.rank, plan, data, self.roles, config.seed, config.run_folder, self.heartbeat.doing)
+        return Worker(self.rank, plan, data, self.roles, config.seed, config.run_folder, self.heartbeat.start_task)
 
     def _evaluation(self) -> Evaluation | None:
         plan = self.eval_plan
@@ -153,35 +156,35 @@ class Job:
 
     def _end_of_step(self, step: int, metrics: StepMetrics) -> None:
         self.metrics.submit(step, metrics)
-        with self.heartbeat.waiting(self.network.everybody):
+        with self.heartbeat.waiting(self.network.all_ranks):
             self.metrics.wait()
         if step < 0:
             return
-        stop = self.network.any_of_us(self.told_to_stop())
+        stop = self.network.any_rank(self.stop_requested())
         if stop or self.checkpoints.due(step + 1):
             self.checkpoints.save(step + 1)
         if stop and step + 1 < self.steps:
             self.checkpoints.finish(None)
             self.metrics.wait(0)
             raise StoppedError(
-                f"stopped as told, after step {step + 1} of {self.steps}, which is kept; go on with --resume"
+                f"stopped on request after step {step + 1} of {self.steps}, which is saved; continue with --resume"
             )
 
 
 def _roles(plans: list[Plan], rank: int) -> list[str]:
-    """Roles that are played by an object, and of which this rank's chains call a method or hand over weights."""
-    found: dict[str, None] = {}
+    """Returns the roles of whose objects this rank's chains call a method, or move the weights."""
+    roles: dict[str, None] = {}
     for plan in plans:
         for t in plan.chain(rank):
             if isinstance(t, Weights):
-                found[t.role] = None
+                roles[t.role] = None
             elif isinstance(t, Run) and plan.flow.node(t.node).method:
-                found[plan.flow.node(t.node).role] = None
-    return list(found)
+                roles[plan.flow.node(t.node).role] = None
+    return list(roles)
 
 
 def _layouts(plans: list[Plan], role: str) -> dict[str, Layout]:
-    """Method → where the role's nodes of that name run."""
+    """Returns method → layout of the role's node of that name."""
     return {
         n.call.rpartition(".")[2]: p.partition_of(n.id).layout
         for p in plans

@@ -1,4 +1,4 @@
-"""This worker's ways to the others."""
+"""How a worker communicates with the others: process groups, device meshes, the transport of the data plane."""
 
 import hashlib
 import os
@@ -16,69 +16,74 @@ from distflow.errors import DistflowError
 from distflow.observe.heartbeat import Heartbeat
 from distflow.plan import Layout, Plan, Weights, format_ranks
 
-# Set by `distflow run` to where workers meet. It also tells the cause of a failure, once, so that workers need not.
-LAUNCHED = "DISTFLOW_LAUNCHED"
+# Set by `distflow run` for its workers: host:port of the store where they meet. That launcher also reports why the run
+# failed, so its workers need not.
+LAUNCHER_STORE = "DISTFLOW_LAUNCHER_STORE"
 
 
 class Network:
-    """Process groups, meshes for the layouts of models, and `comm` for the data plane. Made by all at once."""
+    """Process groups, meshes for the layouts of models, and the transport. Created by all workers at once."""
 
     def __init__(self, config: Config, plans: list[Plan], layouts: Collection[Layout], heartbeat: Heartbeat) -> None:
-        self.heartbeat, self.everybody = heartbeat, tuple(range(plans[0].workers))
+        self.heartbeat, self.all_ranks = heartbeat, tuple(range(plans[0].workers))
         cuda = torch.cuda.is_available()
         self.device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if cuda else torch.device("cpu")
         if cuda:
             torch.cuda.set_device(self.device)
-        # The watchdog is to speak first: a collective gives up by itself only much later.
+        # The watchdog has to report a stuck run first: a collective gives up by itself only much later.
         self.timeout = timedelta(seconds=2 * config.wait_limit_s + 60)
-        heartbeat.doing(-1, "meet")
-        with heartbeat.waiting(self.everybody):
-            backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
-            if LAUNCHED in os.environ:
-                host, _, port = os.environ[LAUNCHED].rpartition(":")
-                common = dist.TCPStore(host, int(port), timeout=self.timeout)
-                store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), common)
-                rank, workers = int(os.environ["RANK"]), len(self.everybody)
-                dist.init_process_group(backend, store=store, rank=rank, world_size=workers, timeout=self.timeout)
-            else:
-                dist.init_process_group(backend, timeout=self.timeout)
-            sets = [t.ranks for p in plans for t in p.tasks if isinstance(t, Weights)]
+        heartbeat.start_task(-1, "connect")
+        with heartbeat.waiting(self.all_ranks):
+            self._init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
+            weights = [t.ranks for p in plans for t in p.tasks if isinstance(t, Weights)]
             moves = [m.ranks for p in plans for m in p.moves]
-            self.comm = Transport([self.everybody, *moves, *sets], self.device, heartbeat.waiting)
+            self.transport = Transport([self.all_ranks, *moves, *weights], self.device, heartbeat.waiting)
             self.meshes = {layout: self._mesh(layout) for layout in layouts}
-            self.process_groups = {layout: self.group(layout.ranks) for layout in layouts}
-            self._all = self.group(self.everybody)
+            self.process_groups = {layout: self.new_process_group(layout.ranks) for layout in layouts}
+            self._all = self.new_process_group(self.all_ranks)
+
+    def _init_process_group(self, backend: str) -> None:
+        if LAUNCHER_STORE not in os.environ:
+            dist.init_process_group(backend, timeout=self.timeout)
+            return
+        host, _, port = os.environ[LAUNCHER_STORE].rpartition(":")
+        shared = dist.TCPStore(host, int(port), timeout=self.timeout)
+        store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), shared)
+        rank, workers = int(os.environ["RANK"]), len(self.all_ranks)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=workers, timeout=self.timeout)
 
     def _mesh(self, layout: Layout) -> DeviceMesh:
         ranks = torch.tensor(layout.ranks).view(layout.dp, layout.tp)
         return DeviceMesh(self.device.type, ranks, mesh_dim_names=("dp", "tp"))
 
-    def group(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
-        made: dist.ProcessGroup = dist.new_group(list(ranks), backend="gloo", timeout=self.timeout)
-        return made
+    def new_process_group(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
+        process_group: dist.ProcessGroup = dist.new_group(list(ranks), backend="gloo", timeout=self.timeout)
+        return process_group
 
-    def agree(self, config: Config, plan: Plan) -> None:
-        """All workers have derived the same plan from the same config, or none of them starts."""
-        told = config.model_dump_json(exclude={"run_dir"})
-        mine = hashlib.sha256(plan.hash.encode() + told.encode()).digest()
-        gathered = self.comm.perform(AllGather(self.everybody, torch.frombuffer(bytearray(mine), dtype=torch.uint8)))
+    def check_same_plan(self, config: Config, plan: Plan) -> None:
+        """Raises on all workers unless all have derived the same plan from the same config."""
+        text = config.model_dump_json(exclude={"run_dir"})
+        own = hashlib.sha256(plan.hash.encode() + text.encode()).digest()
+        gathered = self.transport.execute(
+            AllGather(self.all_ranks, torch.frombuffer(bytearray(own), dtype=torch.uint8))
+        )
         hashes = [bytes(h).hex()[:12] for h in gathered.cpu().tolist()]
         if len(set(hashes)) > 1:
-            camps = {h: format_ranks(tuple(r for r in self.everybody if hashes[r] == h)) for h in hashes}
+            ranks = {h: format_ranks(tuple(r for r in self.all_ranks if hashes[r] == h)) for h in hashes}
             raise DistflowError(
-                f"the workers derived different plans: {', '.join(f'ranks {r} have {h}' for h, r in camps.items())};"
+                f"the workers derived different plans: {', '.join(f'ranks {r} have {h}' for h, r in ranks.items())};"
                 " their config, code or data files differ: compare `distflow plan CONFIG --json` on those hosts"
             )
 
-    def any_of_us(self, yes: bool) -> bool:
-        """Whether somebody says yes; asked of all at the same point."""
-        if len(self.everybody) == 1:
-            return yes
-        flag = torch.tensor([int(yes)])
-        with self.heartbeat.waiting(self.everybody):
+    def any_rank(self, value: bool) -> bool:
+        """Returns whether `value` is true on any rank. All ranks call it at the same point."""
+        if len(self.all_ranks) == 1:
+            return value
+        flag = torch.tensor([int(value)])
+        with self.heartbeat.waiting(self.all_ranks):
             dist.all_reduce(flag, dist.ReduceOp.MAX, group=self._all)
         return bool(flag)
 
-    def wait_for_all(self) -> None:
-        with self.heartbeat.waiting(self.everybody):
+    def barrier(self) -> None:
+        with self.heartbeat.waiting(self.all_ranks):
             dist.barrier()

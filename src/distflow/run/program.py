@@ -49,7 +49,7 @@ class Program:
 
     @cached_property
     def role_bindings(self) -> dict[str, RoleConfig]:
-        """Role → its implementation: the config's, or the built-in one for the sections that are given."""
+        """Role → its implementation: the config's, or the built-in one if the config has its section."""
         config, built_in = self.config, dict[str, RoleConfig]()
         if config.model is not None:
             built_in |= {role: RoleConfig(call=call) for role, call in MODEL_ROLES.items()}
@@ -63,7 +63,7 @@ class Program:
         return built_in | config.roles
 
     def implementation(self, role: str) -> Any:
-        """The function or class that implements a role."""
+        """Imports the function or class that implements a role."""
         return load(self.role_bindings[role].call, f"roles.{role}", self.config.base)
 
     @cached_property
@@ -78,7 +78,7 @@ class Program:
 
     @cached_property
     def _roles_in_use(self) -> set[str]:
-        """The roles of the flow and those that the config binds: tracing complains if the two differ."""
+        """The roles of the flow and of the config; tracing raises if the config binds one that the flow lacks."""
         flow, bound = self.config.flow, self.config.roles
         if isinstance(flow, list):
             calls = [c for e in flow if isinstance(c := e.get("call"), str)]
@@ -105,7 +105,7 @@ class Program:
 
     @cached_property
     def repeat(self) -> int:
-        """Samples per prompt in a step: 1, or the number of responses that are generated for it."""
+        """Samples per prompt in a step: the responses per prompt if the flow generates, else 1, or 2 for pairs."""
         data = self.config.data
         generates = any(n.method and n.hand_over for n in self.flow.nodes)
         pairs = any(n.method and n.call.endswith(".encode_pair") for n in self.flow.nodes)
@@ -145,24 +145,24 @@ class Program:
         cells = math.lcm(*(placement.layout(n.id, n.role).dp for n in flow.nodes), placement.source_layout(flow).dp)
         prompts = -(-rows // cells) * cells
         training = self._placement(workers)
-        holders = tuple(r for n in self.flow.nodes if n.role == "actor" for r in training.layout(n.id, n.role).ranks)
-        return plan(flow, placement, Workload(prompts, config.eval.n), {"actor": holders})
+        trained_on = tuple(r for n in self.flow.nodes if n.role == "actor" for r in training.layout(n.id, n.role).ranks)
+        return plan(flow, placement, Workload(prompts, config.eval.n), {"actor": trained_on})
 
     def _placement(self, workers: int, flow: Flow | None = None) -> Placement:
-        """The placement of the config; for another flow, only its entries for nodes and roles that this flow has."""
-        given = self.config.placement
-        nodes = {k: v for k, v in given.nodes.items() if flow is None or k in {n.id for n in flow.nodes} | {SOURCE}}
-        roles = {k: v for k, v in given.roles.items() if flow is None or k in {n.role for n in flow.nodes}}
+        """Returns the config's placement; for another flow, without entries for nodes and roles that it lacks."""
+        config = self.config.placement
+        nodes = {k: v for k, v in config.nodes.items() if flow is None or k in {n.id for n in flow.nodes} | {SOURCE}}
+        roles = {k: v for k, v in config.roles.items() if flow is None or k in {n.role for n in flow.nodes}}
         return Placement(
             workers,
-            given.groups,
-            _place(given.default),
+            config.ranks,
+            _place(config.default),
             {k: _place(v) for k, v in roles.items()},
             {k: _place(v) for k, v in nodes.items()},
         )
 
     def dataset(self, plan: Plan) -> "DatasetView":
-        """The training data, with the columns that the plan loads."""
+        """Opens the training data, with the columns that the plan loads."""
         from distflow.data.dataset import Dataset
         from distflow.data.dataset_view import DatasetView
 
@@ -173,7 +173,7 @@ class Program:
         return DatasetView(dataset, data.rename)
 
     def eval_dataset(self) -> "DatasetView | None":
-        """The held-out data, up to `eval.limit` rows."""
+        """Opens the held-out data, up to `eval.limit` rows; None if the config has no `eval` section."""
         if not self.config.eval:
             return None
         import numpy as np
@@ -182,14 +182,14 @@ class Program:
         from distflow.data.dataset_view import DatasetView
 
         view = DatasetView(Dataset(self.eval_files), self.config.data.rename)
-        return view.keep(np.arange(min(len(view), self.config.eval.limit or len(view))))
+        return view.select(np.arange(min(len(view), self.config.eval.limit or len(view))))
 
     def columns(self, files: Sequence[str]) -> tuple[str, ...]:
-        """The columns of these files, under the names that the flow knows."""
+        """Returns the columns of data files, renamed by `data.rename`."""
         from distflow.data.dataset import Dataset
 
         data = self.config.data
-        names = data.fields or Dataset(files, on_bad_row=data.on_bad_row).names
+        names = data.fields or Dataset(files, on_bad_row=data.on_bad_row).column_names
         for old in data.rename:
             if old not in names:
                 raise ConfigError(f"data.rename: there is no column '{cut(old)}'{suggest(old, names)}")
@@ -204,21 +204,21 @@ def _check_mini_batches(params: Mapping[str, Any], batch: int) -> None:
     for key in ("mini_batches", "epochs"):
         count = params.get(key, 1)
         if not isinstance(count, int) or count < 1:
-            raise ConfigError(f"algo.{key}: {shown(count)}; a step has 1 or more of them")
+            raise ConfigError(f"algo.{key}: {shown(count)}; set it to 1 or more")
     parts = params.get("mini_batches", 1)
     if batch % parts:
-        fits = ", ".join(str(k) for k in range(1, min(batch, 1024) + 1) if batch % k == 0)
+        divisors = ", ".join(str(k) for k in range(1, min(batch, 1024) + 1) if batch % k == 0)
         raise ConfigError(
-            f"algo.mini_batches: {parts} does not divide the {batch} prompts of data.batch; what fits: {fits}"
+            f"algo.mini_batches: {parts} does not divide the {batch} prompts of data.batch; use one of {divisors}"
         )
 
 
 def _place(p: PlaceConfig) -> Place:
-    return Place(p.group, p.dp, p.tp)
+    return Place(p.ranks, p.dp, p.tp)
 
 
 def _resolve(base: Path, file: str, key: str) -> str:
     try:
         return str(base / Path(file).expanduser())
     except RuntimeError:
-        raise ConfigError(f"{key}: '{cut(file)}': there is no such user; write the whole path") from None
+        raise ConfigError(f"{key}: '{cut(file)}': there is no such user; write the full path") from None
