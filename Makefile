@@ -29,6 +29,7 @@ bench: setup  ## each prints one JSON object as its last line
 	$(BIN)/python bench/checkpoint.py
 	$(BIN)/python bench/soak.py
 	$(BIN)/python bench/chaos.py
+	$(BIN)/python bench/determinism.py
 	$(BIN)/python bench/fuzz.py
 
 setup: .venv/ready
