@@ -1,4 +1,4 @@
-"""Runs that train and judge: what is learnt is there, kept, and told of a held-out set."""
+"""Runs that train and evaluate: what is learnt is exported, and a held-out set is scored."""
 
 import json
 from collections.abc import Iterator
@@ -22,13 +22,13 @@ from pathlib import Path
 def same(solution_str, ground_truth):
     return float(solution_str == ground_truth)
 
-def noted(solution_str, ground_truth):
+def logged(solution_str, ground_truth):
     score = len(solution_str) % 4 / 3
-    with open(Path(__file__).parent / "noted.jsonl", "a") as file:
+    with open(Path(__file__).parent / "scores.jsonl", "a") as file:
         file.write(json.dumps([ground_truth, score]) + "\\n")
     return score
 
-def unnoted(solution_str, ground_truth):
+def unlogged(solution_str, ground_truth):
     return len(solution_str) % 4 / 3
 """
 CONFIG: dict[str, Any] = {
@@ -39,7 +39,7 @@ CONFIG: dict[str, Any] = {
 
 
 def run(folder: Path, name: str, *overrides: str, workers: int, **config: Any) -> list[dict[str, Any]]:
-    """The metrics of its steps."""
+    """Runs a config to its end and returns the metrics of its steps."""
     path = folder / f"{name}.yaml"
     path.write_text(yaml.safe_dump({**CONFIG, "run_dir": str(folder / name), **config}))
     ended = distflow_run(path, *overrides, workers=workers)
@@ -56,7 +56,7 @@ def write(path: Path, rows: Iterator[dict[str, Any]]) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_model_learns_what_it_is_shown_and_takes_it_along(tmp_path: Path, dtype: str) -> None:
+def test_a_model_learns_from_examples_and_the_exported_one_knows_them(tmp_path: Path, dtype: str) -> None:
     write(tmp_path / "pairs.jsonl", ({"prompt": p, "response": r, "answer": r} for p, r in PAIRS.items()))
     (tmp_path / "rewards.py").write_text(REWARDS)
     metrics = run(
@@ -84,9 +84,9 @@ def test_a_model_learns_what_it_is_shown_and_takes_it_along(tmp_path: Path, dtyp
     assert model.dtype == torch.float32
     for prompt, response in PAIRS.items():
         tokens = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
-        said = model.generate(**tokens, max_new_tokens=8, do_sample=False)[0, tokens.input_ids.shape[1] :]
-        assert tokenizer.decode(said, skip_special_tokens=True) == response
-        assert said[-1] == tokenizer.eos_token_id
+        response_tokens = model.generate(**tokens, max_new_tokens=8, do_sample=False)[0, tokens.input_ids.shape[1] :]
+        assert tokenizer.decode(response_tokens, skip_special_tokens=True) == response
+        assert response_tokens[-1] == tokenizer.eos_token_id
 
 
 GRPO: dict[str, Any] = {
@@ -94,36 +94,36 @@ GRPO: dict[str, Any] = {
     "data": {"files": "train.jsonl", "batch": 4},
     "steps": 5,
     "train": {"lr": 1e-2},
-    "reward": "rewards.py:unnoted",
+    "reward": "rewards.py:unlogged",
     "eval": {"files": "held_out.jsonl", "every": 2, "n": 3, "temperature": 1.0},
 }
 
 
 @pytest.fixture(scope="module")
-def judged(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a run of one worker: five held-out rows, each judged by three responses."""
-    folder = tmp_path_factory.mktemp("judged")
+def evaluated(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a run of one worker that evaluates five held-out rows, with three responses each."""
+    folder = tmp_path_factory.mktemp("evaluated")
     (folder / "rewards.py").write_text(REWARDS)
     write(folder / "train.jsonl", ({"prompt": f"say {i}", "answer": "train"} for i in range(8)))
     kinds = ("even", "odd")
     held_out = ({"prompt": f"tell {i}", "answer": str(i), "data_source": kinds[i % 2]} for i in range(5))
     write(folder / "held_out.jsonl", held_out)
-    run(folder, "alone", workers=1, **{**GRPO, "reward": "rewards.py:noted"})
+    run(folder, "alone", workers=1, **{**GRPO, "reward": "rewards.py:logged"})
     return folder
 
 
-def judgements(metrics: list[dict[str, Any]]) -> dict[int, dict[str, float]]:
-    found = {m["step"]: {k: v for k, v in m.items() if k.startswith("val/")} for m in metrics}
-    return {step: numbers for step, numbers in found.items() if numbers}
+def evaluations(metrics: list[dict[str, Any]]) -> dict[int, dict[str, float]]:
+    by_step = {m["step"]: {k: v for k, v in m.items() if k.startswith("val/")} for m in metrics}
+    return {step: numbers for step, numbers in by_step.items() if numbers}
 
 
-def test_a_held_out_set_is_judged_before_in_between_and_at_the_end(judged: Path) -> None:
-    found = judgements(read(judged / "alone" / "metrics.jsonl"))
-    assert list(found) == [-1, 1, 3, 4]
-    noted = [(int(truth), score) for truth, score in read(judged / "noted.jsonl") if truth != "train"]
-    assert len(noted) == 4 * 5 * 3
-    for k, numbers in enumerate(found.values()):
-        scores = [[s for truth, s in noted[15 * k : 15 * k + 15] if truth == row] for row in range(5)]
+def test_a_held_out_set_is_evaluated_before_during_and_after_training(evaluated: Path) -> None:
+    by_step = evaluations(read(evaluated / "alone" / "metrics.jsonl"))
+    assert list(by_step) == [-1, 1, 3, 4]
+    scored = [(int(truth), score) for truth, score in read(evaluated / "scores.jsonl") if truth != "train"]
+    assert len(scored) == 4 * 5 * 3
+    for k, numbers in enumerate(by_step.values()):
+        scores = [[s for truth, s in scored[15 * k : 15 * k + 15] if truth == row] for row in range(5)]
         assert [len(s) for s in scores] == [3] * 5
         for kind, rows in (("even", scores[::2]), ("odd", scores[1::2])):
             assert numbers[f"val/{kind}/score"] == pytest.approx(np.mean(rows))
@@ -131,7 +131,7 @@ def test_a_held_out_set_is_judged_before_in_between_and_at_the_end(judged: Path)
             two = [np.mean([max(a, b), max(a, c), max(b, c)]) for a, b, c in rows]
             assert numbers[f"val/{kind}/pass@2"] == pytest.approx(np.mean(two))
         assert numbers.keys() >= {"val/response_length/mean", "val/response_length/clip_ratio"}
-    assert len({tuple(numbers.values()) for numbers in found.values()}) > 1  # the model changes
+    assert len({tuple(numbers.values()) for numbers in by_step.values()}) > 1  # the model changes
 
 
 @pytest.mark.parametrize(
@@ -148,26 +148,26 @@ def test_a_held_out_set_is_judged_before_in_between_and_at_the_end(judged: Path)
     ids=["dp2", "tp2", "dp4 generating tp2", "split"],
 )
 def test_every_held_out_row_counts_once_on_any_number_of_workers(
-    judged: Path, workers: int, placement: dict[str, Any]
+    evaluated: Path, workers: int, placement: dict[str, Any]
 ) -> None:
     """Five rows divide over no number of workers."""
-    want = judgements(read(judged / "alone" / "metrics.jsonl"))
+    want = evaluations(read(evaluated / "alone" / "metrics.jsonl"))
     name = f"{workers} {'-'.join(placement)}"
-    got = judgements(run(judged, name, workers=workers, placement=placement, **GRPO))
+    got = evaluations(run(evaluated, name, workers=workers, placement=placement, **GRPO))
     names = [f"val/{kind}/{what}" for kind in ("even", "odd") for what in ("score", "pass@2", "pass@3")]
     assert got.keys() == want.keys()
     for step, numbers in want.items():
         assert {n: got[step][n] for n in names} == pytest.approx({n: numbers[n] for n in names})
-    shown = [(row["step"], row["prompt"]) for row in read(judged / name / "samples.jsonl")]
+    shown = [(row["step"], row["prompt"]) for row in read(evaluated / name / "samples.jsonl")]
     assert sorted(shown) == [(step, f"tell {i}") for step in want for i in range(5)]
 
 
-def test_a_model_is_judged_without_being_trained(judged: Path) -> None:
-    """As `distflow eval` does it: the same numbers as before training."""
-    before = judgements(read(judged / "alone" / "metrics.jsonl"))[-1]
-    found = run(judged, "eval", "steps=0", workers=2, **GRPO)
-    assert [m["step"] for m in found] == [-1]
-    numbers = judgements(found)[-1]
+def test_a_model_is_evaluated_without_training(evaluated: Path) -> None:
+    """As `distflow eval` does it; the metrics are those before training."""
+    before = evaluations(read(evaluated / "alone" / "metrics.jsonl"))[-1]
+    metrics = run(evaluated, "eval", "steps=0", workers=2, **GRPO)
+    assert [m["step"] for m in metrics] == [-1]
+    numbers = evaluations(metrics)[-1]
     for name in ("val/even/score", "val/odd/score", "val/even/pass@3"):
         assert numbers[name] == pytest.approx(before[name])
-    assert not (judged / "eval" / "checkpoints").exists()
+    assert not (evaluated / "eval" / "checkpoints").exists()

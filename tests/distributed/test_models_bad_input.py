@@ -1,4 +1,4 @@
-"""Runs with a model that are given what cannot work: each ends by itself, with one message that says what to do."""
+"""Runs with a model and input that cannot work: each ends by itself, with one message that says what to do."""
 
 import json
 import re
@@ -45,12 +45,12 @@ CONFIG: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = tmp_path_factory.mktemp("bad")
-    (made / "rewards.py").write_text(REWARDS)
+    folder = tmp_path_factory.mktemp("bad")
+    (folder / "rewards.py").write_text(REWARDS)
     for name, extra in (("data.jsonl", ""), ("long.jsonl", " and so on" * 9)):
         rows = [{"prompt": f"say {w}{extra * (w in ('three', 'eight'))}"} for w in WORDS]
-        (made / name).write_text("".join(json.dumps(r) + "\n" for r in rows))
-    return made
+        (folder / name).write_text("".join(json.dumps(r) + "\n" for r in rows))
+    return folder
 
 
 def config(folder: Path, name: str, **changes: Any) -> Path:
@@ -68,7 +68,7 @@ def metrics(folder: Path, name: str) -> list[dict[str, float]]:
 
 
 @pytest.mark.parametrize(
-    ("overrides", "workers", "said"),
+    ("overrides", "workers", "message"),
     [
         (
             ["data.files=long.jsonl", "data.max_prompt=40"],
@@ -102,35 +102,37 @@ def metrics(folder: Path, name: str) -> list[dict[str, float]]:
             "step 0, node 'group_advantage': unknown scale of advantages 'stdd'; did you mean 'std'?",
         ),
         (
-            ["algo.recompute_old=true", "placement.nodes={actor.logprobs: {tp: 2}}"],
+            ["algo.recompute_old_logprobs=true", "placement.nodes={actor.logprobs: {tp: 2}}"],
             2,
-            "placement: actor.update as dp2, actor.logprobs as .*tp2 work on one model; place them alike",
+            "placement: actor.update on .*dp2, actor.logprobs on .*tp2 share one model; place them alike",
         ),
         (["steps=0"], 1, "steps: 0 only evaluates, and there is no `eval` section; add one, or give steps"),
     ],
 )
-def test_a_run_that_cannot_work_ends_with_a_reason(folder: Path, overrides: list[str], workers: int, said: str) -> None:
+def test_a_run_that_cannot_work_ends_with_an_error(
+    folder: Path, overrides: list[str], workers: int, message: str
+) -> None:
     ended = run(folder, "cannot", *overrides, workers=workers)
     assert 1 in ended.codes
     assert 0 not in ended.codes
-    told = [line for line in ended.err.splitlines() if line.startswith("distflow: ")]
-    assert any(re.search(said, line) for line in told), ended.err
+    lines = [line for line in ended.err.splitlines() if line.startswith("distflow: ")]
+    assert any(re.search(message, line) for line in lines), ended.err
     assert "Traceback" not in ended.err
     assert "  File" not in ended.err
 
 
-def test_the_launcher_tells_it_once(folder: Path) -> None:
+def test_the_launcher_prints_an_error_once(folder: Path) -> None:
     """One of the two workers has the sample."""
     path = config(folder, "once", workers=2, reward="rewards.py:refuses_seven")
     command = [sys.executable, "-m", "distflow", "run", str(path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 1
-    told = (
+    message = (
         r"distflow: rank [01], step \d, node 'reward.score': sample \d+: reward 'refuses_seven' "
         r"\(rewards.py:refuses_seven\) raised ValueError: not seven, please \(.*rewards.py:9\) \(and 3 more of the"
         r" same call\); fix the function, or set `reward.on_failure: 0.0` to give such samples that score\n"
     )
-    assert re.fullmatch(told, done.stderr), done.stderr
+    assert re.fullmatch(message, done.stderr), done.stderr
 
 
 def test_failures_of_a_reward_may_be_a_score(folder: Path) -> None:
