@@ -61,7 +61,7 @@ def main() -> None:
         table.add_row(prompt.strip(), *responses)
     console.print(table)
     print(curve(accuracy))
-    print(f"\n{RUNS / 'grpo'}: metrics, samples, weights; {time.time() - start:.0f} s in all")
+    print(f"{RUNS / 'grpo'}: metrics, samples, weights; {time.time() - start:.0f} s in all")
 
 
 if __name__ == "__main__":
