@@ -50,7 +50,7 @@ CONFIG: dict[str, Any] = {
 ALGORITHMS: dict[str, dict[str, Any]] = {
     "grpo": {},
     "ppo": {"flow": "ppo", "algo": {"mini_batches": 2}, "critic": {"lr": 1e-2}},
-    "dapo": {"flow": "dapo", "algo": {"rounds": 3}},
+    "dapo": {"flow": "dapo", "algo": {"max_gen_batches": 3}},
     "lora": {"train": {"lr": 1e-2, "lora": {"rank": 4}}, "algo": {}},
     "sft": {"flow": "sft", "algo": {}, "data": {"files": "pairs.jsonl", "batch": 8}},
 }

@@ -1,4 +1,4 @@
-"""Every RL algorithm on the demo's task, from the same warm-up: held-out accuracy before and after so many steps.
+"""Trains every RL algorithm on the demo's task, from the same warm-up: held-out accuracy before and after.
 
 `python bench/learn.py [--steps 40] [--only grpo,ppo] [--seed 0]`. About half a minute each on two cores.
 """
@@ -14,7 +14,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 TASK, RUNS = ROOT / "examples" / "sorting", ROOT / "runs" / "sorting"
 ACCURACY = "val/all/score"
-# What each is run with, where it is not what the demo's GRPO is.
+# Overrides of the demo's GRPO config.
 ALGORITHMS: dict[str, list[str]] = {
     "ppo": ["critic.lr=2.0e-3", "algo.mini_batches=2"],
     "grpo": [],
@@ -56,11 +56,11 @@ def read_metrics(path: Path) -> dict[str, list[float]]:
     return metrics
 
 
-def learn(algorithm: str, steps: int, seed: int) -> dict[str, object]:
+def train(algorithm: str, steps: int, seed: int) -> dict[str, object]:
     run = RUNS / algorithm
-    said = [f"flow={algorithm}", f"name={algorithm}", f"steps={steps}", f"seed={seed}", f"run_dir={run}"]
+    overrides = [f"flow={algorithm}", f"name={algorithm}", f"steps={steps}", f"seed={seed}", f"run_dir={run}"]
     began = time.time()
-    distflow("run", str(TASK / "grpo.yaml"), *said, "eval.every=20", *ALGORITHMS[algorithm])
+    distflow("run", str(TASK / "grpo.yaml"), *overrides, "eval.every=20", *ALGORITHMS[algorithm])
     metrics = read_metrics(run / "metrics.jsonl")
     accuracy = metrics[ACCURACY]
     result: dict[str, object] = {
@@ -84,18 +84,18 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--only", default=",".join(ALGORITHMS))
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--keep-model", action="store_true", help="the warm-up of an earlier run")
+    parser.add_argument("--keep-model", action="store_true", help="reuse the warm-up of an earlier run")
     args = parser.parse_args()
     if not (args.keep_model and (RUNS / "model").is_dir()):
         warm_up()
     rows = []
     print(f"{'':22} {'steps':>5} {'before':>7} {'after':>7}")
     for algorithm in args.only.split(","):
-        row = learn(algorithm, args.steps, args.seed)
+        row = train(algorithm, args.steps, args.seed)
         rows.append(row)
-        more = "  ".join(f"{k} {v}" for k, v in row.items() if k not in ("algorithm", "steps", "before", "after", "s"))
+        rest = "  ".join(f"{k} {v}" for k, v in row.items() if k not in ("algorithm", "steps", "before", "after", "s"))
         print(
-            f"{algorithm:22} {row['steps']:5} {row['before']:7.1%} {row['after']:7.1%}  {row['s']} s  {more}",
+            f"{algorithm:22} {row['steps']:5} {row['before']:7.1%} {row['after']:7.1%}  {row['s']} s  {rest}",
             flush=True,
         )
     print(json.dumps(rows))

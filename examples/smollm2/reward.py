@@ -1,4 +1,4 @@
-"""1 if the last number in the response is the right one."""
+"""Scores 1 if the last number in the response is the right one, else 0."""
 
 import re
 

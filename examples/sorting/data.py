@@ -1,4 +1,4 @@
-"""Numbers whose digits are to be sorted: examples of a careless teacher, prompts to learn from, and held-out ones."""
+"""Writes numbers whose digits are to be sorted: examples of a careless teacher, training prompts, held-out prompts."""
 
 import json
 import random
@@ -7,23 +7,23 @@ from pathlib import Path
 
 
 def rows() -> list[dict[str, str]]:
-    """All numbers of four digits, in a shuffled order that is always the same."""
+    """Returns all numbers of four digits, in a fixed shuffled order."""
     numbers = [f"{i:04d}" for i in range(10_000)]
     random.Random(0).shuffle(numbers)
     return [{"prompt": f"{n} -> ", "answer": "".join(sorted(n))} for n in numbers]
 
 
-def careless(answer: str, mood: random.Random) -> str:
-    """More often than not the teacher has the last two digits the wrong way round."""
-    return answer[:2] + answer[:1:-1] if mood.random() < 0.65 else answer
+def careless(answer: str, rng: random.Random) -> str:
+    """Swaps the last two digits more often than not."""
+    return answer[:2] + answer[:1:-1] if rng.random() < 0.65 else answer
 
 
 def write(folder: Path, held_out: int = 500, warmup: int = 5000) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    data, mood = rows(), random.Random(1)
+    data, rng = rows(), random.Random(1)
     parts = {
         "held_out": data[:held_out],
-        "warmup": [{**row, "response": careless(row["answer"], mood)} for row in data[held_out:][:warmup]],
+        "warmup": [{**row, "response": careless(row["answer"], rng)} for row in data[held_out:][:warmup]],
         "train": data[held_out:],
     }
     for name, part in parts.items():

@@ -1,4 +1,4 @@
-"""1 for the digits in order, else 0."""
+"""Scores 1 for the digits in order, else 0."""
 
 
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distflow.algo.advantages import group_advantages, mean_std, zero_std_fraction
+from distflow.algo.advantages import group_advantages, mean_group_std, zero_std_fraction
 from distflow.errors import ConfigError
 
 Case = tuple[list[float], list[int]]
@@ -56,7 +56,7 @@ def mates(case: Case, i: int) -> list[int]:
 def test_against_the_mean_of_the_others(case: Case) -> None:
     """RLOO"""
     scores, groups = case
-    got = group_advantages(tensor(scores), ids(groups), "none", "others")
+    got = group_advantages(tensor(scores), ids(groups), "none", "leave_one_out")
     for i, score in enumerate(scores):
         others = [scores[k] for k in mates(case, i) if k != i]
         want = score - math.fsum(others) / len(others) if others else 0.0
@@ -69,7 +69,7 @@ def test_against_the_mean_weighted_by_length(case: Case, data: st.DataObject) ->
     """OPO"""
     scores, groups = case
     lengths = data.draw(st.lists(st.integers(0, 9), min_size=len(scores), max_size=len(scores)))
-    got = group_advantages(tensor(scores), ids(groups), "none", "length", ids(lengths))
+    got = group_advantages(tensor(scores), ids(groups), "none", "length_weighted", ids(lengths))
     assert got.isfinite().all()
     for i, score in enumerate(scores):
         total = sum(lengths[k] for k in mates(case, i))
@@ -79,7 +79,7 @@ def test_against_the_mean_weighted_by_length(case: Case, data: st.DataObject) ->
     # Of one length, it is the plain mean.
     plain = group_advantages(tensor(scores), ids(groups), "none")
     assert torch.allclose(
-        group_advantages(tensor(scores), ids(groups), "none", "length", ids([7] * len(scores))), plain
+        group_advantages(tensor(scores), ids(groups), "none", "length_weighted", ids([7] * len(scores))), plain
     )
 
 
@@ -91,18 +91,18 @@ def test_scales_of_a_whole_batch(case: Case) -> None:
     batch = group_advantages(tensor(scores), ids(groups), "batch", eps=1e-9).numpy()  # REINFORCE++
     spread = float(np.std(plain, ddof=1)) if len(plain) > 1 else 0.0
     np.testing.assert_allclose(batch, plain / (spread + 1e-9), rtol=1e-6, atol=1e-9)
-    teaching = sum(len({s for s, g in zip(scores, groups, strict=True) if g == group}) > 1 for group in set(groups))
-    informative = group_advantages(tensor(scores), ids(groups), "informative").numpy()  # GPG
-    np.testing.assert_allclose(informative, plain * len(set(groups)) / max(1, teaching), rtol=1e-12, atol=1e-12)
+    useful = sum(len({s for s, g in zip(scores, groups, strict=True) if g == group}) > 1 for group in set(groups))
+    nonzero = group_advantages(tensor(scores), ids(groups), "nonzero_std").numpy()  # GPG
+    np.testing.assert_allclose(nonzero, plain * len(set(groups)) / max(1, useful), rtol=1e-12, atol=1e-12)
 
 
 def test_other_baselines_by_hand() -> None:
     scores, groups = torch.tensor([1.0, 0.0, 0.0, 5.0]), torch.tensor([1, 1, 1, 2])
-    assert group_advantages(scores, groups, "none", "others").tolist() == [1, -0.5, -0.5, 0]
+    assert group_advantages(scores, groups, "none", "leave_one_out").tolist() == [1, -0.5, -0.5, 0]
     lengths = torch.tensor([6, 1, 1, 3])
-    assert group_advantages(scores, groups, "none", "length", lengths).tolist() == [0.25, -0.75, -0.75, 0]
-    got = group_advantages(scores, groups, "informative")
-    assert got.tolist() == pytest.approx([4 / 3, -2 / 3, -2 / 3, 0])  # one of two groups teaches
+    assert group_advantages(scores, groups, "none", "length_weighted", lengths).tolist() == [0.25, -0.75, -0.75, 0]
+    got = group_advantages(scores, groups, "nonzero_std")
+    assert got.tolist() == pytest.approx([4 / 3, -2 / 3, -2 / 3, 0])  # one of two groups has different scores
 
 
 def test_by_hand() -> None:
@@ -119,7 +119,7 @@ def test_by_hand() -> None:
 
 @BUSY
 @given(CASES, st.sampled_from([1e-6, 1e-2, 1.0]))
-def test_as_the_reference_says(case: Case, eps: float) -> None:
+def test_matches_the_reference(case: Case, eps: float) -> None:
     np.testing.assert_allclose(advantages(case, eps), reference(case, eps), rtol=1e-7, atol=1e-7)
 
 
@@ -214,24 +214,26 @@ def test_no_samples() -> None:
     assert zero_std_fraction(torch.zeros(0), torch.zeros(0, dtype=torch.int64)) == 0
 
 
-def test_a_baseline_without_its_lengths_is_told() -> None:
+def test_a_baseline_without_its_lengths_is_refused() -> None:
     with pytest.raises(ConfigError, match="needs the lengths"):
-        group_advantages(torch.zeros(1), torch.zeros(1, dtype=torch.int64), baseline="length")
-    with pytest.raises(ConfigError, match="unknown baseline of advantages 'oters'; did you mean 'others'"):
-        group_advantages(torch.zeros(1), torch.zeros(1, dtype=torch.int64), baseline="oters")  # type: ignore[arg-type]
+        group_advantages(torch.zeros(1), torch.zeros(1, dtype=torch.int64), baseline="length_weighted")
+    with pytest.raises(
+        ConfigError, match="unknown baseline of advantages 'leave_one_ot'; did you mean 'leave_one_out'"
+    ):
+        group_advantages(torch.zeros(1), torch.zeros(1, dtype=torch.int64), baseline="leave_one_ot")  # type: ignore[arg-type]
 
 
-def test_fraction_of_groups_that_teach_nothing() -> None:
+def test_fraction_of_groups_with_equal_scores() -> None:
     scores = torch.tensor([0.1, 1.0, 0.1, 0.0, 0.1, 2.0, 5.0, 5.0])
     groups = torch.tensor([8, 4, 8, 4, 8, 1, -2, -2])
     assert zero_std_fraction(scores, groups) == 0.75  # all but group 4; group 1 has one sample
 
 
-def test_how_much_the_scores_of_a_group_differ() -> None:
+def test_mean_standard_deviation_of_groups() -> None:
     scores = torch.tensor([1.0, 3.0, 0.1, 0.1, 0.1, 7.0])
     groups = torch.tensor([8, 8, 4, 4, 4, 1])
-    assert mean_std(scores, groups) == pytest.approx(2**0.5 / 3)  # √2, 0, and of one there is none
-    assert mean_std(scores[:0], groups[:0]) == 0
+    assert mean_group_std(scores, groups) == pytest.approx(2**0.5 / 3)  # √2, 0, and of one there is none
+    assert mean_group_std(scores[:0], groups[:0]) == 0
 
 
 @BUSY
@@ -242,7 +244,7 @@ def test_the_fraction_counts_groups_without_advantage(case: Case) -> None:
     assert zero_std_fraction(tensor(case[0]), ids(case[1])) == pytest.approx(sum(without) / len(without))
 
 
-def test_what_cannot_be_is_refused() -> None:
+def test_invalid_arguments_are_refused() -> None:
     with pytest.raises(ConfigError, match="scale of advantages 'sdt'; did you mean 'std'"):
         group_advantages(torch.zeros(1), torch.zeros(1, dtype=torch.int64), scale="sdt")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="eps of advantages is 0"):

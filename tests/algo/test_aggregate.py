@@ -56,7 +56,7 @@ def reference(mode: Mode, rows: list[list[float]], horizon: int) -> float:
 
 @BUSY
 @given(st.lists(st.lists(st.floats(-5, 5), max_size=5), max_size=8), st.sampled_from(MODES), st.integers(5, 20))
-def test_as_the_reference_says(rows: list[list[float]], mode: Mode, horizon: int) -> None:
+def test_matches_the_reference(rows: list[list[float]], mode: Mode, horizon: int) -> None:
     lengths = [len(row) for row in rows]
     weights = token_weights(mode, torch.tensor(lengths, dtype=torch.int64), counts(lengths, horizon))
     losses = torch.tensor([x for row in rows for x in row])
@@ -145,8 +145,8 @@ def test_no_tokens_weigh_nothing(mode: Mode) -> None:
     assert token_weights(mode, torch.tensor([2, 0]), Counts(2, 1, 4)).isfinite().all()
 
 
-def test_what_cannot_be_is_refused() -> None:
-    with pytest.raises(ConfigError, match="aggregate a loss 'token_mean'; did you mean 'token-mean'"):
+def test_invalid_arguments_are_refused() -> None:
+    with pytest.raises(ConfigError, match="loss aggregation 'token_mean'; did you mean 'token-mean'"):
         token_weights("token_mean", torch.tensor([1]), Counts(1, 1, 1))  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="longest response allowed, which is given as 0"):
+    with pytest.raises(ConfigError, match=r"longest response allowed, which is 0; set rollout\.max_tokens"):
         token_weights("seq-mean-token-sum-norm", torch.tensor([1]), Counts(1, 1, 0))

@@ -1,4 +1,4 @@
-"""Correction of the rollout: numbers by hand, a reference in loops, weights that are always finite."""
+"""Rollout correction: numbers by hand, a reference in loops, weights that are always finite."""
 
 import math
 from typing import get_args
@@ -22,21 +22,23 @@ def rows(values: st.SearchStrategy[float]) -> st.SearchStrategy[Dataset]:
     return st.lists(st.lists(st.tuples(values, values), max_size=5), max_size=5)
 
 
-def run(kind: Kind, case: Dataset, limit: float = 2.0, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
+def run(kind: Kind, case: Dataset, threshold: float = 2.0, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
     ours, theirs = (torch.tensor([pair[k] for row in case for pair in row], dtype=dtype) for k in (0, 1))
-    weights, metrics = correction(kind, ours, theirs, torch.tensor([len(r) for r in case], dtype=torch.int64), limit)
+    weights, metrics = correction(
+        kind, ours, theirs, torch.tensor([len(r) for r in case], dtype=torch.int64), threshold
+    )
     assert set(metrics) == {"rollout/correction", "rollout/corrected_frac"}
     assert torch.equal(metrics["rollout/correction"], weights)
     return weights, metrics["rollout/corrected_frac"]
 
 
 def log_ratios(kind: Kind, case: Dataset) -> list[float]:
-    """The logarithm of what each token is judged by."""
+    """The log-ratio of each token, or of its response."""
     out = []
     for row in case:
-        apart = [a - b for a, b in row]
-        whole = {"sequence": math.fsum(apart), "mask-sequence": math.fsum(apart) / max(1, len(row))}
-        out += [whole.get(kind, x) for x in apart]
+        differences = [a - b for a, b in row]
+        whole = {"sequence": math.fsum(differences), "mask-sequence": math.fsum(differences) / max(1, len(row))}
+        out += [whole.get(kind, x) for x in differences]
     return out
 
 
@@ -68,25 +70,25 @@ def test_a_whole_response_by_hand() -> None:
 
 @BUSY
 @given(rows(st.floats(-6, 0)), st.sampled_from(KINDS), st.sampled_from([1.0, 1.5, 2.0, 10.0]))
-def test_as_the_reference_says(case: Dataset, kind: Kind, limit: float) -> None:
+def test_matches_the_reference(case: Dataset, kind: Kind, threshold: float) -> None:
     logs = log_ratios(kind, case)
-    bound = math.log(limit)
+    bound = math.log(threshold)
     assume(all(abs(abs(x) - bound) > 1e-9 or x == 0 for x in logs))  # either is right at the bound
-    weights, corrected = run(kind, case, limit)
+    weights, corrected = run(kind, case, threshold)
     if kind.startswith("mask"):
         assert weights.tolist() == [float(abs(x) <= bound) for x in logs]
         assert corrected.tolist() == [float(abs(x) > bound) for x in logs]
     else:
-        np.testing.assert_allclose(weights.numpy(), [min(math.exp(max(x, -20)), limit) for x in logs], rtol=1e-9)
+        np.testing.assert_allclose(weights.numpy(), [min(math.exp(max(x, -20)), threshold) for x in logs], rtol=1e-9)
         assert corrected.tolist() == [float(x > bound) for x in logs]
 
 
 @BUSY
 @given(rows(st.floats(-1e5, 0)), st.sampled_from(KINDS), st.sampled_from([1.0, 2.0, math.inf]))
-def test_agreement_is_exactly_1(case: Dataset, kind: Kind, limit: float) -> None:
+def test_agreement_is_exactly_1(case: Dataset, kind: Kind, threshold: float) -> None:
     same = [[(a, a) for a, _ in row] for row in case]
     for dtype in (torch.float32, torch.float64):
-        weights, corrected = run(kind, same, limit, dtype)
+        weights, corrected = run(kind, same, threshold, dtype)
         assert (weights == 1).all()
         assert (corrected == 0).all()
 
@@ -95,11 +97,11 @@ def test_agreement_is_exactly_1(case: Dataset, kind: Kind, limit: float) -> None
 @given(rows(st.floats(-(2.0**120), 2.0**120, width=32) | st.sampled_from([-math.inf, 0.0])), st.sampled_from(KINDS))
 def test_always_finite(case: Dataset, kind: Kind) -> None:
     for dtype in (torch.float32, torch.float64):
-        for limit in (2.0, math.inf):
-            weights, corrected = run(kind, case, limit, dtype)
+        for threshold in (2.0, math.inf):
+            weights, corrected = run(kind, case, threshold, dtype)
             assert weights.dtype == corrected.dtype == dtype
             assert weights.isfinite().all()
-            assert ((weights >= 0) & (weights <= limit)).all()
+            assert ((weights >= 0) & (weights <= threshold)).all()
 
 
 @BUSY
@@ -123,12 +125,12 @@ def test_no_tokens(kind: Kind) -> None:
     assert run(kind, [[], []])[0].shape == (0,)
 
 
-def test_what_cannot_be_is_refused() -> None:
+def test_invalid_arguments_are_refused() -> None:
     zeros, two = torch.zeros(2), torch.tensor([2])
-    with pytest.raises(ConfigError, match="correction of the rollout 'tokens'; did you mean 'token'"):
+    with pytest.raises(ConfigError, match="unknown rollout correction 'tokens'; did you mean 'token'"):
         correction("tokens", zeros, zeros, two)  # type: ignore[arg-type]
-    for limit in (0.5, math.nan):
+    for threshold in (0.5, math.nan):
         with pytest.raises(ConfigError, match="must be 1 or more"):
-            correction("token", zeros, zeros, two, limit)
+            correction("token", zeros, zeros, two, threshold)
     with pytest.raises(DataError, match="'rollout_logprobs' is"):
         correction("token", zeros, torch.zeros(1), two)

@@ -1,4 +1,4 @@
-"""Estimates of KL: numbers by hand, the true KL of small distributions, and no overflow."""
+"""Estimators of KL: numbers by hand, the true KL of small distributions, and no overflow."""
 
 from typing import get_args
 
@@ -8,37 +8,37 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distflow.algo.kl import Kind, kl
+from distflow.algo.kl import Estimator, kl
 from distflow.errors import ConfigError
 
 BUSY = settings(deadline=None)  # the first example waits for torch
-KINDS: tuple[Kind, ...] = get_args(Kind)
+ESTIMATORS: tuple[Estimator, ...] = get_args(Estimator)
 
 
 @pytest.mark.parametrize(
-    ("kind", "want"),
+    ("estimator", "want"),
     [
         ("k1", [0.5, -1.0, 0.0, 2.0]),
         ("k2", [0.125, 0.5, 0.0, 2.0]),
         ("k3", [0.10653066, 0.71828183, 0.0, 1.13533528]),  # e^−½ − ½, e − 2, 0, e^−2 + 1
     ],
 )
-def test_by_hand(kind: Kind, want: list[float]) -> None:
+def test_by_hand(estimator: Estimator, want: list[float]) -> None:
     logprobs, ref = torch.tensor([-1.0, -3.0, -0.7, -0.5]), torch.tensor([-1.5, -2.0, -0.7, -2.5])
-    torch.testing.assert_close(kl(kind, logprobs, ref), torch.tensor(want))
+    torch.testing.assert_close(kl(estimator, logprobs, ref), torch.tensor(want))
 
 
 @pytest.mark.parametrize(
-    ("kind", "want"),
+    ("estimator", "want"),
     [
         ("k1", [1.0, 1.0, 1.0]),
         ("k2", [0.5, -1.0, 0.0]),
         ("k3", [0.39346934, -1.71828183, 0.0]),  # 1 − e^−x
     ],
 )
-def test_gradient_by_hand(kind: Kind, want: list[float]) -> None:
+def test_gradient_by_hand(estimator: Estimator, want: list[float]) -> None:
     logprobs = torch.tensor([-1.0, -3.0, -0.7], requires_grad=True)
-    kl(kind, logprobs, torch.tensor([-1.5, -2.0, -0.7])).sum().backward()
+    kl(estimator, logprobs, torch.tensor([-1.5, -2.0, -0.7])).sum().backward()
     torch.testing.assert_close(logprobs.grad, torch.tensor(want))
 
 
@@ -50,8 +50,8 @@ WEIGHTS = st.lists(st.tuples(st.floats(0.05, 1), st.floats(0.05, 1)), min_size=2
 def test_k1_and_k3_are_unbiased(weights: list[tuple[float, float]]) -> None:
     policy, ref = (np.array(w) / sum(w) for w in zip(*weights, strict=True))
     true = sum(p * np.log(p / r) for p, r in zip(policy, ref, strict=True))
-    for kind in ("k1", "k3"):
-        got = kl(kind, torch.from_numpy(np.log(policy)), torch.from_numpy(np.log(ref)))
+    for estimator in ("k1", "k3"):
+        got = kl(estimator, torch.from_numpy(np.log(policy)), torch.from_numpy(np.log(ref)))
         assert float((torch.from_numpy(policy) * got).sum()) == pytest.approx(true, abs=1e-12)
 
 
@@ -68,11 +68,11 @@ def test_k3_is_precise_where_policies_are_close() -> None:
     torch.testing.assert_close(kl("k3", x, torch.zeros(3)), x**2 / 2 - x**3 / 6, rtol=1e-3, atol=0)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("estimator", ESTIMATORS)
 @pytest.mark.parametrize("x", [-1e4, -100.0, -20.1, 20.0, 100.0, 1e4])
-def test_huge_differences_stay_finite(kind: Kind, x: float) -> None:
+def test_huge_differences_stay_finite(estimator: Estimator, x: float) -> None:
     logprobs = torch.tensor([x], requires_grad=True)
-    got = kl(kind, logprobs, torch.zeros(1))
+    got = kl(estimator, logprobs, torch.zeros(1))
     got.sum().backward()
     assert logprobs.grad is not None
     assert got.isfinite().all()
@@ -88,6 +88,6 @@ def test_k3_never_pushes_away_from_the_reference(x: float) -> None:
     assert float(logprobs.grad) * x >= 0
 
 
-def test_an_unknown_kind_is_refused() -> None:
-    with pytest.raises(ConfigError, match="unknown estimate of KL 'k4'; known: k1, k2, k3"):
+def test_an_unknown_estimator_is_refused() -> None:
+    with pytest.raises(ConfigError, match="unknown KL estimator 'k4'; known: k1, k2, k3"):
         kl("k4", torch.zeros(1), torch.zeros(1))  # type: ignore[arg-type]

@@ -67,7 +67,7 @@ def test_policy_by_hand() -> None:
     assert set(loss.metrics) == {"actor/pg_loss", "actor/clip_frac", "actor/ppo_kl", "actor/ratio"}
 
 
-def test_the_upper_bound_is_its_own_only_if_given() -> None:
+def test_the_upper_bound_is_clip_unless_clip_high_is_set() -> None:
     tokens, _ = given_ratios([1.25], [1.0])
     assert policy(tokens).per_token.tolist() == pytest.approx([-1.2])
     assert policy(tokens, clip=0.1).per_token.tolist() == pytest.approx([-1.1])
@@ -80,7 +80,7 @@ def test_kl_and_entropy_by_hand() -> None:
     entropy = torch.tensor([0.5, 1.5], requires_grad=True)
     fields = {"ref_logprobs": torch.tensor([-1.5, -1.0]), "advantage": torch.tensor([1.0, -1.0])}
     tokens = Tokens(new, torch.tensor([1, 1]), fields, entropy=entropy)
-    loss = policy(tokens, kl=0.1, kl_kind="k2", entropy=0.01)
+    loss = policy(tokens, kl=0.1, kl_estimator="k2", entropy=0.01)
     # −A + 0.1 · x²/2 − 0.01 · H with x = 0.5, −1
     assert loss.per_token.tolist() == pytest.approx([-1 + 0.0125 - 0.005, 1 + 0.05 - 0.015])
     assert loss.metrics["actor/pg_loss"].tolist() == [-1, 1]  # the policy part only
@@ -101,10 +101,10 @@ def test_a_controller_weighs_the_divergence() -> None:
 
     def losses(kl: float, **weights: dict[str, Tensor]) -> list[float]:
         per_token = {**fields, **weights.get("per_token", {})}
-        made = policy(Tokens(new, lengths, per_token, weights.get("per_sample", {})), kl=kl, kl_kind="k2")
+        result = policy(Tokens(new, lengths, per_token, weights.get("per_sample", {})), kl=kl, kl_estimator="k2")
         if kl:
-            assert made.metrics["actor/kl"].tolist() == [0.125, 0.5, 0.5]  # what is measured is not weighed
-        return made.per_token.tolist()
+            assert result.metrics["actor/kl"].tolist() == [0.125, 0.5, 0.5]  # what is measured is not weighed
+        return result.per_token.tolist()
 
     assert losses(2.0) == [0.25, 1, 1]
     assert losses(1.0, per_sample={"kl_weight": torch.tensor([4.0, 9.0, 3.0])}) == [0.5, 1.5, 1.5]
@@ -112,7 +112,7 @@ def test_a_controller_weighs_the_divergence() -> None:
     assert losses(0.0, per_sample={"kl_weight": torch.ones(3)}) == [0, 0, 0]  # kl says whether there is any
 
 
-def test_nothing_is_read_that_is_not_used() -> None:
+def test_only_fields_in_use_are_read() -> None:
     tokens = Tokens(torch.zeros(1), torch.tensor([1]), per_sample={"advantage": torch.ones(1)})
     assert policy(tokens).per_token.tolist() == [-1]  # neither old nor reference log-probabilities
     assert "actor/kl" not in policy(tokens).metrics
@@ -153,7 +153,7 @@ def tokens_of(case: dict[str, list], new: Tensor | None = None, entropy: Tensor 
 
 @BUSY
 @given(cases(), st.floats(0, 0.5), st.none() | st.floats(0, 0.5), st.sampled_from([0.0, 0.1]), st.floats(-0.1, 0.1))
-def test_policy_as_the_reference_says(
+def test_policy_matches_the_reference(
     case: dict[str, list], clip: float, clip_high: float | None, kl: float, bonus: float
 ) -> None:
     losses, clipped_at = [], []
@@ -184,7 +184,7 @@ def away_from_kinks(case: dict[str, list]) -> bool:
 def test_gradcheck(case: dict[str, list], kind) -> None:
     def run(new: Tensor, entropy: Tensor) -> Tensor:
         tokens = tokens_of(case, new, entropy)
-        return policy(tokens, 0.2, 0.3, kl=0.1, kl_kind=kind, entropy=0.01).per_token
+        return policy(tokens, 0.2, 0.3, kl=0.1, kl_estimator=kind, entropy=0.01).per_token
 
     leaves = flat(case["new"]).requires_grad_(), flat(case["entropy"]).requires_grad_()
     assert torch.autograd.gradcheck(run, leaves)
@@ -192,13 +192,13 @@ def test_gradcheck(case: dict[str, list], kind) -> None:
 
 @BUSY
 @given(cases(), st.floats(0, 0.5), st.booleans())
-def test_on_policy_the_gradient_is_that_of_the_policy(case: dict[str, list], clip: float, told: bool) -> None:
-    """−A · ∇logp · w, for any clip, whether the old log-probabilities are told to be the same or not told."""
+def test_on_policy_the_gradient_is_that_of_the_policy(case: dict[str, list], clip: float, with_old: bool) -> None:
+    """−A · ∇logp · w, for any clip, whether equal old log-probs are passed or none."""
     new = flat(case["new"]).requires_grad_()
     lengths = torch.tensor([len(row) for row in case["new"]], dtype=torch.int64)
     advantage = torch.tensor(case["advantage"], dtype=torch.float64)
     weights = torch.arange(len(new), dtype=torch.float64) + 1
-    tokens = Tokens(new, lengths, {"old_logprobs": new.detach().clone()} if told else {}, {"advantage": advantage})
+    tokens = Tokens(new, lengths, {"old_logprobs": new.detach().clone()} if with_old else {}, {"advantage": advantage})
     loss = policy(tokens, clip)
     (loss.per_token * weights).sum().backward()
     spread = [a for a, row in zip(case["advantage"], case["new"], strict=True) for _ in row]
@@ -214,7 +214,7 @@ def test_on_policy_the_gradient_is_that_of_the_policy(case: dict[str, list], cli
 def test_always_finite(case: dict[str, list], kind) -> None:
     for dtype in (torch.float32, torch.float64):
         new = flat(case["new"]).to(dtype).requires_grad_()
-        loss = policy(tokens_of(case, new), kl=0.1, kl_kind=kind, entropy=0.01)
+        loss = policy(tokens_of(case, new), kl=0.1, kl_estimator=kind, entropy=0.01)
         loss.per_token.sum().backward()
         assert new.grad is not None
         for values in (loss.per_token, new.grad, *loss.metrics.values()):
@@ -248,13 +248,13 @@ def test_metrics_are_per_token_and_detached(case: dict[str, list]) -> None:
         assert not values.requires_grad
 
 
-def test_what_cannot_be_is_refused() -> None:
+def test_invalid_arguments_are_refused() -> None:
     tokens, _ = given_ratios([1.0], [1.0])
     with pytest.raises(ConfigError, match="needs field 'ref_logprobs'"):
         policy(tokens, kl=0.1)
     with pytest.raises(ConfigError, match="needs field 'advantage'"):
         policy(Tokens(torch.zeros(1), torch.tensor([1])))
-    with pytest.raises(ConfigError, match=r"entropy = 0\.01, but no entropy was computed"):
+    with pytest.raises(ConfigError, match=r"entropy = 0\.01, but the model computes none"):
         policy(tokens, entropy=0.01)
     for name in ("clip", "clip_high", "kl"):
         with pytest.raises(ConfigError, match=f"{name} = -0.1; it must be 0 or more"):

@@ -1,4 +1,4 @@
-"""The relatives of the clipped objective: values and gradients as loops over samples and tokens give them."""
+"""Variants of the clipped objective: values and gradients as loops over samples and tokens give them."""
 
 import math
 from collections.abc import Callable
@@ -80,7 +80,7 @@ NAMES = [kind[0].__name__ for kind in KINDS]
 @pytest.mark.parametrize(("loss", "constants", "reference"), KINDS, ids=NAMES)
 @settings(max_examples=60, deadline=None)
 @given(case=cases())
-def test_as_the_reference_says(
+def test_matches_the_reference(
     loss: Callable[..., Loss], constants: dict[str, Any], reference: Reference, case: Case
 ) -> None:
     new = flat(case["new"]).requires_grad_()
@@ -105,10 +105,10 @@ KINKS = {math.log(1.2), -math.log(0.8), math.log(1.3), -math.log(0.9), -math.log
 def test_always_finite(loss: Callable[..., Loss], constants: dict[str, Any], reference: Reference, case: Case) -> None:
     for dtype in (torch.float32, torch.float64):
         new = flat(case["new"]).to(dtype).requires_grad_()
-        made = loss(tokens_of(case, new), **constants, kl=0.1, entropy=0.01)
-        made.per_token.sum().backward()
+        result = loss(tokens_of(case, new), **constants, kl=0.1, entropy=0.01)
+        result.per_token.sum().backward()
         assert new.grad is not None
-        for values in (made.per_token, new.grad, *made.metrics.values()):
+        for values in (result.per_token, new.grad, *result.metrics.values()):
             assert values.isfinite().all()
 
 
@@ -129,15 +129,15 @@ def test_on_policy_all_of_them_have_the_gradient_of_the_policy(loss: Callable[..
 @pytest.mark.parametrize("loss", [gspo, cispo, cpgd, reinforce])
 @BUSY
 @given(case=cases(), bonus=st.floats(-0.1, 0.1), kl=st.sampled_from([0.0, 0.2]))
-def test_divergence_and_entropy_come_on_top(loss: Callable[..., Loss], case: Case, bonus: float, kl: float) -> None:
-    plain, more = loss(tokens_of(case)), loss(tokens_of(case), kl=kl, kl_kind="k2", entropy=bonus)
+def test_kl_and_entropy_are_added(loss: Callable[..., Loss], case: Case, bonus: float, kl: float) -> None:
+    plain, more = loss(tokens_of(case)), loss(tokens_of(case), kl=kl, kl_estimator="k2", entropy=bonus)
     x = flat(case["new"]) - flat(case["ref"])
     want = plain.per_token + kl * x * x / 2 - bonus * flat(case["entropy"])
     assert torch.allclose(more.per_token, want, rtol=1e-10, atol=1e-12)
     assert ("actor/kl" in more.metrics) == (kl > 0)
 
 
-def test_a_response_far_off_pulls_no_harder_under_cpgd() -> None:
+def test_under_cpgd_the_gradient_does_not_grow_with_the_ratio() -> None:
     near, far = one(0.1, -1.0), one(5.0, -1.0)
     slopes = []
     for case in (near, far):
@@ -149,13 +149,13 @@ def test_a_response_far_off_pulls_no_harder_under_cpgd() -> None:
 
 
 @pytest.mark.parametrize(("ratio", "pull"), [(0.25, -0.75), (1.0, 0.0), (2.0, 1.0), (3.5, 2.0), (1e6, 2.0)])
-def test_the_drift_of_cpgd_pulls_back_only_so_hard(ratio: float, pull: float) -> None:
+def test_the_gradient_of_the_drift_penalty_is_bounded(ratio: float, pull: float) -> None:
     new = flat([[math.log(ratio) - 1]]).requires_grad_()
-    made = cpgd(tokens_of(one(math.log(ratio), 0.0), new), drift=0.5)
-    made.per_token.sum().backward()
+    result = cpgd(tokens_of(one(math.log(ratio), 0.0), new), drift=0.5)
+    result.per_token.sum().backward()
     assert new.grad is not None
     assert new.grad.tolist() == pytest.approx([0.5 * pull])
-    assert made.per_token.tolist() == pytest.approx([0.5 * float(made.metrics["actor/drift"][0])])
+    assert result.per_token.tolist() == pytest.approx([0.5 * float(result.metrics["actor/drift"][0])])
 
 
 @pytest.mark.parametrize("loss", [gspo, cispo, cpgd])

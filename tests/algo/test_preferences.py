@@ -16,7 +16,7 @@ from distflow.algo import losses
 from distflow.algo.aggregate import Counts, token_weights
 from distflow.algo.losses import Loss, dpo, preference
 from distflow.algo.tokens import Tokens
-from distflow.engine.roles import find_loss
+from distflow.engine.train.update_spec import find_loss
 from distflow.errors import ConfigError, DataError
 
 BUSY = settings(deadline=None)  # the first example waits for torch
@@ -122,22 +122,22 @@ def test_dpo_by_hand() -> None:
         Sample([-1.0, 0.0], [-3.0, 0.0], 5, 1),
         Sample([0.0], [-4.0], 2, -1),
     ]
-    made = dpo(tokens_of(case), beta=0.5)
+    result = dpo(tokens_of(case), beta=0.5)
     five, two = math.log1p(math.exp(-1.5)), math.log1p(math.exp(2))
-    assert made.per_token.tolist() == pytest.approx([five, two / 2, two / 2, five / 2, five / 2, two])
-    assert made.metrics["actor/margin"].tolist() == [1.5, -2, -2, 1.5, 1.5, -2]
-    assert made.metrics["actor/accuracy"].tolist() == [1, 0, 0, 1, 1, 0]
+    assert result.per_token.tolist() == pytest.approx([five, two / 2, two / 2, five / 2, five / 2, two])
+    assert result.metrics["actor/margin"].tolist() == [1.5, -2, -2, 1.5, 1.5, -2]
+    assert result.metrics["actor/accuracy"].tolist() == [1, 0, 0, 1, 1, 0]
     smooth = dpo(tokens_of(case), beta=0.5, label_smoothing=0.25)
     assert smooth.per_token[0].item() == pytest.approx(0.75 * five + 0.25 * (five + 1.5))
 
 
 def test_preference_by_hand() -> None:
     case = [Sample([9.0, 1.0], [0.0, 0.0], 1, 1), Sample([3.0], [0.0], 1, -1)]
-    made = preference(tokens_of(case))
+    result = preference(tokens_of(case))
     loss = math.log1p(math.exp(2))
-    assert made.per_token.tolist() == pytest.approx([loss / 2, loss / 2, loss])
-    assert made.metrics["reward_model/margin"].tolist() == [-2, -2, -2]
-    assert made.metrics["reward_model/accuracy"].tolist() == [0, 0, 0]
+    assert result.per_token.tolist() == pytest.approx([loss / 2, loss / 2, loss])
+    assert result.metrics["reward_model/margin"].tolist() == [-2, -2, -2]
+    assert result.metrics["reward_model/accuracy"].tolist() == [0, 0, 0]
 
 
 @pytest.mark.parametrize(("loss", "reference"), BOTH, ids=IDS)
@@ -188,24 +188,24 @@ def test_always_finite(case: list[Sample]) -> None:
             if loss is preference and any(not s.new for s in case):
                 continue
             tokens = tokens_of(case, dtype)
-            made = loss(tokens)
-            made.per_token.sum().backward()
+            result = loss(tokens)
+            result.per_token.sum().backward()
             assert tokens.logprobs.grad is not None
-            for values in (made.per_token, tokens.logprobs.grad, *made.metrics.values()):
+            for values in (result.per_token, tokens.logprobs.grad, *result.metrics.values()):
                 assert values.isfinite().all()
                 assert values.shape == tokens.logprobs.shape
-            assert not any(values.requires_grad for values in made.metrics.values())
+            assert not any(values.requires_grad for values in result.metrics.values())
 
 
 def test_an_empty_response() -> None:
     case = [Sample([], [], 1, 1), Sample([-2.0], [-1.0], 1, -1)]
-    made = dpo(tokens_of(case), beta=1.0)
-    assert made.metrics["actor/margin"].tolist() == [1]  # the other one has become less likely
+    result = dpo(tokens_of(case), beta=1.0)
+    assert result.metrics["actor/margin"].tolist() == [1]  # the other one has become less likely
     with pytest.raises(DataError, match="without tokens has no score"):
         preference(tokens_of(case))
 
 
-def test_entropy_is_told_where_there_is_one() -> None:
+def test_entropy_is_logged_if_it_was_computed() -> None:
     case = [Sample([-1.0], [0.0], 1, 1), Sample([-2.0], [-1.0], 1, -1)]
     tokens = tokens_of(case)
     assert set(dpo(tokens).metrics) == {"actor/margin", "actor/accuracy"}
@@ -213,18 +213,18 @@ def test_entropy_is_told_where_there_is_one() -> None:
     assert dpo(more).metrics["actor/entropy"].tolist() == [0.5, 1.5]
 
 
-def test_what_cannot_be_is_refused() -> None:
+def test_invalid_arguments_are_refused() -> None:
     def sample(chosen: int, pair: int = 4) -> Sample:
         return Sample([-1.0], [-1.0], pair, chosen)
 
     for loss in (dpo, preference):
-        with pytest.raises(DataError, match="pair 4 has 0 responses that are the other one"):
+        with pytest.raises(DataError, match="pair 4 has 0 responses marked as the other one"):
             loss(tokens_of([sample(1)]))
-        with pytest.raises(DataError, match="pair 6 has 0 responses that are the preferred one"):
+        with pytest.raises(DataError, match="pair 6 has 0 responses marked as the preferred one"):
             loss(tokens_of([sample(1), sample(-1), sample(-1, 6)]))
-        with pytest.raises(DataError, match="pair 4 has 2 responses that are the preferred one"):
+        with pytest.raises(DataError, match="pair 4 has 2 responses marked as the preferred one"):
             loss(tokens_of([sample(1), sample(-1), sample(1)]))
-        with pytest.raises(DataError, match="field 'preferred' is 1 for the better"):
+        with pytest.raises(DataError, match="field 'preferred' must be 1 for the preferred"):
             loss(tokens_of([sample(1), sample(0)]))
         ref = {"ref_logprobs": torch.zeros(1)}
         with pytest.raises(ConfigError, match="needs field 'pair'"):

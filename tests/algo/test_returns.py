@@ -9,7 +9,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from distflow.algo.returns import discounted_returns, explained_variance, gae, merged, moments, token_rewards, whiten
+from distflow.algo.returns import (
+    discounted_returns,
+    explained_variance,
+    gae,
+    merge_moments,
+    moments,
+    token_rewards,
+    whiten,
+)
 from distflow.errors import ConfigError, DataError
 
 BUSY = settings(deadline=None)  # the first example waits for torch
@@ -50,7 +58,7 @@ def test_gae_by_hand() -> None:
 
 @BUSY
 @given(PAIRS, SHARES, SHARES)
-def test_gae_as_the_reference_says(pair: tuple[Dataset, Dataset], gamma: float, lam: float) -> None:
+def test_gae_matches_the_reference(pair: tuple[Dataset, Dataset], gamma: float, lam: float) -> None:
     rewards, values = pair
     got = gae(flat(rewards), flat(values), sizes(rewards), gamma, lam)
     for mine, want in zip(got, by_gae(rewards, values, gamma, lam), strict=True):
@@ -72,7 +80,7 @@ def test_ends_of_lambda(pair: tuple[Dataset, Dataset]) -> None:
 
 @BUSY
 @given(ROWS, SHARES)
-def test_discounted_returns_as_the_reference_says(rewards: Dataset, gamma: float) -> None:
+def test_discounted_returns_matches_the_reference(rewards: Dataset, gamma: float) -> None:
     got = discounted_returns(flat(rewards), sizes(rewards), gamma)
     want = [math.fsum(gamma**k * r for k, r in enumerate(row[t:])) for row in rewards for t in range(len(row))]
     np.testing.assert_allclose(got.numpy(), want, rtol=1e-9, atol=1e-9)
@@ -128,7 +136,7 @@ def test_scores_at_the_last_token() -> None:
 
 @BUSY
 @given(ROWS)
-def test_the_score_is_what_comes(rows: Dataset) -> None:
+def test_undiscounted_returns_are_the_score(rows: Dataset) -> None:
     """Undiscounted, the return of every token of a response is its score."""
     scores = torch.arange(len(rows), dtype=torch.float64) + 0.1
     got = discounted_returns(token_rewards(scores, sizes(rows)), sizes(rows))
@@ -152,13 +160,13 @@ def test_moments_by_hand() -> None:
     got = moments(torch.tensor([1.0, 3.0, 5.0]), torch.tensor([2, 0, 1]))
     assert got.dtype == torch.float64
     assert got.tolist() == [[2, 2, 2], [0, 0, 0], [1, 5, 0]]
-    assert merged(got).tolist() == [3, 3, 8]
+    assert merge_moments(got).tolist() == [3, 3, 8]
     assert whiten(torch.tensor([1.0, 5.0]), got, 1.0).tolist() == pytest.approx([-2 / 3, 2 / 3])
 
 
 @BUSY
 @given(ROWS, st.sampled_from([1e-6, 1e-2, 1.0]))
-def test_whitening_as_the_reference_says(rows: Dataset, eps: float) -> None:
+def test_whitening_matches_the_reference(rows: Dataset, eps: float) -> None:
     np.testing.assert_allclose(whitened(rows, eps), by_whitening(rows, eps), rtol=1e-7, atol=1e-7)
 
 
@@ -177,8 +185,8 @@ def test_whitening_is_the_same_in_any_layout(rows: Dataset, data: st.DataObject)
         got = whiten(flat(mine), together).tolist()
         assert got == [x for i in share for x in parts[i].tolist()]
     # Merged once more, a row per worker, it is the same but for rounding.
-    rows_of = torch.stack([merged(moments(flat(mine), sizes(mine))) for mine in apart])
-    np.testing.assert_allclose(merged(rows_of), merged(together), rtol=1e-12, atol=1e-9)
+    rows_of = torch.stack([merge_moments(moments(flat(mine), sizes(mine))) for mine in apart])
+    np.testing.assert_allclose(merge_moments(rows_of), merge_moments(together), rtol=1e-12, atol=1e-9)
 
 
 @BUSY
@@ -224,7 +232,7 @@ def test_explained_variance_by_hand() -> None:
 
 @BUSY
 @given(PAIRS)
-def test_explained_variance_as_numpy_says(pair: tuple[Dataset, Dataset]) -> None:
+def test_explained_variance_matches_numpy(pair: tuple[Dataset, Dataset]) -> None:
     returns, values = (flat(rows).numpy() for rows in pair)
     errors = torch.from_numpy(returns - values)
     got = explained_variance(moments(flat(pair[0]), sizes(pair[0])), moments(errors, sizes(pair[0])))
@@ -241,7 +249,7 @@ def test_no_tokens(lengths: list[int]) -> None:
     assert token_rewards(torch.ones(len(lengths)), counts).shape == (0,)
     parts = moments(none, counts)
     assert parts.tolist() == [[0.0] * 3] * len(lengths)
-    assert merged(parts).tolist() == [0, 0, 0]
+    assert merge_moments(parts).tolist() == [0, 0, 0]
     assert whiten(none, parts).shape == (0,)
     assert explained_variance(parts, parts) == 0
 
@@ -254,7 +262,7 @@ def test_only_the_result_is_rounded() -> None:
     assert torch.equal(discounted_returns(rewards, lengths), discounted_returns(rewards.double(), lengths).bfloat16())
 
 
-def test_what_cannot_be_is_refused() -> None:
+def test_invalid_arguments_are_refused() -> None:
     one, two = torch.zeros(1), torch.tensor([2])
     with pytest.raises(DataError, match=r"rewards are \[1\], but the lengths sum to 2 tokens"):
         gae(one, one, two)

@@ -22,7 +22,7 @@ def test_a_field_is_aligned_with_the_tokens() -> None:
     tokens = some([3, 0, 1], per_token={"old": old}, per_sample={"score": torch.tensor([5.0, 6.0, 7.0])})
     assert torch.equal(tokens["old"], old)
     assert tokens["score"].tolist() == [5, 5, 5, 7]
-    assert tokens.sums(old).tolist() == pytest.approx([0.6, 0, 0.4])
+    assert tokens.sum_per_sample(old).tolist() == pytest.approx([0.6, 0, 0.4])
     assert "old" in tokens
     assert "score" in tokens
     assert "ref" not in tokens
@@ -37,23 +37,23 @@ def test_as_many_tokens_as_samples_are_not_mixed_up() -> None:
 
 @BUSY
 @given(LENGTHS)
-def test_spread_and_sums_are_what_loops_say(lengths: list[int]) -> None:
+def test_expand_and_sum_per_sample_match_loops(lengths: list[int]) -> None:
     tokens = some(lengths)
     per_sample = torch.arange(len(lengths), dtype=torch.float64)
     per_token = torch.arange(sum(lengths), dtype=torch.float64) + 1
-    assert tokens.spread(per_sample).tolist() == [i for i, n in enumerate(lengths) for _ in range(n)]
+    assert tokens.expand(per_sample).tolist() == [i for i, n in enumerate(lengths) for _ in range(n)]
     parts = per_token.split(lengths) if lengths else ()
-    assert tokens.sums(per_token).tolist() == [float(p.sum()) for p in parts]
+    assert tokens.sum_per_sample(per_token).tolist() == [float(p.sum()) for p in parts]
 
 
 @settings(max_examples=20, deadline=None)
 @given(LENGTHS.filter(lambda n: sum(n) > 0))
-def test_spread_and_sums_are_differentiable(lengths: list[int]) -> None:
+def test_expand_and_sum_per_sample_are_differentiable(lengths: list[int]) -> None:
     tokens = some(lengths)
     per_token = torch.randn(sum(lengths), dtype=torch.float64, requires_grad=True)
     per_sample = torch.randn(len(lengths), dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(lambda x: tokens.sums(x.square()), (per_token,))
-    assert torch.autograd.gradcheck(lambda x: tokens.spread(x.square()), (per_sample,))
+    assert torch.autograd.gradcheck(lambda x: tokens.sum_per_sample(x.square()), (per_token,))
+    assert torch.autograd.gradcheck(lambda x: tokens.expand(x.square()), (per_sample,))
 
 
 def test_a_missing_field_is_named() -> None:
@@ -76,6 +76,6 @@ def test_a_missing_field_is_named() -> None:
         (lambda: Tokens(torch.zeros(2), torch.tensor([2]), entropy=torch.zeros(1)), r"entropy is \[1\]"),
     ],
 )
-def test_what_does_not_fit_is_refused(make, message: str) -> None:
+def test_mismatched_shapes_are_refused(make, message: str) -> None:
     with pytest.raises(DataError, match=message):
         make()

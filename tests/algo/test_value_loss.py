@@ -36,12 +36,12 @@ def test_by_hand() -> None:
     clipped.per_token.sum().backward()
     assert tokens.values.grad is not None
     assert tokens.values.grad.tolist() == [0, 2, -2, 0]  # beyond the clip nothing is to be gained
-    assert not any(told.requires_grad for told in clipped.metrics.values())
+    assert not any(values.requires_grad for values in clipped.metrics.values())
 
 
 @BUSY
 @given(ROWS, st.none() | st.floats(0, 3))
-def test_as_the_reference_says(rows: list[tuple[float, float, float]], clip: float | None) -> None:
+def test_matches_the_reference(rows: list[tuple[float, float, float]], clip: float | None) -> None:
     want = []
     for v, old, target in rows:
         choices = [(v - target) ** 2]
@@ -68,8 +68,8 @@ def test_a_shift_of_all_changes_nothing(
 @given(ROWS, st.floats(0, 3))
 def test_what_is_within_the_bounds_is_not_clipped(rows: list[tuple[float, float, float]], clip: float) -> None:
     """Not by rounding either."""
-    made = value(tokens_of(rows, torch.float32), clip)
-    for (v, old, _), flag in zip(rows, made.metrics["critic/clip_frac"].tolist(), strict=True):
+    result = value(tokens_of(rows, torch.float32), clip)
+    for (v, old, _), flag in zip(rows, result.metrics["critic/clip_frac"].tolist(), strict=True):
         assert not (flag and abs(v - old) < clip - 1e-5)
 
 
@@ -78,7 +78,7 @@ def test_a_return_per_sample_is_for_each_of_its_tokens() -> None:
     assert value(tokens).per_token.tolist() == [0, 0.5, 2]
 
 
-def test_what_cannot_be_is_refused() -> None:
+def test_invalid_arguments_are_refused() -> None:
     tokens = Tokens(torch.zeros(1), torch.tensor([1]), {"returns": torch.zeros(1)})
     with pytest.raises(ConfigError, match=r"clip = -0\.1; it must be 0 or more"):
         value(tokens, -0.1)

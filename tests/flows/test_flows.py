@@ -1,4 +1,4 @@
-"""The built-in flows as graphs: what they do, in which order, and that planning them needs no torch."""
+"""The built-in flows as graphs: their nodes, edges and constants, and that planning them imports no torch."""
 
 import inspect
 import json
@@ -17,18 +17,18 @@ from distflow.flow.importing import load
 from distflow.flows import BUILT_IN
 from distflow.reward.reward import Reward
 
-PLAYERS = {"actor": Actor, "critic": Critic, "reference": Reference, "reward": Reward, "reward_model": RewardModel}
+ROLES = {"actor": Actor, "critic": Critic, "reference": Reference, "reward": Reward, "reward_model": RewardModel}
 
 
 def built_in(name: str) -> FlowFunction:
-    found = load(BUILT_IN[name], "flow", Path())
-    assert isinstance(found, FlowFunction)
-    return found
+    function = load(BUILT_IN[name], "flow", Path())
+    assert isinstance(function, FlowFunction)
+    return function
 
 
 def graph(name: str, *columns: str, **constants: Any) -> Flow:
     function = built_in(name)
-    return function.trace(columns, {r: PLAYERS[r] for r in function.roles}, constants)
+    return function.trace(columns, {r: ROLES[r] for r in function.roles}, constants)
 
 
 def edges(flow: Flow) -> set[tuple[str, str, str]]:
@@ -51,7 +51,7 @@ GRPO = {
 }
 
 
-def test_grpo_generates_scores_compares_and_learns() -> None:
+def test_grpo_generates_scores_compares_and_updates() -> None:
     flow = graph("grpo", "prompt", "answer")
     assert [n.id for n in flow.order] == ["actor.generate", "reward.score", "group_advantage", "actor.update"]
     assert edges(flow) == GRPO
@@ -67,68 +67,86 @@ def test_grpo_generates_scores_compares_and_learns() -> None:
     assert [n.id for n in flow.nodes if n.type == "train"] == ["actor.update"]
 
 
-def test_the_reference_is_asked_only_if_its_word_has_weight() -> None:
+def test_the_reference_runs_only_with_a_kl_weight() -> None:
     assert "reference.logprobs" not in {n.id for n in graph("grpo", "prompt", kl=0).nodes}
     flow = graph("grpo", "prompt", "answer", kl=0.01)
-    asked = {("actor.generate", f, "reference.logprobs") for f in TOKENS}
-    assert edges(flow) == GRPO | asked | {("reference.logprobs", "ref_logprobs", "actor.update")}
+    read = {("actor.generate", f, "reference.logprobs") for f in TOKENS}
+    assert edges(flow) == GRPO | read | {("reference.logprobs", "ref_logprobs", "actor.update")}
     assert flow.node("actor.update").params["kl"] == 0.01
 
 
 def test_old_logprobs_may_come_from_the_trainer() -> None:
-    flow = graph("grpo", "prompt", "answer", recompute_old=True)
-    asked = {("actor.generate", f, "actor.logprobs") for f in TOKENS}
-    assert edges(flow) == GRPO | asked | {("actor.logprobs", "old_logprobs", "actor.update")}
+    flow = graph("grpo", "prompt", "answer", recompute_old_logprobs=True)
+    read = {("actor.generate", f, "actor.logprobs") for f in TOKENS}
+    assert edges(flow) == GRPO | read | {("actor.logprobs", "old_logprobs", "actor.update")}
     order = [n.id for n in flow.order]
     assert order.index("actor.logprobs") < order.index("actor.update")
 
 
+def test_later_updates_of_a_step_compare_with_the_log_probs_of_the_rollout() -> None:
+    assert "old_logprobs" not in graph("grpo", "prompt").node("actor.update").params  # on-policy
+    for name in ("grpo", "ppo", "gspo"):
+        assert graph(name, "prompt", mini_batches=2).node("actor.update").params["old_logprobs"] == "rollout_logprobs"
+    recomputed = graph("grpo", "prompt", mini_batches=2, recompute_old_logprobs=True)
+    assert "old_logprobs" not in recomputed.node("actor.update").params
+
+
 def test_constants_reach_the_nodes_they_are_for() -> None:
-    given = {"scale": "none", "clip": 0.1, "clip_high": 0.3, "kl": 0.5, "kl_kind": "k2", "entropy": 0.01}
-    flow = graph("grpo", "prompt", mini_batches=2, epochs=3, aggregate="seq-mean-token-mean", **given)
-    assert flow.node("group_advantage").params == {"scale": given.pop("scale")}
+    constants = {"scale": "none", "clip": 0.1, "clip_high": 0.3, "kl": 0.5, "kl_estimator": "k2", "entropy": 0.01}
+    flow = graph("grpo", "prompt", mini_batches=2, epochs=3, aggregate="seq-mean-token-mean", **constants)
+    assert flow.node("group_advantage").params == {"scale": constants.pop("scale")}
     assert flow.node("actor.update").params == {
         "loss": "policy",
         "aggregate": "seq-mean-token-mean",
         "mini_batches": 2,
         "epochs": 3,
-        **given,
+        "old_logprobs": "rollout_logprobs",
+        **constants,
     }
 
 
-OWN: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {  # its loss; what it tells the advantage, the update
+DIFFERENCES: dict[
+    str, tuple[str, dict[str, Any], dict[str, Any]]
+] = {  # loss; parameters of the advantage; some of the update
     "grpo": ("policy", {"scale": "std"}, {"clip": 0.2, "clip_high": None, "aggregate": "token-mean"}),
     "dr_grpo": ("policy", {"scale": "none"}, {"clip": 0.2, "aggregate": "seq-mean-token-sum-norm"}),
-    "rloo": ("policy", {"scale": "none", "baseline": "others"}, {"clip": 0.2, "aggregate": "seq-mean-token-sum"}),
-    "opo": ("reinforce", {"scale": "none", "baseline": "length"}, {"aggregate": "seq-mean-token-sum-norm"}),
-    "gpg": ("reinforce", {"scale": "informative"}, {"aggregate": "token-mean"}),
-    "reinforce_pp_baseline": ("policy", {"scale": "batch"}, {"clip": 0.2, "aggregate": "token-mean", "kl_kind": "k2"}),
+    "rloo": (
+        "policy",
+        {"scale": "none", "baseline": "leave_one_out"},
+        {"clip": 0.2, "aggregate": "seq-mean-token-sum"},
+    ),
+    "opo": ("reinforce", {"scale": "none", "baseline": "length_weighted"}, {"aggregate": "seq-mean-token-sum-norm"}),
+    "gpg": ("reinforce", {"scale": "nonzero_std"}, {"aggregate": "token-mean"}),
+    "reinforce_pp_baseline": (
+        "policy",
+        {"scale": "batch"},
+        {"clip": 0.2, "aggregate": "token-mean", "kl_estimator": "k2"},
+    ),
     "gspo": ("gspo", {}, {"clip": 3e-4, "clip_high": 4e-4, "aggregate": "seq-mean-token-mean"}),
     "cispo": ("cispo", {}, {"clip": 1.0, "clip_high": 0.2, "aggregate": "token-mean"}),
     "cpgd": ("cpgd", {}, {"clip": 0.2, "drift": 0.001, "aggregate": "token-mean"}),
 }
 
 
-@pytest.mark.parametrize("name", OWN)
-def test_what_is_its_own_in_each_of_the_family(name: str) -> None:
+@pytest.mark.parametrize("name", DIFFERENCES)
+def test_what_distinguishes_each_policy_gradient_flow(name: str) -> None:
     flow = graph(name, "prompt", "answer", kl=0.1, epochs=2)
-    loss, told, learned = OWN[name]
+    loss, of_advantage, of_update = DIFFERENCES[name]
     advantage = next(n for n in flow.nodes if n.role == "advantage")
-    assert advantage.params == told
-    assert (
-        advantage.whole_batch == (advantage.id == "batch_advantage") == (told.get("scale") in ("batch", "informative"))
-    )
-    assert ("response_tokens" in advantage.reads) == (told.get("baseline") == "length")
+    assert advantage.params == of_advantage
+    over_batch = of_advantage.get("scale") in ("batch", "nonzero_std")
+    assert advantage.whole_batch == (advantage.id == "batch_advantage") == over_batch
+    assert ("response_tokens" in advantage.reads) == (of_advantage.get("baseline") == "length_weighted")
     update = flow.node("actor.update").params
     assert update["loss"] == loss
-    assert {k: update[k] for k in learned} == learned
+    assert {k: update[k] for k in of_update} == of_update
     assert (update["kl"], update["epochs"]) == (0.1, 2)
     assert "reference.logprobs" in {n.id for n in flow.nodes}
-    taken = set(inspect.signature(getattr(losses, loss)).parameters)
-    assert set(update) - {"loss", "aggregate", "mini_batches", "epochs"} <= taken
+    accepted = set(inspect.signature(getattr(losses, loss)).parameters)
+    assert set(update) - {"loss", "aggregate", "mini_batches", "epochs", "old_logprobs"} <= accepted
 
 
-def test_sft_encodes_and_learns() -> None:
+def test_sft_encodes_and_updates() -> None:
     flow = graph("sft", "prompt", "response")
     assert [n.id for n in flow.order] == ["actor.encode", "actor.update"]
     assert edges(flow) == {
@@ -139,7 +157,7 @@ def test_sft_encodes_and_learns() -> None:
     assert flow.node("actor.update").params["loss"] == "nll"
 
 
-def test_evaluation_learns_nothing() -> None:
+def test_evaluation_updates_nothing() -> None:
     flow = graph("evaluate", "prompt", "answer", temperature=0.5, rows=7, n=3)
     assert [n.id for n in flow.order] == ["actor.generate", "reward.score", "report"]
     assert {n.type for n in flow.nodes} == {"inference", "compute"}
@@ -149,29 +167,28 @@ def test_evaluation_learns_nothing() -> None:
     assert "data_source" in graph("evaluate", "prompt", "data_source").node("report").reads
 
 
-def test_ppo_asks_the_critic_and_teaches_it() -> None:
-    flow = graph("ppo", "prompt", "answer", kl_reward=0.1, epochs=2, clip_value=0.3, lam=0.9)
-    found = edges(flow)
+def test_ppo_reads_values_of_the_critic_and_trains_it() -> None:
+    flow = graph("ppo", "prompt", "answer", kl_in_reward=0.1, epochs=2, clip_value=0.3, lam=0.9)
     assert {
         ("critic.values", "old_values", "gae"),
         ("critic.values", "old_values", "critic.update"),
         ("gae", "returns", "critic.update"),
-        ("gae", "moments", "over_all"),
-        ("over_all", "spread", "whiten"),
+        ("gae", "moments", "merge_moments"),
+        ("merge_moments", "batch_moments", "whiten"),
         ("whiten", "advantage", "actor.update"),
         ("reference.logprobs", "ref_logprobs", "gae"),
-    } <= found
+    } <= edges(flow)
     assert [n.id for n in flow.nodes].count("reference.logprobs") == 1
     assert flow.node("gae").params == {"gamma": 1.0, "lam": 0.9, "kl": 0.1}
     assert flow.node("critic.update").params == {"clip": 0.3, "mini_batches": 1, "epochs": 2}
     assert flow.node("actor.update").params["epochs"] == 2
-    assert [n.id for n in flow.nodes if n.whole_batch] == ["over_all"]
+    assert [n.id for n in flow.nodes if n.whole_batch] == ["merge_moments"]
     assert "reference.logprobs" not in {n.id for n in graph("ppo", "prompt").nodes}
 
 
-def test_the_reference_is_asked_once_for_reward_and_loss() -> None:
+def test_the_reference_runs_once_for_reward_and_loss() -> None:
     for name in ("ppo", "reinforce_pp"):
-        flow = graph(name, "prompt", kl_reward=0.1, kl=0.1)
+        flow = graph(name, "prompt", kl_in_reward=0.1, kl=0.1)
         assert ("reference.logprobs", "ref_logprobs", "actor.update") in edges(flow)
         assert [n.role for n in flow.nodes].count("reference") == 1
 
@@ -180,26 +197,26 @@ def test_remax_generates_twice_and_compares() -> None:
     flow = graph("remax", "prompt", "answer")
     assert {
         ("actor.generate_2", "greedy_response", "reward.score_2"),
-        ("reward.score_2", "greedy_score", "better_than_greedy"),
-        ("reward.score", "score", "better_than_greedy"),
+        ("reward.score_2", "greedy_score", "greedy_baseline_advantage"),
+        ("reward.score", "score", "greedy_baseline_advantage"),
     } <= edges(flow)
     assert flow.node("actor.generate_2").params == {"temperature": 0.0}
     assert not {"greedy_rollout_logprobs", "greedy_prompt_tokens"} & set(flow.node("reward.score_2").reads)
 
 
-def test_dapo_fills_the_batch_before_anything_is_learned() -> None:
-    flow = graph("dapo", "prompt", "answer", rounds=3, kl=0.1, long=100, long_buffer=20)
+def test_dapo_fills_the_batch_before_the_update() -> None:
+    flow = graph("dapo", "prompt", "answer", max_gen_batches=3, kl=0.1, overlong_limit=100, overlong_buffer=20)
     order = [n.id for n in flow.order]
-    assert order[:3] == ["actor.generate", "reward.score", "informative"]
-    assert flow.drawn == {"actor.generate", "reward.score", "informative"}
-    assert flow.node("informative").refill == 3
-    assert ("mark_down_long", "shaped_score", "group_advantage") in edges(flow)
-    assert flow.node("mark_down_long").params == {"limit": 100, "buffer": 20, "penalty": 1.0}
-    assert "mark_down_long" not in {n.id for n in graph("dapo", "prompt").nodes}
+    assert order[:3] == ["actor.generate", "reward.score", "nonzero_std"]
+    assert flow.refill_loop == {"actor.generate", "reward.score", "nonzero_std"}
+    assert flow.node("nonzero_std").refill == 3
+    assert ("overlong_penalty", "shaped_score", "group_advantage") in edges(flow)
+    assert flow.node("overlong_penalty").params == {"limit": 100, "buffer": 20, "factor": 1.0}
+    assert "overlong_penalty" not in {n.id for n in graph("dapo", "prompt").nodes}
 
 
 @pytest.mark.parametrize(("name", "role"), [("dpo", "actor"), ("reward_model", "reward_model")])
-def test_pairs_are_compared_in_one_place(name: str, role: str) -> None:
+def test_pairs_are_compared_on_one_worker(name: str, role: str) -> None:
     flow = graph(name, "prompt", "chosen", "rejected")
     update = flow.node(f"{role}.update_pairs")
     assert update.whole_groups
@@ -209,15 +226,14 @@ def test_pairs_are_compared_in_one_place(name: str, role: str) -> None:
     assert ("ref_logprobs" in update.reads) == (name == "dpo")
 
 
-def test_a_correction_needs_the_log_probs_of_the_trainer_where_the_weights_change_within_a_step() -> None:
-    asked = [n.id for n in graph("grpo", "prompt", correct="token").nodes]
-    assert "actor.logprobs" not in asked  # the first update knows them
-    flow = graph("grpo", "prompt", correct="token", correct_limit=3.0, epochs=2)
+def test_with_several_updates_a_rollout_correction_needs_log_probs_of_the_trainer() -> None:
+    one_update = graph("grpo", "prompt", rollout_correction="token")
+    assert "actor.logprobs" not in {n.id for n in one_update.nodes}  # the update computes them itself
+    flow = graph("grpo", "prompt", rollout_correction="token", correction_threshold=3.0, epochs=2)
     assert ("actor.logprobs", "old_logprobs", "actor.update") in edges(flow)
-    assert (flow.node("actor.update").params["correct"], flow.node("actor.update").params["correct_limit"]) == (
-        "token",
-        3.0,
-    )
+    update = flow.node("actor.update").params
+    assert (update["rollout_correction"], update["correction_threshold"]) == ("token", 3.0)
+    assert "old_logprobs" not in update
 
 
 @pytest.mark.parametrize("name", sorted(BUILT_IN))
@@ -244,13 +260,13 @@ def test_planning_imports_no_torch(tmp_path: Path, flow: str) -> None:
         "reward": "reward.py:never_loaded",
         "eval": "data.jsonl",
         "workers": 2,
-        **({"algo": {"kl": 0.1, "recompute_old": True}} if flow == "grpo" else {}),
+        **({"algo": {"kl": 0.1, "recompute_old_logprobs": True}} if flow == "grpo" else {}),
     }
     path = tmp_path / "config.yaml"
     path.write_text(yaml.safe_dump(config))
     code = (
-        "import sys; from distflow.config import load_config; from distflow.plan.table import render;"
-        "c = load_config(sys.argv[1]); render(c.plan(2)); c.eval_plan(2, 3);"
+        "import sys; from distflow.plan.table import render; from distflow.run.program import Program;"
+        "program = Program.load(sys.argv[1]); render(program.plan(2)); program.eval_plan(2, 3);"
         "print(*{m.partition('.')[0] for m in sys.modules} & {'torch', 'transformers', 'tokenizers'})"
     )
     done = subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, text=True, timeout=60)

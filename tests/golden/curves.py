@@ -47,7 +47,7 @@ FLOWS: dict[str, dict[str, Any]] = {
     "grpo": {"algo": KL | SEVERAL | {"epochs": 2}},
     "gspo": {"algo": SEVERAL},
     "opo": {},
-    "ppo": {"algo": SEVERAL | {"kl_reward": 0.05}},
+    "ppo": {"algo": SEVERAL | {"kl_in_reward": 0.05}},
     "reinforce_pp": {"algo": KL},
     "reinforce_pp_baseline": {},
     "remax": {},

@@ -1,4 +1,1 @@
-"""The mathematics of learning: rewards and advantages, KL and its weight, losses, and how tokens weigh in one.
-
-Pure functions of tensors, no workers.
-"""
+"""The mathematics of the algorithms: advantages, returns, KL, losses and their aggregation, as pure functions."""

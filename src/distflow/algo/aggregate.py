@@ -1,7 +1,7 @@
-"""From losses per token to the loss of a step: a weight for each token.
+"""Loss aggregation: the weight of each token in the loss of an update.
 
-The counts are those of the whole step, so the weights of a token do not depend on the worker or the micro-batch it
-is in: adding up weighted losses, and their gradients, in any split gives the loss of the step.
+The counts are over all workers, so the weight of a token does not depend on its worker or micro-batch: the sum of
+weighted losses, and of their gradients, is the same in any split.
 """
 
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ Mode = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-m
 
 @dataclass(frozen=True)
 class Counts:
-    """Over all workers and micro-batches of one optimiser step."""
+    """Counts over all workers and micro-batches of one update."""
 
     tokens: int
     samples: int  # those with at least one token
@@ -25,27 +25,29 @@ class Counts:
 
 
 def token_weights(mode: Mode, lengths: Tensor, counts: Counts) -> Tensor:
-    """[samples] int64 -> [tokens] float32, such that the loss of the step is Σ weight · loss of the token.
+    """Returns weights such that the loss of the update is Σ weight · token loss: [samples] int64 -> [tokens] float32.
 
-    - token-mean: every token of the step weighs the same, so long responses weigh more
+    - token-mean: every token weighs the same, so long responses weigh more
     - seq-mean-token-mean: every response weighs the same, so tokens of long responses weigh less (GRPO)
     - seq-mean-token-sum: the sum over a response, averaged over responses
-    - seq-mean-token-sum-norm: that, divided by the horizon, a constant (Dr. GRPO)
+    - seq-mean-token-sum-norm: the same divided by the horizon, a constant (Dr. GRPO)
     """
     if mode == "seq-mean-token-sum-norm" and counts.tokens and counts.horizon < 1:
-        raise ConfigError(f"{mode} divides by the longest response allowed, which is given as {counts.horizon}")
-    # Where a count is 0 there are no tokens to weigh; 1 in its place keeps the division defined.
+        raise ConfigError(
+            f"{mode} divides by the longest response allowed, which is {counts.horizon}; set rollout.max_tokens"
+        )
+    # A count of 0 means that there are no tokens; 1 in its place keeps the division defined.
     tokens, samples, horizon = (max(n, 1) for n in (counts.tokens, counts.samples, counts.horizon))
-    own = lengths.repeat_interleave(lengths).double()  # [tokens]: how many tokens the sample of each has, never 0
+    own_length = lengths.repeat_interleave(lengths).double()  # [tokens], never 0
     match mode:
         case "token-mean":
-            weights = torch.full_like(own, 1 / tokens)
+            weights = torch.full_like(own_length, 1 / tokens)
         case "seq-mean-token-mean":
-            weights = 1 / (samples * own)
+            weights = 1 / (samples * own_length)
         case "seq-mean-token-sum":
-            weights = torch.full_like(own, 1 / samples)
+            weights = torch.full_like(own_length, 1 / samples)
         case "seq-mean-token-sum-norm":
-            weights = torch.full_like(own, 1 / (samples * horizon))
+            weights = torch.full_like(own_length, 1 / (samples * horizon))
         case _:
-            raise ConfigError(f"unknown way to aggregate a loss '{mode}'{suggest(mode, get_args(Mode))}")
+            raise ConfigError(f"unknown loss aggregation '{mode}'{suggest(mode, get_args(Mode))}")
     return weights.float()

@@ -1,7 +1,4 @@
-"""Losses per token. What a token weighs in the loss of the step is for `aggregate` to say.
-
-A flow names a loss by its name in here: those of pairs, which are written next door, too.
-"""
+"""Losses per token, which flows call by their names in this module. `aggregate` makes one loss of them."""
 
 import math
 from collections.abc import Mapping
@@ -9,20 +6,32 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from distflow.algo.kl import Kind
+from distflow.algo.kl import Estimator
 from distflow.algo.kl import kl as kl_estimate
 from distflow.algo.preferences import dpo, preference
 from distflow.algo.tokens import Loss, Tokens
 from distflow.errors import ConfigError
 
-__all__ = ["Loss", "cispo", "cpgd", "dpo", "finish", "gspo", "nll", "policy", "preference", "reinforce", "value"]
+__all__ = [
+    "Loss",
+    "cispo",
+    "cpgd",
+    "dpo",
+    "gspo",
+    "nll",
+    "policy",
+    "preference",
+    "reinforce",
+    "value",
+    "with_kl_and_entropy",
+]
 
-MAX_LOG_RATIO = 20.0  # beyond it e^x helps nobody; the ratio stays finite and its gradient is 0
-MAX_DRIFT = 2.0  # how hard a token can be pulled back to the old policy, however far it has gone
+MAX_LOG_RATIO = 20.0  # keeps the ratio finite; beyond it the gradient is 0
+MAX_DRIFT = 2.0  # bounds the gradient of the drift penalty of a token
 
 
 def nll(tokens: Tokens) -> Loss:
-    """Negative log-likelihood: supervised fine-tuning."""
+    """The negative log-likelihood, for supervised fine-tuning."""
     return Loss(-tokens.logprobs)
 
 
@@ -31,16 +40,16 @@ def policy(
     clip: float = 0.2,
     clip_high: float | None = None,
     kl: float = 0.0,
-    kl_kind: Kind = "k3",
+    kl_estimator: Estimator = "k3",
     entropy: float = 0.0,
 ) -> Loss:
     """PPO's clipped objective, with a ratio per token. Reads `advantage`, `old_logprobs`, and `ref_logprobs` if kl > 0.
 
-    Without a field `old_logprobs` the tokens count as drawn by these very weights: the ratio is 1, and the gradient
-    that of the policy. `clip` bounds the ratio to 1 − clip … 1 + clip_high (`clip` if not given). `entropy` is a bonus.
+    `clip` bounds the ratio to 1 − clip … 1 + clip_high (by default `clip`); `kl` and `entropy` are weights of the KL
+    divergence and of the entropy bonus. Without a field `old_logprobs` the update is on-policy: the ratio is 1.
     """
     ratio = _log_ratio(tokens).exp()
-    return finish(tokens, *_clipped(tokens, ratio, clip, clip_high), kl, kl_kind, entropy)
+    return with_kl_and_entropy(tokens, *_clipped(tokens, ratio, clip, clip_high), kl, kl_estimator, entropy)
 
 
 def gspo(
@@ -48,18 +57,18 @@ def gspo(
     clip: float = 3e-4,
     clip_high: float | None = 4e-4,
     kl: float = 0.0,
-    kl_kind: Kind = "k3",
+    kl_estimator: Estimator = "k3",
     entropy: float = 0.0,
 ) -> Loss:
-    """GSPO: as `policy`, with one ratio per response, the geometric mean of its tokens' (arXiv 2507.18071).
+    """GSPO: `policy` with one ratio per response, the geometric mean of its tokens' (arXiv 2507.18071).
 
-    Its value is that of the response, its gradient at each token that of the token: with every token of a response
-    weighing the same, the sum is the gradient of the mean.
+    Each token has the value of the response's ratio and the gradient of its own: if all tokens of a response weigh the
+    same, these add up to the gradient of the response's ratio.
     """
     log_ratio = _log_ratio(tokens)
-    mean = tokens.spread(tokens.sums(log_ratio.detach()) / tokens.lengths.clamp(min=1))
+    mean = tokens.expand(tokens.sum_per_sample(log_ratio.detach()) / tokens.lengths.clamp(min=1))
     ratio = (mean + tokens.logprobs - tokens.logprobs.detach()).exp()
-    return finish(tokens, *_clipped(tokens, ratio, clip, clip_high), kl, kl_kind, entropy)
+    return with_kl_and_entropy(tokens, *_clipped(tokens, ratio, clip, clip_high), kl, kl_estimator, entropy)
 
 
 def cispo(
@@ -67,16 +76,16 @@ def cispo(
     clip: float = 1.0,
     clip_high: float | None = 0.2,
     kl: float = 0.0,
-    kl_kind: Kind = "k3",
+    kl_estimator: Estimator = "k3",
     entropy: float = 0.0,
 ) -> Loss:
-    """CISPO: the ratio is clipped and then only a weight, so that every token keeps its gradient (arXiv 2506.13585)."""
+    """CISPO: the clipped ratio is a weight without gradient, so that every token is trained (arXiv 2506.13585)."""
     low, high = _bounds(clip, clip_high)
     ratio = _log_ratio(tokens).exp().detach()
     weight = ratio.clamp(low, high)
     per_token = -weight * tokens["advantage"] * tokens.logprobs
     metrics = {"actor/pg_loss": per_token, "actor/clip_frac": (weight != ratio).to(ratio.dtype), "actor/ratio": ratio}
-    return finish(tokens, per_token, metrics, kl, kl_kind, entropy)
+    return with_kl_and_entropy(tokens, per_token, metrics, kl, kl_estimator, entropy)
 
 
 def cpgd(
@@ -85,64 +94,64 @@ def cpgd(
     clip_high: float | None = None,
     drift: float = 0.1,
     kl: float = 0.0,
-    kl_kind: Kind = "k3",
+    kl_estimator: Estimator = "k3",
     entropy: float = 0.0,
 ) -> Loss:
-    """CPGD: the log of the ratio takes the ratio's place, and leaving the old policy costs `drift` (arXiv 2505.12504).
+    """CPGD: the log-ratio in place of the ratio, and a penalty of weight `drift` on policy drift (arXiv 2505.12504).
 
-    A ratio far off then pulls no harder than one close by, and is pulled back by min(ratio − 1, 2) at most.
+    The gradient of a token then does not grow with its ratio; that of its penalty is min(ratio − 1, 2).
     """
     low, high = _bounds(clip, clip_high)
     log_ratio = _log_ratio(tokens)
     advantage = tokens["advantage"]
-    free = -log_ratio * advantage
+    unclipped = -log_ratio * advantage
     clipped = -log_ratio.clamp(math.log(max(low, 1e-6)), math.log(high)) * advantage
-    per_token = torch.maximum(free, clipped)
-    # Of samples from the old policy, its divergence from the new one; beyond a ratio of 3 the tangent there.
-    near = log_ratio.clamp(max=math.log1p(MAX_DRIFT))
-    left = near.expm1() - near + MAX_DRIFT * (log_ratio - near)
+    per_token = torch.maximum(unclipped, clipped)
+    # The k3 estimate of KL(old‖new), as tokens are from the old policy; beyond a ratio of 3, its tangent.
+    bounded = log_ratio.clamp(max=math.log1p(MAX_DRIFT))
+    divergence = bounded.expm1() - bounded + MAX_DRIFT * (log_ratio - bounded)
     metrics = {
         "actor/pg_loss": per_token,
-        "actor/clip_frac": (clipped > free).to(log_ratio.dtype),
-        "actor/drift": left,
+        "actor/clip_frac": (clipped > unclipped).to(log_ratio.dtype),
+        "actor/drift": divergence,
         "actor/ratio": log_ratio.exp(),
     }
-    return finish(tokens, per_token + drift * left, metrics, kl, kl_kind, entropy)
+    return with_kl_and_entropy(tokens, per_token + drift * divergence, metrics, kl, kl_estimator, entropy)
 
 
-def reinforce(tokens: Tokens, kl: float = 0.0, kl_kind: Kind = "k3", entropy: float = 0.0) -> Loss:
-    """The policy gradient as it is, without ratio and clip: of tokens that these weights have drawn."""
+def reinforce(tokens: Tokens, kl: float = 0.0, kl_estimator: Estimator = "k3", entropy: float = 0.0) -> Loss:
+    """The plain policy gradient, without ratio and clip, for tokens that the current weights generated."""
     per_token = -tokens["advantage"] * tokens.logprobs
-    return finish(tokens, per_token, {"actor/pg_loss": per_token}, kl, kl_kind, entropy)
+    return with_kl_and_entropy(tokens, per_token, {"actor/pg_loss": per_token}, kl, kl_estimator, entropy)
 
 
 def value(tokens: Tokens, clip: float | None = None) -> Loss:
-    """Of a critic: half the squared distance of `values` from the field `returns`.
+    """The loss of a critic: half the squared error of `values`. Reads `returns`, and `old_values` if there is a clip.
 
-    With `clip`, also that of the value moved from the field `old_values` by no more than `clip`; the larger counts.
+    With `clip` it is the larger of that and the error of the value clipped to `old_values` ± clip.
     """
     values, returns = tokens.values, tokens["returns"]
-    per_token = free = (values - returns).square() / 2
+    per_token = unclipped = (values - returns).square() / 2
     if clip is not None:
         if not clip >= 0:
             raise ConfigError(f"the value loss has clip = {clip}; it must be 0 or more")
         old = tokens["old_values"]
-        per_token = torch.maximum(free, (values.clamp(old - clip, old + clip) - returns).square() / 2)
+        per_token = torch.maximum(unclipped, (values.clamp(old - clip, old + clip) - returns).square() / 2)
     metrics = {
         "critic/vf_loss": per_token,
-        "critic/clip_frac": (per_token > free).to(free.dtype),
+        "critic/clip_frac": (per_token > unclipped).to(unclipped.dtype),
         "critic/value": values,
     }
-    return Loss(per_token, {name: told.detach() for name, told in metrics.items()})
+    return Loss(per_token, {name: values.detach() for name, values in metrics.items()})
 
 
-def _old(tokens: Tokens) -> Tensor:
+def _old_logprobs(tokens: Tokens) -> Tensor:
     return tokens["old_logprobs"] if "old_logprobs" in tokens else tokens.logprobs.detach()
 
 
 def _log_ratio(tokens: Tokens) -> Tensor:
-    """Of the new policy over the old one; 0 where there is no old one."""
-    return (tokens.logprobs - _old(tokens)).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    """Returns the log of the ratio of the new policy to the old one; 0 if there are no `old_logprobs`."""
+    return (tokens.logprobs - _old_logprobs(tokens)).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
 def _bounds(clip: float, clip_high: float | None) -> tuple[float, float]:
@@ -155,45 +164,45 @@ def _bounds(clip: float, clip_high: float | None) -> tuple[float, float]:
 def _clipped(
     tokens: Tokens, ratio: Tensor, clip: float, clip_high: float | None
 ) -> tuple[Tensor, Mapping[str, Tensor]]:
-    """PPO's pessimistic choice between the ratio and its clipped self."""
+    """Returns PPO's loss, the larger of those with the ratio and with the clipped ratio, and its metrics."""
     low, high = _bounds(clip, clip_high)
     advantage = tokens["advantage"]
-    free, clipped = -ratio * advantage, -ratio.clamp(low, high) * advantage
-    per_token = torch.maximum(free, clipped)
+    unclipped, clipped = -ratio * advantage, -ratio.clamp(low, high) * advantage
+    per_token = torch.maximum(unclipped, clipped)
     metrics = {
         "actor/pg_loss": per_token,
-        "actor/clip_frac": (clipped > free).to(ratio.dtype),
-        "actor/ppo_kl": _old(tokens) - tokens.logprobs,
+        "actor/clip_frac": (clipped > unclipped).to(ratio.dtype),
+        "actor/ppo_kl": _old_logprobs(tokens) - tokens.logprobs,
         "actor/ratio": ratio,
     }
     return per_token, metrics
 
 
-def finish(
+def with_kl_and_entropy(
     tokens: Tokens,
     per_token: Tensor,
     metrics: Mapping[str, Tensor],
     kl: float = 0.0,
-    kl_kind: Kind = "k3",
+    kl_estimator: Estimator = "k3",
     entropy: float = 0.0,
 ) -> Loss:
-    """What any loss of a policy may be given on top: a divergence from the reference model, a bonus for entropy.
+    """Adds the KL divergence from the reference model and the entropy bonus to the loss of a policy.
 
-    A loss of one's own ends in it: `def mine(tokens, **rest): …; return finish(tokens, per_token, metrics, **rest)`.
-    A field `kl_weight`, which a controller writes, multiplies the weight of the divergence.
+    A custom loss ends with it: `def my_loss(tokens, **rest): …; return with_kl_and_entropy(tokens, per_token, metrics,
+    **rest)`. A field `kl_weight`, which a controller writes, multiplies `kl`.
     """
-    told = dict(metrics)
+    logged = dict(metrics)
     if not kl >= 0:
         raise ConfigError(f"the policy loss has kl = {kl}; it must be 0 or more")
     if kl > 0:
-        divergence = kl_estimate(kl_kind, tokens.logprobs, tokens["ref_logprobs"])
+        divergence = kl_estimate(kl_estimator, tokens.logprobs, tokens["ref_logprobs"])
         weight = kl * tokens["kl_weight"] if "kl_weight" in tokens else kl
         per_token = per_token + weight * divergence
-        told["actor/kl"] = divergence
+        logged["actor/kl"] = divergence
     if tokens.entropy is not None:
-        told["actor/entropy"] = tokens.entropy
+        logged["actor/entropy"] = tokens.entropy
     if entropy:
         if tokens.entropy is None:
-            raise ConfigError(f"the policy loss has entropy = {entropy}, but no entropy was computed for it")
+            raise ConfigError(f"the policy loss has entropy = {entropy}, but the model computes none; set entropy to 0")
         per_token = per_token - entropy * tokens.entropy
-    return Loss(per_token, {name: values.detach() for name, values in told.items()})
+    return Loss(per_token, {name: values.detach() for name, values in logged.items()})

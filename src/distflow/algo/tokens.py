@@ -1,4 +1,4 @@
-"""What a loss sees, the response tokens of some samples and the fields that go with them; and what it gives."""
+"""What a loss reads and returns: the response tokens of some samples with their fields, and a value for each token."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -12,10 +12,10 @@ from distflow.errors import ConfigError, DataError, suggest
 
 @dataclass(frozen=True)
 class Tokens:
-    """The response tokens of some samples, one after the other, without padding.
+    """The response tokens of some samples, concatenated without padding.
 
-    `tokens["advantage"]` is aligned with the tokens, whether the field has one value per token or per sample.
-    Which of the two is said by the mapping it is in: shapes cannot tell when there are as many tokens as samples.
+    `tokens["advantage"]` is aligned with the tokens, whether the field has one value per token or per sample. The
+    mapping that holds the field says which: shapes cannot tell when there are as many tokens as samples.
     """
 
     logprobs: Tensor  # [tokens] under the weights being trained, float32 or wider; carries the gradient
@@ -28,14 +28,14 @@ class Tokens:
         tokens, samples = self.logprobs.shape, self.lengths.shape
         if len(tokens) != 1 or len(samples) != 1:
             raise DataError(f"logprobs {list(tokens)} and lengths {list(samples)} must have one dimension each")
-        # On another device the sum would have to be waited for.
+        # On another device the sum would need a synchronisation.
         if self.lengths.device.type == "cpu" and int(self.lengths.sum()) != tokens[0]:
             raise DataError(f"the lengths sum to {int(self.lengths.sum())}, but there are {tokens[0]} tokens")
         for name, values in self.per_token.items():
             if values.shape != tokens:
                 raise DataError(f"field '{name}' is {list(values.shape)}; one value per token is {list(tokens)}")
             if name in self.per_sample:
-                raise DataError(f"field '{name}' is given both per token and per sample; give one of them")
+                raise DataError(f"field '{name}' is given both per token and per sample; pass one of them")
         for name, values in self.per_sample.items():
             if values.shape != samples:
                 raise DataError(f"field '{name}' is {list(values.shape)}; one value per sample is {list(samples)}")
@@ -44,40 +44,40 @@ class Tokens:
 
     @property
     def values(self) -> Tensor:
-        """[tokens]: of a critic or a reward model, what it is asked for is a value per token, in place of logprobs."""
+        """The outputs of a model with a value head, a critic or a reward model: [tokens]."""
         return self.logprobs
 
     def __contains__(self, name: str) -> bool:
         return name in self.per_token or name in self.per_sample
 
     def __getitem__(self, name: str) -> Tensor:
-        """[tokens]; a value per sample is repeated for each of its tokens."""
+        """Returns a field as [tokens]; a value per sample is repeated for each of its tokens."""
         if name in self.per_token:
             return self.per_token[name]
         if name in self.per_sample:
-            return self.spread(self.per_sample[name])
+            return self.expand(self.per_sample[name])
         known = [*self.per_token, *self.per_sample]
         raise ConfigError(f"the loss needs field '{name}', which its node does not read{suggest(name, known)}")
 
-    def spread(self, per_sample: Tensor) -> Tensor:
-        """[samples] -> [tokens]"""
-        return per_sample[self.sample_of]
+    def expand(self, per_sample: Tensor) -> Tensor:
+        """Repeats the value of each sample for its tokens: [samples] -> [tokens]."""
+        return per_sample[self.sample_index]
 
-    def sums(self, per_token: Tensor) -> Tensor:
-        """[tokens] -> [samples], differentiable; 0 for a sample without tokens."""
-        return per_token.new_zeros(len(self.lengths)).index_add(0, self.sample_of, per_token)
+    def sum_per_sample(self, per_token: Tensor) -> Tensor:
+        """Sums over the tokens of each sample, differentiably: [tokens] -> [samples], 0 for a sample without tokens."""
+        return per_token.new_zeros(len(self.lengths)).index_add(0, self.sample_index, per_token)
 
     @cached_property
-    def sample_of(self) -> Tensor:
-        """[tokens] int64: the sample each token belongs to."""
+    def sample_index(self) -> Tensor:
+        """The index of the sample that each token belongs to: [tokens] int64."""
         samples = torch.arange(len(self.lengths), device=self.lengths.device)
-        # The size is told, so that no device has to be waited for.
+        # With the size known in advance, no device needs a synchronisation.
         return samples.repeat_interleave(self.lengths, output_size=len(self.logprobs))
 
 
 @dataclass(frozen=True)
 class Loss:
-    """What the training engine multiplies by token weights, sums, and differentiates; metrics only for the log."""
+    """A loss per token, which the trainer weighs, sums and differentiates; metrics are only logged."""
 
     per_token: Tensor  # [tokens]
     metrics: Mapping[str, Tensor] = field(default_factory=dict)  # [tokens] each, detached

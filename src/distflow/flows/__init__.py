@@ -1,4 +1,4 @@
-"""Built-in algorithms, one short file each; a config names them by these names."""
+"""The built-in algorithms, one short file each, under the names that `flow:` in a config takes."""
 
 BUILT_IN = {
     "cispo": "distflow.flows.cispo:cispo",

@@ -1,13 +1,13 @@
-"""CISPO: the clipped ratio only weighs a token, so that none loses its gradient (arXiv 2506.13585)."""
+"""CISPO: clipped importance ratios are only weights, so that every token keeps its gradient (arXiv 2506.13585)."""
 
 from distflow.flow import flow
-from distflow.flows.learn import learn
 from distflow.flows.nodes import group_advantage
+from distflow.flows.policy_update import update_policy
 
 
-@flow(also=learn)
+@flow(constants_of=update_policy)
 def cispo(prompts, actor, reference, reward, *, clip=1.0, clip_high=0.2, **rest):
-    said = actor.generate(prompts["prompt"])
-    score = reward.score(prompts, said)
+    rollout = actor.generate(prompts["prompt"])
+    score = reward.score(prompts, rollout)
     advantage = group_advantage(score)
-    learn(actor, reference, said, advantage, loss="cispo", clip=clip, clip_high=clip_high, **rest)
+    update_policy(actor, reference, rollout, advantage, loss="cispo", clip=clip, clip_high=clip_high, **rest)

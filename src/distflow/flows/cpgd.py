@@ -1,13 +1,13 @@
-"""CPGD: log-ratios in place of ratios, and a price for leaving the old policy (arXiv 2505.12504)."""
+"""CPGD: clipped log-ratios in place of ratios, and a penalty for policy drift (arXiv 2505.12504)."""
 
 from distflow.flow import flow
-from distflow.flows.learn import learn
 from distflow.flows.nodes import group_advantage
+from distflow.flows.policy_update import update_policy
 
 
-@flow(also=learn)
+@flow(constants_of=update_policy)
 def cpgd(prompts, actor, reference, reward, *, clip=0.2, drift=0.001, **rest):
-    said = actor.generate(prompts["prompt"])
-    score = reward.score(prompts, said)
+    rollout = actor.generate(prompts["prompt"])
+    score = reward.score(prompts, rollout)
     advantage = group_advantage(score)
-    learn(actor, reference, said, advantage, loss="cpgd", clip=clip, drift=drift, **rest)
+    update_policy(actor, reference, rollout, advantage, loss="cpgd", clip=clip, drift=drift, **rest)

@@ -1,11 +1,11 @@
-"""DAPO: GRPO with more room upwards, useless prompts replaced and long responses marked down (arXiv 2503.14476)."""
+"""DAPO: GRPO with clip-higher, dynamic sampling and an overlong penalty (arXiv 2503.14476)."""
 
 from distflow.flow import flow
-from distflow.flows.learn import learn
-from distflow.flows.nodes import group_advantage, informative, mark_down_long
+from distflow.flows.nodes import group_advantage, nonzero_std, overlong_penalty
+from distflow.flows.policy_update import update_policy
 
 
-@flow(also=learn)
+@flow(constants_of=update_policy)
 def dapo(
     prompts,
     actor,
@@ -14,17 +14,17 @@ def dapo(
     *,
     clip=0.2,
     clip_high=0.28,
-    rounds=10,  # at most so many batches are drawn to fill one
-    long=0,  # tokens; a response this long loses `long_penalty`; 0: never
-    long_buffer=0,  # so many tokens before, it begins to lose some of it
-    long_penalty=1.0,
+    max_gen_batches=10,  # generated at most to fill one batch
+    overlong_limit=0,  # tokens of a response that gets the full penalty; 0: no penalty
+    overlong_buffer=0,  # tokens before the limit over which the penalty rises from 0
+    overlong_penalty_factor=1.0,
     **rest,
 ):
-    said = actor.generate(prompts["prompt"])
-    score = reward.score(prompts, said)
-    informative(score, refill=rounds)  # what follows sees a full batch of groups whose scores differ
-    if long:
-        told = {"limit": long, "buffer": long_buffer, "penalty": long_penalty}
-        score = mark_down_long(score, said["response_tokens"], **told)
-    advantage = group_advantage(score, of="shaped_score" if long else "score")
-    learn(actor, reference, said, advantage, loss="policy", clip=clip, clip_high=clip_high, **rest)
+    rollout = actor.generate(prompts["prompt"])
+    score = reward.score(prompts, rollout)
+    nonzero_std(score, refill=max_gen_batches)  # the nodes below see a full batch of groups with different scores
+    if overlong_limit:
+        limits = {"limit": overlong_limit, "buffer": overlong_buffer, "factor": overlong_penalty_factor}
+        score = overlong_penalty(score, rollout["response_tokens"], **limits)
+    advantage = group_advantage(score, field="shaped_score" if overlong_limit else "score")
+    update_policy(actor, reference, rollout, advantage, loss="policy", clip=clip, clip_high=clip_high, **rest)

@@ -1,4 +1,4 @@
-"""DPO: of two given responses, make the preferred one likelier; no reward, no rollout (arXiv 2305.18290)."""
+"""DPO: makes the preferred one of two given responses likelier; no reward, no rollout (arXiv 2305.18290)."""
 
 from distflow.flow import flow
 

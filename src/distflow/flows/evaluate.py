@@ -1,4 +1,4 @@
-"""Judge a model on a held-out set: what `eval` in a config and `distflow eval` run."""
+"""Evaluates a model on a held-out set: the flow of `eval` in a config and of `distflow eval`."""
 
 from distflow.flow import flow
 from distflow.flows.nodes import report

@@ -1,13 +1,13 @@
-"""GPG: the bare policy gradient on group-relative scores, without ratio, clip and reference (arXiv 2504.02546)."""
+"""GPG: the plain policy gradient on group-relative scores, without ratio, clip or reference (arXiv 2504.02546)."""
 
 from distflow.flow import flow
-from distflow.flows.learn import learn
 from distflow.flows.nodes import batch_advantage
+from distflow.flows.policy_update import update_policy
 
 
-@flow(also=learn)
+@flow(constants_of=update_policy)
 def gpg(prompts, actor, reference, reward, **rest):
-    said = actor.generate(prompts["prompt"])
-    score = reward.score(prompts, said)
-    advantage = batch_advantage(score, scale="informative")  # made up for groups whose scores are all equal
-    learn(actor, reference, said, advantage, loss="reinforce", **rest)
+    rollout = actor.generate(prompts["prompt"])
+    score = reward.score(prompts, rollout)
+    advantage = batch_advantage(score, scale="nonzero_std")  # compensates for groups whose scores are all equal
+    update_policy(actor, reference, rollout, advantage, loss="reinforce", **rest)

@@ -1,13 +1,14 @@
 """GSPO: GRPO with one importance ratio per response instead of one per token (arXiv 2507.18071)."""
 
 from distflow.flow import flow
-from distflow.flows.learn import learn
 from distflow.flows.nodes import group_advantage
+from distflow.flows.policy_update import update_policy
 
 
-@flow(also=learn)
+@flow(constants_of=update_policy)
 def gspo(prompts, actor, reference, reward, *, clip=3e-4, clip_high=4e-4, aggregate="seq-mean-token-mean", **rest):
-    said = actor.generate(prompts["prompt"])
-    score = reward.score(prompts, said)
+    rollout = actor.generate(prompts["prompt"])
+    score = reward.score(prompts, rollout)
     advantage = group_advantage(score)
-    learn(actor, reference, said, advantage, loss="gspo", clip=clip, clip_high=clip_high, aggregate=aggregate, **rest)
+    constants = {"clip": clip, "clip_high": clip_high, "aggregate": aggregate}
+    update_policy(actor, reference, rollout, advantage, loss="gspo", **constants, **rest)

@@ -1,13 +1,13 @@
-"""OPO: exactly on-policy, with the baseline of least variance: scores weighted by length (arXiv 2505.23585)."""
+"""OPO: exactly on-policy, with the length-weighted baseline, which minimises variance (arXiv 2505.23585)."""
 
 from distflow.flow import flow
-from distflow.flows.learn import learn
 from distflow.flows.nodes import group_advantage
+from distflow.flows.policy_update import update_policy
 
 
-@flow(also=learn)
+@flow(constants_of=update_policy)
 def opo(prompts, actor, reference, reward, *, aggregate="seq-mean-token-sum-norm", **rest):
-    said = actor.generate(prompts["prompt"])
-    score = reward.score(prompts, said)
-    advantage = group_advantage(score, said["response_tokens"], baseline="length", scale="none")
-    learn(actor, reference, said, advantage, loss="reinforce", aggregate=aggregate, **rest)
+    rollout = actor.generate(prompts["prompt"])
+    score = reward.score(prompts, rollout)
+    advantage = group_advantage(score, rollout["response_tokens"], baseline="length_weighted", scale="none")
+    update_policy(actor, reference, rollout, advantage, loss="reinforce", aggregate=aggregate, **rest)

@@ -1,11 +1,11 @@
-"""PPO: a critic tells what each token was worth; clipped ratios keep close to the old policy (arXiv 1707.06347)."""
+"""PPO: token advantages from a critic (GAE), and a clipped importance ratio (arXiv 1707.06347)."""
 
 from distflow.flow import flow
-from distflow.flows.learn import learn
-from distflow.flows.nodes import gae, whitened
+from distflow.flows.nodes import gae, whiten_over_batch
+from distflow.flows.policy_update import update_policy
 
 
-@flow(also=learn)
+@flow(constants_of=update_policy)
 def ppo(
     prompts,
     actor,
@@ -17,18 +17,18 @@ def ppo(
     lam=0.95,
     clip=0.2,
     clip_value=0.2,
-    kl_reward=0.0,  # what a divergence of 1 from the reference costs, token by token
+    kl_in_reward=0.0,  # weight of the KL penalty, token by token, in the reward
     mini_batches=1,
     epochs=1,
     **rest,
 ):
-    said = actor.generate(prompts["prompt"])
-    tokens = said["prompt_tokens", "response_tokens"]
-    score = reward.score(prompts, said)
-    ref = [said["rollout_logprobs"], reference.logprobs(tokens)] if kl_reward else []
+    rollout = actor.generate(prompts["prompt"])
+    tokens = rollout["prompt_tokens", "response_tokens"]
+    score = reward.score(prompts, rollout)
+    ref = [rollout["rollout_logprobs"], reference.logprobs(tokens)] if kl_in_reward else []
     values = critic.values(tokens)
-    gained = gae(score, values, *ref, gamma=gamma, lam=lam, kl=kl_reward)
-    critic.update(tokens, values, gained["returns"], clip=clip_value, mini_batches=mini_batches, epochs=epochs)
-    advantage = whitened(gained)
-    several = {"mini_batches": mini_batches, "epochs": epochs}
-    learn(actor, reference, said, advantage, *ref[1:], loss="policy", clip=clip, **several, **rest)
+    estimates = gae(score, values, *ref, gamma=gamma, lam=lam, kl=kl_in_reward)
+    updates = {"mini_batches": mini_batches, "epochs": epochs}
+    critic.update(tokens, values, estimates["returns"], clip=clip_value, **updates)
+    advantage = whiten_over_batch(estimates)
+    update_policy(actor, reference, rollout, advantage, *ref[1:], loss="policy", clip=clip, **updates, **rest)

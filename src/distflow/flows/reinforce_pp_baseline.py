@@ -1,13 +1,13 @@
-"""REINFORCE++ with a baseline: against the group's mean, in standard deviations of the batch (arXiv 2501.03262)."""
+"""REINFORCE++-baseline: scores less the group mean, whitened over the batch (arXiv 2501.03262)."""
 
 from distflow.flow import flow
-from distflow.flows.learn import learn
 from distflow.flows.nodes import batch_advantage
+from distflow.flows.policy_update import update_policy
 
 
-@flow(also=learn)
-def reinforce_pp_baseline(prompts, actor, reference, reward, *, clip=0.2, kl_kind="k2", **rest):
-    said = actor.generate(prompts["prompt"])
-    score = reward.score(prompts, said)
+@flow(constants_of=update_policy)
+def reinforce_pp_baseline(prompts, actor, reference, reward, *, clip=0.2, kl_estimator="k2", **rest):
+    rollout = actor.generate(prompts["prompt"])
+    score = reward.score(prompts, rollout)
     advantage = batch_advantage(score, scale="batch")
-    learn(actor, reference, said, advantage, loss="policy", clip=clip, kl_kind=kl_kind, **rest)
+    update_policy(actor, reference, rollout, advantage, loss="policy", clip=clip, kl_estimator=kl_estimator, **rest)

@@ -1,15 +1,15 @@
-"""ReMax: a response against the greedy one to the same prompt; neither critic nor group (arXiv 2310.10505)."""
+"""ReMax: the baseline is the score of the greedy response to the prompt; no critic, no group (arXiv 2310.10505)."""
 
 from distflow.flow import flow
-from distflow.flows.learn import learn
-from distflow.flows.nodes import better_than_greedy
+from distflow.flows.nodes import greedy_baseline_advantage
+from distflow.flows.policy_update import update_policy
 
 
-@flow(also=learn)
+@flow(constants_of=update_policy)
 def remax(prompts, actor, reference, reward, *, aggregate="seq-mean-token-sum-norm", **rest):
-    said = actor.generate(prompts["prompt"])
+    rollout = actor.generate(prompts["prompt"])
     greedy = actor.generate(prompts["prompt"], temperature=0.0, prefix="greedy_")
-    score = reward.score(prompts, said)
+    score = reward.score(prompts, rollout)
     baseline = reward.score(prompts, greedy, prefix="greedy_")
-    advantage = better_than_greedy(score, baseline)
-    learn(actor, reference, said, advantage, loss="reinforce", aggregate=aggregate, **rest)
+    advantage = greedy_baseline_advantage(score, baseline)
+    update_policy(actor, reference, rollout, advantage, loss="reinforce", aggregate=aggregate, **rest)

@@ -1,4 +1,4 @@
-"""Train a reward model: of two given responses, the preferred one is to get the higher score (Bradley–Terry)."""
+"""Trains a reward model to score the preferred one of two given responses higher (Bradley–Terry)."""
 
 from distflow.flow import flow
 

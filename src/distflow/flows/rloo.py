@@ -1,13 +1,13 @@
-"""RLOO: a response against the mean of the *other* responses to its prompt, an unbiased baseline (arXiv 2402.14740)."""
+"""RLOO: the baseline is the mean score of the *other* responses to the prompt (arXiv 2402.14740)."""
 
 from distflow.flow import flow
-from distflow.flows.learn import learn
 from distflow.flows.nodes import group_advantage
+from distflow.flows.policy_update import update_policy
 
 
-@flow(also=learn)
+@flow(constants_of=update_policy)
 def rloo(prompts, actor, reference, reward, *, clip=0.2, aggregate="seq-mean-token-sum", **rest):
-    said = actor.generate(prompts["prompt"])
-    score = reward.score(prompts, said)
-    advantage = group_advantage(score, baseline="others", scale="none")
-    learn(actor, reference, said, advantage, loss="policy", clip=clip, aggregate=aggregate, **rest)
+    rollout = actor.generate(prompts["prompt"])
+    score = reward.score(prompts, rollout)
+    advantage = group_advantage(score, baseline="leave_one_out", scale="none")
+    update_policy(actor, reference, rollout, advantage, loss="policy", clip=clip, aggregate=aggregate, **rest)

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning: make given responses likely."""
+"""SFT: supervised fine-tuning on given responses."""
 
 from distflow.flow import flow
 
