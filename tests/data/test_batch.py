@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distflow.data.batch import Batch, Column, Ragged, as_column
@@ -12,6 +12,7 @@ from distflow.errors import DataError
 ROWS = st.lists(st.lists(st.integers(-5, 5), max_size=6), min_size=1, max_size=8)
 
 
+@settings(deadline=None)
 @given(ROWS, st.data())
 def test_ragged_keeps_each_sample_through_selection(rows: list[list[int]], data: st.DataObject) -> None:
     ragged = Ragged.of([torch.tensor(r, dtype=torch.int64) for r in rows])
@@ -22,6 +23,7 @@ def test_ragged_keeps_each_sample_through_selection(rows: list[list[int]], data:
     assert selected.values is ragged.values  # nothing was copied
 
 
+@settings(deadline=None)
 @given(ROWS)
 def test_padded_fills_up_to_the_longest_sample(rows: list[list[int]]) -> None:
     padded = Ragged.of([torch.tensor(r, dtype=torch.int64) for r in rows]).padded(fill=-9)

@@ -1,7 +1,7 @@
 """Dynamic sampling selects the same prompts whatever the size of its rounds."""
 
 import numpy as np
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distflow.data.dynamic_sampling import DynamicSampling
@@ -19,6 +19,7 @@ def sample(keep: list[bool], first: int, target: int, oversampling: int, multipl
             return sampling, largest
 
 
+@settings(deadline=None)
 @given(
     st.lists(st.booleans(), min_size=1, max_size=40),
     st.integers(0, 100),

@@ -3,7 +3,7 @@
 from typing import Any
 
 import numpy as np
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distflow.data.objects import KINDS, decode, encode
@@ -30,6 +30,7 @@ def typed(value: Any) -> Any:
     return type(value), repr(value)
 
 
+@settings(deadline=None)
 @given(COLUMNS, COLUMNS)
 def test_columns_that_two_workers_encoded_are_read_as_one(mine: list[Any], theirs: list[Any]) -> None:
     parts = [encode(mine), encode(theirs)]

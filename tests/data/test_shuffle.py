@@ -4,7 +4,7 @@ from itertools import permutations
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distflow.data.shuffle import permute
@@ -19,11 +19,13 @@ def test_every_index_comes_exactly_once(n: int) -> None:
     assert sorted(shuffle(n, seed=7, epoch=3)) == list(range(n))
 
 
+@settings(deadline=None)
 @given(n=st.integers(1, 3000), seed=st.integers(-(2**70), 2**70), epoch=st.integers(0, 2**40))
 def test_it_is_a_bijection_for_any_key(n: int, seed: int, epoch: int) -> None:
     assert len(set(shuffle(n, seed, epoch))) == n
 
 
+@settings(deadline=None)
 @given(n=st.integers(1, 2**60), data=st.data())
 def test_a_part_is_the_same_alone_and_within_a_larger_one(n: int, data: st.DataObject) -> None:
     index = np.array(data.draw(st.lists(st.integers(0, n - 1), min_size=1, max_size=20)), dtype=np.int64)

@@ -80,6 +80,7 @@ def test_text_with_lone_surrogates_can_be_sent() -> None:
     assert unpack(memory, segments, ["x"], np.arange(3), "test")["x"] == rows
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 50), st.integers(0, 9)), max_size=12), st.sampled_from([1, 10**9]))
 def test_copy_ranges_copies_every_range(wanted: list[tuple[int, int]], short: int) -> None:
     source = torch.arange(100)

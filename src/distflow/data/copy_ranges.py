@@ -36,8 +36,8 @@ def copy_ranges(sources: Sequence[Tensor], starts: Ints, out: Tensor, offsets: I
         for f, a, b, n in zip(*(x[long].tolist() for x in (source, start, offset, size)), strict=True):
             target[b : b + n] = arrays[f][a : a + n]
     for f in np.flatnonzero(~by_slice).tolist():
-        mine = source == f
-        _copy_by_index(sources[f], start[mine], out, offset[mine], size[mine])
+        selected = source == f
+        _copy_by_index(sources[f], start[selected], out, offset[selected], size[selected])
 
 
 def _copy_by_index(source: Tensor, starts: Ints, out: Tensor, offsets: Ints, sizes: Ints) -> None:

@@ -92,27 +92,27 @@ def exchange(
     headers = yield AllGather(move.ranks, _header(rank, move, share, samples, held, weights, sizes, wanted, where))
     old, new, size, cell_imbalance = _read_headers(headers.cpu().numpy(), move, share, samples, group_size)
 
-    mine = route(rank, move.src.layout, move.dst.layout, old, new)
+    own = route(rank, move.src.layout, move.dst.layout, old, new)
 
     def bytes_of(slots: Ints) -> int:
         return segment_size(len(move.fields), len(slots), int(size[slots].sum()))
 
-    send = [bytes_of(mine.send[r]) if r in mine.send else 0 for r in move.ranks]
-    receive = [bytes_of(mine.receive[r]) if r in mine.receive else 0 for r in move.ranks]
-    kept, total = bytes_of(mine.keep), sum(receive)
+    send = [bytes_of(own.send[r]) if r in own.send else 0 for r in move.ranks]
+    receive = [bytes_of(own.receive[r]) if r in own.receive else 0 for r in move.ranks]
+    kept, total = bytes_of(own.keep), sum(receive)
     memory = allocator.empty(total + kept)
 
     def pack_outgoing(out: Tensor) -> None:
         if held is not None and any(send):
-            parts = [mine.send[r] for r in move.ranks if r in mine.send]
+            parts = [own.send[r] for r in move.ranks if r in own.send]
             pack(columns, np.searchsorted(held[0], np.concatenate(parts)), _segments(parts, send), out)
 
     if held is not None and kept:  # samples that stay are packed straight to where they will be read
-        pack(columns, np.searchsorted(held[0], mine.keep), _segments([mine.keep], [kept]), memory[total:])
+        pack(columns, np.searchsorted(held[0], own.keep), _segments([own.keep], [kept]), memory[total:])
     yield AllToAll(move.ranks, pack_outgoing, send, memory[:total], receive)
-    parts = [mine.receive[r] for r in move.ranks if r in mine.receive]
+    parts = [own.receive[r] for r in move.ranks if r in own.receive]
     if kept:
-        parts.append(mine.keep)
+        parts.append(own.keep)
     slots = np.concatenate(parts) if parts else np.empty(0, np.int64)
     order = np.argsort(slots)
     received = unpack(memory, _segments(parts, [*receive, kept]), move.fields, order, where) if parts else {}
