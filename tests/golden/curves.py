@@ -56,7 +56,7 @@ FLOWS: dict[str, dict[str, Any]] = {
     "sft": {"data": {"files": "rows.jsonl", "batch": 4, "fields": ["prompt", "response"]}},
 }
 CURVES = ("loss", "grad_norm", "entropy", "kl", "vf_loss")
-REWARDS = ("reward/mean", "response_length/mean")
+ROLLOUT = ("reward/mean", "response_length/mean")
 
 
 def config_of(flow: str, folder: Path) -> Path:
@@ -72,9 +72,11 @@ def config_of(flow: str, folder: Path) -> Path:
 
 
 def curves_of(run: Path) -> dict[str, list[float]]:
-    """Returns the curves of a run that are compared."""
+    """Returns the curves of a run that are compared; they do not depend on the number of workers."""
     steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    names = sorted(n for n in steps[-1] if n.rpartition("/")[2] in CURVES or n in REWARDS)
+    # With dynamic sampling these are of all prompts that were drawn, whose number depends on dp.
+    rollout = ROLLOUT if "sampling/rounds" not in steps[-1] else ()
+    names = sorted(n for n in steps[-1] if n.rpartition("/")[2] in CURVES or n in rollout)
     return {name: [step[name] for step in steps] for name in names}
 
 
