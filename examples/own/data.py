@@ -1,4 +1,4 @@
-"""Prompts to which a number is to be said."""
+"""Writes prompts that ask for a number."""
 
 import json
 

@@ -1,78 +1,80 @@
-"""Many digits, but not always the same one: nodes, a judge, a loss, and flows of them."""
+"""Many digits, but not always the same one: nodes, a role with state, a loss, and flows of them."""
 
 import torch
 
 from distflow import flow, node
-from distflow.algo.losses import finish
-from distflow.flows.learn import learn
-from distflow.flows.nodes import divergence, group_advantage
+from distflow.algo.losses import with_kl_and_entropy
+from distflow.flows.nodes import group_advantage, kl_divergence
+from distflow.flows.policy_update import update_policy
 
 
 @node
-def varied(batch):
-    """A second reward: the share of different characters."""
-    return [len(set(said)) / max(1, len(said)) for said in batch["response"]]
+def distinct(batch):
+    """A second reward: the share of distinct characters."""
+    return [len(set(response)) / max(1, len(response)) for response in batch["response"]]
 
 
 @node(whole_groups=True)
-def worthwhile(batch, least=0.2):
-    """A filter: where all responses to a prompt are about equally good, there is little to learn."""
+def scores_differ(batch, min_range=0.2):
+    """A filter: if all responses to a prompt score about the same, there is little to learn from them."""
     keep = torch.zeros(len(batch), dtype=torch.bool)
     for prompt in set(batch.groups):
-        mine = batch.groups == prompt
-        keep[mine] = batch["score"][mine].max() - batch["score"][mine].min() >= least
+        group = batch.groups == prompt
+        keep[group] = batch["score"][group].max() - batch["score"][group].min() >= min_range
     return keep
 
 
 @node(whole_groups=True)
-def advantage(batch, ctx, variety=0.5, praise=0.5):
-    """What a response is worth, less the median of all responses to its prompt."""
-    worth = batch["score"] + variety * torch.tensor(batch["varied"]) + praise * batch["praise"]
-    better = torch.zeros(len(batch))
+def advantage(batch, ctx, distinct_weight=0.5, bonus_weight=0.5):
+    """The sum of the rewards, less the median of the group."""
+    total = batch["score"] + distinct_weight * torch.tensor(batch["distinct"]) + bonus_weight * batch["bonus"]
+    advantage = torch.zeros(len(batch))
     for prompt in set(batch.groups):
-        mine = batch.groups == prompt
-        better[mine] = worth[mine] - worth[mine].median()
-    ctx.metrics.log("own/varied", sum(batch["varied"]) / len(batch), len(batch))
-    return better
+        group = batch.groups == prompt
+        advantage[group] = total[group] - total[group].median()
+    ctx.metrics.log("own/distinct", sum(batch["distinct"]) / len(batch), len(batch))
+    return advantage
 
 
 class Judge:
-    """Praises what is better than usual, and remembers what is usual."""
+    """Gives a bonus to scores above their running mean."""
 
-    def __init__(self, pace=0.2):
-        self.pace, self.usual = pace, 0.0
+    def __init__(self, rate=0.2):
+        self.rate, self.mean = rate, 0.0
 
-    @node(writes="praise", whole_batch=True)
-    def praise(self, batch, ctx):
-        praise = (batch["score"] > self.usual).float()
-        self.usual += self.pace * (float(batch["score"].mean()) - self.usual)
-        ctx.metrics.log("own/usual", self.usual)
-        return praise
+    @node(writes="bonus", whole_batch=True)
+    def bonus(self, batch, ctx):
+        bonus = (batch["score"] > self.mean).float()
+        self.mean += self.rate * (float(batch["score"].mean()) - self.mean)
+        ctx.metrics.log("own/running_mean", self.mean)
+        return bonus
 
 
-def my_loss(tokens, bad=0.5, **rest):
-    """The policy gradient, but bad responses are unlearned more slowly than good ones are learned."""
+def my_loss(tokens, negative_weight=0.5, **rest):
+    """The policy gradient, with a smaller weight for negative advantages."""
     advantage = tokens["advantage"]
-    weight = torch.where(advantage > 0, advantage, bad * advantage)
-    return finish(tokens, -weight * tokens.logprobs, {"own/weight": weight.abs()}, **rest)
+    weight = torch.where(advantage > 0, advantage, negative_weight * advantage)
+    return with_kl_and_entropy(tokens, -weight * tokens.logprobs, {"own/weight": weight.abs()}, **rest)
 
 
-@flow(constants_of=learn)
-def own(prompts, actor, reference, reward, judge, *, variety=0.5, bad=0.5, rounds=4, **rest):
-    said = actor.generate(prompts["prompt"])
-    score = reward.score(prompts, said)
-    worthwhile(score, refill=rounds)  # further prompts are drawn until 8 are worth it, at most 4 × 8
-    different = varied(said["response"])
-    praise = judge.praise(score)
-    better = advantage(score, different, praise, variety=variety)
-    learn(actor, reference, said, better, loss="own.py:my_loss", bad=bad, **rest)
+@flow(constants_of=update_policy)
+def own(
+    prompts, actor, reference, reward, judge, *, distinct_weight=0.5, negative_weight=0.5, max_gen_batches=4, **rest
+):
+    rollout = actor.generate(prompts["prompt"])
+    score = reward.score(prompts, rollout)
+    scores_differ(score, refill=max_gen_batches)  # generates more until 8 prompts pass, at most 4 × 8
+    variety = distinct(rollout["response"])
+    bonus = judge.bonus(score)
+    combined = advantage(score, variety, bonus, distinct_weight=distinct_weight)
+    update_policy(actor, reference, rollout, combined, loss="own.py:my_loss", negative_weight=negative_weight, **rest)
 
 
-@flow(constants_of=learn)
-def steered(prompts, actor, reference, reward, control, *, kl=1.0, **rest):
-    said = actor.generate(prompts["prompt"])
-    score = reward.score(prompts, said)
-    ref = reference.logprobs(said["prompt_tokens", "response_tokens"])
-    weight = control.weight(divergence(said["rollout_logprobs"], ref))
-    better = group_advantage(score)
-    learn(actor, reference, said, better, ref, weight, loss="policy", kl=kl, **rest)
+@flow(constants_of=update_policy)
+def adaptive_kl(prompts, actor, reference, reward, control, *, kl=1.0, **rest):
+    rollout = actor.generate(prompts["prompt"])
+    score = reward.score(prompts, rollout)
+    ref = reference.logprobs(rollout["prompt_tokens", "response_tokens"])
+    kl_weight = control.weight(kl_divergence(rollout["rollout_logprobs"], ref))
+    advantage = group_advantage(score)
+    update_policy(actor, reference, rollout, advantage, ref, kl_weight, loss="policy", kl=kl, **rest)

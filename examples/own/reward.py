@@ -1,5 +1,5 @@
-"""The share of digits in a response."""
+"""Scores the share of digits in a response."""
 
 
 def digits(prompts, completions, **columns):
-    return [sum(c.isdigit() for c in said) / max(1, len(said)) for said in completions]
+    return [sum(c.isdigit() for c in completion) / max(1, len(completion)) for completion in completions]

@@ -12,7 +12,7 @@ HERE = Path(__file__).parents[2] / "examples" / "own"
 
 @pytest.mark.parametrize(
     ("name", "logged"),
-    [("own", "own/usual"), ("own_list", "own/usual"), ("steered", "actor/kl_weight")],
+    [("own", "own/running_mean"), ("own_list", "own/running_mean"), ("adaptive_kl", "actor/kl_weight")],
 )
 def test_it_runs(tmp_path: Path, name: str, logged: str) -> None:
     for path in HERE.glob("*.*"):
