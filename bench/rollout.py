@@ -27,7 +27,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -49,11 +48,11 @@ def ours(model: str, work: Work) -> None:
     from transformers import AutoModelForCausalLM
 
     from distflow.engine.model import attention
-    from distflow.engine.model.llama_family import together
+    from distflow.engine.model.llama_family import fused_weights
     from distflow.engine.model.source import kv_bytes
-    from distflow.engine.rollout.builtin import Rollout
-    from distflow.engine.rollout.sampling import Sampling
-    from distflow.engine.weights import room
+    from distflow.engine.rollout.engine import Request, SamplingParams
+    from distflow.engine.rollout.generator import CacheLimits, Generator
+    from distflow.engine.rollout.weight_buffers import empty_weights
     from distflow.launch.process import keep_freed_memory
 
     lm = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation=attention.NAME)
@@ -61,18 +60,23 @@ def ours(model: str, work: Work) -> None:
     # As in a worker: weights in memory of their own (those in a file are badly aligned), freed memory is kept.
     keep_freed_memory()
     shapes = {name: tuple(p.shape) for name, p in lm.named_parameters()}
-    made = room(shapes, together(lm), torch.float32, torch.device("cpu"))
+    tensors = empty_weights(shapes, fused_weights(lm), torch.float32, torch.device("cpu"))
     for name, p in lm.named_parameters():
-        p.data = made[name].copy_(p.data)
-    engine = Rollout(lm, kv_bytes(lm.config, torch.float32, 1), 2 << 30, PROMPTS, lanes=THREADS)
+        p.data = tensors[name].copy_(p.data)
+    limits = CacheLimits(kv_bytes(lm.config, torch.float32, 1), 2 << 30, PROMPTS)
+    generator = Generator(lm, limits, torch.device("cpu"), max_lanes=THREADS)
+    prompts, params = [tuple(p) for p in work["prompts"]], SamplingParams(work["new_tokens"])
     calls = 0
 
     def generate(n: int) -> Work:
         nonlocal calls
         calls += 1
-        each = np.arange(n)
-        done = engine.generate(work["prompts"][:n], each, each, Sampling(work["new_tokens"]), seed=calls)
-        return {"tokens": int(done.tokens.lengths.sum())}
+        for i, prompt in enumerate(prompts[:n]):
+            generator.add_request(Request(i, prompt, params, seed=calls))
+        tokens = 0
+        while generator.has_unfinished:
+            tokens += sum(len(c.tokens) for c in generator.step())
+        return {"tokens": tokens}
 
     generate(work["warm_up"])
     generate(work["warm_up"])
