@@ -1,4 +1,4 @@
-"""However the workers share the work, a run is the same run: its curves, and the very tokens that were drawn."""
+"""Whatever the layout, a run has the same curves and samples the same tokens."""
 
 import json
 import math
@@ -22,7 +22,7 @@ from distflow.flows.dapo import dapo
 from distflow.flows.grpo import grpo
 from distflow.flows.ppo import ppo
 
-weights._BUCKET = 1 << 14  # a large model's are handed over in many pieces
+weights._BUCKET = 1 << 14  # so that weights are sent in several exchanges, as those of a large model are
 
 
 @node(writes=())
@@ -44,17 +44,20 @@ class Tapped:
 
 @flow
 def tapped_ppo(prompts, actor, critic, reference, reward):
-    ppo.fn(prompts, Tapped(actor), critic, reference, reward, kl_reward=0.05, lam=0.9, mini_batches=2)
+    ppo.fn(prompts, Tapped(actor), critic, reference, reward, kl_in_reward=0.05, lam=0.9, mini_batches=2)
 
 
 @flow
 def tapped_dapo(prompts, actor, reference, reward, *, rounds=1):
-    dapo.fn(prompts, Tapped(actor), reference, reward, rounds=rounds, long=16, long_buffer=8, correct="token")
+    overlong = {"overlong_limit": 16, "overlong_buffer": 8}
+    dapo.fn(
+        prompts, Tapped(actor), reference, reward, max_gen_batches=rounds, rollout_correction="token", **overlong
+    )
 
 
 @flow
-def tapped(prompts, actor, reference, reward, *, kl=0.0, recompute_old=False, mini_batches=1, epochs=1):
-    constants = {"recompute_old": recompute_old, "mini_batches": mini_batches, "epochs": epochs}
+def tapped(prompts, actor, reference, reward, *, kl=0.0, recompute_old_logprobs=False, mini_batches=1, epochs=1):
+    constants = {"recompute_old_logprobs": recompute_old_logprobs, "mini_batches": mini_batches, "epochs": epochs}
     grpo.fn(prompts, Tapped(actor), reference, reward, kl=kl, **constants)
 """
 REWARD = """
@@ -86,9 +89,9 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "split": (
         4,
         {
-            "groups": {"rollout": "0-1", "train": "2-3"},
-            "default": {"group": "train"},
-            "nodes": {"actor.generate": {"group": "rollout"}, "reward.score": {"group": "rollout"}},
+            "ranks": {"rollout": "0-1", "train": "2-3"},
+            "default": {"ranks": "train"},
+            "nodes": {"actor.generate": {"ranks": "rollout"}, "reward.score": {"ranks": "rollout"}},
         },
     ),
 }
@@ -109,19 +112,19 @@ def run(folder: Path, name: str, workers: int, **changes: Any) -> Run:
     tokens: dict[int, list[int]] = {}
     for file in run_dir.glob("tokens.*.jsonl"):
         for line in file.read_text().splitlines():
-            for sample, said in json.loads(line).items():
-                assert tokens.setdefault(int(sample), said) == said  # tensor-parallel replicas agree
+            for sample, response in json.loads(line).items():
+                assert tokens.setdefault(int(sample), response) == response  # tensor-parallel replicas agree
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     return Run(lines, tokens, ended.out)
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = tmp_path_factory.mktemp("layouts")
-    (made / "data.jsonl").write_text("".join(json.dumps({"prompt": p}) + "\n" for p in PROMPTS))
-    (made / "flow.py").write_text(FLOW)
-    (made / "reward.py").write_text(REWARD)
-    return made
+    folder = tmp_path_factory.mktemp("layouts")
+    (folder / "data.jsonl").write_text("".join(json.dumps({"prompt": p}) + "\n" for p in PROMPTS))
+    (folder / "flow.py").write_text(FLOW)
+    (folder / "reward.py").write_text(REWARD)
+    return folder
 
 
 @pytest.fixture(scope="module")
@@ -146,12 +149,12 @@ def check_same(name: str, got: Run, want: Run, curves: tuple[str, ...] = CURVES)
 
 
 def check_mismatch(run: Run) -> None:
-    """What the rollout engine and the trainer say of the same tokens."""
+    """The rollout engine and the trainer agree on the log-probs of the same tokens."""
     assert all(m["rollout/mismatch_max"] < 1e-4 for m in run.metrics)
 
 
 def test_one_worker_learns(alone: Run) -> None:
-    """Else the others would be equal to nothing much."""
+    """Otherwise the comparisons with it would mean little."""
     assert [m["step"] for m in alone.metrics] == list(range(STEPS))
     assert sorted(alone.tokens) == list(range(STEPS * 8 * 4))
     assert all(m["actor/grad_norm"] > 0 for m in alone.metrics)
@@ -168,7 +171,7 @@ def test_any_layout_gives_the_same_run(folder: Path, alone: Run, name: str) -> N
 
 
 OTHERS: dict[str, tuple[dict[str, Any], tuple[str, ...], dict[str, tuple[int, dict[str, Any]]]]] = {
-    "ppo": (  # what is another config, curves, layouts
+    "ppo": (  # changes of the config, curves, layouts
         {"flow": "flow.py:tapped_ppo", "critic": {"lr": 1e-2}, "algo": {}},
         ("reward/mean", "response_length/mean", "critic/loss", "critic/grad_norm", "critic/explained_variance"),
         {
@@ -176,13 +179,19 @@ OTHERS: dict[str, tuple[dict[str, Any], tuple[str, ...], dict[str, tuple[int, di
             "ppo dp2 tp2": (4, {"roles": {r: {"tp": 2} for r in (*MODELS, "critic")}}),
             "ppo, critic apart": (
                 3,
-                {"groups": {"a": "0-1", "c": "2"}, "default": {"group": "a"}, "roles": {"critic": {"group": "c"}}},
+                {"ranks": {"a": "0-1", "c": "2"}, "default": {"ranks": "a"}, "roles": {"critic": {"ranks": "c"}}},
             ),
         },
     ),
     "dapo": (
         {"flow": "flow.py:tapped_dapo", "reward": "reward.py:any_digit", "algo": {"rounds": 3}},
-        ("sampling/discarded", "sampling/filled", "rollout/correction", "reward/trained_mean", "reward/long_penalty"),
+        (
+            "sampling/discarded",
+            "sampling/filled",
+            "rollout/correction",
+            "reward/trained_mean",
+            "reward/overlong_penalty",
+        ),
         {
             "dapo dp2": (2, {}),
             "dapo tp2": (2, {"roles": {"actor": {"tp": 2}}}),
@@ -198,9 +207,9 @@ OTHERS: dict[str, tuple[dict[str, Any], tuple[str, ...], dict[str, tuple[int, di
             "adapter, generate apart": (
                 2,
                 {
-                    "groups": {"rollout": "0", "train": "1"},
-                    "default": {"group": "train"},
-                    "nodes": {"actor.generate": {"group": "rollout"}},
+                    "ranks": {"rollout": "0", "train": "1"},
+                    "default": {"ranks": "train"},
+                    "nodes": {"actor.generate": {"ranks": "rollout"}},
                 },
             ),
         },
@@ -214,7 +223,7 @@ def others(folder: Path) -> dict[str, Run]:
 
 
 @pytest.mark.parametrize(("flow", "layout"), [(f, name) for f, (_, _, layouts) in OTHERS.items() for name in layouts])
-def test_so_do_a_critic_a_refilled_batch_and_an_adapter(
+def test_any_layout_gives_the_same_run_with_a_critic_dynamic_sampling_or_an_adapter(
     folder: Path, others: dict[str, Run], flow: str, layout: str
 ) -> None:
     changes, curves, layouts = OTHERS[flow]
@@ -223,14 +232,14 @@ def test_so_do_a_critic_a_refilled_batch_and_an_adapter(
     check_same(layout, got, others[flow], ("actor/loss", "actor/grad_norm", "actor/entropy", *curves))
 
 
-def test_prompts_were_replaced_and_the_batch_stayed_full(others: dict[str, Run]) -> None:
+def test_dynamic_sampling_replaced_prompts_and_kept_the_batch_full(others: dict[str, Run]) -> None:
     metrics, tokens = others["dapo"].metrics, others["dapo"].tokens
     assert sum(m["sampling/discarded"] for m in metrics) > 0
     assert len(tokens) == 5 * 8 * 4
     assert max(tokens) // 4 + 1 == sum(8 + m["sampling/discarded"] for m in metrics)  # the stream, without a gap
 
 
-def test_an_adapter_starts_as_the_reference_and_leaves_it(alone: Run, others: dict[str, Run]) -> None:
+def test_an_adapter_starts_as_the_reference_and_departs_from_it(alone: Run, others: dict[str, Run]) -> None:
     drift = [m["actor/kl"] for m in others["adapter"].metrics]
     assert drift[0] == pytest.approx(0, abs=1e-6)
     assert drift[-1] > 1e-4
@@ -245,8 +254,8 @@ def test_any_size_of_micro_batches_gives_the_same_run(folder: Path, alone: Run, 
 
 
 def test_several_updates_of_a_step_are_the_same_on_two_workers(folder: Path) -> None:
-    """With the old log-probs of the trainer, and a model in two halves while it learns."""
-    algo = {"kl": 0.01, "recompute_old": True, "mini_batches": 2, "epochs": 2}
+    """With recomputed old log-probs, and tensor parallelism in training."""
+    algo = {"kl": 0.01, "recompute_old_logprobs": True, "mini_batches": 2, "epochs": 2}
     want = run(folder, "updates", 1, algo=algo, steps=3)
     placement = {"nodes": {"actor.update": {"tp": 2}, "actor.logprobs": {"tp": 2}}}
     check_same("updates of a step", run(folder, "updates halved", 2, algo=algo, steps=3, placement=placement), want)

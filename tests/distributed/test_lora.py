@@ -155,7 +155,7 @@ class Worker:
     def merge_error(self) -> float:
         """Compares the engine's weights with W + scale · B @ A, computed from complete matrices."""
         self.hand_over()
-        pairs = adapter_pairs({spec.name: p.detach().full_tensor() for spec, p in self.trainer.trained})  # type: ignore[attr-defined]
+        pairs = adapter_pairs({spec.name: p.detach().full_tensor() for spec, p in self.trainer.trained})
         read = self.role.model.reader([spec.name for spec in self.trainer.specs])
         engine, error = self.actor.policy.engine, 0.0
         assert self.trainer.adapter is not None

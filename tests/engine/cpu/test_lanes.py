@@ -128,7 +128,7 @@ def test_every_sequence_is_returned_once_and_lanes_share_the_threads() -> None:
     batches = [FakeBatch(), FakeBatch()]
     with threads(4), Lanes(batches) as two:
         two.add(sequences("abcdefg"))
-        finished = []
+        finished: list[int] = []
         while two.has_unfinished:
             if len(finished) in (2, 3):
                 two.add(sequences("hi", first=10 * len(finished)))

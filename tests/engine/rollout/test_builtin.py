@@ -78,8 +78,7 @@ def test_weights_are_not_replaced_while_requests_are_unfinished(mesh: DeviceMesh
         engine.add_request(request)
     with pytest.raises(AssertionError):
         engine.commit_weights(1)
-    assert engine.step()
-    assert engine.has_unfinished
+    assert 0 < len(engine.step()) < len(IDS)
     with pytest.raises(AssertionError):
         engine.commit_weights(1)
     while engine.has_unfinished:

@@ -44,7 +44,7 @@ def test_decoding_gives_the_same_on_any_device(
     caches = [filled_cache(7, keys, dtype) for _ in range(2)]
     close = 1e-5 if dtype == torch.float32 else 2e-2
     for step in range(3):
-        attentions = [kind(c, positions + step, CPU) for kind, c in zip((Decode, CpuDecode), caches, strict=True)]
+        attentions = Decode(caches[0], positions + step, CPU), CpuDecode(caches[1], positions + step, CPU)
         for layer in range(2):
             q, k, v = (torch.randn(n, 5, DIM).to(dtype) for n in (queries, keys, keys))
             got, want = (attention(layer, q, k, v, params) for attention in attentions)
@@ -64,18 +64,19 @@ def test_prefill_and_decode_give_what_a_pass_over_the_sequence_gives(
     rows = [[torch.randn(heads, n + responses, DIM) for heads in (4, 2, 2)] for n in prompts]
     cache, outputs = KVCache(4, LONGEST), list[Tensor]()
 
-    def packed(lengths: list[int], starts: list[int]) -> tuple[Tensor, ...]:
+    def packed(lengths: list[int], starts: list[int]) -> tuple[Tensor, Tensor, Tensor]:
         parts = [[x[:, a : a + n] for x in row] for row, a, n in zip(rows, starts, lengths, strict=True)]
-        return tuple(torch.cat(x, 1) for x in zip(*parts, strict=True))
+        q, k, v = (torch.cat(x, 1) for x in zip(*parts, strict=True))
+        return q, k, v
 
     prefill = Prefill(cache, prompts, [0, 1, 2])
-    outputs = list(prefill(0, *packed(prompts, [0, 0, 0]), params).split(prompts))  # type: ignore[call-arg]
+    outputs = list(prefill(0, *packed(prompts, [0, 0, 0]), params).split(prompts))
     for step in range(responses):
         positions = [n + step for n in prompts]
-        new = kind(cache, torch.tensor(positions), CPU)(0, *packed([1, 1, 1], positions), params)  # type: ignore[call-arg]
+        new = kind(cache, torch.tensor(positions), CPU)(0, *packed([1, 1, 1], positions), params)
         outputs = [torch.cat((before, one[None])) for before, one in zip(outputs, new, strict=True)]
-    for row, got in zip(rows, outputs, strict=True):
-        want = PackedAttention([row[0].shape[1]])(0, *row, params)  # type: ignore[call-arg]
+    for (q, k, v), got in zip(rows, outputs, strict=True):
+        want = PackedAttention([q.shape[1]])(0, q, k, v, params)
         torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
 
 

@@ -152,7 +152,7 @@ def test_slots_are_contiguous_and_every_sequence_is_returned_once(
 
     arrivals = data.draw(st.lists(st.integers(0, 15), max_size=6), label="arrivals")
     while arrivals or scheduler.has_unfinished:
-        new = []
+        new: list[Sequence] = []
         for _ in range(arrivals.pop() if arrivals else 0):
             text = prompt(data.draw(st.integers(1, 5)), first=data.draw(st.integers(0, 2)))
             new.append(sequence(len(added) + len(new), text, data.draw(st.integers(1, 6))))

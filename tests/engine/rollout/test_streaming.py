@@ -172,8 +172,8 @@ def test_stopping_drops_requests_and_restores_the_weights(max_lanes: int) -> Non
     before, qwen3 = deepcopy(model.state_dict()), generator_for(model, 4, max_lanes=max_lanes)
     for request in requests_for():
         qwen3.add_request(request)
-    assert qwen3.step()
-    assert qwen3.has_unfinished
+    finished = qwen3.step()
+    assert 0 < len(finished) < len(EVERYBODY)
     qwen3.stop()
     assert not qwen3.has_unfinished
     assert qwen3.step() == []
