@@ -1,10 +1,10 @@
 """Run a function in N real processes that form a gloo process group."""
 
 import multiprocessing
-import queue
 import tempfile
 import traceback
 from collections.abc import Callable
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +26,15 @@ def spawn(n: int, fn: Callable[..., Any], *args: Any, timeout_s: float = 120) ->
         results: dict[int, Any] = {}
         try:
             while len(results) < n:
-                rank, ok, value = answers.get(timeout=timeout_s)
+                left = {w.sentinel: r for r, w in enumerate(workers) if r not in results}
+                ready = wait([answers._reader, *left], timeout_s)
+                if answers._reader not in ready:  # a worker answers before it ends
+                    ended = [r for sentinel, r in left.items() if sentinel in ready]
+                    state = f"ended, exit code {workers[ended[0]].exitcode}" if ended else f"took over {timeout_s} s"
+                    raise AssertionError(f"ranks {ended or sorted(left.values())} of {n} gave no answer: {state}")
+                rank, ok, value = answers.get()
                 assert ok, f"rank {rank} of {n}:\n{value}"
                 results[rank] = value
-        except queue.Empty:
-            raise AssertionError(f"ranks {sorted(set(range(n)) - set(results))} of {n} gave no answer") from None
         finally:
             for w in workers:
                 w.kill() if len(results) < n else w.join()

@@ -13,7 +13,6 @@ from distflow.data.copy_ranges import copy_ranges
 from distflow.data.wire import DTYPES, FlatColumn, Segments, flatten, pack, segment_size, unpack
 from distflow.errors import DataError
 
-CPU = torch.device("cpu")
 NAMES = [f"f{i}.{k.replace(' ', '_')}" for i, k in enumerate(KINDS)]
 
 
@@ -34,7 +33,7 @@ def pack_parts(columns: list[FlatColumn], parts: list[np.ndarray]) -> tuple[torc
 )
 def test_every_packed_value_is_unpacked(names: list[str], parts: list[list[int]], short: int) -> None:
     ids = np.arange(20)
-    packed = [flatten(column(n, ids), n, CPU) for n in names]
+    packed = [flatten(column(n, ids), n) for n in names]
     before, copying.SHORT = copying.SHORT, short  # both ways of copying
     try:
         memory, segments = pack_parts(packed, [np.array(p) for p in parts])
@@ -53,7 +52,7 @@ def test_every_dtype_can_be_sent(dtype: torch.dtype) -> None:
     raw = torch.arange(48, dtype=torch.uint8).clamp(max=1).view(dtype) if dtype == torch.bool else None
     values = torch.arange(48, dtype=torch.uint8).view(dtype) if raw is None else raw
     sent = Ragged.packed(values, np.array([len(values) - 1, 1]))
-    memory, segments = pack_parts([flatten(sent, "x", CPU)], [np.array([1]), np.array([0])])
+    memory, segments = pack_parts([flatten(sent, "x")], [np.array([1]), np.array([0])])
     got = unpack(memory, segments, ["x"], np.array([1, 0]), "test")["x"]
     assert isinstance(got, Ragged)
     assert got.dtype == dtype
@@ -61,7 +60,7 @@ def test_every_dtype_can_be_sent(dtype: torch.dtype) -> None:
 
 
 def test_ragged_columns_are_views_of_what_was_received() -> None:
-    memory, segments = pack_parts([flatten(column("f.tokens", np.arange(4)), "x", CPU)], [np.arange(4)])
+    memory, segments = pack_parts([flatten(column("f.tokens", np.arange(4)), "x")], [np.arange(4)])
     got = unpack(memory, segments, ["x"], np.arange(4), "test")["x"]
     assert isinstance(got, Ragged)
     assert got.values.untyped_storage().data_ptr() == memory.untyped_storage().data_ptr()
@@ -69,14 +68,14 @@ def test_ragged_columns_are_views_of_what_was_received() -> None:
 
 def test_a_column_that_cannot_be_sent_is_named() -> None:
     with pytest.raises(DataError, match="field 'x': has 6 dimensions per item; at most 5"):
-        flatten(torch.zeros(1, 1, 1, 1, 1, 1, 1), "field 'x'", CPU)
+        flatten(torch.zeros(1, 1, 1, 1, 1, 1, 1), "field 'x'")
     with pytest.raises(DataError, match=r"field 'x': dtype torch\.\w+ cannot be sent"):
-        flatten(torch.zeros(2, dtype=torch.float8_e8m0fnu), "field 'x'", CPU)
+        flatten(torch.zeros(2, dtype=torch.float8_e8m0fnu), "field 'x'")
 
 
 def test_text_with_lone_surrogates_can_be_sent() -> None:
     rows = ["\ud800 alone", "", "é"]
-    memory, segments = pack_parts([flatten(rows, "x", CPU)], [np.arange(3)])
+    memory, segments = pack_parts([flatten(rows, "x")], [np.arange(3)])
     assert unpack(memory, segments, ["x"], np.arange(3), "test")["x"] == rows
 
 

@@ -16,14 +16,11 @@ from torch import Tensor
 class CachingAllocator:
     """Keeps freed blocks for the next allocation, as PyTorch's own allocator does for GPUs but not for CPUs."""
 
-    def __init__(self, device: torch.device | None = None) -> None:
-        self.device = device or torch.device("cpu")
+    def __init__(self) -> None:
         self._free: list[NDArray[np.uint8]] = []
 
     def empty(self, size: int) -> Tensor:
-        """Returns `size` uninitialized bytes."""
-        if self.device.type != "cpu":
-            return torch.empty(size, dtype=torch.uint8, device=self.device)
+        """Returns `size` uninitialized bytes of host memory."""
         # Other threads may free blocks meanwhile, but only append to the list.
         fitting = [i for i, block in enumerate(self._free) if len(block) >= size]
         if fitting:

@@ -176,12 +176,12 @@ def _from_numpy(array: Any, where: str) -> Tensor:
 
 
 def _materialized(tensor: Tensor, where: str) -> Tensor:
-    """Returns the tensor with contiguous values in memory, which an expanded or conjugated one does not have."""
+    """Returns the tensor with contiguous values in host memory, whichever device the node computed it on."""
     if tensor.is_nested or tensor.is_meta or tensor.is_quantized or tensor.layout != torch.strided:
         raise DataError(
             f"{where}: is a tensor without plain values in memory; convert it, for example with .to_dense()"
         )
-    return tensor.detach().resolve_conj().resolve_neg().contiguous()
+    return tensor.detach().resolve_conj().resolve_neg().contiguous().cpu()
 
 
 def _checked_ragged(ragged: Ragged, where: str) -> Ragged:

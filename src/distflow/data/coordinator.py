@@ -33,10 +33,10 @@ class Traffic:
 class Coordinator:
     """Carries out the data tasks of one rank. Errors name the field; the worker adds node, step and rank."""
 
-    def __init__(self, rank: int, plan: Plan, loader: Loader, device: torch.device | None = None) -> None:
+    def __init__(self, rank: int, plan: Plan, loader: Loader) -> None:
         self.rank, self.plan, self.loader = rank, plan, loader
         self.buffer = Buffer()
-        self.allocator = CachingAllocator(device)
+        self.allocator = CachingAllocator()
         self.traffic = Traffic()
         self._slots: dict[tuple[int, str], Ints] = {}  # (step, partition) → the slots this rank has there
         self._moved: set[Key] = set()  # columns received by a move, not written by a node of this rank
@@ -178,7 +178,7 @@ class Coordinator:
                 raise DataError(f"node '{task.node}': field '{task.field}' must have one boolean per sample")
             slots = torch.from_numpy(self.slots(step, task.partition))
             flags[: len(slots)] = 2 * slots + torch.as_tensor(column).bool()
-        gathered = (yield AllGather(task.ranks, flags)).cpu().flatten()
+        gathered = (yield AllGather(task.ranks, flags)).flatten()
         known = gathered[gathered >= 0].numpy()
         keep = np.ones(samples, bool)
         keep[known // 2] = known % 2

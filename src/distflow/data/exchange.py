@@ -25,7 +25,7 @@ from distflow.plan.tasks import Move
 
 @dataclass(frozen=True)
 class AllGather:
-    """Gathers `data`, of the same length on all `ranks`; the result is [ranks, length]."""
+    """Gathers `data`, in host memory and of the same length on all `ranks`; the result is [ranks, length]."""
 
     ranks: tuple[int, ...]
     data: Tensor
@@ -78,7 +78,7 @@ def exchange(
     columns: list[FlatColumn] = []
     sizes: Ints = np.zeros(0, np.int64)  # bytes of each sample
     if held is not None:
-        columns = [flatten(held[1][f], f"{where}: field '{f}'", allocator.device) for f in move.fields]
+        columns = [flatten(held[1][f], f"{where}: field '{f}'") for f in move.fields]
         sizes = np.zeros(len(held[0]), np.int64)
         for c in columns:
             sizes = sizes + c.lengths * c.item_bytes
@@ -90,7 +90,7 @@ def exchange(
         counts = yield AllGather(move.ranks, torch.tensor([0 if held is None else len(held[0])], dtype=torch.int32))
         share = math.ceil(int(counts.max()) / move.src.layout.tp)
     headers = yield AllGather(move.ranks, _header(rank, move, share, samples, held, weights, sizes, wanted, where))
-    old, new, size, cell_imbalance = _read_headers(headers.cpu().numpy(), move, share, samples, group_size)
+    old, new, size, cell_imbalance = _read_headers(headers.numpy(), move, share, samples, group_size)
 
     own = route(rank, move.src.layout, move.dst.layout, old, new)
 

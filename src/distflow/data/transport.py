@@ -27,6 +27,7 @@ SHARED_MEMORY = "DISTFLOW_SHARED_MEMORY"  # environment variable; 0: use torch.d
 class Transport:
     """Communicates within the rank sets that a plan's moves need. All ranks create it from the same plan.
 
+    Samples are in host memory. Weights are on `device`; what is there goes over the backend of that device.
     `waiting` is entered while this rank may be waiting for the given ranks.
     """
 
@@ -36,14 +37,15 @@ class Transport:
         device: torch.device,
         waiting: Callable[[tuple[int, ...]], AbstractContextManager[None]],
     ) -> None:
-        self.device, self.waiting = device, waiting
+        self.waiting = waiting
         sets = [ranks for ranks in dict.fromkeys(rank_sets) if len(ranks) > 1]
-        shared = device.type == "cpu" and sys.platform == "linux" and os.environ.get(SHARED_MEMORY) != "0"
+        shared = sys.platform == "linux" and os.environ.get(SHARED_MEMORY) != "0"
         local, sockets = _find_local(sets) if sets and shared else ([], {})
         rank = dist.get_rank()
         self._shared_memory = {ranks: SharedMemoryCollectives(rank, ranks, sockets) for ranks in local if rank in ranks}
-        self._process_groups = {ranks: dist.new_group(list(ranks)) for ranks in sets if ranks not in local}
-        self._buffer = torch.empty(0, dtype=torch.uint8, device=device)
+        connected = [ranks for ranks in sets if device.type != "cpu" or ranks not in local]
+        self._process_groups = {ranks: dist.new_group(list(ranks)) for ranks in connected}
+        self._buffers: dict[torch.device, Tensor] = {}  # to send from
 
     def run(self, collectives: Generator[Collective, Tensor, T]) -> T:
         """Runs a generator to its end, executing each collective it yields; returns the generator's result."""
@@ -63,9 +65,12 @@ class Transport:
         if isinstance(collective, AllGather):
             with self.waiting(ranks):
                 return shared.all_gather(collective.data) if shared else self._all_gather(ranks, collective.data)
+        device = collective.out.device
+        if device.type != "cpu":
+            shared = None
         with self.waiting(ranks):
             size = sum(collective.send)
-            data = shared.send_buffer(size) if shared else self._send_buffer(size)
+            data = shared.send_buffer(size) if shared else self._send_buffer(size, device)
         collective.pack(data)
         with self.waiting(ranks):
             if shared:
@@ -74,21 +79,18 @@ class Transport:
                 self._all_to_all(ranks, collective.out, data, collective.receive, collective.send)
         return collective.out
 
-    def _send_buffer(self, size: int) -> Tensor:
-        if len(self._buffer) < size:
-            self._buffer = torch.empty(size, dtype=torch.uint8, device=self.device)
-        return self._buffer[:size]
+    def _send_buffer(self, size: int, device: torch.device) -> Tensor:
+        buffer = self._buffers.get(device)
+        if buffer is None or len(buffer) < size:
+            self._buffers.pop(device, None)  # frees it before there is a larger one
+            buffer = self._buffers[device] = torch.empty(size, dtype=torch.uint8, device=device)
+        return buffer[:size]
 
     def _all_gather(self, ranks: tuple[int, ...], data: Tensor) -> Tensor:
-        data = data.to(self.device)
         out = data.new_empty(len(ranks), len(data))
-        if self.device.type == "cpu":
-            # gloo gathers around a ring, one hop after the other; sending to all at once is one hop.
-            even = [1] * len(ranks)
-            self._all_to_all(ranks, out, data.expand_as(out).contiguous(), even, even)
-        else:
-            with report_lost_peers(ranks):
-                all_gather(out.view(-1), data, group=self._process_groups[ranks])
+        # gloo gathers around a ring, one hop after the other; sending to all at once is one hop.
+        even = [1] * len(ranks)
+        self._all_to_all(ranks, out, data.expand_as(out).contiguous(), even, even)
         return out
 
     def _all_to_all(

@@ -52,20 +52,20 @@ class FlatColumn:
         return prod(self.item_shape) * self.values.element_size()
 
 
-def flatten(column: Column, where: str, device: torch.device) -> FlatColumn:
-    """Converts a column for sending, on the device it is sent from; `where` names the field in errors."""
+def flatten(column: Column, where: str) -> FlatColumn:
+    """Converts a column for sending; `where` names the field in errors."""
     if isinstance(column, list):
         try:
             kind, data, lengths = objects.encode(column)
         except ValueError as e:  # an integer of thousands of digits
             raise DataError(f"{where}: cannot be sent: {e}; write it as text") from None
-        return FlatColumn(kind, torch.from_numpy(data).to(device), np.cumsum(lengths) - lengths, lengths, ())
+        return FlatColumn(kind, torch.from_numpy(data), np.cumsum(lengths) - lengths, lengths, ())
     if isinstance(column, Ragged):
-        flat = FlatColumn("ragged", column.values.to(device), column.starts, column.lengths, column.item_shape)
+        flat = FlatColumn("ragged", column.values, column.starts, column.lengths, column.item_shape)
     else:
         n, item_shape = len(column), tuple(column.shape[1:])
         starts = np.arange(n, dtype=np.int64) * prod(item_shape)
-        flat = FlatColumn("dense", column.to(device).reshape(-1), starts, np.ones(n, np.int64), item_shape)
+        flat = FlatColumn("dense", column.reshape(-1), starts, np.ones(n, np.int64), item_shape)
     if flat.values.dtype not in DTYPES:
         raise DataError(f"{where}: dtype {flat.values.dtype} cannot be sent; convert it first")
     if len(flat.item_shape) > MAX_ITEM_DIMS:

@@ -18,9 +18,8 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
-from torch.distributed.tensor import DTensor
 
-from distflow.engine.role_state import RoleState, shard_like
+from distflow.engine.role_state import RoleState
 from distflow.errors import CheckpointError, PeerLostError
 from distflow.run.checkpoint import (
     COMPLETE,
@@ -160,14 +159,8 @@ def _save_tensors(folder: Path, tensors: Mapping[str, Tensor], process_group: di
 
 
 def _copy_tensors(state: RoleState) -> RoleState:
-    """Copies the tensors as they are now, for the thread that writes them."""
-    return replace(state, tensors={name: _copy(t) for name, t in state.tensors.items()})
-
-
-def _copy(tensor: Tensor) -> Tensor:
-    if not isinstance(tensor, DTensor):
-        return tensor.detach().clone()
-    return shard_like(tensor, tensor.to_local().detach().clone())
+    """Copies the tensors as they are now to host memory, for the thread that writes them."""
+    return replace(state, tensors={name: t.detach().to("cpu", copy=True) for name, t in state.tensors.items()})
 
 
 def _to_json(values: Mapping[str, Any], role: str) -> str:

@@ -78,7 +78,7 @@ class Job:
             self.checkpoints.finish(self.steps)
         with self.heartbeat.waiting(self.network.all_ranks):
             self.metrics.wait(0)
-            dist.barrier()
+        self.network.barrier()
 
     def close(self) -> None:
         self.metrics.close()
@@ -141,7 +141,7 @@ class Job:
         return list(dict.fromkeys(layout for r in wanted for layout in _layouts(self.plans, r).values()))
 
     def _coordinator(self, plan: Plan, loader: Loader) -> Coordinator:
-        return Coordinator(self.rank, plan, loader, self.network.device)
+        return Coordinator(self.rank, plan, loader)
 
     def _worker(self, plan: Plan, data: Coordinator) -> Worker:
         config = self.config

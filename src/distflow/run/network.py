@@ -26,15 +26,12 @@ class Network:
 
     def __init__(self, config: Config, plans: list[Plan], layouts: Collection[Layout], heartbeat: Heartbeat) -> None:
         self.heartbeat, self.all_ranks = heartbeat, tuple(range(plans[0].workers))
-        cuda = torch.cuda.is_available()
-        self.device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if cuda else torch.device("cpu")
-        if cuda:
-            torch.cuda.set_device(self.device)
+        self.device = own_device()
         # The watchdog has to report a stuck run first: a collective gives up by itself only much later.
         self.timeout = timedelta(seconds=2 * config.wait_limit_s + 60)
         heartbeat.start_task(-1, "connect")
         with heartbeat.waiting(self.all_ranks):
-            self._init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
+            self._init_process_group()
             weights = [t.ranks for p in plans for t in p.tasks if isinstance(t, Weights)]
             moves = [m.ranks for p in plans for m in p.moves]
             self.transport = Transport([self.all_ranks, *moves, *weights], self.device, heartbeat.waiting)
@@ -42,7 +39,11 @@ class Network:
             self.process_groups = {layout: self.new_process_group(layout.ranks) for layout in layouts}
             self._all = self.new_process_group(self.all_ranks)
 
-    def _init_process_group(self, backend: str) -> None:
+    def _init_process_group(self) -> None:
+        backend = "gloo"
+        if self.device.type != "cpu":
+            # Without `device_id`: process groups for the CPU only, as those below, could then not be created.
+            backend = f"cpu:gloo,{self.device.type}:{dist.get_default_backend_for_device(self.device)}"
         if LAUNCHER_STORE not in os.environ:
             dist.init_process_group(backend, timeout=self.timeout)
             return
@@ -67,7 +68,7 @@ class Network:
         gathered = self.transport.execute(
             AllGather(self.all_ranks, torch.frombuffer(bytearray(own), dtype=torch.uint8))
         )
-        hashes = [bytes(h).hex()[:12] for h in gathered.cpu().tolist()]
+        hashes = [bytes(h).hex()[:12] for h in gathered.tolist()]
         if len(set(hashes)) > 1:
             ranks = {h: format_ranks(tuple(r for r in self.all_ranks if hashes[r] == h)) for h in hashes}
             raise DistflowError(
@@ -86,4 +87,22 @@ class Network:
 
     def barrier(self) -> None:
         with self.heartbeat.waiting(self.all_ranks):
-            dist.barrier()
+            dist.barrier(group=self._all)
+
+
+def own_device() -> torch.device:
+    """Returns the accelerator with this worker's local rank, or the CPU where there is none; makes it the default."""
+    kind = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if kind is None or kind.type == "mps":  # which has no float64
+        return torch.device("cpu")
+    count, local_rank = torch.accelerator.device_count(), int(os.environ.get("LOCAL_RANK", "0"))
+    if count == 1 and "LOCAL_WORLD_SIZE" not in os.environ:  # the scheduler shows each worker a device of its own
+        local_rank = 0
+    if local_rank >= count:
+        raise DistflowError(
+            f"local rank {local_rank} has no {kind.type} device of its own: this host shows {count}; start at most"
+            " that many workers on it, or hide the devices to train on the CPU"
+        )
+    device = torch.device(kind.type, local_rank)
+    torch.accelerator.set_device_index(device)
+    return device

@@ -1,0 +1,295 @@
+"""A device that is not the CPU, for machines without a GPU: its numbers are real, and it refuses CPU tensors.
+
+Its tensors lie in host memory, but torch knows them as tensors of the `PrivateUse1` backend. Every operation comes to
+`_dispatch`, which checks the devices of its arguments as CUDA's kernels do, and then calls the CPU's kernel on the same
+memory: results can be compared with those of the CPU. Nothing is compiled.
+
+Once `device` was called, torch has an accelerator until the process ends: call it in a process of its own.
+"""
+
+import ctypes
+import functools
+import sys
+import threading
+import traceback
+import warnings
+from collections import Counter
+from contextlib import nullcontext
+from functools import cache
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C import DispatchKey, DispatchKeySet
+from torch.distributed.fsdp._fully_shard import _fsdp_init, _fsdp_param, _fsdp_param_group
+from torch.utils._pytree import tree_map_only
+from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+
+NAME = "rehearsal"
+MEMORY = 4 << 30  # bytes it claims to have
+WAIT = "wait"
+calls: Counter[str] = Counter()  # of each operation; WAIT counts how often the host had to wait for the device
+
+_CPU, _OTHER = 1, 12  # DLPack's kDLCPU and kDLExtDev
+_CPU_KEY = DispatchKeySet(DispatchKey.CPU)
+_libraries: list[torch.library.Library] = []  # kernels are unregistered when their library is collected
+
+
+class MixedDevicesError(RuntimeError):
+    """An operation of the device got a CPU tensor, or a process group of another device got one of its tensors."""
+
+
+@cache
+def device() -> torch.device:
+    """Registers the device with torch and returns it."""
+    _setup_privateuseone_for_python_backend(NAME, backend_module=_Module())
+    every_operation = torch.library.Library("_", "IMPL")
+    every_operation.fallback(_dispatch, "PrivateUse1")
+    aten = torch.library.Library("aten", "IMPL")
+    for name, kernel in _KERNELS.items():
+        aten.impl(name, kernel, "PrivateUse1")
+    for name in ("as_strided", "view", "_reshape_alias"):
+        aten.impl(name, _view_kernel(getattr(torch.ops.aten, name).default), "PrivateUse1")
+    # gloo runs the collectives that would go to the device's own backend, on the same memory.
+    dist.Backend.default_device_backend_map[NAME] = "gloo"
+    c10d = torch.library.Library("c10d", "IMPL")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # these kernels replace others
+        for name in _COLLECTIVES:
+            c10d.impl(name, functools.partial(_collective, getattr(torch.ops.c10d, name).default), "PrivateUse1")
+    _libraries.extend((every_operation, aten, c10d))
+    fsdp: list[Any] = [_fsdp_init, _fsdp_param, _fsdp_param_group]
+    fsdp[0]._move_states_to_device = _move_states  # `tensor.data = …` works for CUDA, but not for this backend
+    fsdp[1].free_storage = _poison  # borrowed memory can be neither freed nor allocated again
+    fsdp[1].alloc_storage = fsdp[2].alloc_storage = lambda tensor: None
+    torch.accelerator.get_memory_info = lambda device=None: (MEMORY, MEMORY)  # there is no allocator to ask
+    return torch.device(NAME, 0)
+
+
+class _ManagedTensor(ctypes.Structure):
+    """The first fields of DLPack's DLManagedTensor."""
+
+    _fields_ = (("data", ctypes.c_void_p), ("device_type", ctypes.c_int32), ("device_id", ctypes.c_int32))
+
+
+_pointer = ctypes.pythonapi.PyCapsule_GetPointer
+_pointer.restype, _pointer.argtypes = ctypes.c_void_p, (ctypes.py_object, ctypes.c_char_p)
+
+
+def _as(tensor: Tensor, device_type: int) -> Tensor:
+    """Returns the same memory as a tensor of another device."""
+    lib: Any = torch._C
+    capsule = lib._to_dlpack(tensor.detach() if tensor.requires_grad else tensor)
+    managed = ctypes.cast(_pointer(capsule, b"dltensor"), ctypes.POINTER(_ManagedTensor)).contents
+    managed.device_type, managed.device_id = device_type, 0
+    result: Tensor = lib._from_dlpack(capsule)
+    return result
+
+
+def _refuse(message: str) -> NoReturn:
+    """Raises an error; in a backward pass prints it first, as any error in that thread ends the process."""
+    if threading.current_thread() is not threading.main_thread():
+        traceback.print_stack()
+        print(message, file=sys.stderr, flush=True)
+    raise MixedDevicesError(message)
+
+
+def _dispatch(op: Any, *args: Any, **kwargs: Any) -> Any:
+    """Runs an operation that has no kernel of its own in `_KERNELS`: the CPU's kernel, on the same memory."""
+    name = op.name()
+    calls[name] += 1
+    calls[WAIT] += name in _WAITING
+    indices = args[1] if name.startswith(_INDEXING) else ()  # CUDA takes them from the CPU
+    borrowed: list[tuple[Tensor, Tensor]] = []  # a tensor of the device, and the one that the kernel gets for it
+
+    def borrow(tensor: Tensor) -> Tensor:
+        if tensor.device.type == NAME:
+            # The kernel may resize an empty one, which it cannot do with borrowed memory.
+            cpu = _as(tensor, _CPU) if tensor.numel() else torch.empty_like(tensor, device="cpu")
+            borrowed.append((tensor, cpu))
+            return cpu
+        if tensor.is_cpu and not any(tensor is i for i in indices) and not _is_scalar(op, tensor):
+            _refuse(f"{name}: expected all tensors to be on {NAME}, but one, {list(tensor.shape)}, is on the CPU")
+        return tensor
+
+    args, kwargs = tree_map_only(Tensor, borrow, (args, kwargs))
+    if "device" in kwargs:
+        kwargs["device"] = torch.device("cpu")
+    result = op(*_scalars_as_tensors(op, args), **kwargs)
+    for ours, cpu in borrowed:
+        if ours.shape != cpu.shape:
+            _set_memory(ours, _as(cpu, _OTHER))
+
+    def give_back(tensor: Tensor) -> Tensor:
+        for ours, cpu in borrowed:
+            if tensor is cpu:
+                return ours
+        if borrowed and _returns_view(op):
+            base = borrowed[0][0]
+            return base.as_strided(tensor.shape, tensor.stride(), base.storage_offset() + tensor.storage_offset())
+        return _as(tensor, _OTHER)
+
+    return tree_map_only(Tensor, give_back, result)
+
+
+_INDEXING = ("aten::index.", "aten::index_put", "aten::_index_put_impl_", "aten::_unsafe_index")
+_WAITING = ("aten::equal", "aten::is_nonzero", "aten::nonzero", "aten::masked_select", "aten::_unique2")
+
+
+def _is_scalar(op: Any, tensor: Tensor) -> bool:
+    """Whether it is a number that CUDA takes from the CPU: in an element-wise operation, or as a value to index-put."""
+    return tensor.dim() == 0 and (torch.Tag.pointwise in op.tags or op.name().startswith(_INDEXING))
+
+
+def _scalars_as_tensors(op: Any, args: Any) -> list[Any]:
+    """Converts numbers back to tensors where the kernel wants tensors; the dispatcher has unwrapped them."""
+    return [
+        torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else None)
+        if is_tensor and isinstance(value, bool | int | float)
+        else value
+        for is_tensor, value in zip(_takes_tensors(op), args, strict=False)
+    ]
+
+
+@cache
+def _takes_tensors(op: Any) -> list[bool]:
+    return [str(a.type) == "Tensor" for a in op._schema.arguments]
+
+
+@cache
+def _returns_view(op: Any) -> bool:
+    return any(r.alias_info is not None and not r.alias_info.is_write for r in op._schema.returns)
+
+
+_COLLECTIVES = ("allreduce_", "broadcast_", "_allgather_base_", "_reduce_scatter_base_", "alltoall_base_", "allgather_")
+
+
+def _collective(op: Any, *args: Any) -> Any:
+    for arg in args:
+        if isinstance(arg, torch.ScriptObject) and "ProcessGroup" in str(arg):
+            process_group = dist.ProcessGroup.unbox(arg)
+            if NAME not in [d.type for d in process_group._device_types]:
+                _refuse(f"{op.name()}: the process group is not for {NAME}, but a tensor is on it")
+    return _dispatch(op, *args)
+
+
+def _view_kernel(op: Any) -> Any:
+    """Returns the CPU's kernel of an operation that only views memory, whichever device it belongs to."""
+    return lambda *args, **kwargs: op.redispatch(_CPU_KEY, *args, **kwargs)
+
+
+def _empty(size: Any, *, dtype: Any = None, memory_format: Any = None, **_: Any) -> Tensor:
+    memory_format = memory_format or torch.contiguous_format
+    return _as(torch.empty(size, dtype=dtype, device="cpu", memory_format=memory_format), _OTHER)
+
+
+def _empty_strided(size: Any, stride: Any, *, dtype: Any = None, **_: Any) -> Tensor:
+    return _as(torch.empty_strided(size, stride, dtype=dtype, device="cpu"), _OTHER)
+
+
+def _copy_from(source: Tensor, target: Tensor, non_blocking: bool = False) -> Tensor:
+    """Copies between devices: the one kernel that takes tensors of two."""
+    calls[WAIT] += target.is_cpu
+    to, by = (t if t.is_cpu else _as(t, _CPU) for t in (target, source))
+    to.copy_(by)
+    return target
+
+
+def _item(tensor: Tensor) -> Any:
+    calls[WAIT] += 1
+    return torch.ops.aten._local_scalar_dense(_as(tensor, _CPU))
+
+
+def _set_memory(tensor: Tensor, other: Tensor) -> Tensor:
+    """Makes the memory of `other` that of `tensor`."""
+    op = torch.ops.aten.set_.source_Storage_storage_offset
+    result: Tensor = op.redispatch(_CPU_KEY, tensor, other.untyped_storage(), 0, other.shape, other.stride())
+    return result
+
+
+def _resize(tensor: Tensor, size: Any, **_: Any) -> Tensor:
+    if tuple(size) == tuple(tensor.shape):
+        return tensor
+    return _set_memory(tensor, torch.empty(size, dtype=tensor.dtype, device=tensor.device))
+
+
+_KERNELS = {
+    "empty.memory_format": _empty,
+    "empty_strided": _empty_strided,
+    "_copy_from": _copy_from,
+    "_copy_from_and_resize": _copy_from,
+    "_local_scalar_dense": _item,
+    "resize_": _resize,
+    "_fused_sdp_choice": lambda *args, **kwargs: 0,  # the math kernel; torch has no fused ones for this device
+}
+
+
+def _move_states(params: list[Tensor], buffers: list[Tensor], to: torch.device) -> None:
+    for tensor in (*params, *buffers):
+        if tensor.is_cpu:
+            torch.utils.swap_tensors(tensor, tensor.to(to))
+
+
+def _poison(tensor: Tensor) -> None:
+    """Stands in for freeing: whoever still reads the tensor reads NaN."""
+    _as(tensor, _CPU).fill_(torch.nan)
+
+
+class _Stream:
+    """A stream on which everything is done as soon as it is asked for; there is never anything to wait for."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        self.device = torch.device(NAME, 0)
+
+    def _nothing(self, *_: Any, **__: Any) -> None:
+        return None
+
+    wait_stream = wait_event = synchronize = record = wait = _nothing
+
+    def record_event(self, *_: Any) -> "_Stream":
+        return self
+
+
+class _Module:
+    """What `torch.cuda` is for CUDA. Each process sees one device, as if it were its own."""
+
+    Stream = Event = _Stream
+
+    def _yes(self, *_: Any) -> bool:
+        return True
+
+    is_initialized = is_available = _yes
+
+    def _is_in_bad_fork(self) -> bool:
+        return False
+
+    def _first(self, *_: Any) -> int:
+        return 0
+
+    current_device = _first
+
+    def device_count(self) -> int:
+        return 1
+
+    def _nothing(self, *_: Any, **__: Any) -> None:
+        return None
+
+    set_device = synchronize = manual_seed_all = empty_cache = _nothing
+
+    def stream(self, *_: Any) -> Any:
+        return nullcontext()
+
+    device = stream
+
+    def current_stream(self, *_: Any) -> _Stream:
+        return _Stream()
+
+    def get_rng_state(self, *_: Any) -> Tensor:
+        return torch.get_rng_state()
+
+    def set_rng_state(self, state: Tensor, *_: Any) -> None:
+        torch.set_rng_state(state)
+
+    def get_amp_supported_dtype(self) -> list[torch.dtype]:
+        return [torch.bfloat16]

@@ -1,0 +1,268 @@
+"""What the tests of the rehearsal do with the engine on a worker, as functions of the device."""
+
+from collections.abc import Iterable, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch.distributed.device_mesh import DeviceMesh
+
+from accelerator.rehearsal_device import NAME, WAIT, calls
+from cases import Source as Rows
+from distflow.algo.losses import policy, value
+from distflow.config.schema import LoraConfig, RolloutConfig, TrainConfig
+from distflow.data import transport
+from distflow.data.batch import Batch, Ragged
+from distflow.data.context import Context
+from distflow.data.coordinator import Coordinator
+from distflow.data.loader import Loader
+from distflow.data.transport import Transport
+from distflow.engine.model.source import DTYPES, Source
+from distflow.engine.model.tokenizer import train_tokenizer
+from distflow.engine.role_state import RoleState
+from distflow.engine.rollout import model_runner
+from distflow.engine.rollout.builtin import BuiltinEngine
+from distflow.engine.rollout.engine import Request, SamplingParams
+from distflow.engine.rollout.responses import complete
+from distflow.engine.rollout.weight_buffers import empty_weights
+from distflow.engine.train import fsdp
+from distflow.engine.train.trainer import Trainer
+from distflow.engine.train.update_spec import UpdateSpec
+from distflow.engine.weights import HandOver, Shards, slices
+from distflow.flow import Flow, Node
+from distflow.observe.metrics import StepMetrics
+from distflow.plan import Layout, Place, Placement, Workload, plan
+from distflow.run.checkpoint import checkpoint_dir, load_tensors
+from distflow.run.checkpoint_writer import CheckpointWriter, Members, _copy_tensors
+from distflow.run.worker import Worker
+from engine.tiny import VOCABULARY, config_of, pair
+
+DEVICES = (NAME, "cpu")
+
+
+@dataclass(frozen=True)
+class Case:
+    """How a model is trained or generates."""
+
+    arch: str = "qwen3"
+    dp: int = 1
+    tp: int = 1
+    dtype: str = "float32"
+    gradient_checkpointing: bool = False
+    lora: bool = False
+    values: bool = False
+
+    @property
+    def layout(self) -> Layout:
+        return Layout(tuple(range(self.dp * self.tp)), self.dp, self.tp)
+
+    def mesh(self, device: str) -> DeviceMesh:
+        ranks = torch.tensor(self.layout.ranks).view(self.dp, self.tp)
+        return DeviceMesh(device, ranks, mesh_dim_names=("dp", "tp"))
+
+    @property
+    def source(self) -> Source:
+        source = Source(self.arch, config_of(self.arch), train_tokenizer(iter(["some text"]), 0))
+        return source.with_value_head() if self.values else source
+
+
+def samples() -> Batch:
+    """Returns samples of different lengths, two per prompt, one without a response."""
+    rng = np.random.default_rng(3)
+    prompts, responses = np.repeat(rng.integers(1, 9, 5), 2), rng.integers(1, 12, 10)
+    responses[4] = 0
+    texts = [torch.from_numpy(rng.integers(0, VOCABULARY, n)) for n in prompts[::2]]
+
+    def logprobs() -> Ragged:
+        return Ragged.of([torch.from_numpy(-4 - rng.random(n, np.float32)) for n in responses])
+
+    return Batch(
+        np.arange(10),
+        np.arange(10) // 2,
+        {
+            "prompt_tokens": Ragged.of([t for t in texts for _ in range(2)]),
+            "response_tokens": Ragged.of([torch.from_numpy(rng.integers(0, VOCABULARY, n)) for n in responses]),
+            "old_logprobs": logprobs(),
+            "ref_logprobs": logprobs(),
+            "rollout_logprobs": logprobs(),
+            "returns": logprobs(),
+            "advantage": torch.from_numpy(rng.normal(size=10).astype(np.float32)),
+        },
+    )
+
+
+def share(rank: int, case: Case) -> Batch:
+    return samples() if case.dp == 1 else samples().select(np.arange(6) if rank < case.tp else np.arange(6, 10))
+
+
+def make_trainer(rank: int, case: Case, device: str) -> Trainer:
+    config = TrainConfig(lr=1e-2, micro_tokens=24, dtype=case.dtype, gradient_checkpointing=case.gradient_checkpointing)
+    lora = LoraConfig(rank=2) if case.lora else None
+    where = case.layout, case.mesh(device), rank
+    with patch.object(fsdp, "UNIT", 1):  # every layer is gathered by itself
+        return Trainer("actor", case.source, *where, config, temperature=0.8, trainable=True, lora=lora)
+
+
+def update(trainer: Trainer, rank: int, case: Case) -> dict[str, float]:
+    """Makes two optimiser steps and returns the metrics."""
+    constants: dict[str, Any] = {"clip": 0.1, "kl": 0.05, "entropy": 0.02}
+    spec = UpdateSpec(policy, constants, "token-mean", 12, 10, mini_batches=2, correction=("token", 2.0))
+    if case.values:
+        spec = UpdateSpec(value, {}, "token-mean", 12, 10, mini_batches=2)
+    metrics = StepMetrics()
+    context = Context(0, rank, case.dp * case.tp, case.layout, 0, metrics, Path(), np.arange(5))
+    trainer.update(share(rank, case), spec, context)
+    return {name: total for (name, _), (total, _) in metrics.totals.items()}
+
+
+def infer(trainer: Trainer, rank: int, case: Case) -> NDArray[np.float32]:
+    result: NDArray[np.float32] = trainer.infer(share(rank, case)).values.numpy()
+    return result
+
+
+def train(rank: int, case: Case, devices: tuple[str, ...] = DEVICES) -> list[tuple[dict[str, float], Any]]:
+    """Returns, for each device, the metrics of two updates and the trained model's log-probs or values."""
+    results = []
+    for device in devices:
+        trainer = make_trainer(rank, case, device)
+        metrics = update(trainer, rank, case)
+        if not case.values:
+            assert {t.device.type for t in dict(trainer.weights()).values()} == {device}
+        results.append((metrics, infer(trainer, rank, case)))
+    return results
+
+
+def save_and_restore(rank: int, case: Case, folder: str) -> list[Any]:
+    """Returns the log-probs of a trainer that continues, and of another one that continues from its checkpoint."""
+    trainer = make_trainer(rank, case, NAME)
+    update(trainer, rank, case)
+    members = Members(case.layout.ranks, dist.new_group(list(case.layout.ranks), backend="gloo"))
+    writer = CheckpointWriter(Path(folder), rank, members, {"actor": members})
+    values, tensors = trainer.state()
+    state = RoleState(values, tensors)
+    assert {t.device.type for t in _copy_tensors(state).tensors.values()} == {"cpu"}  # a device has no room for two
+    writer.save(1, {"actor": state}, {}, lambda path: None)
+    writer.wait()
+    writer.close()
+    restored = make_trainer(rank, case, NAME)
+    load = partial(load_tensors, checkpoint_dir(Path(folder), 1) / "actor", process_group=members.process_group)
+    restored.load_state(values, load)
+    for each in (trainer, restored):
+        update(each, rank, case)
+    return [infer(each, rank, case) for each in (trainer, restored)]
+
+
+PROMPTS = [tuple(np.random.default_rng(n).integers(0, VOCABULARY, n).tolist()) for n in (3, 12, 1, 5, 5, 21)]
+PROMPT_OF = [1, 0, 5, 1, 2, 3, 1, 4, 5, 0]
+_PARAMS = SamplingParams(max_tokens=6, temperature=1.3, stop=frozenset({2, 3, 4, 5, 6, 7}))
+PARAMS = {
+    "plain": _PARAMS,
+    "greedy": replace(_PARAMS, temperature=0.0),
+    "top-p and top-k": replace(_PARAMS, top_p=0.8, top_k=20),
+    "min tokens": replace(_PARAMS, min_tokens=4),
+}
+
+
+@dataclass(frozen=True)
+class Generated:
+    tokens: list[list[int]]
+    logprobs: NDArray[np.float32]
+    waits: float  # of the host for the device, per forward pass
+
+
+def make_engine(rank: int, case: Case, device: str) -> BuiltinEngine:
+    """Makes an engine with so few slots that some samples have to wait."""
+    config = RolloutConfig(max_sequences=4, kv_cache_gb=0.001)
+    dtype = DTYPES[case.dtype]
+    return BuiltinEngine(case.source, case.layout, case.mesh(device), rank, config, dtype, torch.device(device))
+
+
+def fill_weights(engine: BuiltinEngine, rank: int, case: Case) -> None:
+    weights, shards = pair(case.arch).eager.state_dict(), engine.weights.shards
+    targets = engine.weight_targets()
+    for spec in engine.weights.specs:
+        targets[spec.name].copy_(weights[spec.name][slices(shards.box(spec, rank))])
+    engine.commit_weights(engine.weight_version + 1)
+
+
+def generate(engine: BuiltinEngine, params: SamplingParams) -> Generated:
+    requests = [Request(100 + i, PROMPTS[p], params, seed=11) for i, p in enumerate(PROMPT_OF)]
+    waits = calls[WAIT]
+    with patch.object(model_runner, "sample", wraps=model_runner.sample) as sample:
+        completions = complete(engine, requests)
+    waits = (calls[WAIT] - waits) / sample.call_count
+    ordered = [completions[r.sample_id] for r in requests]
+    return Generated([c.tokens.tolist() for c in ordered], np.concatenate([c.logprobs for c in ordered]), waits)
+
+
+def roll_out(
+    rank: int, case: Case, names: Iterable[str] = ("plain",), devices: tuple[str, ...] = DEVICES
+) -> dict[str, list[Generated]]:
+    """Returns what each device generates with PARAMS of these names; memory is released in between."""
+    results: dict[str, list[Generated]] = {name: [] for name in names}
+    for device in devices:
+        engine = make_engine(rank, case, device)
+        for name, generated in results.items():
+            fill_weights(engine, rank, case)
+            generated.append(generate(engine, PARAMS[name]))
+            engine.release_memory()
+    return results
+
+
+def local_transport() -> Transport:
+    return Transport([(0, 1)], torch.device(NAME, 0), lambda ranks: nullcontext())
+
+
+def hand_over(rank: int) -> None:
+    """Moves weights from FSDP shards to tensor-parallel shards, in both precisions, and checks them."""
+    case = Case(dp=2)
+    trainer = make_trainer(rank, case, NAME)
+    read = case.source.reader([s.name for s in trainer.specs])
+    source, target = Shards(case.layout, sharded=True), Shards(Case(tp=2).layout, sharded=False)
+    boxes = {s.name: target.box(s, rank) for s in trainer.specs}
+    shapes = {name: tuple(hi - lo for lo, hi in box) for name, box in boxes.items()}
+    communication = local_transport()
+    for dtype in (torch.float32, torch.bfloat16):
+        filled = empty_weights(shapes, (), dtype, torch.device(NAME, 0))
+        transfer = HandOver(trainer.specs, source, target, rank, dtype)
+        before = calls["c10d::alltoall_base_"]
+        communication.run(_generator(transfer.run(trainer.weights(), filled)))
+        assert calls["c10d::alltoall_base_"] > before, "the weights went through host memory"
+        for name, box in boxes.items():
+            assert torch.equal(filled[name].cpu(), read(name, slices(box)).to(dtype))
+
+
+def _generator(collectives: Any) -> Any:
+    yield from collectives
+
+
+def _write(batch: Batch) -> Mapping[str, Any]:
+    """A node that computes on the device."""
+    rows = [torch.arange(int(i) % 5, device=NAME) for i in batch.ids]
+    return {"rows": rows, "number": torch.tensor(batch.ids, device=NAME).float()}
+
+
+def _read(batch: Batch) -> None:
+    assert batch["number"].is_cpu
+    assert (batch["number"].numpy() == batch.ids).all()
+    assert [len(row.numpy()) for row in batch["rows"]] == [i % 5 for i in batch.ids.tolist()]
+
+
+def exchange(rank: int, shared_memory: str) -> None:
+    """Moves what a node wrote on the device to a node that reads it in host memory."""
+    nodes = Node("write", writes=("rows", "number"), fn=_write), Node("read", reads=("rows", "number"), fn=_read)
+    placement = Placement(2, {"last": "1"}, nodes={"read": Place("last")})
+    moving = plan(Flow("exchange", (), nodes), placement, Workload(prompts=8))
+    with patch.dict("os.environ", {transport.SHARED_MEMORY: shared_memory}):
+        communication = local_transport()
+    data = Coordinator(rank, moving, Loader(Rows(), 8, 1, seed=0))
+    worker = Worker(rank, moving, data, {}, 0, Path(), lambda *_: None)
+    communication.run(worker.steps(0, 2, lambda *_: None))
+    data.close()

@@ -1,0 +1,166 @@
+"""The rehearsal finds mistakes: each of these, planted in the engine, fails on the device."""
+
+import inspect
+import operator
+import re
+import textwrap
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib import import_module
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from accelerator.rehearse import rehearse
+from accelerator.scenarios import Case, exchange, hand_over, roll_out, save_and_restore, train
+
+
+def check_training(rank: int) -> None:
+    (_, ours), (_, theirs) = train(rank, Case())
+    assert np.abs(ours - theirs).mean() < 1e-4, "the device learns something else"
+
+
+def check_rollout(rank: int) -> None:
+    for ours, theirs in roll_out(rank, Case("mistral"), ("plain", "min tokens")).values():
+        assert ours.tokens == theirs.tokens, "the device generates something else"
+        assert ours.waits <= 1, "the host waits for the device more than once per forward pass"
+
+
+def check_checkpoint(rank: int) -> None:
+    with TemporaryDirectory() as folder:
+        continued, restored = save_and_restore(rank, Case(), folder)
+    assert (continued == restored).all()
+
+
+def check_exchange(rank: int) -> None:
+    exchange(rank, "1")
+
+
+@dataclass(frozen=True)
+class Plant:
+    """Code of a function, and the mistake that replaces it."""
+
+    check: Callable[[int], None]
+    function: str  # module:name, in distflow
+    code: str
+    mistake: str
+    error: str = "MixedDevicesError|Expected all tensors to be on the same device"
+
+    @property
+    def workers(self) -> int:
+        return 2 if self.check in (hand_over, check_exchange) else 1
+
+
+PLANTS = {
+    "fields of a micro-batch stay in host memory": Plant(
+        check_training, "engine.train.packing:Pack.to", "{k: v.to(device) for k, v in value.items()}", "value"
+    ),
+    "an index of the backward pass stays in host memory": Plant(
+        check_training, "engine.model.attention:SharedPrompts.to", "self.repeats.to(device)", "self.repeats"
+    ),
+    "the gradient norm is summed in host memory": Plant(
+        check_training, "engine.train.fsdp:grad_norm", ", device=mesh.device_type", ""
+    ),
+    "the sample of each token is counted in host memory": Plant(
+        check_training, "algo.tokens:Tokens.sample_index", ", device=self.lengths.device", ""
+    ),
+    "positions stay in host memory": Plant(
+        check_rollout, "engine.rollout.model_runner:ModelRunner._logits", "positions.to(self.device)", "positions"
+    ),
+    "the sampling noise stays in host memory": Plant(
+        check_rollout, "engine.rollout.sampling:gumbel_sample", ".copy()).to(logits.device)", ".copy())"
+    ),
+    "the mask of decoding is made in host memory": Plant(
+        check_rollout, "engine.rollout.kv_cache:Decode._mask", ", device=self.positions.device", ""
+    ),
+    "a token attends to the one after it": Plant(
+        check_rollout, "engine.rollout.kv_cache:Decode._mask", "key > self", "key > 1 + self",
+        "the device generates something else",
+    ),
+    "weights of the rollout are allocated in host memory": Plant(
+        check_rollout, "engine.rollout.weight_buffers:empty_weights", ", device=device) for", ") for",
+        "Unsupported device in DLTensor",
+    ),
+    "the host waits for every token": Plant(
+        check_rollout, "engine.rollout.model_runner:ModelRunner._sample", ").tolist()",
+        "); both = [[x.item() for x in row] for row in both]", "the host waits for the device more than once",
+    ),
+    "the optimiser's step count is restored in host memory": Plant(
+        check_checkpoint, "engine.train.trainer:Trainer.load_state", ", device=shard.device", ""
+    ),
+    "a checkpoint is copied on the device": Plant(
+        check_checkpoint, "run.checkpoint_writer:_copy_tensors", '.to("cpu", copy=True)', ".clone()",
+        "AssertionError",
+    ),
+    "weights are received in host memory": Plant(
+        hand_over, "engine.weights:HandOver._bucket", "torch.uint8, device=device", "torch.uint8",
+        "the weights went through host memory",
+    ),
+    "weights are sent from host memory": Plant(
+        hand_over, "data.transport:Transport._send_buffer", "torch.uint8, device=device", "torch.uint8",
+        "is on the CPU",
+    ),
+    "weights go through shared memory": Plant(
+        hand_over, "data.transport:Transport.execute", 'device.type != "cpu"', "False",
+        "convert rehearsal:0 device type tensor to numpy|lost rank",
+    ),
+    "a field stays on the device": Plant(
+        check_exchange, "data.batch:_materialized", ".cpu()", "", "convert rehearsal:0 device type tensor to numpy"
+    ),
+}  # fmt: skip
+
+
+@contextmanager
+def planted(plant: Plant) -> Iterator[None]:
+    module_name, _, name = plant.function.partition(":")
+    module = import_module(f"distflow.{module_name}")
+    function = plain_function(operator.attrgetter(name)(module))
+    source = textwrap.dedent(inspect.getsource(function))
+    if source.count(plant.code) != 1:
+        raise LookupError(f"'{plant.code}' is not in {plant.function} once, as it was; update the plant")
+    names: dict[str, Any] = {}
+    exec(compile(source.replace(plant.code, plant.mistake), plant.function, "exec"), vars(module), names)
+    original, function.__code__ = function.__code__, plain_function(names[name.rpartition(".")[2]]).__code__
+    try:
+        yield
+    finally:
+        function.__code__ = original
+
+
+def plain_function(decorated: Any) -> Any:
+    return inspect.unwrap(getattr(decorated, "func", decorated))
+
+
+def plant_all(rank: int, workers: int) -> dict[str, str]:
+    """Returns the error that each mistake ends in, after every check has passed without a mistake."""
+    # Without threads of their own, backward passes raise their errors here instead of ending the process.
+    with torch.autograd.set_multithreading_enabled(False):
+        plants = {name: plant for name, plant in PLANTS.items() if plant.workers == workers}
+        for check in dict.fromkeys(plant.check for plant in plants.values()):
+            check(rank)
+        return {name: error_of(plant, rank) for name, plant in plants.items()}
+
+
+def error_of(plant: Plant, rank: int) -> str:
+    try:
+        with planted(plant):
+            plant.check(rank)
+    except Exception as e:
+        return f"{type(e).__name__}: {e}"
+    return "none"
+
+
+@pytest.fixture(scope="module")
+def errors() -> list[dict[str, str]]:
+    """Returns the errors of all ranks."""
+    return [errors for workers in (1, 2) for errors in rehearse(workers, plant_all, workers)]
+
+
+@pytest.mark.parametrize("name", PLANTS)
+def test_a_planted_mistake_is_found(errors: list[dict[str, str]], name: str) -> None:
+    for error in [rank[name] for rank in errors if name in rank]:
+        assert re.search(PLANTS[name].error, error), error
