@@ -24,7 +24,7 @@ def update_policy(
     names = {name for value in fields for name in value.fields}
     if rollout_correction:
         constants |= {"rollout_correction": rollout_correction, "correction_threshold": correction_threshold}
-    several_updates = mini_batches * epochs > 1
+    several_updates = (mini_batches, epochs) != (1, 1)  # in one step; values are checked after tracing
     if recompute_old_logprobs or (rollout_correction and several_updates):
         inputs.append(actor.logprobs(tokens))
     elif several_updates and "old_logprobs" not in names:
