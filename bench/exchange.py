@@ -139,9 +139,7 @@ class Measure:
     def _sizes(self) -> np.ndarray:
         if self.held is None:
             return np.empty(0, np.int64)
-        return sum(
-            c.lengths * c.item_bytes for c in (flatten(c, "", torch.device("cpu")) for c in self.held[1].values())
-        )  # type: ignore[return-value]
+        return sum(c.lengths * c.item_bytes for c in (flatten(c, "") for c in self.held[1].values()))  # type: ignore[return-value]
 
     def limit(self):
         dist.all_to_all_single(self._out, self._data, self._receive, self._send)
@@ -165,12 +163,11 @@ class Measure:
         ranks, zeros = self.move.ranks, [0] * self._n
         cells, size = self._collect
         parts, size_out = self._distribute
-        cpu = torch.device("cpu")
 
         def pack_mine(out: torch.Tensor) -> None:
             if self.rank in cells:
                 assert self.held is not None
-                columns = [flatten(c, "", cpu) for c in self.held[1].values()]
+                columns = [flatten(c, "") for c in self.held[1].values()]
                 count = len(cells[self.rank])
                 pack(columns, np.arange(count), Segments(np.array([count]), np.array([0])), out)
 
@@ -179,7 +176,7 @@ class Measure:
                 slots = np.concatenate(list(cells.values()))
                 got = Segments(np.array([len(s) for s in cells.values()]), _starts(size))
                 gathered = unpack(self._controller_slab, got, list(FIELDS), np.argsort(slots), "controller")
-                columns = [flatten(c, "", cpu) for c in gathered.values()]
+                columns = [flatten(c, "") for c in gathered.values()]
                 to = Segments(np.array([len(s) for s in parts.values()]), _starts(size_out))
                 pack(columns, np.concatenate(list(parts.values())), to, out)
 

@@ -203,7 +203,7 @@ class _Rows:
 
 def _send(columns: dict[str, Column]) -> None:
     """Packs and unpacks the columns, as an exchange does, and compares."""
-    flat = [wire.flatten(c, f"field '{f}'", torch.device("cpu")) for f, c in columns.items()]
+    flat = [wire.flatten(c, f"field '{f}'") for f, c in columns.items()]
     index = np.arange(SAMPLES)
     payload = sum(int(c.lengths[index].sum()) * c.item_bytes for c in flat)
     size = wire.segment_size(len(flat), SAMPLES, payload)

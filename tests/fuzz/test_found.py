@@ -165,7 +165,7 @@ def test_a_lone_surrogate_is_a_bad_prompt(tmp_path: Path) -> None:
     ],
 )
 def test_a_column_that_is_nowhere_in_memory_can_be_sent(value: Any, numbers: list[complex]) -> None:
-    sent = wire.flatten(as_column(value, 2, WHERE), WHERE, torch.device("cpu"))
+    sent = wire.flatten(as_column(value, 2, WHERE), WHERE)
     assert sent.values.view(torch.uint8).view(sent.values.dtype).tolist() == numbers
 
 
@@ -201,7 +201,7 @@ def _in_itself() -> list[Any]:
 )
 def test_a_column_that_cannot_be_sent_is_refused(value: Any, message: str) -> None:
     with pytest.raises(DataError, match=f"^{WHERE}: {message}"):
-        wire.flatten(as_column(value, 2, WHERE), WHERE, torch.device("cpu"))
+        wire.flatten(as_column(value, 2, WHERE), WHERE)
 
 
 @pytest.mark.parametrize("program", ["Odd()", "BadDict(score=1)", "Array()", "BadFloat(1)", "fail(BadError())"])

@@ -125,7 +125,7 @@ def unpack(memory: Tensor, segments: Segments, fields: Sequence[str], order: Int
     for i, (f, (kind, dtype, item_shape)) in enumerate(zip(fields, types, strict=True)):
         if kind in objects.KINDS:
             kinds = np.repeat(schemas[:, i, 0].astype(np.int64), segments.counts)[order]
-            columns[f] = objects.decode(memory.cpu().numpy(), offsets[i], ordered[i], kinds)
+            columns[f] = objects.decode(memory.numpy(), offsets[i], ordered[i], kinds)
         else:
             ragged = Ragged(memory.view(dtype), offsets[i] // widths[i], ordered[i], item_shape)
             columns[f] = ragged if kind == "ragged" else ragged.joined().clone()
@@ -157,7 +157,7 @@ def _headers(memory: Tensor, segments: Segments, fields: int) -> tuple[NDArray[n
     at = 0
     for k, (count, offset) in enumerate(zip(segments.counts.tolist(), segments.offsets.tolist(), strict=True)):
         size = fields * (SCHEMA_WORDS + count)
-        header = memory[offset : offset + 4 * size].cpu().numpy().view(np.int32)
+        header = memory[offset : offset + 4 * size].numpy().view(np.int32)
         schemas[k] = header[: fields * SCHEMA_WORDS].reshape(fields, SCHEMA_WORDS)
         lengths[:, at : at + count] = header[fields * SCHEMA_WORDS :].reshape(fields, count)
         at += count
