@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Mapping
 
-import torch
 from torch import Tensor
 
 from distflow.data.exchange import Collective
@@ -11,7 +10,7 @@ from distflow.engine.model.source import DTYPES
 from distflow.engine.model.text import Text, prompt_limit
 from distflow.engine.role_context import RoleContext
 from distflow.engine.rollout.builtin import BuiltinEngine
-from distflow.engine.rollout.engine import SamplingParams
+from distflow.engine.rollout.engine import RolloutEngine, SamplingParams
 from distflow.engine.train.trainer import Trainer, make_trainer
 from distflow.engine.weights import HandOver, Shards
 
@@ -29,7 +28,7 @@ class Policy:
         self.trainer: Trainer | None = None
         if trained and role.rank in trained.ranks:
             self.trainer = make_trainer(role, source, trained, role.train, trainable, lora)
-        self.engine: BuiltinEngine | None = None
+        self.engine: RolloutEngine | None = None
         dtype = DTYPES[role.train.dtype]
         if generates and role.rank in generates.ranks:
             self.engine = BuiltinEngine(
@@ -44,18 +43,17 @@ class Policy:
             self.text.stop_tokens(source, config.stop),
         )
         self.weight_version = 0  # of the next hand-over
-        # The engine may use the very memory of the trainer's weights: an update is then seen at once.
-        self.shares_weights = (
-            trained == generates and trained is not None and trained.dp == 1 and lora is None and dtype == torch.float32
-        )
-        self.transfer: HandOver | None = None
-        if self.engine and not trained:
-            self.engine.weights.read(source)
-        elif self.engine and self.trainer and self.shares_weights:
-            self.engine.weights.use(self.trainer.weights())
-        elif trained and generates:
-            specs = self.trainer.specs if self.trainer else self.engine.weights.specs if self.engine else []
+        self.transfer: HandOver | None = None  # None: the engine has its weights already
+        if trained is None:
+            if self.engine:
+                self.engine.read_weights(source)
+        elif generates and not self._shares_weights(trained == generates and trained.dp == 1 and lora is None):
+            specs = self.trainer.specs if self.trainer else self.engine.weight_specs if self.engine else []
             self.transfer = HandOver(specs, Shards(trained, True), Shards(generates, False), role.rank, dtype)
+
+    def _shares_weights(self, whole: bool) -> bool:
+        """Whether the engine uses the trainer's own tensors, which it can if this rank has `whole` weights of both."""
+        return bool(whole and self.engine and self.trainer and self.engine.share_weights(self.trainer.weights()))
 
     def hand_over(self) -> Iterator[Collective]:
         """Moves the newest weights to the engines; all ranks that train or generate take part."""

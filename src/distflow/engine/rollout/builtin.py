@@ -1,6 +1,6 @@
 """The built-in rollout engine: continuous batching on a Hugging Face model's own modules, on any device."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -13,7 +13,7 @@ from distflow.engine.model.tensor_parallel import RowwiseAllReduce, parameter_sp
 from distflow.engine.rollout.engine import Completion, Request
 from distflow.engine.rollout.generator import CacheLimits, Generator
 from distflow.engine.rollout.weight_buffers import WeightBuffers
-from distflow.engine.weights import Shards
+from distflow.engine.weights import Shards, Spec
 from distflow.errors import ConfigError
 from distflow.plan.layout import Layout
 from distflow.plan.units import human_bytes
@@ -55,6 +55,19 @@ class BuiltinEngine:
         # Tensor-parallel ranks meet in every layer, which they would do in different lanes.
         lanes = torch.get_num_threads() if tp_group is None and device.type == "cpu" else 1
         self.generator = Generator(model, limits, device, agree, lanes)
+
+    @property
+    def weight_specs(self) -> Sequence[Spec]:
+        return self.weights.specs
+
+    def read_weights(self, source: Source) -> None:
+        self.weights.read(source)
+
+    def share_weights(self, tensors: Mapping[str, Tensor]) -> bool:
+        if any(t.dtype != self.weights.dtype for t in tensors.values()):
+            return False
+        self.weights.use(tensors)
+        return True
 
     def weight_targets(self) -> Mapping[str, Tensor]:
         return self.weights.allocate()

@@ -4,7 +4,7 @@ Text, groups, rewards and exactly-once accounting are outside of it. Every rank 
 tensor-parallel ranks make the same calls in the same order.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -13,6 +13,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from distflow.data.balance import Ints
+from distflow.engine.model.source import Source
+from distflow.engine.weights import Spec
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,19 @@ class RolloutEngine(Protocol):
     """What the built-in engine and others implement."""
 
     weight_version: int  # of the weights that the next token is generated with
+
+    @property
+    def weight_specs(self) -> Sequence[Spec]:
+        """The parameters that a hand-over fills, in its order."""
+        ...
+
+    def read_weights(self, source: Source) -> None:
+        """Fills the weights from where the model comes from: nobody trains it."""
+        ...
+
+    def share_weights(self, tensors: Mapping[str, Tensor]) -> bool:
+        """Uses a colocated trainer's very tensors as weights, so that an update is seen at once; False if it cannot."""
+        ...
 
     def weight_targets(self) -> Mapping[str, Tensor]:
         """Returns this rank's tensors for the next weights, allocated where they were released, to be filled."""
