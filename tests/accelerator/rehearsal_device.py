@@ -63,7 +63,9 @@ def device() -> torch.device:
     fsdp[0]._move_states_to_device = _move_states  # `tensor.data = …` works for CUDA, but not for this backend
     fsdp[1].free_storage = _poison  # borrowed memory can be neither freed nor allocated again
     fsdp[1].alloc_storage = fsdp[2].alloc_storage = lambda tensor: None
-    torch.accelerator.get_memory_info = lambda device=None: (MEMORY, MEMORY)  # there is no allocator to ask
+    # There is no allocator to ask.
+    torch.accelerator.get_memory_info = lambda device=None: (MEMORY, MEMORY)
+    torch.accelerator.max_memory_allocated = lambda device=None: 0
     return torch.device(NAME, 0)
 
 
@@ -88,7 +90,7 @@ def _as(tensor: Tensor, device_type: int) -> Tensor:
 
 
 def _refuse(message: str) -> NoReturn:
-    """Raises an error; in a backward pass prints it first, as any error in that thread ends the process."""
+    """Raises an error; in the thread of a backward pass prints it first, where it might end the process."""
     if threading.current_thread() is not threading.main_thread():
         traceback.print_stack()
         print(message, file=sys.stderr, flush=True)

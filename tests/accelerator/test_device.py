@@ -10,7 +10,9 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
-from accelerator.rehearse import rehearse
+from accelerator.rehearse import REHEARSED, rehearse
+
+pytestmark = pytest.mark.skipif(not REHEARSED, reason="tests the rehearsal itself")
 
 
 def compute(device: str) -> list[NDArray[np.float32]]:

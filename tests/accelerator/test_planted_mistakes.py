@@ -2,6 +2,7 @@
 
 import inspect
 import operator
+import os
 import re
 import textwrap
 from collections.abc import Callable, Iterator
@@ -13,10 +14,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
-from accelerator.rehearse import rehearse
+from accelerator.rehearse import REHEARSED, rehearse
 from accelerator.scenarios import Case, exchange, hand_over, roll_out, save_and_restore, train
+
+pytestmark = pytest.mark.skipif(not REHEARSED, reason="tests the rehearsal itself")
 
 
 def check_training(rank: int) -> None:
@@ -106,10 +108,10 @@ PLANTS = {
     ),
     "weights go through shared memory": Plant(
         hand_over, "data.transport:Transport.execute", 'device.type != "cpu"', "False",
-        "convert rehearsal:0 device type tensor to numpy|lost rank",
+        "convert rehearsal(:0)? device type tensor to numpy|lost rank",
     ),
     "a field stays on the device": Plant(
-        check_exchange, "data.batch:_materialized", ".cpu()", "", "convert rehearsal:0 device type tensor to numpy"
+        check_exchange, "data.batch:_materialized", ".cpu()", "", "convert rehearsal(:0)? device type tensor to numpy"
     ),
 }  # fmt: skip
 
@@ -137,12 +139,10 @@ def plain_function(decorated: Any) -> Any:
 
 def plant_all(rank: int, workers: int) -> dict[str, str]:
     """Returns the error that each mistake ends in, after every check has passed without a mistake."""
-    # Without threads of their own, backward passes raise their errors here instead of ending the process.
-    with torch.autograd.set_multithreading_enabled(False):
-        plants = {name: plant for name, plant in PLANTS.items() if plant.workers == workers}
-        for check in dict.fromkeys(plant.check for plant in plants.values()):
-            check(rank)
-        return {name: error_of(plant, rank) for name, plant in plants.items()}
+    plants = {name: plant for name, plant in PLANTS.items() if plant.workers == workers}
+    for check in dict.fromkeys(plant.check for plant in plants.values()):
+        check(rank)
+    return {name: error_of(plant, rank) for name, plant in plants.items()}
 
 
 def error_of(plant: Plant, rank: int) -> str:
@@ -152,6 +152,15 @@ def error_of(plant: Plant, rank: int) -> str:
     except Exception as e:
         return f"{type(e).__name__}: {e}"
     return "none"
+
+
+def end_at_once(rank: int) -> None:
+    os._exit(3)
+
+
+def test_a_worker_that_ends_without_a_result_is_noticed_at_once() -> None:
+    with pytest.raises(AssertionError, match=r"ranks \[0\] of 1 gave no answer: ended, exit code 3"):
+        rehearse(1, end_at_once)
 
 
 @pytest.fixture(scope="module")

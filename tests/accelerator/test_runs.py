@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 import warm
-from accelerator.rehearse import distflow_run
+from accelerator.rehearse import run_on_cpu, run_on_device
 
 REWARD = """
 def digits(solution_str):
@@ -68,7 +68,7 @@ def run(folder: Path, name: str, start: Callable[..., warm.Ended], *overrides: s
     "name", [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in RUNS]
 )
 def test_a_run_has_the_same_metrics_as_on_the_cpu(name: str, tmp_path: Path) -> None:
-    ours, theirs = (run(tmp_path / start.__module__, name, start) for start in (distflow_run, warm.distflow_run))
+    ours, theirs = (run(tmp_path / start.__name__, name, start) for start in (run_on_device, run_on_cpu))
     assert len(ours) == len(theirs) > 0
     for mine, expected in zip(ours, theirs, strict=True):
         compared = {key: expected[key] for key in METRICS if key in expected}
@@ -77,6 +77,6 @@ def test_a_run_has_the_same_metrics_as_on_the_cpu(name: str, tmp_path: Path) -> 
 
 def test_a_run_resumes_from_its_checkpoint(tmp_path: Path) -> None:
     name = "grpo, apart"
-    run(tmp_path, name, distflow_run, "steps=1")
-    metrics = run(tmp_path, name, distflow_run, "steps=2", resume=str(tmp_path / "run"))
+    run(tmp_path, name, run_on_device, "steps=1")
+    metrics = run(tmp_path, name, run_on_device, "steps=2", resume=str(tmp_path / "run"))
     assert [m["step"] for m in metrics if "actor/loss" in m] == [0, 1]

@@ -4,6 +4,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from distflow.data.coordinator import Coordinator
@@ -155,6 +156,8 @@ class Job:
         return Evaluation(self._worker(plan, self._coordinator(plan, loader)), self.config.eval.every, self.steps)
 
     def _end_of_step(self, step: int, metrics: StepMetrics) -> None:
+        if self.network.device.type != "cpu":
+            metrics.log("perf/device_peak_mib", torch.accelerator.max_memory_allocated() / (1 << 20), reduce="max")
         self.metrics.submit(step, metrics)
         with self.heartbeat.waiting(self.network.all_ranks):
             self.metrics.wait()
