@@ -4,6 +4,8 @@ import json
 import os
 import re
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -101,6 +103,18 @@ def test_no_more_restarts_than_allowed_each_from_the_checkpoint(tmp_path: Path) 
     assert (tmp_path / "run" / "attempts.0").read_text() == "-rr"  # what the workers were asked to do
     assert launch.err.count("resumed from") == 2
     assert launch.out.count("step 1/") == 1
+
+
+def test_workers_that_torchrun_restarts_continue_from_the_newest_checkpoint(tmp_path: Path) -> None:
+    path = write_config(tmp_path, {"how": "kill", "step": 3, "nap_s": 0.3}, checkpoint={"every": 1})
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1"]
+    command = [*torchrun, "-m", "distflow", "run", str(path)]
+    environment = os.environ | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}  # else PyTorch reuses the first one's store
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"^distflow: resumed from .*/step_[123]$", done.stderr, re.M), done.stderr
+    assert done.stdout.count("step 1/") == 1
+    assert finished(tmp_path)
 
 
 def test_a_mistake_is_reported_once(tmp_path: Path) -> None:

@@ -214,7 +214,7 @@ class Config(Section):
     data: DataConfig
     steps: int | None = Field(None, ge=0)  # default: one epoch; 0: only evaluate
     name: str  # default: the name of the flow
-    algo: dict[str, Any] = Field(default_factory=dict)  # options of the flow: its parameters that have a default
+    algo: dict[str, Any] = Field(default_factory=dict)  # constants of the flow: its parameters that have a default
     model: ModelConfig | None = None
     rollout: RolloutConfig = RolloutConfig()
     train: TrainConfig = TrainConfig()

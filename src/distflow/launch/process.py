@@ -32,8 +32,10 @@ def run_worker(program: Program, resume: str | None = None) -> int:
         raise ConfigError(f"RANK is {rank} and WORLD_SIZE {workers}; a rank is one of 0 to WORLD_SIZE - 1")
     _prepare_process(workers)
     stop_requested = _handle_sigterm(config.stop_limit_s)
-    if resume is None and int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0:
-        resume = AUTO  # torchrun has restarted the workers
+    if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0:  # torchrun has restarted the workers
+        resume = resume or AUTO
+        if rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+            logger.warning("if restarted workers hang, set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun")
     folder = config.run_folder / "workers"
     make_dir(folder)
     for old in (folder / f"{rank}.error", folder / f"{rank}.stack", folder / "alarm"):

@@ -50,7 +50,7 @@ def _step_of(name: str) -> int | None:
 
 
 def format_problem(path: Path) -> str | None:
-    """Returns why this version cannot read a complete checkpoint; None if it can, or if `verify` has to tell."""
+    """Returns why this version cannot read a checkpoint; None if it can, or if the checkpoint is damaged."""
     try:
         complete = json.loads((path / COMPLETE).read_text())
     except (OSError, ValueError, RecursionError):

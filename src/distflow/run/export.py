@@ -75,11 +75,13 @@ def _role_dir(run: Path, out: Path, step: int | None, role: str | None) -> Path:
         raise ConfigError(f"{run}: has no checkpoint in {checkpoints}; a run writes one when it ends")
     if step is not None and step not in steps:
         raise ConfigError(f"{run}: has no checkpoint of step {step}; there are: {', '.join(map(str, steps[::-1]))}")
-    path = checkpoint_dir(checkpoints, steps[0] if step is None else step)
+    step = steps[0] if step is None else step
+    path = checkpoint_dir(checkpoints, step)
     if problem := format_problem(path):
         raise ConfigError(problem)
     if problem := verify(path):
-        raise ConfigError(f"{problem}; export another step: {', '.join(map(str, steps[1:])) or 'there is none'}")
+        others = ", ".join(str(s) for s in steps if s != step)
+        raise ConfigError(f"{problem}; export another step: {others or 'there is none'}")
     folder = path / _role(path, role)
     try:
         out.mkdir(parents=True, exist_ok=True)
