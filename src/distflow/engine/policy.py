@@ -16,7 +16,7 @@ from distflow.engine.weights import HandOver, Shards
 
 
 class Policy:
-    """On one rank: a trainer if the actor is trained (or asked for log-probs) here, an engine if it generates here."""
+    """Holds, on one rank, a trainer if the actor is trained (or gives log-probs) here, an engine if it generates."""
 
     def __init__(self, role: RoleContext) -> None:
         source, config = role.model, role.rollout

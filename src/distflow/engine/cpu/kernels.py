@@ -40,7 +40,7 @@ def _compile(fastmath: set[str], inline: bool = False) -> Callable[[Any], Any]:
 
 @_compile({"contract"}, inline=True)
 def exp(x):
-    """To the last bit or two, for 2^-126 to 2^127: 2^n times the series of what is left."""
+    """Computes e^x to the last bit or two, within 2^-126 to 2^127: 2^n times the series of the remainder."""
     x = _F(-87) if x < _F(-87) else x  # NaN stays what it is
     x = _F(88) if x > _F(88) else x
     n = np.floor(x * _F(1.4426950408889634) + _F(0.5))
@@ -59,7 +59,7 @@ def exp(x):
 
 @_compile({"contract"}, inline=True)
 def log(x):
-    """To the last bit or two, for ordinary positive numbers: x = 2^n m, with m about 1."""
+    """Computes ln x to the last bit or two, for normal positive numbers: x = 2^n m, with m about 1."""
     bits = _F(x).view(_I)
     n = _I((bits - _I(0x3F3504F3)) >> _I(23))  # m from √½ to √2
     m = _I(bits - _I(n << _I(23))).view(_F)

@@ -19,7 +19,7 @@ NAME = "distflow"
 
 @dataclass(frozen=True)
 class AttentionParams:
-    """What a layer asks for: the factor of the scores, a sliding window, a soft cap of the scores."""
+    """Parameters of a layer: the factor of the scores, a sliding window, a soft cap of the scores."""
 
     scale: float | None = None
     window: int | None = None
@@ -44,7 +44,7 @@ def _from_transformers(
     distflow: Attention | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """What transformers calls in each layer."""
+    """Adapts the call that transformers makes in each layer."""
     assert distflow is not None, "the model does not hand keyword arguments on to its attention"
     params = AttentionParams(scaling, sliding_window, softcap)
     return distflow(module.layer_idx, query[0], key[0], value[0], params)[None], None  # type: ignore[arg-type]

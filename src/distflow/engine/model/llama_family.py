@@ -46,6 +46,6 @@ def uses_silu(mlp: Any) -> bool:
 
 
 def attention_params(attention: Any) -> AttentionParams:
-    """Of one layer; Mistral has its window in its config, for all layers."""
+    """Returns what a layer asks for; Mistral has its window in its config, for all layers."""
     owner = attention if hasattr(attention, "sliding_window") else attention.config
     return AttentionParams(attention.scaling, getattr(owner, "sliding_window", None))

@@ -128,8 +128,8 @@ def _targets(lm: PreTrainedModel, given: list[str]) -> tuple[set[str], list[str]
             raise ConfigError(
                 f"train.lora.targets: '{target}' is no linear layer in the model's blocks{suggest(target, known)}"
             )
-    found = {name for name, _ in lm.named_modules() if any(_is(name, target) for target in named)}
-    return found & linear, named if found <= linear else sorted(found & linear)
+    matched = {name for name, _ in lm.named_modules() if any(_is(name, target) for target in named)}
+    return matched & linear, named if matched <= linear else sorted(matched & linear)
 
 
 def _is(name: str, target: str) -> bool:

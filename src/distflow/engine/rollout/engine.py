@@ -19,7 +19,7 @@ from distflow.engine.weights import Spec
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How a response is sampled, and when it ends."""
+    """Parameters of sampling, and of when a response ends."""
 
     max_tokens: int
     temperature: float = 1.0  # 0: greedy
@@ -46,7 +46,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Completion:
-    """What was generated for a request, and with which weights."""
+    """The response to a request, and the version of the weights it was generated with."""
 
     sample_id: int
     tokens: Ints  # int64
@@ -56,7 +56,7 @@ class Completion:
 
 
 class RolloutEngine(Protocol):
-    """What the built-in engine and others implement."""
+    """The interface that the built-in engine and others implement."""
 
     weight_version: int  # of the weights that the next token is generated with
 

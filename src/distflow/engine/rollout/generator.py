@@ -24,7 +24,7 @@ _PREFILL_TOKENS, _PREFILL_TOKENS_CPU = 8192, 1024
 
 @dataclass(frozen=True)
 class CacheLimits:
-    """How many sequences may run at once: bytes of KV cache, what a token takes of them, and a plain maximum."""
+    """Limits of how many sequences run at once: bytes of KV cache, bytes per token, and a plain maximum."""
 
     bytes_per_token: int
     cache_bytes: int
@@ -43,7 +43,7 @@ class CacheLimits:
 
 
 class Running(Protocol):
-    """What generates while requests are unfinished: a continuous batch, or several of them in threads."""
+    """The part that exists while requests are unfinished: a continuous batch, or several of them in threads."""
 
     @property
     def has_unfinished(self) -> bool: ...
