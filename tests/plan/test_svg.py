@@ -144,9 +144,7 @@ def test_moves_show_fields_and_bytes_and_lanes_show_rank_sets() -> None:
     ):
         assert t in shown
     assert len(lanes) == 2
-    assert (
-        lanes[0].y + lanes[0].height <= shapes["move", "m0"].y
-    )  # between the lanes
+    assert lanes[0].y + lanes[0].height <= shapes["move", "m0"].y  # between the lanes
     assert shapes["move", "m0"].y + shapes["move", "m0"].height <= lanes[1].y
 
 
