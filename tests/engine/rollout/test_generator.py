@@ -68,6 +68,7 @@ def test_it_does_so_with_the_attention_for_any_device(arch: str, monkeypatch: py
     ],
     ids=["greedy", "one token", "min tokens", "top-k and top-p", "top-p", "no stop"],
 )
+@pytest.mark.usefixtures("one_thread")
 def test_all_sampling_parameters_have_the_effect_they_have_in_a_plain_loop(params: SamplingParams) -> None:
     assert same(generate(generator("gemma2", 4), params=params), expected("gemma2", params=params))
 

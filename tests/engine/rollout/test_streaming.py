@@ -141,6 +141,13 @@ def test_requests_of_one_batch_may_differ_in_parameters_and_seeds(max_lanes: int
     assert same([as_response(c) for c in completions], [plain_loop("qwen3", r) for r in requests])
 
 
+@pytest.mark.usefixtures("one_thread")
+def test_requests_of_one_batch_may_differ_in_seeds_alone() -> None:
+    requests = [Request(i, PROMPTS[0], PARAMS, seed=i % 2) for i in range(6)]
+    completions = complete(generator("qwen3"), requests)
+    assert same([as_response(c) for c in completions], [plain_loop("qwen3", r) for r in requests])
+
+
 @pytest.mark.parametrize("params", [PARAMS, replace(PARAMS, min_tokens=6), replace(PARAMS, stop=frozenset())])
 @pytest.mark.usefixtures("one_thread")
 def test_a_response_can_be_continued_with_the_tokens_it_would_have_had(params: SamplingParams) -> None:
