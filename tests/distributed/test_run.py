@@ -101,7 +101,7 @@ def test_a_run_writes_metrics_of_every_step(tmp_path: Path) -> None:
     resolved = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
     assert (resolved["steps"], resolved["data"]["batch"], resolved["rollout"]["n"], resolved["workers"]) == (3, 4, 8, 2)
     versions = json.loads((tmp_path / "run" / "versions.json").read_text())
-    assert versions["distflow-rl"] == __version__
+    assert versions["distflow"] == __version__
     assert {"torch", "transformers", "numpy", "python"} <= versions.keys()
 
     again = run(path, "steps=1")  # the log of the first run is kept

@@ -30,8 +30,8 @@ def describe_run(config: Config) -> None:
     text = yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
     base = f"# The config of this run with all defaults and overrides. Paths are relative to {config.base.absolute()}\n"
     (folder / "config.yaml").write_text(base + text, encoding="utf-8")
-    versions = {name: _version(name) for name in ("distflow-rl", "torch", "transformers", "numpy")}
-    versions["python"] = platform.python_version()
+    versions = {name: _version(name) for name in ("torch", "transformers", "numpy")}
+    versions = {"distflow": _version("distflow-rl"), **versions, "python": platform.python_version()}
     (folder / "versions.json").write_text(json.dumps(versions, indent=2) + "\n")
 
 
