@@ -28,6 +28,7 @@ from distflow.engine.model.source import Source, open_model
 from distflow.engine.model.text import ragged
 from distflow.engine.role_context import RoleContext
 from distflow.engine.roles import Actor
+from distflow.engine.rollout.builtin import BuiltinEngine
 from distflow.engine.train.fsdp import local, local_shards
 from distflow.engine.weights import slices
 from distflow.observe.metrics import StepMetrics
@@ -161,6 +162,7 @@ class Worker:
         assert self.trainer.adapter is not None
         if engine is None:
             return error
+        assert isinstance(engine, BuiltinEngine)
         weights = engine.weights
         for spec in weights.specs:
             want = read(spec.name, tuple(map(slice, spec.shape))).float()

@@ -2,7 +2,9 @@
 
 import gc
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from functools import cache
+from pathlib import Path
 
 import pytest
 import torch
@@ -84,6 +86,36 @@ def test_weights_are_not_replaced_while_requests_are_unfinished(mesh: DeviceMesh
     while engine.has_unfinished:
         engine.step()
     engine.commit_weights(1)
+
+
+@pytest.mark.usefixtures("backend")
+def test_it_can_share_the_tensors_of_a_trainer(mesh: DeviceMesh) -> None:
+    """An update of them is seen at once, and they are the same to the bit after generation."""
+    engine = make_engine(mesh)
+    tensors = {name: torch.zeros_like(p) for name, p in pair("qwen2").ours.named_parameters()}
+    assert not engine.share_weights({name: t.bfloat16() for name, t in tensors.items()})  # it computes in float32
+    assert engine.share_weights(tensors)
+    engine.commit_weights(0)
+    fill(tensors)
+    before = {name: t.clone() for name, t in tensors.items()}
+    completions = complete(engine, requests_for())
+    assert same([as_response(completions[i]) for i in IDS], expected("qwen2"))
+    assert all(torch.equal(t, before[name]) for name, t in tensors.items())
+
+
+def test_it_can_read_its_weights_where_nobody_trains_them(mesh: DeviceMesh, tmp_path: Path) -> None:
+    pair("qwen2").eager.save_pretrained(tmp_path)
+    engine = make_engine(mesh)
+    engine.read_weights(replace(source("qwen2"), folder=tmp_path))
+    engine.commit_weights(0)
+    completions = complete(engine, requests_for())
+    assert same([as_response(completions[i]) for i in IDS], expected("qwen2"))
+
+
+def test_its_specs_name_the_weights_to_fill(mesh: DeviceMesh) -> None:
+    engine = make_engine(mesh)
+    shapes = {spec.name: spec.shape for spec in engine.weight_specs}
+    assert shapes == {name: tuple(t.shape) for name, t in engine.weight_targets().items()}
 
 
 def test_an_engine_without_requests_has_nothing_to_do(mesh: DeviceMesh) -> None:

@@ -1,6 +1,6 @@
 """Responses to a batch: one request per sample, of which those of a group share a prompt, and columns in its order."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 
 import numpy as np
@@ -15,6 +15,7 @@ from distflow.engine.model.text import Text
 from distflow.engine.model.tokenizer import train_tokenizer
 from distflow.engine.rollout.engine import Completion, Request, RolloutEngine, SamplingParams
 from distflow.engine.rollout.responses import complete, generate_responses
+from distflow.engine.weights import Spec
 from distflow.errors import DataError
 
 PARAMS = SamplingParams(max_tokens=4)
@@ -35,6 +36,15 @@ class EchoEngine:
     def __init__(self) -> None:
         self.requests: list[Request] = []
         self.unfinished: list[Request] = []
+
+    @property
+    def weight_specs(self) -> Sequence[Spec]:
+        return []
+
+    def read_weights(self, source: Source) -> None: ...
+
+    def share_weights(self, tensors: Mapping[str, Tensor]) -> bool:
+        return False
 
     def weight_targets(self) -> Mapping[str, Tensor]:
         return {}
