@@ -18,7 +18,7 @@ from accelerator.rehearsal_device import WAIT, calls
 from accelerator.rehearse import DEVICE, REHEARSED
 from cases import Source as Rows
 from distflow.algo.losses import policy, value
-from distflow.config.schema import LoraConfig, RolloutConfig, TrainConfig
+from distflow.config.schema import Dtype, LoraConfig, RolloutConfig, TrainConfig
 from distflow.data import transport
 from distflow.data.batch import Batch, Ragged
 from distflow.data.context import Context
@@ -32,6 +32,7 @@ from distflow.engine.rollout import model_runner
 from distflow.engine.rollout.builtin import BuiltinEngine
 from distflow.engine.rollout.engine import Request, SamplingParams
 from distflow.engine.rollout.responses import complete
+from distflow.engine.rollout.sampling import sample
 from distflow.engine.rollout.weight_buffers import empty_weights
 from distflow.engine.train import fsdp
 from distflow.engine.train.trainer import Trainer
@@ -55,7 +56,7 @@ class Case:
     arch: str = "qwen3"
     dp: int = 1
     tp: int = 1
-    dtype: str = "float32"
+    dtype: Dtype = "float32"
     gradient_checkpointing: bool = False
     lora: bool = False
     values: bool = False
@@ -195,10 +196,10 @@ def fill_weights(engine: BuiltinEngine, rank: int, case: Case) -> None:
 
 def generate(engine: BuiltinEngine, params: SamplingParams) -> Generated:
     requests = [Request(100 + i, PROMPTS[p], params, seed=11) for i, p in enumerate(PROMPT_OF)]
-    waits = calls[WAIT]
-    with patch.object(model_runner, "sample", wraps=model_runner.sample) as sample:
+    before = calls[WAIT]
+    with patch.object(model_runner, "sample", wraps=sample) as sampled:
         completions = complete(engine, requests)
-    waits = (calls[WAIT] - waits) / sample.call_count
+    waits = (calls[WAIT] - before) / sampled.call_count
     ordered = [completions[r.sample_id] for r in requests]
     return Generated([c.tokens.tolist() for c in ordered], np.concatenate([c.logprobs for c in ordered]), waits)
 
