@@ -214,7 +214,7 @@ def roll_out(
         for name, generated in results.items():
             fill_weights(engine, rank, case)
             generated.append(generate(engine, PARAMS[name]))
-            engine.release_memory()
+            engine.release_memory(weights=True)
     return results
 
 

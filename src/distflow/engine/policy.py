@@ -68,6 +68,6 @@ class Policy:
         self.weight_version += 1
 
     def release_engine_memory(self) -> None:
-        """Gives back what the next hand-over fills again: training needs the memory."""
-        if self.engine and self.transfer:
-            self.engine.release_memory()
+        """Gives back the KV cache and the weights that the next hand-over fills again: training needs the memory."""
+        if self.engine:
+            self.engine.release_memory(weights=self.transfer is not None)

@@ -69,7 +69,7 @@ class EchoEngine:
         logprobs = np.full(len(tokens), -request.sample_id, np.float32)
         return Completion(request.sample_id, tokens, logprobs, request.sample_id % 2 == 0, self.weight_version)
 
-    def release_memory(self) -> None: ...
+    def release_memory(self, weights: bool) -> None: ...
 
 
 def batch(ids: list[int] = IDS, groups: list[int] = GROUPS) -> Batch:

@@ -86,8 +86,9 @@ class BuiltinEngine:
     def step(self) -> list[Completion]:
         return self.generator.step(self.weight_version)
 
-    def release_memory(self) -> None:
-        self.weights.release()
+    def release_memory(self, weights: bool) -> None:
+        if weights:
+            self.weights.release()
         if self.weights.device.type != "cpu":  # where clearing the pages again would cost more than keeping them
             self.generator.caches = []
 

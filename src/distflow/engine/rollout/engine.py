@@ -90,6 +90,6 @@ class RolloutEngine(Protocol):
         """Generates until at least one request is finished and returns all that are."""
         ...
 
-    def release_memory(self) -> None:
-        """Gives back the memory of the weights, and of whatever else is not needed until they are filled again."""
+    def release_memory(self, weights: bool) -> None:
+        """Gives back the memory of the KV cache, and of the weights if they are filled again before the next request."""
         ...
