@@ -91,5 +91,5 @@ class RolloutEngine(Protocol):
         ...
 
     def release_memory(self, weights: bool) -> None:
-        """Gives back the memory of the KV cache, and of the weights if they are filled again before the next request."""
+        """Gives back the KV cache, and the weights if a hand-over fills them again before the next request."""
         ...
