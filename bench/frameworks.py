@@ -127,9 +127,9 @@ def run_peer(name: str, work: Work, assets: Path, args: argparse.Namespace) -> d
                     label = " ".join(f"{k}={v}" for k, v in variant.items())
                     found[label] = _read_peer(json.loads(out.read_text()))
                     break
-                told = ran.output.strip().splitlines()[-8:]
+                tail = ran.output.strip().splitlines()[-8:]
                 why = "took too long" if ran.code is None else f"ended with {ran.code}"
-                print(f"  {name}, attempt {attempt + 1}, {why}:", *told, sep="\n    ", file=sys.stderr, flush=True)
+                print(f"  {name}, attempt {attempt + 1}, {why}:", *tail, sep="\n    ", file=sys.stderr, flush=True)
     return found
 
 

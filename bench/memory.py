@@ -69,8 +69,8 @@ def peak(folder: Path, workers: int, kl: float, steps: int = 2) -> float:
 def bare() -> float:
     """MiB of a process that has imported everything. Not by `getrusage`, which starts from what its parent has."""
     code = "import distflow.engine.policy; print(open('/proc/self/status').read())"
-    told = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
-    return next(int(line.split()[1]) / 1024 for line in told.splitlines() if line.startswith("VmHWM:"))
+    status = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
+    return next(int(line.split()[1]) / 1024 for line in status.splitlines() if line.startswith("VmHWM:"))
 
 
 def main() -> None:

@@ -229,10 +229,10 @@ def measure(args: argparse.Namespace, folder: Path) -> tuple[dict[str, list[Work
                 continue
             began = time.perf_counter()
             engine = engines[name] = Served(name, command, env, folder)
-            told = engine.ready()
-            if told is not None:
-                about[name], runs[name] = told, []
-                print(f"  {name}: {_words(told)}, warm after {time.perf_counter() - began:.0f} s", flush=True)
+            answer = engine.ready()
+            if answer is not None:
+                about[name], runs[name] = answer, []
+                print(f"  {name}: {_words(answer)}, warm after {time.perf_counter() - began:.0f} s", flush=True)
         for i in range(args.rounds):
             for name in list(runs):
                 row = engines[name].work()

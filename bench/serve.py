@@ -18,9 +18,9 @@ def serve(work: Callable[[], dict[str, Any]], about: dict[str, Any]) -> None:
     print(json.dumps(about), file=_answers, flush=True)
     for _ in sys.stdin:
         wall, cpu = time.perf_counter(), time.process_time()
-        told = work()
+        result = work()
         spent = {"s": time.perf_counter() - wall, "cpu_s": time.process_time() - cpu}
-        print(json.dumps(spent | told), file=_answers, flush=True)
+        print(json.dumps(spent | result), file=_answers, flush=True)
 
 
 def keep_stdout_for_answers() -> None:
