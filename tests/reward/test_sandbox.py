@@ -326,7 +326,8 @@ def test_sockets(sandbox: Sandbox) -> None:
     with socket.socket() as server, socket.socket(socket.AF_UNIX) as abstract:
         server.bind(("127.0.0.1", 0))
         server.listen()
-        abstract.bind("\0sandbox-test")
+        name = f"sandbox-test-{os.getpid()}"  # another run of these tests may be on this machine
+        abstract.bind(f"\0{name}")
         abstract.listen()
         port = server.getsockname()[1]
         program = ATTEMPT + (
@@ -335,7 +336,7 @@ def test_sockets(sandbox: Sandbox) -> None:
             f"attempt('url', lambda: urllib.request.urlopen('http://127.0.0.1:{port}', timeout=1))\n"
             "attempt('udp', lambda: socket.socket(socket.AF_INET, socket.SOCK_DGRAM).sendto(b'x', ('127.0.0.1', 9)))\n"
             "attempt('ipv6', lambda: socket.socket(socket.AF_INET6))\n"
-            "attempt('abstract', lambda: socket.socket(socket.AF_UNIX).connect(chr(0) + 'sandbox-test'))\n"
+            f"attempt('abstract', lambda: socket.socket(socket.AF_UNIX).connect(chr(0) + {name!r}))\n"
             "attempt('unix', lambda: socket.socket(socket.AF_UNIX))\n"
             "attempt('raw', lambda: socket.socket(socket.AF_PACKET, socket.SOCK_RAW))\n"
             "attempt('netlink', lambda: socket.socket(socket.AF_NETLINK, socket.SOCK_RAW))\n"
