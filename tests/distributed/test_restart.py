@@ -33,7 +33,7 @@ def write_config(folder: Path, params: dict[str, Any] | None = None, **changes: 
         "data": {"files": "data.jsonl", "batch": 4},
         "placement": {"ranks": {"last": "1"}, "nodes": {"use": {"ranks": "last"}}},
         "run_dir": str(folder / "run"),
-        "wait_limit_s": 2,
+        "wait_limit_s": 60,
     } | changes
     path = folder / "config.yaml"
     path.write_text(yaml.safe_dump(config))

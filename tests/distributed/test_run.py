@@ -36,7 +36,7 @@ def write_config(folder: Path, **changes: Any) -> Path:
         "data": {"files": "data.jsonl", "batch": 4},
         "placement": {"ranks": {"last": "1"}, "nodes": {"use": {"ranks": "last"}}},
         "run_dir": str(folder / "run"),
-        "wait_limit_s": 3,
+        "wait_limit_s": 60,
         "restarts": 0,
     } | changes
     path = folder / "config.yaml"
@@ -44,8 +44,8 @@ def write_config(folder: Path, **changes: Any) -> Path:
     return path
 
 
-def misbehaving(folder: Path, how: str) -> Path:
-    path = write_config(folder)
+def misbehaving(folder: Path, how: str, **changes: Any) -> Path:
+    path = write_config(folder, **changes)
     config = yaml.safe_load(path.read_text())
     config["flow"][1]["params"] = {"how": how}
     path.write_text(yaml.safe_dump(config))
@@ -136,7 +136,7 @@ def test_a_failure_of_one_worker_ends_all_with_its_cause(tmp_path: Path, how: st
     ],
 )
 def test_a_stuck_run_ends_by_itself_and_says_who_waits_for_whom(tmp_path: Path, how: str, message: str) -> None:
-    done = run_warm(misbehaving(tmp_path, how))
+    done = run_warm(misbehaving(tmp_path, how, wait_limit_s=3))
     assert done.returncode == 1
     assert re.search(r"0 +\S+:\d+ +1 +move m\d \(c\) +\d+ s +1 ", done.stderr), done.stderr
     assert re.search(r"1 +\S+:\d+ +1 +judge +\d+ s +none", done.stderr)
@@ -147,7 +147,7 @@ def test_a_stuck_run_ends_by_itself_and_says_who_waits_for_whom(tmp_path: Path, 
 
 @pytest.mark.parametrize("sig", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_stopping_the_launcher_leaves_no_process_behind(tmp_path: Path, sig: signal.Signals) -> None:
-    path = write_config(tmp_path, steps=100_000, wait_limit_s=60)
+    path = write_config(tmp_path, steps=100_000)
     launcher = subprocess.Popen([*RUN, str(path)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert launcher.stdout is not None
     assert launcher.stdout.readline().startswith("step 1/")
@@ -212,7 +212,7 @@ def test_a_bad_row_is_reported_by_file_and_line(tmp_path: Path) -> None:
 
 
 def test_two_runs_do_not_share_a_folder(tmp_path: Path) -> None:
-    path = write_config(tmp_path, steps=100_000, wait_limit_s=60)
+    path = write_config(tmp_path, steps=100_000)
     first = subprocess.Popen([*RUN, str(path)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
         assert first.stdout is not None
