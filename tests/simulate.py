@@ -1,62 +1,102 @@
-"""Runs N workers in one process: their own code, with collectives carried out here. Finds any deadlock."""
+"""Runs N workers in one process: their own code, with messages carried out here. Finds any deadlock."""
 
+from collections import Counter, deque
 from collections.abc import Generator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from distflow.data.exchange import AllGather, AllToAll, Collective
+from distflow.data.collectives import SendReceive, all_gather
+from distflow.data.exchange import AllGather, AllToAll
 
 
 class DeadlockError(Exception):
     pass
 
 
-def simulate(workers: Mapping[int, Generator[Collective, torch.Tensor, Any]]) -> int:
-    """Runs all workers to their end; returns the number of collectives carried out."""
-    count = 0
-    pending: dict[int, Collective] = {}
+@dataclass
+class Traffic:
+    """What was sent, by rank."""
 
-    def advance(rank: int, result: torch.Tensor | None) -> None:
+    messages: Counter[int] = field(default_factory=Counter)
+    bytes: Counter[int] = field(default_factory=Counter)
+
+
+class _Pending:
+    """A SendReceive that a worker is in. It is over once all it sends was received and all it receives has come."""
+
+    def __init__(self, request: SendReceive) -> None:
+        self.request = request
+        self.data = torch.full((request.size,), 255, dtype=torch.uint8)
+        if request.size:
+            request.pack(self.data)
+        self.send, self.receive = dict(request.send), dict(request.receive)
+
+    def over(self) -> bool:
+        return not self.send and not self.receive
+
+
+def simulate(workers: Mapping[int, Generator[SendReceive, torch.Tensor, Any]]) -> Traffic:
+    """Runs all workers to their end. A message is sent when its receiver asks for it: nothing is buffered."""
+    traffic = Traffic()
+    generators = {rank: _only_messages(rank, worker) for rank, worker in workers.items()}
+    pending: dict[int, _Pending] = {}
+    ready = deque((rank, None) for rank in workers)
+
+    def transfer(sender: int, receiver: int) -> None:
+        a, b = pending[sender], pending.get(receiver)
+        if b is None or receiver not in a.send or sender not in b.receive:
+            return
+        (start, end), (into, until) = a.send.pop(receiver), b.receive.pop(sender)
+        assert sender != receiver
+        assert end - start == until - into > 0, (sender, receiver, end - start, until - into)
+        b.request.out[into:until] = a.data[start:end]
+        traffic.messages[sender] += 1
+        traffic.bytes[sender] += end - start
+        ready.extend((r, pending[r].request.out) for r in (sender, receiver) if pending[r].over())
+
+    while ready:
+        rank, result = ready.popleft()
+        pending.pop(rank, None)
         try:
-            pending[rank] = workers[rank].send(result)  # type: ignore[arg-type]
+            pending[rank] = _Pending(generators[rank].send(result))  # type: ignore[arg-type]
         except StopIteration:
-            pending.pop(rank, None)
-
-    for rank in workers:
-        advance(rank, None)
-    while pending:
-        ready = [r for r, c in pending.items() if all(_matches(c, pending.get(p)) for p in c.ranks)]
-        if not ready:
-            raise DeadlockError({r: (type(c).__name__, c.ranks) for r, c in pending.items()})
-        ranks = pending[ready[0]].ranks
-        results = _perform({r: pending[r] for r in ranks})
-        count += 1
-        for r in ranks:
-            advance(r, results[r])
-    return count
+            continue
+        if pending[rank].over():
+            ready.append((rank, pending[rank].request.out))
+            continue
+        for peer in list(pending[rank].send):
+            transfer(rank, peer)
+        for peer in list(pending[rank].receive):
+            if peer in pending:
+                transfer(peer, rank)
+    if pending:
+        raise DeadlockError({r: (sorted(p.send), sorted(p.receive)) for r, p in pending.items()})
+    return traffic
 
 
-def _matches(a: Collective, b: Collective | None) -> bool:
-    return type(a) is type(b) and b is not None and a.ranks == b.ranks
+def _only_messages(rank: int, worker: Generator[Any, torch.Tensor, Any]) -> Generator[SendReceive, torch.Tensor, Any]:
+    result = None
+    while True:
+        try:
+            wish = worker.send(result)  # type: ignore[arg-type]
+        except StopIteration as end:
+            return end.value
+        if isinstance(wish, AllGather):
+            result = yield from all_gather(rank, wish.ranks, wish.data)
+        elif isinstance(wish, AllToAll):
+            send, receive = _ranges(wish.ranks, wish.send), _ranges(wish.ranks, wish.receive)
+            assert rank not in send
+            result = yield SendReceive(sum(wish.send), wish.pack, send, wish.out, receive)
+        else:
+            result = yield wish
 
 
-def _perform(pending: dict[int, Collective]) -> dict[int, torch.Tensor]:
-    gathers = [c for c in pending.values() if isinstance(c, AllGather)]
-    if gathers:
-        rows = torch.stack([c.data for c in gathers])
-        return {r: rows.clone() for r in pending}
-    pieces: dict[tuple[int, int], torch.Tensor] = {}
-    for r, c in pending.items():
-        assert isinstance(c, AllToAll)
-        data = torch.full((sum(c.send),), 255, dtype=torch.uint8)
-        c.pack(data)
-        for to, piece in zip(c.ranks, data.split(c.send), strict=True):
-            pieces[r, to] = piece
-    results = {}
-    for r, c in pending.items():
-        assert isinstance(c, AllToAll)
-        for source, buffer in zip(c.ranks, c.out.split(c.receive), strict=True):
-            buffer.copy_(pieces[source, r])  # fails if the two do not agree on the size
-        results[r] = c.out
-    return results
+def _ranges(ranks: tuple[int, ...], sizes: list[int]) -> dict[int, tuple[int, int]]:
+    ranges, at = {}, 0
+    for r, n in zip(ranks, sizes, strict=True):
+        if n:
+            ranges[r] = at, at + n
+        at += n
+    return ranges

@@ -1,0 +1,102 @@
+"""Collectives in log N rounds, made of one primitive: send bytes to some peers, receive bytes from some peers.
+
+Does no I/O: these are generators that yield what is to be sent and received and are sent the filled `out`. On a worker
+the transport executes them (transport.py); tests run N of them against each other in one process.
+"""
+
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+T = TypeVar("T")
+Range = tuple[int, int]  # [from, to)
+
+
+@dataclass(frozen=True)
+class SendReceive:
+    """Bytes to some peers, bytes from some peers. Peers agree on the sizes; nobody sends to itself or nothing."""
+
+    size: int  # bytes that `pack` fills
+    pack: Callable[[Tensor], None]  # writes what is sent, straight into the memory it is sent from
+    send: Mapping[int, Range]  # peer → its part of the packed bytes; parts may overlap: packed once, sent to many
+    out: Tensor  # uint8, in host memory or on a device
+    receive: Mapping[int, Range]  # peer → the part of `out` that it fills
+
+
+Communication = Generator[SendReceive, Tensor, T]  # returns T
+
+
+def all_gather(rank: int, ranks: Sequence[int], data: Tensor) -> Communication[Tensor]:
+    """Returns the `data` of all ranks, [ranks, *data.shape], which has the same shape and dtype everywhere.
+
+    Bruck's algorithm: ceil(log2 n) rounds, one message each. In a round everybody passes on what it has so far.
+    """
+    n, place = len(ranks), ranks.index(rank)
+    row = data.contiguous().view(-1).view(torch.uint8)
+    gathered = row.new_empty(n, len(row))  # row k is that of the rank k places after this one
+    gathered[0] = row
+    flat, size = gathered.view(-1), len(row)
+    have = 1
+    while size and have < n:
+        count = min(have, n - have)
+        yield SendReceive(
+            count * size,
+            lambda out, end=count * size: out.copy_(flat[:end]),  # type: ignore[misc]
+            {ranks[place - have]: (0, count * size)},
+            flat[have * size : (have + count) * size],
+            {ranks[(place + have) % n]: (0, count * size)},
+        )
+        have += count
+    return gathered.roll(place, 0).view(-1).view(data.dtype).view(n, *data.shape)
+
+
+def all_gather_bytes(rank: int, ranks: Sequence[int], data: bytes) -> Communication[list[bytes]]:
+    """Returns the bytes of all ranks, which may differ in length."""
+    longest = yield from all_reduce(rank, ranks, torch.tensor([len(data)]), torch.maximum)
+    row = bytearray(len(data).to_bytes(8, "little") + data.ljust(int(longest)))
+    rows = yield from all_gather(rank, ranks, torch.frombuffer(row, dtype=torch.uint8))
+    texts = [bytes(r) for r in rows.numpy()]
+    return [text[8 : 8 + int.from_bytes(text[:8], "little")] for text in texts]
+
+
+def all_reduce(
+    rank: int, ranks: Sequence[int], data: Tensor, op: Callable[[Tensor, Tensor], Tensor]
+) -> Communication[Tensor]:
+    """Returns the reduction of all ranks' `data`, with the same bits on every rank.
+
+    Up a binomial tree to the first of `ranks`, and down again. `op` need not be commutative: the order is that of
+    `ranks`.
+    """
+    n, place = len(ranks), ranks.index(rank)
+    total = data.clone()
+    size = data.numel() * data.element_size()
+    # Place p has the children p + 1, p + 2, p + 4, … below its lowest set bit; that bit leads to its parent.
+    width = place & -place or 1 << (n - 1).bit_length()
+    steps = [1 << k for k in range(width.bit_length() - 1) if place + (1 << k) < n]
+    for step in steps:
+        part = torch.empty_like(total)
+        yield _receive(ranks[place + step], part, size)
+        total = op(total, part)
+    if place:
+        yield _send([ranks[place - width]], total, size)
+        yield _receive(ranks[place - width], total, size)
+    if steps:
+        yield _send([ranks[place + step] for step in steps], total, size)
+    return total
+
+
+def barrier(rank: int, ranks: Sequence[int]) -> Communication[None]:
+    """Returns once all ranks have come to it."""
+    yield from all_gather(rank, ranks, torch.zeros(1, dtype=torch.uint8))
+
+
+def _send(peers: Sequence[int], data: Tensor, size: int) -> SendReceive:
+    content = data.contiguous().view(-1).view(torch.uint8)
+    return SendReceive(size, lambda out: out.copy_(content), dict.fromkeys(peers, (0, size)), content[:0], {})
+
+
+def _receive(peer: int, into: Tensor, size: int) -> SendReceive:
+    return SendReceive(0, lambda out: None, {}, into.view(-1).view(torch.uint8), {peer: (0, size)})

@@ -1,0 +1,36 @@
+"""Which ranks share a host. Pure."""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+
+@dataclass(frozen=True)
+class Topology:
+    """`hosts[rank]` is the index of the host that a rank is on."""
+
+    hosts: tuple[int, ...]
+
+    @classmethod
+    def single(cls, workers: int) -> "Topology":
+        """Returns the topology of workers that are all on one host."""
+        return cls((0,) * workers)
+
+    @classmethod
+    def of(cls, host_ids: list[str]) -> "Topology":
+        """Returns the topology of ranks whose hosts have these ids; hosts are numbered in the order of their ranks."""
+        index = {host: i for i, host in enumerate(dict.fromkeys(host_ids))}
+        return cls(tuple(index[host] for host in host_ids))
+
+    def same_host(self, a: int, b: int) -> bool:
+        return self.hosts[a] == self.hosts[b]
+
+    def local_ranks(self, rank: int) -> tuple[int, ...]:
+        """Returns the ranks on the host of this one, itself included."""
+        return self._ranks[self.hosts[rank]]
+
+    @cached_property
+    def _ranks(self) -> dict[int, tuple[int, ...]]:
+        ranks: dict[int, list[int]] = {}
+        for rank, host in enumerate(self.hosts):
+            ranks.setdefault(host, []).append(rank)
+        return {host: tuple(members) for host, members in ranks.items()}
