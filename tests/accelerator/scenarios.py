@@ -227,7 +227,7 @@ def hand_over(rank: int) -> None:
     case = Case(dp=2)
     trainer = make_trainer(rank, case, DEVICE)
     read = case.source.reader([s.name for s in trainer.specs])
-    source, target = Shards(case.layout, sharded=True), Shards(Case(tp=2).layout, sharded=False)
+    source, target = Shards(case.layout, case.dp), Shards(Case(tp=2).layout, 1)
     boxes = {s.name: target.box(s, rank) for s in trainer.specs}
     shapes = {name: tuple(hi - lo for lo, hi in box) for name, box in boxes.items()}
     communication = local_transport()

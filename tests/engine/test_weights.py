@@ -59,10 +59,10 @@ def part(shards: Shards, spec: Spec, rank: int, full: Tensor) -> Tensor:
     d, t = divmod(shards.layout.ranks.index(rank), shards.layout.tp)
     if spec.tp_dim is not None:
         full = full.chunk(shards.layout.tp, spec.tp_dim)[t]
-    if shards.sharded:
-        chunks = full.chunk(shards.layout.dp)
-        full = chunks[d] if d < len(chunks) else full[:0]
-    return full
+    if not spec.shape:
+        return full
+    chunks, s = full.chunk(shards.shard), d % shards.shard
+    return chunks[s] if s < len(chunks) else full[:0]
 
 
 class Run:
@@ -99,10 +99,11 @@ class Run:
 
 
 @BUSY
-@given(layouts().flatmap(lambda layout: st.tuples(st.just(layout), parameters(layout))), st.booleans())
-def test_a_rank_has_the_part_that_torch_would_give_it(case: tuple[Layout, list[Spec]], sharded: bool) -> None:
+@given(layouts().flatmap(lambda layout: st.tuples(st.just(layout), parameters(layout))), st.data())
+def test_a_rank_has_the_part_that_torch_would_give_it(case: tuple[Layout, list[Spec]], data: st.DataObject) -> None:
     layout, specs = case
-    shards, full = Shards(layout, sharded), whole(specs)
+    shard = data.draw(st.sampled_from([n for n in range(1, layout.dp + 1) if layout.dp % n == 0]))
+    shards, full = Shards(layout, shard), whole(specs)
     for spec in specs:
         everything = tuple((0, n) for n in spec.shape)
         for rank in layout.ranks:
@@ -119,21 +120,21 @@ def test_a_rank_has_the_part_that_torch_would_give_it(case: tuple[Layout, list[S
 def test_every_target_rank_gets_exactly_its_part(case: tuple[list[Spec], Layout, Layout], bucket: int) -> None:
     specs, source, target = case
     with patch.object(weights, "_BUCKET", bucket):
-        done = Run(specs, Shards(source, sharded=True), Shards(target, sharded=False))
+        done = Run(specs, Shards(source, source.dp), Shards(target, 1))
     full = whole(specs)
     for rank in target.ranks:
         for spec in specs:
-            assert torch.equal(done.targets[rank][spec.name], part(Shards(target, False), spec, rank, full[spec.name]))
+            assert torch.equal(done.targets[rank][spec.name], part(Shards(target, 1), spec, rank, full[spec.name]))
     for rank in source.ranks:
         for spec in specs:  # and what was sent is still there
-            assert torch.equal(done.sources[rank][spec.name], part(Shards(source, True), spec, rank, full[spec.name]))
+            assert torch.equal(done.sources[rank][spec.name], part(Shards(source, source.dp), spec, rank, full[spec.name]))
 
 
 @BUSY
 @given(transfers())
 def test_only_what_a_rank_lacks_is_sent_to_it(case: tuple[list[Spec], Layout, Layout]) -> None:
     specs, source, target = case
-    done = Run(specs, Shards(source, sharded=True), Shards(target, sharded=False))
+    done = Run(specs, Shards(source, source.dp), Shards(target, 1))
 
     def numbers(tensors: dict[str, Tensor]) -> set[float]:
         return {x for t in tensors.values() for x in t.flatten().tolist()}
@@ -150,7 +151,7 @@ def test_only_what_a_rank_lacks_is_sent_to_it(case: tuple[list[Spec], Layout, La
 @given(transfers())
 def test_weights_are_sent_in_the_dtype_they_are_used_in(case: tuple[list[Spec], Layout, Layout]) -> None:
     specs, source, target = case
-    shards = Shards(source, sharded=True), Shards(target, sharded=False)
+    shards = Shards(source, source.dp), Shards(target, 1)
     half, full = Run(specs, *shards, torch.bfloat16), Run(specs, *shards)
     assert {r: sum(b.values()) for r, b in full.received.items()} == {
         r: 2 * sum(b.values()) for r, b in half.received.items()
@@ -162,20 +163,20 @@ def test_weights_are_sent_in_the_dtype_they_are_used_in(case: tuple[list[Spec], 
 
 def test_nothing_is_sent_where_every_rank_has_it_all() -> None:
     layout = Layout((0, 1), 1, 2)
-    done = Run([Spec("a", (4, 2), 0), Spec("b", (3,))], Shards(layout, True), Shards(layout, False))
+    done = Run([Spec("a", (4, 2), 0), Spec("b", (3,))], Shards(layout, 1), Shards(layout, 1))
     assert not any(sum(b.values()) for b in done.received.values())
 
 
 def test_replicas_share_the_sending() -> None:
     """Norms, which tensor parallelism does not cut, come from different members of a cell."""
     specs = [Spec("norm", (8,))]
-    done = Run(specs, Shards(Layout((0, 1, 2, 3), 1, 4), True), Shards(Layout((4, 5, 6, 7), 4), False))
+    done = Run(specs, Shards(Layout((0, 1, 2, 3), 1, 4), 1), Shards(Layout((4, 5, 6, 7), 4), 1))
     assert [sum(done.sent[r].values()) for r in range(4)] == [32] * 4
 
 
 def test_large_models_are_sent_in_several_exchanges() -> None:
     specs = [Spec(f"p{i}", (4, 4)) for i in range(6)]
-    shards = Shards(Layout((0, 1), 2), True), Shards(Layout((2,), 1), False)
+    shards = Shards(Layout((0, 1), 2), 2), Shards(Layout((2,), 1), 1)
     assert Run(specs, *shards).exchanges == 1
     with patch.object(weights, "_BUCKET", 128):  # bytes: two of them
         assert Run(specs, *shards).exchanges == 3

@@ -49,7 +49,7 @@ class Policy:
                 self.engine.read_weights(source)
         elif generates and not self._shares_weights(trained == generates and trained.dp == 1 and lora is None):
             specs = self.trainer.specs if self.trainer else self.engine.weight_specs if self.engine else []
-            self.transfer = HandOver(specs, Shards(trained, True), Shards(generates, False), role.rank, dtype)
+            self.transfer = HandOver(specs, Shards(trained, trained.dp), Shards(generates, 1), role.rank, dtype)
 
     def _shares_weights(self, whole: bool) -> bool:
         """Whether the engine uses the trainer's own tensors, which it can if this rank has `whole` weights of both."""

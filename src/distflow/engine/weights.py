@@ -28,29 +28,38 @@ class Spec:
 
 @dataclass(frozen=True)
 class Shards:
-    """Which part of a parameter each rank of a layout has: `sharded` over its dp ranks (FSDP), or replicated."""
+    """Which part of a parameter each rank of a layout has.
+
+    FSDP cuts it over `shard` consecutive dp ranks and replicates it beyond (hybrid sharding): with `shard == layout.dp`
+    every rank has a part of its own, with `shard == 1` every cell has it all.
+    """
 
     layout: Layout
-    sharded: bool
+    shard: int
+
+    @property
+    def replicas(self) -> int:
+        return self.layout.dp // self.shard
 
     def box(self, spec: Spec, rank: int) -> Box:
         """Returns the part of a parameter that this rank has."""
-        place = self.layout.ranks.index(rank)
-        d, t = divmod(place, self.layout.tp)
+        d = self.layout.cell_of(rank)
+        assert d is not None
         box = [(0, n) for n in spec.shape]
         if spec.tp_dim is not None:
+            t = self.layout.cells[d].index(rank)
             size = spec.shape[spec.tp_dim] // self.layout.tp
             box[spec.tp_dim] = t * size, (t + 1) * size
-        if self.sharded and box:
+        if box:
             first, end = box[0]
-            size = -(-(end - first) // self.layout.dp)  # as torch.chunk cuts
-            box[0] = min(first + d * size, end), min(first + (d + 1) * size, end)
+            size = -(-(end - first) // self.shard)  # as torch.chunk cuts
+            s = d % self.shard
+            box[0] = min(first + s * size, end), min(first + (s + 1) * size, end)
         return tuple(box)
 
     def sources(self, spec: Spec, receiver: int) -> Iterator[tuple[int, Box]]:
         """Yields ranks that together have the whole parameter, with the part of each; of replicas, a near one."""
-        dp = self.layout.dp if self.sharded else 1
-        for d in range(dp):
+        for d in range(self.shard):
             cell = self.layout.cells[d]
             if spec.tp_dim is None:
                 ranks: Sequence[int] = [receiver if receiver in cell else cell[receiver % len(cell)]]

@@ -37,7 +37,7 @@ class BuiltinEngine:
         model.requires_grad_(False)
         model._apply(lambda t: t if t.is_meta else t.to(device))  # buffers
         styles = tp_styles(model, layout.tp, "placement.nodes.actor.generate")
-        shards = Shards(layout, sharded=False)
+        shards = Shards(layout, 1)
         self.weights = WeightBuffers(model, parameter_specs(model, styles), shards, rank, dtype, device)
         tp_group = mesh.get_group("tp") if layout.tp > 1 else None
         if tp_group is not None:

@@ -68,7 +68,7 @@ class Trainer:
             use_cpu_modules(lm)
         self.tp_styles = tp_styles(lm, layout.tp, "placement")
         self.specs = parameter_specs(lm, self.tp_styles)  # of the model, with or without an adapter
-        self.shards = Shards(layout, sharded=True)
+        self.shards = Shards(layout, layout.dp)
         assert not (lora and layout.tp > 1)
         self.adapter = Adapter(lm, lora) if lora else None
         parallelize_for_training(lm, self.tp_styles, mesh)
