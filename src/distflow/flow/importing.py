@@ -36,6 +36,11 @@ def reference(fn: Any) -> str:
     return f"{file or fn.__module__}:{fn.__qualname__}"
 
 
+def loaded_files() -> list[Path]:
+    """Returns the files that were loaded so far because a config names them."""
+    return list(_modules)
+
+
 def _import(name: str, ref: str, where: str) -> ModuleType:
     try:
         return importlib.import_module(name)
