@@ -158,11 +158,11 @@ def test_sft_encodes_and_updates() -> None:
 
 
 def test_evaluation_updates_nothing() -> None:
-    flow = graph("evaluate", "prompt", "answer", temperature=0.5, rows=7, n=3)
+    flow = graph("evaluate", "prompt", "answer", temperature=0.5, n=3)
     assert [n.id for n in flow.order] == ["actor.generate", "reward.score", "report"]
     assert {n.type for n in flow.nodes} == {"inference", "compute"}
     assert flow.node("actor.generate").params == {"temperature": 0.5, "held_out": True}
-    assert flow.node("report").params == {"rows": 7, "n": 3}
+    assert flow.node("report").params == {"n": 3}
     assert set(flow.node("report").reads) == {"score", "response", "prompt"}
     assert "data_source" in graph("evaluate", "prompt", "data_source").node("report").reads
 

@@ -86,6 +86,9 @@ class Ragged:
 
 Column = Tensor | Ragged | list[Any]
 
+# A column on a worker that has no samples: which type it has elsewhere is not known there.
+NO_SAMPLES = Ragged(torch.empty(0), np.empty(0, np.int64), np.empty(0, np.int64))
+
 
 class Batch:
     """Samples of a step with some of their fields: the input of a node. `batch["response"]` is a column."""
@@ -121,7 +124,8 @@ def select(column: Column, index: Ints) -> Column:
 
 
 def concat(columns: Sequence[Column]) -> Column:
-    """Concatenates columns of the same kind, always into new memory."""
+    """Concatenates columns of the same kind, always into new memory; those without samples may be of any kind."""
+    columns = [c for c in columns if len(c)] or columns[:1]
     first = columns[0]
     if isinstance(first, Ragged):
         ragged = [c for c in columns if isinstance(c, Ragged)]

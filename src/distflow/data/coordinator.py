@@ -10,7 +10,7 @@ from torch import Tensor
 
 from distflow.data.allocator import CachingAllocator
 from distflow.data.balance import Ints
-from distflow.data.batch import Batch, Column, Ragged, as_column, concat, copy_objects, nbytes, select
+from distflow.data.batch import NO_SAMPLES, Batch, Column, Ragged, as_column, concat, copy_objects, nbytes, select
 from distflow.data.buffer import Buffer, Key
 from distflow.data.dynamic_sampling import DynamicSampling, SampledPrompts
 from distflow.data.exchange import AllGather, Collective, exchange
@@ -76,8 +76,8 @@ class Coordinator:
             self.traffic.imbalance = max(moved.imbalance, self.traffic.imbalance or 0.0)
         if dst.layout.cell_of(self.rank) is not None:
             self._slots[step, dst.id] = moved.slots
-            for f, column in moved.columns.items():
-                self.buffer.put(Key(step, dst.id, f), column)
+            for f in task.fields:
+                self.buffer.put(Key(step, dst.id, f), moved.columns.get(f, NO_SAMPLES))
                 self._moved.add(Key(step, dst.id, f))
 
     def inputs(self, step: int, task: Run) -> Batch:
@@ -126,8 +126,9 @@ class Coordinator:
         """Returns the slots of this rank in a partition: contiguous shares, unless a move has assigned others."""
         key = step, partition.id
         if key not in self._slots:
-            cells = contiguous_cells(len(self.groups(step)) * self.plan.repeat, partition.layout.dp)
-            self._slots[key] = np.flatnonzero(cells == partition.layout.cell_of(self.rank))
+            unit = self.plan.repeat if partition.whole_groups else 1
+            units = contiguous_cells(len(self.groups(step)) * self.plan.repeat // unit, partition.layout.dp)
+            self._slots[key] = np.flatnonzero(np.repeat(units, unit) == partition.layout.cell_of(self.rank))
         return self._slots[key]
 
     def groups(self, step: int) -> Ints:
@@ -171,13 +172,15 @@ class Coordinator:
     def _kept_prompts(self, step: int, task: Refill) -> Generator[Collective, Tensor, Any]:
         """Returns, for every prompt of the round, whether all of its samples are to be kept."""
         layout, samples = task.partition.layout, len(self.groups(step)) * self.plan.repeat
-        flags = torch.full((-(-samples // layout.dp),), -1, dtype=torch.int32)  # 2 × slot + keep, or −1
+        share = task.partition.largest_share(samples, self.plan.repeat)
+        flags = torch.full((share,), -1, dtype=torch.int32)  # 2 × slot + keep, or −1
         if layout.cell_of(self.rank) is not None:
             column = self.buffer.get(Key(step, task.partition.id, task.field))
-            if isinstance(column, Ragged) or len(torch.as_tensor(column).shape) != 1:
-                raise DataError(f"node '{task.node}': field '{task.field}' must have one boolean per sample")
             slots = torch.from_numpy(self.slots(step, task.partition))
-            flags[: len(slots)] = 2 * slots + torch.as_tensor(column).bool()
+            if len(slots):
+                if isinstance(column, Ragged) or len(torch.as_tensor(column).shape) != 1:
+                    raise DataError(f"node '{task.node}': field '{task.field}' must have one boolean per sample")
+                flags[: len(slots)] = 2 * slots + torch.as_tensor(column).bool()
         gathered = (yield AllGather(task.ranks, flags)).flatten()
         known = gathered[gathered >= 0].numpy()
         keep = np.ones(samples, bool)

@@ -20,7 +20,7 @@ from distflow.data.routes import assign_cells, route
 from distflow.data.wire import FlatColumn, Segments, flatten, pack, segment_size, unpack
 from distflow.errors import DataError
 from distflow.plan.layout import Layout
-from distflow.plan.tasks import Move
+from distflow.plan.tasks import Move, Partition
 
 
 @dataclass(frozen=True)
@@ -85,11 +85,12 @@ def exchange(
     weights = sizes
     if move.dst.balance in move.fields and columns:
         weights = columns[move.fields.index(move.dst.balance)].lengths
-    share = _share(samples, move.src.layout)
+    share = _share(samples, move.src, group_size)
     if move.src.uneven:  # the largest cell decides how long a header is
         counts = yield AllGather(move.ranks, torch.tensor([0 if held is None else len(held[0])], dtype=torch.int32))
         share = math.ceil(int(counts.max()) / move.src.layout.tp)
-    headers = yield AllGather(move.ranks, _header(rank, move, share, samples, held, weights, sizes, wanted, where))
+    targets = _share(samples, move.dst, group_size)
+    headers = yield AllGather(move.ranks, _header(rank, move, share, targets, held, weights, sizes, wanted, where))
     old, new, size, cell_imbalance = _read_headers(headers.numpy(), move, share, samples, group_size)
 
     own = route(rank, move.src.layout, move.dst.layout, old, new)
@@ -129,7 +130,7 @@ def _header(
     rank: int,
     move: Move,
     share: int,
-    samples: int,
+    target_share: int,
     held: tuple[Ints, Mapping[str, Column]] | None,
     weights: Ints,
     sizes: Ints,
@@ -153,7 +154,7 @@ def _header(
         described[: len(entries)] = entries
     if move.assigns:
         return torch.from_numpy(described.reshape(-1))
-    targets = np.full(_share(samples, dst), -1, np.int32)
+    targets = np.full(target_share, -1, np.int32)
     if wanted is not None:
         part = slice(_replica(rank, dst) * len(targets), (_replica(rank, dst) + 1) * len(targets))
         targets[: len(wanted[part])] = wanted[part]
@@ -192,9 +193,9 @@ def _scatter(n: int, index: Ints, values: Ints) -> Ints:
     return out
 
 
-def _share(samples: int, layout: Layout) -> int:
+def _share(samples: int, partition: Partition, group_size: int) -> int:
     """Returns how many samples of a cell each of its ranks describes."""
-    return math.ceil(math.ceil(samples / layout.dp) / layout.tp)
+    return math.ceil(partition.largest_share(samples, group_size) / partition.layout.tp)
 
 
 def _replica(rank: int, layout: Layout) -> int:

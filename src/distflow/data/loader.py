@@ -8,7 +8,7 @@ import numpy as np
 
 from distflow.data.balance import Ints
 from distflow.data.shuffle import permute
-from distflow.errors import DataError
+from distflow.plan.layout import contiguous_share
 
 _Loaded = tuple[Ints, dict[str, list[Any]]]
 
@@ -37,9 +37,10 @@ class Loader:
         return step * self.prompts // len(self.dataset)
 
     def load(self, step: int, cell: int, cells: int) -> _Loaded:
-        """Returns the sample ids, ascending, and one list per field, of one of `cells` equal shares of a step.
+        """Returns the sample ids, ascending, and one list per field, of one of `cells` shares of a step.
 
-        The samples of one prompt share its values: do not change them in place.
+        Shares are contiguous and differ by at most one prompt; with fewer prompts than cells, some are empty. The
+        samples of one prompt share its values: do not change them in place.
         """
         if self._prefetched and self._prefetched[0] == (step, cell, cells):
             (_, future), self._prefetched = self._prefetched, None
@@ -70,15 +71,11 @@ class Loader:
 
     def load_range(self, position: int, prompts: int, cell: int, cells: int) -> _Loaded:
         """Returns the share of `cell` of any range of the stream."""
-        share, rest = divmod(prompts, cells)
-        if rest:
-            options = " or ".join(str(k * cells) for k in (share, share + 1) if k)
-            raise DataError(f"{prompts} prompts per step do not divide by {cells} workers; make it {options}")
         if not 0 <= cell < cells:
             raise IndexError(f"cell {cell} of {cells}")
-        first = position + cell * share
-        rows = [self.dataset[i] for i in self._order(first, share)]
-        ids = np.arange(first * self.repeat, (first + share) * self.repeat, dtype=np.int64)
+        first, last = (position + p for p in contiguous_share(prompts, cells, cell))
+        rows = [self.dataset[i] for i in self._order(first, last - first)]
+        ids = np.arange(first * self.repeat, last * self.repeat, dtype=np.int64)
         names = self.dataset.column_names
         return ids, {name: [row[name] for row in rows for _ in range(self.repeat)] for name in names}
 

@@ -17,7 +17,7 @@ from distflow.plan.layout import Layout
 
 
 def contiguous_cells(samples: int, cells: int) -> Ints:
-    """Returns the cell of each slot if every cell has an equal contiguous share, as the loader divides them."""
+    """Returns the cell of each slot (or prompt) if cells have contiguous shares, as the loader divides them."""
     return np.arange(samples, dtype=np.int64) * cells // max(samples, 1)
 
 
@@ -32,7 +32,7 @@ def assign_cells(old: Ints, src: Layout, dst: Layout, weights: Ints, group_size:
         groups = assign_cells(first, src, dst, weights.reshape(-1, group_size).sum(1), 1, balance)
         return np.repeat(groups, group_size)
     n, cells = len(old), dst.dp
-    quota = (n + np.arange(cells, dtype=np.int64)[::-1]) // cells  # differ by at most one
+    quota = np.bincount(contiguous_cells(n, cells), minlength=cells)  # differ by at most one
     new, moving = _assign_local(old, src, dst, weights, quota)
     stay = np.flatnonzero(~moving)
     capacity = quota - np.bincount(new[stay], minlength=cells)

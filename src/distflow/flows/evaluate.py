@@ -5,8 +5,8 @@ from distflow.flows.nodes import report
 
 
 @flow
-def evaluate(prompts, actor, reward, *, temperature=0.0, rows=0, n=1):
+def evaluate(prompts, actor, reward, *, temperature=0.0, n=1):
     rollout = actor.generate(prompts["prompt"], temperature=temperature, held_out=True)
     score = reward.score(prompts, rollout)
     source = [prompts["data_source"]] if "data_source" in prompts.fields else []
-    report(score, rollout["response"], prompts["prompt"], *source, rows=rows, n=n)
+    report(score, rollout["response"], prompts["prompt"], *source, n=n)

@@ -164,18 +164,15 @@ def whiten(batch: "Batch", ctx: "Context") -> Any:
 
 
 @node(role="report", whole_groups=True, writes=())
-def report(batch: "Batch", ctx: "Context", rows: int, n: int) -> None:
-    """Logs `val/<source>/score` and, with several responses per prompt, `pass@k`.
-
-    Prompts from `rows` on only fill up the last batch; they are left out.
-    """
+def report(batch: "Batch", ctx: "Context", n: int) -> None:
+    """Logs `val/<source>/score` and, with several responses per prompt, `pass@k`."""
     import numpy as np
 
     from distflow.algo.pass_at_k import pass_at_k, reported_ks
 
     sources = batch["data_source"] if "data_source" in batch else ["all"] * len(batch)
     score = batch["score"].numpy()
-    for group in np.unique(batch.groups[batch.groups < rows]).tolist():
+    for group in np.unique(batch.groups).tolist():
         samples = np.flatnonzero(batch.groups == group)
         source = sources[int(samples[0])]
         ctx.metrics.log(f"val/{source}/score", float(score[samples].mean()), len(samples))

@@ -33,6 +33,8 @@ class StepMetrics:
         """Logs a value. A `mean` over all workers is weighted by counts: `value` is the mean of `count` things."""
         if reduce not in REDUCES:
             raise DistflowError(f"metric '{name}': unknown reduce '{reduce}'{suggest(reduce, REDUCES)}")
+        if not count:  # on a worker without samples, where a mean is not a number
+            return
         total, n = self.totals.get((name, reduce), (_neutral(reduce), 0))
         match reduce:
             case "max":

@@ -35,6 +35,14 @@ class Layout:
         return f"dp{self.dp}" + (f"·tp{self.tp}" if self.tp > 1 else "")
 
 
+def contiguous_share(units: int, cells: int, cell: int) -> tuple[int, int]:
+    """Returns the units [first, last) of a cell if each has a contiguous share: unit i is in cell i * cells // units.
+
+    Shares differ by at most one unit. If there are fewer units than cells, those without any lie between the others.
+    """
+    return -(-cell * units // cells), -(-(cell + 1) * units // cells)
+
+
 _PART = re.compile(r"(?P<a>\d{1,9})(?P<ap>%?)(?:(?P<dash>-)(?:(?P<b>\d{1,9})(?P<bp>%?))?)?\Z")
 
 

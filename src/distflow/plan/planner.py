@@ -9,9 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-from distflow.errors import PlacementError
 from distflow.flow.graph import SOURCE, Flow, Node
-from distflow.plan.layout import Layout
+from distflow.plan.layout import Layout, contiguous_share
 from distflow.plan.placement import Placement
 from distflow.plan.tasks import Free, Load, Move, Partition, Plan, Refill, Run, Task, Weights
 
@@ -58,7 +57,7 @@ class _Planner:
         self.tasks: list[Task] = []
 
     def plan(self) -> Plan:
-        source = self._new_partition(self.placement.source_layout(self.flow), True, balance=None, node_id=SOURCE)
+        source = self._new_partition(self.placement.source_layout(self.flow), True, balance=None)
         self.assigned.add(source.id)
         self.home[SOURCE] = source
         for n in self.flow.order:  # all partitions first: a move takes along whatever later nodes there will read
@@ -129,36 +128,36 @@ class _Planner:
             candidates = [*heaviest, *others]
         else:
             candidates = [p for p in self.partitions if p.balance == n.balance]
+        even = self._groups_divide_evenly(layout)
         for p in candidates:
-            if p.id not in self.closed and p.layout == layout and (p.whole_groups or not n.whole_groups):
+            if p.id in self.closed or p.layout != layout or (n.whole_groups and not p.whole_groups):
+                continue
+            # A model does not run on whole groups if that left some workers with fewer samples than necessary.
+            if n.whole_groups or not p.whole_groups or even or n.type == "compute":
                 return p
         # If a later node of the same layout needs whole groups, keep them together now and spare it a move.
         whole_groups = n.whole_groups or (
-            self.workload.prompts % layout.dp == 0
+            even
             and any(m.whole_groups and m.balance == n.balance and self._layout(m) == layout for m in self.flow.nodes)
         )
-        return self._new_partition(layout, whole_groups, n.balance, n.id)
+        return self._new_partition(layout, whole_groups, n.balance)
+
+    def _groups_divide_evenly(self, layout: Layout) -> bool:
+        """Whether the largest cell has no more samples if groups are kept whole."""
+        prompts, repeat = self.workload.prompts, self.workload.repeat
+        return -(-prompts // layout.dp) * repeat == -(-prompts * repeat // layout.dp)
 
     def _layout(self, n: Node) -> Layout:
         layout = self.placement.layout(n.id, n.role)
         return Layout(layout.ranks, 1, len(layout.ranks)) if n.whole_batch else layout
 
-    def _new_partition(self, layout: Layout, whole_groups: bool, balance: str | None, node_id: str) -> Partition:
-        units = self.workload.prompts if whole_groups else self.workload.samples
-        if units % layout.dp:
-            unit = self._unit(layout, whole_groups)
-            low = self.workload.prompts // unit * unit
-            numbers = " or ".join(str(x) for x in (low, low + unit) if x)
-            raise PlacementError(
-                f"node '{node_id}': the {units} {'prompts' if whole_groups else 'samples'} of a step do not divide over"
-                f" its {layout.dp} data-parallel cells; use a batch of {numbers} prompts, or another layout"
-            )
+    def _new_partition(self, layout: Layout, whole_groups: bool, balance: str | None) -> Partition:
         partition = Partition(f"p{len(self.partitions)}", layout, whole_groups, balance)
         self.partitions.append(partition)
         return partition
 
     def _unit(self, layout: Layout, whole_groups: bool) -> int:
-        """Returns the number of prompts of which a step needs a multiple to divide evenly over the layout."""
+        """Returns the number of prompts of which multiples divide evenly over the layout."""
         return layout.dp if whole_groups else layout.dp // math.gcd(layout.dp, self.workload.repeat)
 
     def _move_inputs(self, n: Node, later: tuple[Node, ...]) -> None:
@@ -189,7 +188,7 @@ class _Planner:
             assigns = target.id not in self.assigned
             self.assigned.add(target.id)
             local_first = assigns and target.balance is None
-            expected = _expected_bytes(src.layout, target.layout, local_first, self.workload, fields)
+            expected = _expected_bytes(src, target, local_first, self.workload, fields)
             number = sum(isinstance(t, Move) for t in self.tasks)
             self.tasks.append(Move(f"m{number}", src, target, fields, assigns, expected))
             self._hold(fields, target)
@@ -203,21 +202,27 @@ class _Planner:
         return max(self.held[f], key=lambda p: len(ranks.intersection(p.layout.ranks)))
 
 
-def _expected_bytes(src: Layout, dst: Layout, local_first: bool, work: Workload, fields: tuple[str, ...]) -> int:
+def _expected_bytes(src: Partition, dst: Partition, local_first: bool, work: Workload, fields: tuple[str, ...]) -> int:
     """Returns the bytes sent if all samples had equal size: what each receiving rank needs less what it holds."""
-    need = work.samples / dst.dp
-    overlap = [len({dst.cell_of(r) for r in cell} - {None}) for cell in src.cells]
+    held, needed = _cell_sizes(src, work), _cell_sizes(dst, work)
+    overlap = [len({dst.layout.cell_of(r) for r in cell} - {None}) for cell in src.layout.cells]
     total = 0.0
-    for r in dst.ranks:
-        s = src.cell_of(r)
-        if s is None:
-            kept = 0.0
-        elif local_first:
-            kept = min(need, work.samples / src.dp / overlap[s])
-        else:
-            kept = need / src.dp
-        total += need - kept
+    for d, cell in enumerate(dst.layout.cells):
+        for r in cell:
+            total += needed[d]
+            s = src.layout.cell_of(r)
+            if s is not None and local_first:
+                total -= min(needed[d], held[s] / overlap[s])
+            elif s is not None:
+                total -= needed[d] * held[s] / work.samples
     return round(total * work.bytes_of(fields))
+
+
+def _cell_sizes(partition: Partition, work: Workload) -> list[int]:
+    """Returns how many samples each cell has if all have contiguous shares."""
+    units, size = (work.prompts, work.repeat) if partition.whole_groups else (work.samples, 1)
+    shares = (contiguous_share(units, partition.layout.dp, d) for d in range(partition.layout.dp))
+    return [(last - first) * size for first, last in shares]
 
 
 def _with_frees(tasks: list[Task]) -> tuple[Task, ...]:

@@ -19,7 +19,12 @@ class Partition:
     layout: Layout
     whole_groups: bool  # all samples of a prompt are in one cell
     balance: str | None  # the field whose lengths are evened out over the cells
-    uneven: bool = False  # after a refill: cells have different numbers of samples
+    uneven: bool = False  # after a refill: which cells have how many samples depends on which were dropped
+
+    def largest_share(self, samples: int, group_size: int) -> int:
+        """Returns the number of samples of the largest cell, unless the partition is uneven."""
+        unit = group_size if self.whole_groups else 1
+        return -(-samples // unit // self.layout.dp) * unit
 
 
 Touch = tuple[Partition, str]  # a field that a task reads or writes, and where

@@ -1,6 +1,5 @@
 """A config bound to code: the implementation of each role, the flow, and the plans. Imports no torch."""
 
-import math
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -129,7 +128,7 @@ class Program:
         return result
 
     def eval_plan(self, workers: int, rows: int) -> Plan:
-        """Plans the whole held-out set of `rows` prompts as one step, padded to a multiple of the layouts' dp."""
+        """Plans the whole held-out set of `rows` prompts as one step."""
         config = self.config
         assert config.eval is not None
         function = load(BUILT_IN["evaluate"], "eval", config.base)
@@ -139,14 +138,10 @@ class Program:
         roles = {r: self.implementation(r) for r in function.roles}
         # Data for fine-tuning has responses of its own, which evaluation generates instead.
         columns = [c for c in self.columns(self.eval_files) if c != "response"]
-        constants = {"temperature": config.eval.temperature, "rows": rows, "n": config.eval.n}
-        flow = function.trace(columns, roles, constants)
-        placement = self._placement(workers, flow)
-        cells = math.lcm(*(placement.layout(n.id, n.role).dp for n in flow.nodes), placement.source_layout(flow).dp)
-        prompts = -(-rows // cells) * cells
+        flow = function.trace(columns, roles, {"temperature": config.eval.temperature, "n": config.eval.n})
         training = self._placement(workers)
         trained_on = tuple(r for n in self.flow.nodes if n.role == "actor" for r in training.layout(n.id, n.role).ranks)
-        return plan(flow, placement, Workload(prompts, config.eval.n), {"actor": trained_on})
+        return plan(flow, self._placement(workers, flow), Workload(rows, config.eval.n), {"actor": trained_on})
 
     def _placement(self, workers: int, flow: Flow | None = None) -> Placement:
         """Returns the config's placement; for another flow, without entries for nodes and roles that it lacks."""

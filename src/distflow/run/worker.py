@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from distflow.data.batch import Batch, Column, Ragged
+from distflow.data.batch import NO_SAMPLES, Batch, Column, Ragged
 from distflow.data.context import Context
 from distflow.data.coordinator import Coordinator
 from distflow.data.exchange import Collective
@@ -110,6 +110,9 @@ class Worker:
     def run_node(self, step: int, run_step: int, task: Run, metrics: StepMetrics) -> None:
         node, fn = self.plan.flow.node(task.node), self.functions[task.node]
         batch = self.data.inputs(step, task)
+        if not len(batch) and not node.method:  # a method is called: models of several workers compute together
+            self.data.outputs(step, task, dict.fromkeys(node.writes, NO_SAMPLES))
+            return
         versions = {f: _version(c) for f, c in batch.columns.items()}
         metrics = metrics.with_prefix(node.prefix) if node.prefix else metrics
         layout, groups = task.partition.layout, self.data.groups(step)

@@ -109,7 +109,8 @@ def _check_whole(text: str, what: str) -> None:
 
 
 def ragged(rows: Sequence[Sequence[int]]) -> Ragged:
-    return Ragged.of([torch.tensor(r, dtype=torch.int64) for r in rows])
+    tokens = torch.tensor([token for row in rows for token in row], dtype=torch.int64)
+    return Ragged.packed(tokens, np.array([len(row) for row in rows], np.int64))
 
 
 def prompt_limit(source: Source, max_tokens: int, max_prompt: int | None) -> int:

@@ -4,6 +4,8 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
+from torch import Tensor
 
 from distflow.data.batch import Batch, Ragged
 from distflow.data.context import MetricLog
@@ -24,8 +26,8 @@ def generate_responses(
     own = (batch.ids[first] if greedy else batch.ids)[prompt_of if greedy else slice(None)]
     ordered = [completions[i] for i in own.tolist()]
     lengths = np.array([len(c.tokens) for c in ordered], np.int64)
-    tokens = Ragged.packed(torch.from_numpy(np.concatenate([c.tokens for c in ordered])), lengths)
-    logprobs = Ragged.packed(torch.from_numpy(np.concatenate([c.logprobs for c in ordered])), lengths)
+    tokens = Ragged.packed(_joined([c.tokens for c in ordered], np.int64), lengths)
+    logprobs = Ragged.packed(_joined([c.logprobs for c in ordered], np.float32), lengths)
     return {
         "prompt_tokens": ragged([prompts[i] for i in prompt_of]),
         "response_tokens": tokens,
@@ -33,6 +35,10 @@ def generate_responses(
         "response": text.decode(tokens),
         "finished": torch.tensor([c.finished for c in ordered], dtype=torch.bool),
     }
+
+
+def _joined(arrays: list[NDArray[Any]], dtype: type) -> Tensor:
+    return torch.from_numpy(np.concatenate([np.empty(0, dtype), *arrays]))  # a worker may have no responses
 
 
 def complete(engine: RolloutEngine, requests: list[Request]) -> dict[int, Completion]:
@@ -47,6 +53,8 @@ def complete(engine: RolloutEngine, requests: list[Request]) -> dict[int, Comple
 
 def log_lengths(responses: dict[str, Any], metrics: MetricLog, prefix: str) -> None:
     lengths, finished = responses["response_tokens"].lengths, responses["finished"]
+    if not len(lengths):
+        return
     metrics.log(f"{prefix}response_length/mean", float(lengths.mean()), len(lengths))
     metrics.log(f"{prefix}response_length/max", float(lengths.max()), reduce="max")
     metrics.log(f"{prefix}response_length/clip_ratio", 1 - float(finished.float().mean()), len(lengths))
