@@ -1,0 +1,190 @@
+# mypy: ignore-errors
+"""The steps of bench/scaling.py, which starts it, by verl's single controller and by TransferQueue over a Ray cluster.
+
+    .peers/verl/bin/python bench/peers/steps_over_ray.py ADDRESS < requests
+
+A request is a line of JSON: {"system": "verl" | "verl, numpy" | "transferqueue", "hosts", "rows", "tokens", "steps"}
+with rows per host; the answer is a line with the seconds of each step. One actor on each host: fewer messages than
+with several. As verl's trainer does, every stage gets its inputs from the driver and returns its outputs to it; but
+only the fields that it reads, and rows are dense, so that there is no padding.
+"""
+
+import json
+import os
+import sys
+import time
+from importlib.metadata import version
+from pathlib import Path
+
+import ray
+import torch
+import transfer_queue as tq
+from omegaconf import OmegaConf
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+from tensordict import TensorDict
+from verl import DataProto
+from verl.single_controller.base.decorator import (
+    Dispatch,
+    collect_dp_compute_data_proto,
+    dispatch_one_to_all,
+    register,
+)
+from verl.single_controller.ray import RayClassWithInitArgs, RayWorkerGroup
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import serve
+
+INTS, FLOATS = ("tokens", "mask", "position"), ("old_logprobs", "ref_logprobs", "advantage")
+PARTITION, METHOD = "step", "VERL_DATAPROTO_SERIALIZATION_METHOD"
+
+
+@ray.remote(num_cpus=0)
+class Peer:
+    """All stages of one host; compute takes no time."""
+
+    def prepare(self, rank: int, hosts: int, rows: int, tokens: int, method: str) -> None:
+        os.environ[METHOD] = method
+        self.mine = {f: torch.full((rows, tokens), rank) for f in INTS}
+        self.floats = {f: torch.full((rows, tokens), float(rank)) for f in FLOATS}
+        # Rows are dealt out by turns, so that nearly all of them change their host, as ours do.
+        self.put_keys = [str(i) for i in range(rank * rows, (rank + 1) * rows)]
+        self.get_keys = [str(i) for i in range(rank, hosts * rows, hosts)]
+
+    @register(dispatch_mode={"dispatch_fn": dispatch_one_to_all, "collect_fn": collect_dp_compute_data_proto})
+    def generate(self) -> DataProto:
+        return DataProto.from_dict(tensors=self.mine)
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def logprobs(self, data: DataProto) -> DataProto:
+        return DataProto.from_dict(tensors={data.meta_info["writes"]: self.floats["old_logprobs"]})
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_METRIC)
+    def update(self, data: DataProto) -> int:
+        return int(data.batch["tokens"].sum())
+
+    def join(self) -> None:
+        tq.init()
+
+    def leave(self) -> None:
+        """Forgets the queue, which the driver is about to close: with more hosts there will be another."""
+        tq.interface._TQ_CLIENT.close()
+        tq.interface._TQ_CLIENT = tq.interface._TQ_CONTROLLER = None
+
+    def put_rollouts(self) -> None:
+        self._put(self.put_keys, self.mine)
+
+    def put_logprobs(self, field: str) -> None:
+        self._get(INTS)
+        self._put(self.get_keys, {field: self.floats[field]})
+
+    def get_all(self) -> int:
+        # Advantages are computed where they are read: they do not travel.
+        return int(self._get((*INTS, "old_logprobs", "ref_logprobs"))["tokens"].values().sum())
+
+    def clear(self) -> None:
+        tq.kv_clear(keys=self.put_keys, partition_id=PARTITION)
+
+    def _put(self, keys: list[str], fields: dict[str, torch.Tensor]) -> None:
+        tq.kv_batch_put(keys=keys, partition_id=PARTITION, fields=TensorDict(fields, batch_size=len(keys)))
+
+    def _get(self, fields: tuple[str, ...]) -> TensorDict:
+        return tq.kv_batch_get(keys=self.get_keys, partition_id=PARTITION, select_fields=list(fields))
+
+
+class Cluster:
+    """The actors, one on each node; nodes may join between two requests."""
+
+    def __init__(self) -> None:
+        self.peers: dict[str, ray.actor.ActorHandle] = {}  # address of the node → its actor
+
+    def first(self, hosts: int) -> list[ray.actor.ActorHandle]:
+        nodes = {n["NodeManagerAddress"]: n["NodeID"] for n in ray.nodes() if n["Alive"]}
+        addresses = sorted(nodes, key=lambda a: [int(x) for x in a.split(".")])[:hosts]
+        for address in addresses:
+            if address not in self.peers:
+                near = NodeAffinitySchedulingStrategy(nodes[address], soft=False)
+                self.peers[address] = Peer.options(scheduling_strategy=near).remote()
+        peers = [self.peers[a] for a in addresses]
+        ray.get([p.__ray_ready__.remote() for p in peers])
+        return peers
+
+
+def prepare(peers: list, request: dict, method: str) -> int:
+    """Returns what the tokens of all hosts sum up to."""
+    rows, tokens = request["rows"], request["tokens"]
+    ray.get([p.prepare.remote(r, len(peers), rows, tokens, method) for r, p in enumerate(peers)])
+    return sum(rows * tokens * r for r in range(len(peers)))
+
+
+def verl_steps(peers: list, request: dict, method: str) -> list[float]:
+    os.environ[METHOD] = method
+    expected = prepare(peers, request, method)
+    group = RayWorkerGroup.from_detached(worker_handles=peers, ray_cls_with_init=RayClassWithInitArgs(Peer))
+    n, rows = len(peers), request["rows"]
+    order = torch.arange(n * rows).view(rows, n).T.flatten()  # balance
+
+    def step() -> None:
+        batch = group.generate()
+        batch.reorder(order)
+        for field in ("old_logprobs", "ref_logprobs"):
+            ready = batch.select(batch_keys=list(INTS))
+            ready.meta_info["writes"] = field
+            batch = batch.union(group.logprobs(ready))
+        batch.batch["advantage"] = torch.zeros(n * rows, request["tokens"])  # verl computes them on the driver
+        assert sum(group.update(batch)) == expected
+
+    return timed(step, request["steps"])
+
+
+def queue_steps(peers: list, request: dict) -> list[float]:
+    expected = prepare(peers, request, "numpy")
+    storage = {"storage_backend": "SimpleStorage", "SimpleStorage": {"num_data_storage_units": len(peers)}}
+    tq.init(OmegaConf.create({"backend": storage}))
+
+    def everybody(method: str, *args: str) -> list:
+        return ray.get([getattr(p, method).remote(*args) for p in peers])
+
+    try:
+        everybody("join")
+
+        def step() -> None:
+            everybody("put_rollouts")
+            for field in ("old_logprobs", "ref_logprobs"):
+                everybody("put_logprobs", field)
+            assert sum(everybody("get_all")) == expected
+
+        return timed(step, request["steps"], lambda: everybody("clear"))
+    finally:
+        everybody("leave")
+        tq.close()
+
+
+def timed(step, steps: int, after=lambda: None) -> list[float]:
+    seconds = []
+    for _ in range(steps):
+        start = time.perf_counter()
+        step()
+        seconds.append(time.perf_counter() - start)
+        after()
+    return seconds
+
+
+def main() -> None:
+    serve.keep_stdout_for_answers()
+    env = {"env_vars": {"OMP_NUM_THREADS": "1", "TQ_NUM_THREADS": "2", "TQ_CLIENT_ZMQ_IO_THREADS": "2"}}
+    ray.init(address=sys.argv[1], runtime_env=env, log_to_driver=False, logging_level="ERROR")
+    cluster = Cluster()
+    versions = ", ".join(f"{p} {version(p)}" for p in ("verl", "TransferQueue", "ray", "torch"))
+    print(json.dumps({"version": versions}), file=serve._answers, flush=True)
+    for line in sys.stdin:
+        request = json.loads(line)
+        peers = cluster.first(request["hosts"])
+        if request["system"] == "transferqueue":
+            seconds = queue_steps(peers, request)
+        else:
+            seconds = verl_steps(peers, request, "numpy" if request["system"] == "verl, numpy" else "")
+        print(json.dumps({"s": seconds}), file=serve._answers, flush=True)
+
+
+if __name__ == "__main__":
+    main()
