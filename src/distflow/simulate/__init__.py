@@ -1,0 +1,18 @@
+"""The same plan on hardware that is not here: step time, bytes on every link, memory, idle time. Imports no torch."""
+
+from distflow.simulate.costs import Costs, FieldBytes
+from distflow.simulate.hardware import Hardware, load_hardware
+from distflow.simulate.models import ModelShape, load_model
+from distflow.simulate.result import Result
+from distflow.simulate.walk import simulate
+
+__all__ = [
+    "Costs",
+    "FieldBytes",
+    "Hardware",
+    "ModelShape",
+    "Result",
+    "load_hardware",
+    "load_model",
+    "simulate",
+]

@@ -1,0 +1,188 @@
+"""How long a node computes, from a roofline: FLOPs over the device's FLOP/s, bytes over its memory's bandwidth.
+
+All functions are over the cells of a layout at once: samples have a cell, and a cell has tp ranks that work as one.
+"""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from distflow.data.balance import Ints
+from distflow.flow.graph import Node
+from distflow.plan.layout import Layout
+from distflow.simulate.costs import Costs
+from distflow.simulate.hardware import Hardware
+from distflow.simulate.models import Floats, ModelShape
+from distflow.simulate.traffic import position_in_run
+
+
+@dataclass(frozen=True)
+class Work:
+    """One node on one layout: which cell has which sample, and how long their responses are."""
+
+    node: Node
+    layout: Layout
+    cell: Ints  # of each sample
+    lengths: Floats
+    hosts: Ints  # of each rank
+    repeat: int  # samples per prompt
+
+
+@dataclass(frozen=True)
+class Times:
+    """The seconds of each cell: computing, and until it is done, which includes waiting for other cells in between."""
+
+    busy: Floats
+    elapsed: Floats
+
+
+def compute_times(work: Work, hardware: Hardware, costs: Costs) -> Times:
+    """Returns the times of a node: given ones, or those of the roofline; 0 where nothing is known."""
+    node, cells = work.node, work.layout.dp
+    model = costs.models.get(node.role)
+    if node.id in costs.seconds:
+        seconds = np.full(cells, float(costs.seconds[node.id]))
+    elif model is None or node.type == "compute":
+        seconds = np.zeros(cells)
+    elif node.hand_over:
+        seconds = _Decoding(work, hardware, costs, model).seconds()
+    else:
+        return _pass_times(work, hardware, costs, model)
+    return Times(seconds, seconds)
+
+
+def in_lockstep(work: Work, costs: Costs) -> bool:
+    """Whether the cells wait for each other all the time: gradients are summed, sharded parameters are gathered."""
+    if work.node.id in costs.seconds or work.node.role not in costs.models or work.layout.dp == 1:
+        return False
+    return work.node.type == "train" or (not work.node.hand_over and shards_of(work.layout, costs) > 1)
+
+
+def shards_of(layout: Layout, costs: Costs) -> int:
+    return min(costs.shard or layout.dp, layout.dp)
+
+
+def _pass_times(work: Work, hw: Hardware, costs: Costs, model: ModelShape) -> Times:
+    """A forward pass, or forward and backward: micro-batches, of which each gathers the sharded parameters."""
+    train = work.node.type == "train"
+    parts, epochs = (int(work.node.params.get(k, 1)) if train else 1 for k in ("mini_batches", "epochs"))
+    tp, cells = work.layout.tp, work.layout.dp
+    efficiency = hw.efficiency.train if train else hw.efficiency.forward
+    passes = (4 if costs.gradient_checkpointing else 3) if train else 1
+    sequence = costs.prompt_tokens + work.lengths
+    seconds = passes * model.forward_flops(sequence) / (hw.device.flops * efficiency * tp)
+    seconds += passes * _all_reduce_seconds(work, hw, costs, model) * sequence
+    order = np.argsort(work.cell, kind="stable")
+    held = np.bincount(work.cell, minlength=cells)
+    part = np.empty_like(work.cell)  # the mini-batch of each sample: a cell has an equal share of every one
+    part[order] = position_in_run(work.cell[order]) * parts // held[work.cell[order]]
+    place = work.cell * parts + part
+    compute = np.bincount(place, seconds, cells * parts).reshape(cells, parts)
+    tokens = np.bincount(place, sequence, cells * parts).reshape(cells, parts)
+    micro = np.maximum(np.ceil(tokens / costs.micro_tokens), 1).max(axis=0)  # the same number on all ranks
+    gather = micro * _gather_seconds(work, hw, costs, model, train)
+    busy = np.maximum(compute, gather)  # parameters are prefetched: the slower of the two is seen
+    # The cells wait for the slowest after every mini-batch but the last, after which the caller decides.
+    waiting = epochs * float(busy.max(axis=0).sum()) - float(busy[:, -1].max())
+    return Times(epochs * busy.sum(axis=1), waiting + busy[:, -1])
+
+
+def _all_reduce_seconds(work: Work, hw: Hardware, costs: Costs, model: ModelShape) -> float:
+    """Seconds per token of a forward pass for tensor parallelism: two all-reduces of the hidden state per layer."""
+    tp = work.layout.tp
+    if tp == 1:
+        return 0.0
+    size = 2 * model.layers * model.hidden * costs.dtype_bytes * 2 * (tp - 1) / tp
+    return size / _ring_rate(work, hw, work.layout.cells[0])
+
+
+def _gather_seconds(work: Work, hw: Hardware, costs: Costs, model: ModelShape, train: bool) -> float:
+    """Seconds of one micro-batch for gathering the parameters, twice when training, and for scattering gradients.
+
+    One copy of what is gathered enters a host, over all of its links.
+    """
+    shards = shards_of(work.layout, costs)
+    if shards == 1 and not train:
+        return 0.0
+    size = model.params / work.layout.tp * (1 - 1 / shards)
+    moved = size * (2 * costs.dtype_bytes + 4) if train else size * costs.dtype_bytes
+    group = work.layout.ranks[: shards * work.layout.tp]
+    local = moved / hw.local.rate
+    spans = len(np.unique(work.hosts[list(group)])) > 1
+    if not spans:
+        return local
+    per_host = max(1, min(len(group), hw.workers_per_host))
+    tp_share = work.layout.tp if work.layout.tp <= per_host else per_host  # tp columns gather at the same time
+    links = per_host if hw.network.per == "worker" else 1
+    return max(local, moved * tp_share / (hw.network.rate * hw.efficiency.network * links))
+
+
+def _ring_rate(work: Work, hw: Hardware, ranks: tuple[int, ...]) -> float:
+    if len(np.unique(work.hosts[list(ranks)])) == 1:
+        return hw.local.rate
+    return hw.network.rate * hw.efficiency.network
+
+
+class _Decoding:
+    """Generation with continuous batching: a decoding step reads the weights once, and all keys and values so far."""
+
+    def __init__(self, work: Work, hw: Hardware, costs: Costs, model: ModelShape) -> None:
+        self.work, self.hw, self.costs, self.model = work, hw, costs, model
+
+    def seconds(self) -> Floats:
+        work, costs, tp = self.work, self.costs, self.work.layout.tp
+        cells = work.layout.dp
+        order = np.argsort(work.cell, kind="stable")
+        held = np.bincount(work.cell, minlength=cells)
+        most = int(held.max(initial=0))
+        if not most:
+            return np.zeros(cells)
+        steps = np.zeros((cells, most))  # [cells, sequences]: tokens of each response; 0: none
+        steps[work.cell[order], position_in_run(work.cell[order])] = np.maximum(work.lengths[order], 1)
+        kv_bytes = self.model.kv_elements * costs.dtype_bytes / tp
+        context = costs.prompt_tokens + float(work.lengths.mean())
+        slots = max(1, min(costs.max_sequences, most, int(costs.kv_cache / (kv_bytes * max(context, 1)))))
+        begin = _start_steps(steps, slots)
+        prefill = costs.prompt_tokens * np.ceil(held / work.repeat)  # once for all responses to a prompt
+        flops = self.hw.device.flops * self.hw.efficiency.forward * tp
+        return self._decode(begin, begin + steps, kv_bytes) + 2 * self.model.active_params * prefill / flops
+
+    def _decode(self, begin: Floats, end: Floats, kv_bytes: float) -> Floats:
+        """Sums the time of all decoding steps, over intervals in which the same sequences are running."""
+        hw, tp = self.hw, self.work.layout.tp
+        times = np.concatenate([begin, end], axis=1)
+        change = np.concatenate([np.where(end > begin, 1.0, 0.0), np.where(end > begin, -1.0, 0.0)], axis=1)
+        # Context tokens of a running sequence at time t are prompt + t − its begin.
+        offset = np.concatenate([-begin, begin], axis=1) * np.abs(change)
+        order = np.argsort(times, axis=1, kind="stable")
+        times, change, offset = (np.take_along_axis(x, order, 1) for x in (times, change, offset))
+        running, shift = np.cumsum(change, axis=1)[:, :-1], np.cumsum(offset, axis=1)[:, :-1]
+        width = np.diff(times, axis=1)
+        middle = (times[:, 1:] + times[:, :-1]) / 2
+        context = running * (self.costs.prompt_tokens + middle) + shift
+        read = self.model.read_params(running) * self.costs.dtype_bytes / tp + context * kv_bytes
+        flops = running * 2 * self.model.active_params / tp + (
+            context * 4 * self.model.layers * self.model.heads * self.model.head_dim / tp
+        )
+        step = np.maximum(
+            read / (hw.device.memory_rate * hw.efficiency.decode_memory),
+            flops / (hw.device.flops * hw.efficiency.decode_flops),
+        )
+        step += running * _all_reduce_seconds(self.work, hw, self.costs, self.model) + hw.efficiency.decode_step_s
+        if tp > 1:
+            step += 4 * self.model.layers * math.log2(tp) * hw.local.latency_s
+        total: Floats = (np.where(running > 0, step, 0.0) * width).sum(axis=1)
+        return total
+
+
+def _start_steps(steps: Floats, slots: int) -> Floats:
+    """Returns the decoding step at which each sequence starts: at once, or when a slot becomes free, in their order."""
+    begin = np.zeros_like(steps)
+    free = steps[:, :slots].copy()
+    rows = np.arange(len(steps))
+    for i in range(slots, steps.shape[1]):
+        slot = free.argmin(axis=1)
+        begin[:, i] = free[rows, slot]
+        free[rows, slot] += steps[:, i]
+    return begin

@@ -1,0 +1,92 @@
+"""What the nodes of a step cost, apart from the hardware: models, lengths, bytes of fields, or measured seconds."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from distflow.errors import ConfigError, cut, suggest
+from distflow.plan.tasks import Plan
+from distflow.simulate.models import Floats, ModelShape
+
+
+@dataclass(frozen=True)
+class FieldBytes:
+    """The bytes of a field: per sample, per token of its prompt and per token of its response."""
+
+    sample: float = 0.0
+    prompt_token: float = 0.0
+    response_token: float = 0.0
+
+
+_PER_TOKEN = FieldBytes(response_token=4)
+# The fields that the built-in roles write, as they are stored: int64 tokens, float32 numbers, text of 4 bytes a token.
+KNOWN_FIELDS: Mapping[str, FieldBytes] = {
+    "prompt": FieldBytes(prompt_token=4),
+    "prompt_tokens": FieldBytes(prompt_token=8),
+    "response": _PER_TOKEN,
+    "response_tokens": FieldBytes(response_token=8),
+    "rollout_logprobs": _PER_TOKEN,
+    "old_logprobs": _PER_TOKEN,
+    "ref_logprobs": _PER_TOKEN,
+    "old_values": _PER_TOKEN,
+    "returns": _PER_TOKEN,
+    "raw_advantage": _PER_TOKEN,
+}
+
+
+@dataclass(frozen=True)
+class Costs:
+    """`seconds` of a node, the same on every worker, replace what the roofline says of its role's model."""
+
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    models: Mapping[str, ModelShape] = field(default_factory=dict)  # role → its model
+    weight_bytes: Mapping[str, float] = field(default_factory=dict)  # role → bytes handed over; default: its model's
+    fields: Mapping[str, FieldBytes] = field(default_factory=dict)  # others have the bytes that the plan expects
+    prompt_tokens: float = 0.0
+    response_tokens: float = 0.0  # mean
+    max_tokens: float = float("inf")  # of a response
+    spread: float = 0.0  # standard deviation of the logarithm of the response length
+    seed: int = 0
+    dtype_bytes: int = 2  # of the computation, and of weights that are handed over
+    micro_tokens: int = 16384
+    gradient_checkpointing: bool = True
+    max_sequences: int = 256  # generated at the same time by one engine
+    kv_cache: float = 2.0e9  # bytes per worker
+    shard: int | None = None  # dp ranks that parameters are cut over; default: all of them
+
+    def check(self, plan: Plan) -> None:
+        """Raises if a node that has seconds is not in the flow."""
+        ids = [n.id for n in plan.flow.nodes]
+        for node, seconds in self.seconds.items():
+            if node not in ids:
+                raise ConfigError(f"--node-seconds: the flow has no node '{cut(node)}'{suggest(node, ids)}")
+            if not 0 <= seconds < float("inf"):
+                raise ConfigError(f"--node-seconds: {node} is {seconds}; give seconds, 0 or more")
+
+    def response_lengths(self, samples: int) -> Floats:
+        """Returns the length of each response of a step: log-normal, cut at `max_tokens`, with the mean asked for."""
+        mean = min(self.response_tokens, self.max_tokens)
+        if not self.spread or mean in (0.0, self.max_tokens):
+            return np.full(samples, mean)
+        shape = np.exp(self.spread * np.random.default_rng(self.seed).standard_normal(samples))
+        low, high = 0.0, self.max_tokens / float(shape.min()) if np.isfinite(self.max_tokens) else mean * 1e6
+        for _ in range(100):  # the scale at which the mean of the cut lengths is right
+            scale = (low + high) / 2
+            low, high = (scale, high) if np.minimum(scale * shape, self.max_tokens).mean() < mean else (low, scale)
+        return np.minimum(high * shape, self.max_tokens)
+
+    def sample_bytes(self, plan: Plan, fields: tuple[str, ...], lengths: Floats) -> Floats:
+        """Returns the bytes of each sample in these fields."""
+        size = np.zeros(len(lengths))
+        for f in fields:
+            b = self.fields.get(f) or FieldBytes(sample=plan.bytes[f])
+            size += b.sample + b.prompt_token * self.prompt_tokens + b.response_token * lengths
+        return size
+
+    def weights(self, role: str) -> float:
+        """Returns the bytes of a role's weights as they are handed over; 0 if nothing is known of them."""
+        if role in self.weight_bytes:
+            return self.weight_bytes[role]
+        model = self.models.get(role)
+        return model.params * self.dtype_bytes if model else 0.0

@@ -1,0 +1,124 @@
+"""What a simulation says: times of tasks, bytes on links, memory and idle time of workers."""
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+
+from distflow.plan.layout import format_ranks
+from distflow.simulate.memory import Memory
+from distflow.simulate.models import Floats
+
+
+@dataclass(frozen=True)
+class TaskTime:
+    """When a task runs, from its first worker's start to its last one's end; `busy_s` is of the slowest worker."""
+
+    name: str
+    kind: str  # load, move, run, weights
+    start_s: float
+    end_s: float
+    busy_s: float
+    mean_busy_s: float
+    bytes: float = 0.0  # payload between workers
+    network_bytes: float = 0.0  # all that crossed between hosts for it, headers included
+
+    @property
+    def seconds(self) -> float:
+        return self.end_s - self.start_s
+
+
+@dataclass(frozen=True)
+class Span:
+    """A task on the timeline of one rank set: the mean worker is done at `mean_end_s`, the last one at `end_s`."""
+
+    name: str
+    kind: str
+    start_s: float
+    mean_end_s: float
+    end_s: float
+
+
+@dataclass(frozen=True)
+class RankSet:
+    """Ranks with the same chain of tasks, and what share of the step they compute, communicate and wait."""
+
+    ranks: tuple[int, ...]
+    compute: float
+    communicate: float
+    idle: float
+    spans: tuple[Span, ...]
+    memory: Memory
+
+
+@dataclass(frozen=True)
+class LinkBytes:
+    """Bytes of one step through the network links: those of the busiest and of the mean link, sent or received."""
+
+    busiest: float
+    mean: float
+    per: str  # worker or host
+
+    @property
+    def ratio(self) -> float:
+        return self.busiest / self.mean if self.mean else 1.0
+
+
+@dataclass(frozen=True)
+class Result:
+    """One simulated step."""
+
+    step_s: float
+    tasks: tuple[TaskTime, ...]
+    rank_sets: tuple[RankSet, ...]
+    links: LinkBytes
+    local_bytes: float  # between workers of a host, all together
+    messages: float  # sent by the worker that sends most
+    control_cpu_s: float  # spent on messages by the worker that spends most
+    tokens: float
+    workers: int
+    events: int
+    notes: tuple[str, ...] = ()
+    samples: int = 0
+    sent: Floats = field(default_factory=lambda: np.zeros(0), repr=False)  # over the network, by rank
+
+    @property
+    def tokens_per_worker_s(self) -> float:
+        return self.tokens / self.step_s / self.workers if self.step_s else 0.0
+
+    def task(self, name: str) -> TaskTime:
+        return next(t for t in self.tasks if t.name == name)
+
+    def seconds_of(self, *kinds: str) -> float:
+        """Returns the seconds of the slowest worker in all tasks of these kinds, waiting not included."""
+        return sum(t.busy_s for t in self.tasks if t.kind in kinds)
+
+    @property
+    def data_plane_s(self) -> float:
+        return self.seconds_of("move", "weights", "control")
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "step_s": self.step_s,
+            "data_plane_s": self.data_plane_s,
+            "tokens_per_worker_s": self.tokens_per_worker_s,
+            "workers": self.workers,
+            "samples": self.samples,
+            "tasks": [asdict(t) | {"seconds": t.seconds} for t in self.tasks],
+            "links": asdict(self.links) | {"busiest_over_mean": self.links.ratio, "local_bytes": self.local_bytes},
+            "messages": self.messages,
+            "control_cpu_s": self.control_cpu_s,
+            "rank_sets": [
+                {
+                    "ranks": format_ranks(r.ranks),
+                    "compute": r.compute,
+                    "communicate": r.communicate,
+                    "idle": r.idle,
+                    "memory": asdict(r.memory) | {"peak": r.memory.peak},
+                    "spans": [asdict(s) for s in r.spans],
+                }
+                for r in self.rank_sets
+            ],
+            "events": self.events,
+            "notes": list(self.notes),
+        }

@@ -1,0 +1,92 @@
+"""Which bytes a move sends from whom to whom: the routes of `data/routes.py`, for all ranks at once."""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from distflow.data.balance import Ints
+from distflow.data.routes import assign_cells, contiguous_cells
+from distflow.plan.layout import Layout
+from distflow.plan.tasks import Move, Partition
+from distflow.simulate.models import Floats
+
+_SCHEMA, _WORD = 8, 4  # a segment starts with 8 words of 4 bytes per field, and a length per field and sample
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Payload and wire bytes from each sender to each receiver; `kept` payload bytes stay on their rank."""
+
+    sender: Ints
+    receiver: Ints
+    payload: Floats
+    wire: Floats
+    kept: Floats  # [ranks]
+
+
+def new_cells(move: Move, old: Ints, weights: Floats, repeat: int) -> Ints:
+    """Assigns the samples to the cells of the target, as every worker does."""
+    group = repeat if move.dst.whole_groups else 1
+    balance = move.dst.balance is not None
+    return assign_cells(old, move.src.layout, move.dst.layout, np.rint(weights).astype(np.int64), group, balance)
+
+
+def traffic(move: Move, old: Ints, new: Ints, size: Floats, workers: int) -> Traffic:
+    """Returns who sends what: each receiving rank gets the samples that it lacks, replicas take turns in sending."""
+    src, dst = move.src.layout, move.dst.layout
+    source_cells, target_cells = (_cell_table(layout) for layout in (src, dst))
+    cell_of = np.full(workers, -1, np.int64)
+    cell_of[list(src.ranks)] = np.repeat(np.arange(src.dp), src.tp)
+    receiver = target_cells[new]  # [samples, tp]
+    kept = cell_of[receiver] == old[:, None]
+    sample = np.broadcast_to(np.arange(len(old))[:, None], receiver.shape)
+    turn = np.broadcast_to(_turns(old, new, dst.dp)[:, None], receiver.shape)
+    kept_bytes = np.bincount(receiver[kept], size[sample[kept]], workers)
+    receiver, sample, turn = receiver[~kept], sample[~kept], turn[~kept]
+    sender = source_cells[old[sample], (turn + receiver) % src.tp]
+    pair, inverse = np.unique(sender * workers + receiver, return_inverse=True)
+    payload = np.bincount(inverse, size[sample], len(pair))
+    samples = np.bincount(inverse, minlength=len(pair))
+    wire = payload + _WORD * len(move.fields) * (_SCHEMA + samples)
+    return Traffic(pair // workers, pair % workers, payload, wire, kept_bytes)
+
+
+def header_bytes(move: Move, samples: int, repeat: int) -> int:
+    """Returns the bytes that each rank contributes to the all-gather before a move."""
+    words = 3 * _described(move.src, samples, repeat)
+    return _WORD * (words if move.assigns else words + _described(move.dst, samples, repeat))
+
+
+def position_in_run(values: Ints) -> Ints:
+    """Returns the index of each element within its run of equal values: [7 7 9 9 9] → [0 1 0 1 2]."""
+    index = np.arange(len(values), dtype=np.int64)
+    starts = np.flatnonzero(np.diff(values, prepend=values[:1] - 1))
+    return index - np.repeat(starts, np.diff(starts, append=len(values)))
+
+
+def contiguous(partition: Partition, samples: int, repeat: int) -> Ints:
+    """Returns the cell of each sample if cells have contiguous shares, of whole groups where they are needed."""
+    if partition.whole_groups:
+        return np.repeat(contiguous_cells(samples // repeat, partition.layout.dp), repeat)
+    return contiguous_cells(samples, partition.layout.dp)
+
+
+def _described(partition: Partition, samples: int, repeat: int) -> int:
+    """Returns how many samples of a cell each of its ranks describes."""
+    unit = repeat if partition.whole_groups else 1
+    largest = -(-samples // unit // partition.layout.dp) * unit
+    return math.ceil(largest / partition.layout.tp)
+
+
+def _cell_table(layout: Layout) -> Ints:
+    return np.asarray(layout.ranks, np.int64).reshape(layout.dp, layout.tp)
+
+
+def _turns(old: Ints, new: Ints, cells: int) -> Ints:
+    """Returns the index of each sample among those with the same old and new cell."""
+    key = old * cells + new
+    order = np.argsort(key, kind="stable")
+    turns = np.empty_like(key)
+    turns[order] = position_in_run(key[order])
+    return turns

@@ -1,0 +1,227 @@
+"""Walks the tasks of a plan in their global order, with a clock for every worker. Ranks are never looped over."""
+
+from collections.abc import Callable
+from typing import Protocol
+
+import numpy as np
+
+from distflow.data.balance import Ints
+from distflow.errors import ConfigError
+from distflow.flow.graph import Node
+from distflow.plan.layout import Layout
+from distflow.plan.tasks import Free, Load, Move, Plan, Refill, Run, Task, Weights
+from distflow.simulate.compute import Work, compute_times, in_lockstep, shards_of
+from distflow.simulate.costs import Costs
+from distflow.simulate.hand_over import hand_over
+from distflow.simulate.hardware import Hardware
+from distflow.simulate.memory import memory_of
+from distflow.simulate.models import Floats
+from distflow.simulate.network import Network
+from distflow.simulate.result import LinkBytes, RankSet, Result, Span, TaskTime
+from distflow.simulate.traffic import contiguous, header_bytes, new_cells, traffic
+
+_METRICS = 4096  # bytes that are reduced over all workers at the end of a step
+
+
+class Hosts(Protocol):
+    """A topology: the host of every rank."""
+
+    @property
+    def hosts(self) -> tuple[int, ...]: ...
+
+
+def simulate(plan: Plan, hardware: Hardware, costs: Costs, topology: Hosts | None = None) -> Result:
+    """Simulates one step. By default each host has the hardware's number of consecutive ranks."""
+    if topology is not None and len(topology.hosts) != plan.workers:
+        raise ConfigError(f"topology: it has {len(topology.hosts)} ranks, and the plan {plan.workers}")
+    costs.check(plan)
+    if topology is None:
+        hosts: Ints = np.arange(plan.workers, dtype=np.int64) // hardware.workers_per_host
+    else:
+        hosts = np.asarray(topology.hosts, np.int64)
+    return _Walk(plan, hardware, costs, hosts).run()
+
+
+class _Walk:
+    """`now[r]` is when rank r is free; a task of several ranks starts on each when it comes to it."""
+
+    def __init__(self, plan: Plan, hardware: Hardware, costs: Costs, hosts: Ints) -> None:
+        self.plan, self.hardware, self.costs, self.hosts = plan, hardware, costs, hosts
+        self.network = Network(hardware, hosts)
+        self.lengths = costs.response_lengths(plan.samples)
+        self.now = np.zeros(plan.workers)
+        self.computing, self.communicating = np.zeros(plan.workers), np.zeros(plan.workers)
+        self.cell: dict[str, Ints] = {}  # partition → the cell of every sample
+        self.times: list[TaskTime] = []
+        self.timeline: list[tuple[Task | None, Floats, Floats]] = []  # a task, when each rank starts and ends it
+        self.events = 0
+
+    def run(self) -> Result:
+        for task in self.plan.tasks:
+            match task:
+                case Load():
+                    self.cell[task.partition.id] = contiguous(task.partition, self.plan.samples, self.plan.repeat)
+                case Move():
+                    self._communicate(task, task.name, "move", self._move)
+                case Run():
+                    self._run(task)
+                case Weights():
+                    self._communicate(task, task.name, "weights", self._weights)
+                case Refill():  # one round is assumed: all samples are kept
+                    for src, dst, _ in task.carried:
+                        self.cell[dst.id] = self.cell[src.id]
+                case Free():
+                    continue
+            self.events += 1
+        self._communicate(None, "metrics and stop vote", "control", self._metrics)
+        return self._result()
+
+    def _communicate(
+        self, task: Task | None, name: str, kind: str, function: Callable[[Task | None, Floats], tuple[Floats, float]]
+    ) -> None:
+        """Runs a task that communicates; its own time is what remains if nobody had to wait for the last to come."""
+        before, crossed = self.now.copy(), self.network.sent.sum()
+        end, size = function(task, before)
+        ranks = self._ranks(task)
+        self.now = end
+        # Whoever comes early waits. From when the last has come on, it is the exchange that takes time.
+        own = np.minimum(end[ranks] - before[ranks], np.maximum(end[ranks] - before[ranks].max(), 0.0))
+        self.communicating[ranks] += own
+        network = float(self.network.sent.sum() - crossed)
+        self._record(task, name, kind, ranks, before, end, own, size, network)
+
+    def _ranks(self, task: Task | None) -> Ints:
+        return np.arange(self.plan.workers) if task is None else np.asarray(task.ranks, np.int64)
+
+    def _move(self, task: Task | None, start: Floats) -> tuple[Floats, float]:
+        assert isinstance(task, Move)
+        plan, ranks = self.plan, self._ranks(task)
+        size = self.costs.sample_bytes(plan, task.fields, self.lengths)
+        old = self.cell[task.src.id]
+        if task.assigns:
+            weights = self.lengths if task.dst.balance else size
+            self.cell[task.dst.id] = new_cells(task, old, weights, plan.repeat)
+        elif task.dst.id not in self.cell:
+            self.cell[task.dst.id] = contiguous(task.dst, plan.samples, plan.repeat)
+        flows = traffic(task, old, self.cell[task.dst.id], size, plan.workers)
+        now = self.network.all_gather(ranks, header_bytes(task, plan.samples, plan.repeat), start)
+        routing = plan.samples * self.hardware.cpu.sample_s
+        now = now.copy()
+        now[ranks] += routing + flows.kept[ranks] / self.hardware.cpu.pack_rate
+        self.network.cpu_s[ranks] += routing
+        end = self.network.exchange(flows.sender, flows.receiver, flows.wire, now, pack=True)
+        return end, float(flows.payload.sum())
+
+    def _weights(self, task: Task | None, start: Floats) -> tuple[Floats, float]:
+        assert isinstance(task, Weights)
+        source, target = self._trained(task.role), self._generates(task.role)
+        size = self.costs.weights(task.role)
+        if source is None or target is None or not size:
+            return start, 0.0
+        params = size / self.costs.dtype_bytes
+        return hand_over(self.network, source, target, shards_of(source, self.costs), size, params, start)
+
+    def _metrics(self, task: Task | None, start: Floats) -> tuple[Floats, float]:
+        return self.network.all_reduce(self._ranks(task), _METRICS, start), 0.0
+
+    def _trained(self, role: str) -> Layout | None:
+        return self._layout(lambda n: n.role == role and n.type == "train")
+
+    def _generates(self, role: str) -> Layout | None:
+        return self._layout(lambda n: n.role == role and n.hand_over)
+
+    def _layout(self, wanted: Callable[[Node], bool]) -> Layout | None:
+        return next((self.plan.partition_of(n.id).layout for n in self.plan.flow.order if wanted(n)), None)
+
+    def _run(self, task: Run) -> None:
+        layout = task.partition.layout
+        if task.partition.id not in self.cell:  # a node that reads nothing has contiguous shares
+            self.cell[task.partition.id] = contiguous(task.partition, self.plan.samples, self.plan.repeat)
+        node = self.plan.flow.node(task.node)
+        work = Work(node, layout, self.cell[task.partition.id], self.lengths, self.hosts, self.plan.repeat)
+        times = compute_times(work, self.hardware, self.costs)
+        ranks = np.asarray(layout.ranks, np.int64)
+        before = self.now.copy()
+        start = self.now[ranks].reshape(layout.dp, layout.tp).max(axis=1)
+        if in_lockstep(work, self.costs):
+            end = np.full(layout.dp, start.max() + float(times.elapsed.max()))
+        else:
+            end = start + times.elapsed
+        self.now = self.now.copy()
+        self.now[ranks] = np.repeat(end, layout.tp)
+        busy = np.repeat(times.busy, layout.tp)
+        self.computing[ranks] += busy
+        self._record(task, task.name, "run", ranks, before, self.now, busy, 0.0, 0.0)
+
+    def _record(
+        self,
+        task: Task | None,
+        name: str,
+        kind: str,
+        ranks: Ints,
+        before: Floats,
+        end: Floats,
+        busy: Floats,
+        size: float,
+        network: float,
+    ) -> None:
+        self.timeline.append((task, before, end))
+        self.times.append(
+            TaskTime(
+                name,
+                kind,
+                float(before[ranks].min()),
+                float(end[ranks].max()),
+                float(busy.max()),
+                float(busy.mean()),
+                size,
+                network,
+            )
+        )
+
+    def _result(self) -> Result:
+        step = float(self.now.max())
+        network = self.network
+        through = np.maximum(network.sent, network.received)
+        if self.hardware.network.per == "host":
+            through = np.maximum(np.bincount(self.hosts, network.sent), np.bincount(self.hosts, network.received))
+        links = LinkBytes(float(through.max()), float(through.mean()), self.hardware.network.per)
+        return Result(
+            step_s=step,
+            tasks=tuple(self.times),
+            rank_sets=tuple(self._rank_set(ranks, step) for ranks in self.plan.chains()),
+            links=links,
+            local_bytes=float(network.sent_locally.sum()),
+            messages=float(network.messages.max()),
+            control_cpu_s=float(network.cpu_s.max()),
+            tokens=float(self.lengths.sum()),
+            workers=self.plan.workers,
+            events=self.events + network.events,
+            notes=self._notes(),
+            samples=self.plan.samples,
+            sent=network.sent,
+        )
+
+    def _rank_set(self, ranks: tuple[int, ...], step: float) -> RankSet:
+        index = np.asarray(ranks, np.int64)
+        spans = []
+        for (task, before, end), time in zip(self.timeline, self.times, strict=True):
+            if (task is None or ranks[0] in task.ranks) and time.seconds:
+                mean = float(end[index].mean())
+                spans.append(Span(time.name, time.kind, float(before[index].min()), mean, float(end[index].max())))
+        compute, communicate = (
+            float(x[index].mean()) / step if step else 0.0 for x in (self.computing, self.communicating)
+        )
+        memory = memory_of(self.plan, ranks[0], self.costs)
+        return RankSet(ranks, compute, communicate, max(0.0, 1 - compute - communicate), tuple(spans), memory)
+
+    def _notes(self) -> tuple[str, ...]:
+        free = [
+            n.id
+            for n in self.plan.flow.order
+            if n.id not in self.costs.seconds and (n.type == "compute" or n.role not in self.costs.models)
+        ]
+        notes = [f"no cost is known for {', '.join(free)}: 0 s is assumed; give --node-seconds"] if free else []
+        if self.plan.flow.refill:
+            notes.append("dynamic sampling: one round is assumed")
+        return tuple(notes)
