@@ -62,6 +62,16 @@ def all_gather_bytes(rank: int, ranks: Sequence[int], data: bytes) -> Communicat
     return [text[8 : 8 + int.from_bytes(text[:8], "little")] for text in texts]
 
 
+def broadcast_bytes(rank: int, ranks: Sequence[int], data: bytes) -> Communication[bytes]:
+    """Returns the `data` of the first of `ranks`; what the others give does not matter."""
+    data = data if rank == ranks[0] else b""
+    size = int((yield from all_reduce(rank, ranks, torch.tensor([len(data)]), torch.maximum)))
+    if not size:
+        return b""
+    row = torch.frombuffer(bytearray(data.ljust(size, b"\0")), dtype=torch.uint8)
+    return bytes((yield from all_reduce(rank, ranks, row, torch.maximum)).numpy())
+
+
 def all_reduce(
     rank: int, ranks: Sequence[int], data: Tensor, op: Callable[[Tensor, Tensor], Tensor]
 ) -> Communication[Tensor]:
