@@ -10,6 +10,7 @@ from pathlib import Path
 
 import distflow
 from distflow.errors import ConfigError, DistflowError, cut, suggest
+from distflow.run.launch_env import read_launch_env
 from distflow.run.program import Program
 from distflow.run.run_dir import AUTO, NEWEST
 
@@ -119,10 +120,11 @@ def _run(args: argparse.Namespace) -> int:
 def _start(args: argparse.Namespace, resume: str | None) -> int:
     """Becomes a worker if the environment says so, else launches all workers on this machine."""
     program = _program(args)
-    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+    env = read_launch_env()
+    if env:
         from distflow.launch.process import run_worker
 
-        return run_worker(program, resume)
+        return run_worker(program, env, resume)
     program.plan(program.config.workers or 1)  # reports a mistake once, before any worker starts
     from distflow.launch.local import launch
 

@@ -27,11 +27,11 @@ from distflow.engine.role_state import RoleState
 from distflow.errors import CheckpointError, ConfigError, DataError, DistflowError, FlowError, PlacementError, shown
 from distflow.flow import from_list
 from distflow.launch.local import launch
-from distflow.launch.process import run_worker
 from distflow.reward.server import Scorer
 from distflow.run.checkpoint import FORMAT, list_checkpoints, load_tensors, verify
 from distflow.run.checkpoint_writer import CheckpointWriter, Members
 from distflow.run.export import export
+from distflow.run.launch_env import read_launch_env
 from distflow.run.program import Program
 from fuzz.checkpoints import Checkpoints, all_flips
 from fuzz.configs import CODE, bomb
@@ -272,7 +272,7 @@ def test_a_rank_that_is_not_possible_is_refused(
     monkeypatch.setenv("RANK", rank)
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ConfigError, match=message):
-        run_worker(Program(load(folder)))
+        read_launch_env()
 
 
 @pytest.mark.parametrize("run_dir", ["run.yaml", "run.yaml/x", "\0", "x" * 300])

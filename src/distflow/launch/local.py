@@ -5,14 +5,14 @@ import json
 import logging
 import math
 import os
-import shutil
 import signal
 import socket
 import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -25,7 +25,8 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from distflow.config import Config
 from distflow.errors import ConfigError
 from distflow.observe.failures import Failure, find_cause, why_not_restart
-from distflow.run.network import LAUNCHER_STORE
+from distflow.observe.heartbeat import LAUNCHER_FOLDER
+from distflow.run.launch_env import LAUNCHER_STORE
 from distflow.run.run_dir import AUTO, make_dir
 
 logger = logging.getLogger(__name__)
@@ -87,21 +88,21 @@ def _run_with_restarts(config: Config, command: Sequence[str], resume: str | Non
 
 def _run_workers(config: Config, command: Sequence[str], resume: str | None) -> Failure | None:
     """Runs all workers until they end; returns why, if they failed."""
-    workers, folder = config.workers or 1, config.run_folder / "workers"
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
+    workers, link = config.workers or 1, config.run_folder / "workers"
     store = _store()  # lives as long as the workers
     os.environ[LAUNCHER_STORE] = f"{store.host}:{store.port}"
-    # Not in the run's folder: on a full disk torchelastic would wait for its own file for ever.
+    # Not in the run's folder, which may be on a network, or full: torchelastic would wait for its own file for ever.
     memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
-    with tempfile.TemporaryDirectory(prefix="distflow-", dir=memory) as rendezvous:
+    with tempfile.TemporaryDirectory(prefix="distflow-", dir=memory) as temporary, _linked(link, temporary):
+        folder = Path(temporary)
+        os.environ[LAUNCHER_FOLDER] = temporary
         agent = LaunchConfig(
             min_nodes=1,
             max_nodes=1,
             nproc_per_node=workers,
             run_id=uuid.uuid4().hex,
             rdzv_backend="c10d",
-            rdzv_endpoint=f"{rendezvous}/store",
+            rdzv_endpoint=f"{temporary}/store",
             rdzv_configs={"store_type": "file"},
             local_addr="127.0.0.1",
             max_restarts=0,
@@ -111,6 +112,17 @@ def _run_workers(config: Config, command: Sequence[str], resume: str | None) -> 
         except ChildFailedError as e:
             return find_cause(folder, e.failures)
     return None
+
+
+@contextmanager
+def _linked(link: Path, folder: str) -> Iterator[None]:
+    """Shows the folder of the workers' records in that of the run, where users look for them."""
+    with suppress(OSError):
+        link.unlink(missing_ok=True)
+        link.symlink_to(folder)
+    yield
+    with suppress(OSError):
+        link.unlink()
 
 
 class _NewCheckpoints:

@@ -1,4 +1,4 @@
-"""One worker process, from its environment to its exit code. Needs only the standard rendezvous variables."""
+"""One worker process, from its environment to its exit code."""
 
 import ctypes
 import logging
@@ -7,44 +7,42 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
 from typing import NoReturn
 
 import torch
 
-from distflow.errors import ConfigError, DistflowError, StoppedError, cut
+from distflow.errors import ConfigError, DistflowError, StoppedError
+from distflow.observe.beacon import Beacon
 from distflow.observe.failures import Failure
-from distflow.observe.heartbeat import Heartbeat
+from distflow.observe.heartbeat import LAUNCHER_FOLDER, Heartbeat
 from distflow.observe.watchdog import Watchdog
+from distflow.plan import Plan
 from distflow.run.job import Job
-from distflow.run.network import LAUNCHER_STORE
+from distflow.run.launch_env import LAUNCHER_STORE, LaunchEnv
+from distflow.run.network import own_device
 from distflow.run.program import Program
+from distflow.run.rendezvous import Rendezvous
 from distflow.run.run_dir import AUTO, make_dir
 
 logger = logging.getLogger(__name__)
 STOPPED = 128 + signal.SIGTERM  # exit code
 
 
-def run_worker(program: Program, resume: str | None = None) -> int:
-    """Runs worker RANK of WORLD_SIZE until the run is over; `resume` is what `--resume` names."""
-    config = program.config
-    rank, workers = _int_from_env("RANK"), _int_from_env("WORLD_SIZE")
-    if not 0 <= rank < workers:
-        raise ConfigError(f"RANK is {rank} and WORLD_SIZE {workers}; a rank is one of 0 to WORLD_SIZE - 1")
-    _prepare_process(workers)
+def run_worker(program: Program, env: LaunchEnv, resume: str | None = None) -> int:
+    """Runs one worker until the run is over; `resume` is what `--resume` names."""
+    config, rank = program.config, env.rank
+    env.export()
+    _prepare_process(env)
     stop_requested = _handle_sigterm(config.stop_limit_s)
     if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0:  # torchrun has restarted the workers
         resume = resume or AUTO
-        if rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-            logger.warning("if restarted workers hang, set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun")
-    folder = config.run_folder / "workers"
-    make_dir(folder)
-    for old in (folder / f"{rank}.error", folder / f"{rank}.stack", folder / "alarm"):
-        old.unlink(missing_ok=True)
+    folder = Path(os.environ[LAUNCHER_FOLDER]) if LAUNCHER_FOLDER in os.environ else None
 
     def report(error: BaseException) -> None:
-        failure = Failure.of(error, rank, heartbeat.record.step)
-        written = failure.write(folder)
-        if LAUNCHER_STORE not in os.environ or not written:
+        failure = Failure.of(error, rank, heartbeat.step)
+        if folder is None or not failure.write(folder):
             logger.error(failure.message)
 
     def end_stuck(error: DistflowError) -> NoReturn:
@@ -54,14 +52,13 @@ def run_worker(program: Program, resume: str | None = None) -> int:
         report(error)
         os._exit(1)
 
-    heartbeat = Heartbeat(folder, rank)
+    heartbeat = Heartbeat(rank, folder)
     try:
-        if config.workers not in (None, workers):
-            raise ConfigError(f"workers: {config.workers}, but {workers} were started; set workers={workers}")
-        plan = program.plan(workers)
-        watchdog = Watchdog(heartbeat, workers, config.wait_limit_s, end_stuck, stop_requested, _local_ranks(rank))
+        heartbeat.start_task(-1, "connect")
+        rendezvous, beacon, plan = _join(program, env)
+        watchdog = Watchdog(heartbeat, beacon, config.wait_limit_s, end_stuck, stop_requested)
         watchdog.start()
-        job = Job(program, plan, rank, heartbeat, resume, stop_requested)
+        job = Job(program, plan, rendezvous, heartbeat, resume, stop_requested)
         exit_code = 0
         try:
             job.run()
@@ -80,22 +77,27 @@ def run_worker(program: Program, resume: str | None = None) -> int:
         os._exit(1)
 
 
-def _int_from_env(name: str) -> int:
-    text = os.environ[name]
+def _join(program: Program, env: LaunchEnv) -> tuple[Rendezvous, Beacon | None, Plan]:
+    """Meets the other workers. Whatever this one can find wrong by itself is found here, and told to those who wait."""
+    config, workers = program.config, env.workers
+    # The watchdog has to report a stuck run first: the store gives up by itself only much later.
+    rendezvous = Rendezvous(env, timedelta(seconds=2 * config.wait_limit_s + 60))
     try:
-        return int(text)
-    except ValueError:
-        raise ConfigError(
-            f"{name} in the environment is '{cut(text)}', which is not a number; set or unset it"
-        ) from None
-
-
-def _local_ranks(rank: int) -> range:
-    """Returns the ranks of this host, as far as the environment says."""
-    if not {"LOCAL_RANK", "LOCAL_WORLD_SIZE"} <= os.environ.keys():
-        return range(rank, rank + 1)
-    first = rank - _int_from_env("LOCAL_RANK")
-    return range(first, first + _int_from_env("LOCAL_WORLD_SIZE"))
+        if config.workers not in (None, workers):
+            raise ConfigError(f"workers: {config.workers}, but {workers} were started; set workers={workers}")
+        plan = program.plan(workers)
+        make_dir(config.run_folder)
+        own_device()  # raises if there is none for this worker
+        beacon = Beacon(env.rank, workers, rendezvous.address) if workers > 1 else None
+        if beacon:
+            rendezvous.publish("heartbeat", beacon.address)
+    except Exception as e:
+        rendezvous.fail(str(e))
+        raise
+    rendezvous.wait_for_all()
+    if beacon:
+        beacon.connect(rendezvous.token, lambda r: rendezvous.lookup("heartbeat", r))
+    return rendezvous, beacon, plan
 
 
 def _handle_sigterm(limit_s: float) -> Callable[[], bool]:
@@ -113,13 +115,12 @@ def _handle_sigterm(limit_s: float) -> Callable[[], bool]:
     return requested.is_set
 
 
-def _prepare_process(workers: int) -> None:
+def _prepare_process(env: LaunchEnv) -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends a worker at once, without N tracebacks
     if LAUNCHER_STORE in os.environ and sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: never outlive the launcher
     if "OMP_NUM_THREADS" not in os.environ:
-        local = int(os.environ.get("LOCAL_WORLD_SIZE", workers))
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) // local))
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // (env.local_workers or env.workers)))
     keep_freed_memory()
 
 

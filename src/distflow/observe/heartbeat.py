@@ -1,24 +1,24 @@
-"""The heartbeat of each worker: a small record in the run's folder that says what it is doing and that it is alive.
+"""What a worker is doing: a small record that its watchdog sends to a peer, and writes for a launcher on its host.
 
-No process collects the records; anyone may read them. A record outlives its worker, so it also says what a killed
-worker was doing.
+The file outlives its worker, so the launcher learns what a killed worker was doing.
 """
 
 import json
 import mmap
 import os
 import socket
-import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from distflow.plan.layout import format_ranks
 
-SIZE = 1024  # bytes of a record
+# Set by a launcher: a folder on this host for the records of its workers, and for why they ended.
+LAUNCHER_FOLDER = "DISTFLOW_LAUNCHER_FOLDER"
+SIZE = 1024  # bytes of a file
+MAX_TASK, MAX_WAITS = 160, 200  # characters
 
 
 @dataclass(frozen=True)
@@ -30,63 +30,87 @@ class Record:
     task: str = "starting"
     waits_for: str = ""  # ranks, while in a collective
     since: float = 0.0  # when the task or the wait began
-    beat: float = 0.0  # when the worker's watchdog last ran; an old one means a stopped process or a lost machine
+    beat: float = 0.0  # when the worker's watchdog last ran, or was last heard of
     done: bool = False  # ended as it should, and beats no more
 
 
-class Heartbeat:
-    """This worker's record. Writing it is a copy to shared memory, cheap enough for every task."""
+@dataclass(frozen=True)
+class Peer:
+    """Where another worker is; `local`: its process can be seen from here."""
 
-    def __init__(self, folder: Path, rank: int) -> None:
-        self.folder = folder
-        folder.mkdir(parents=True, exist_ok=True)
-        with open(_path(folder, rank), "wb") as f:
-            f.truncate(SIZE)
-        with open(_path(folder, rank), "r+b") as f:
-            self._map = mmap.mmap(f.fileno(), SIZE)
-        self._lock = threading.Lock()  # the watchdog beats while the worker works
-        now = time.time()
-        self.record = Record(rank, os.getpid(), socket.gethostname())
-        self._update(since=now, beat=now)
+    host: str
+    pid: int
+    local: bool
+
+
+class Heartbeat:
+    """This worker's record. Cheap enough for every task and every wait."""
+
+    def __init__(self, rank: int, folder: Path | None = None) -> None:
+        """`folder`: where a launcher reads the records of this host's workers."""
+        self.rank, self.pid, self.host = rank, os.getpid(), socket.gethostname()
+        self.peers: Sequence[Peer] = ()  # by rank, once they are known
+        self._map: mmap.mmap | None = None
+        # Replaced as a whole: the watchdog reads it in its own thread.
+        self._state: tuple[int, str, tuple[int, ...], float] = (-1, "starting", (), time.time())
+        self._beat, self._done = time.time(), False
+        if folder:
+            folder.mkdir(parents=True, exist_ok=True)
+            with open(_path(folder, rank), "wb") as f:
+                f.truncate(SIZE)
+            with open(_path(folder, rank), "r+b") as f:
+                self._map = mmap.mmap(f.fileno(), SIZE)
+        self._write()
+
+    @property
+    def step(self) -> int:
+        return self._state[0]
+
+    @property
+    def record(self) -> Record:
+        step, task, ranks, since = self._state
+        waits_for = _cut_ranks(format_ranks(tuple(r for r in ranks if r != self.rank)))
+        return Record(self.rank, self.pid, self.host, step, task[:MAX_TASK], waits_for, since, self._beat, self._done)
 
     def start_task(self, step: int, task: str) -> None:
-        self._update(step=step, task=task, waits_for="", since=time.time())
+        self._state = (step, task, (), time.time())
+        self._write()
 
     @contextmanager
     def waiting(self, ranks: tuple[int, ...]) -> Iterator[None]:
         """Records that this worker waits for the others of `ranks`."""
-        others = tuple(r for r in ranks if r != self.record.rank)
-        self._update(waits_for=format_ranks(others), since=time.time())
+        step, task, before, _ = self._state
+        self._state = (step, task, ranks, time.time())
         yield
-        self._update(waits_for="", since=time.time())
+        step, task, _, _ = self._state
+        self._state = (step, task, before, time.time())
 
     def beat(self) -> None:
-        self._update(beat=time.time())
+        self._beat = time.time()
+        self._write()
 
     def finish(self) -> None:
-        self._update(done=True)
+        self._done = True
+        self._write()
 
-    def flush(self) -> None:
-        """Makes the record visible to other hosts that share the folder; without it they see it half a minute later."""
-        with open(_path(self.folder, self.record.rank), "r+b") as f:
-            os.fsync(f.fileno())
-
-    def _update(self, **changes: Any) -> None:
-        with self._lock:
-            self.record = replace(self.record, **changes)
-            text = json.dumps(vars(self.record)).encode()
-            if len(text) > SIZE:  # a long list of fields in the task's name
-                text = json.dumps(vars(replace(self.record, task=self.record.task[:200]))).encode()
-            self._map[:] = text[:SIZE].ljust(SIZE)
+    def _write(self) -> None:
+        if self._map is not None:
+            self._map[:] = json.dumps(asdict(self.record)).encode()[:SIZE].ljust(SIZE)
 
 
-def read_records(folder: Path, workers: int) -> list[Record | None]:
-    """Returns the records of all ranks; None for a worker that never started, or writes to a folder of another host."""
-    return [read_record(folder, r) for r in range(workers)]
+def pack(record: Record) -> dict[str, object]:
+    """Returns a record for another host, whose clock is another one: times become ages."""
+    return asdict(replace(record, since=time.time() - record.since, beat=time.time() - record.beat))
+
+
+def unpack(fields: dict[str, object]) -> Record:
+    """Returns the record of another host by this one's clock. Raises TypeError on anything else."""
+    record = Record(**fields)  # type: ignore[arg-type]
+    return replace(record, since=time.time() - record.since, beat=time.time() - record.beat)
 
 
 def read_record(folder: Path, rank: int) -> Record | None:
-    """Returns the record of a rank, None if there is none that can be read."""
+    """Returns the record of a worker of this host, None if there is none that can be read."""
     for _ in range(5):  # it may be read while it is being written
         try:
             return Record(**json.loads(_path(folder, rank).read_bytes()))
@@ -95,6 +119,10 @@ def read_record(folder: Path, rank: int) -> Record | None:
         except (json.JSONDecodeError, UnicodeDecodeError, TypeError):
             time.sleep(0.002)
     return None
+
+
+def _cut_ranks(text: str) -> str:
+    return text if len(text) <= MAX_WAITS else text[:MAX_WAITS].rpartition(",")[0]
 
 
 def _path(folder: Path, rank: int) -> Path:

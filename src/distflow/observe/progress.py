@@ -23,9 +23,16 @@ class Progress:
     """A metrics sink: called with the metrics of each step."""
 
     def __init__(
-        self, folder: Path, steps: int, skipped: Sequence[str] = (), skipped_count: int = 0, first: int = 0
+        self,
+        folder: Path,
+        steps: int,
+        skipped: Sequence[str] = (),
+        skipped_count: int = 0,
+        first: int = 0,
+        hosts: Sequence[str] = (),
     ) -> None:
-        """`first`: the step that a resumed run starts with; lines of that step and later are removed from the logs."""
+        """`first`: the step that a resumed run starts with; lines of that step and later are removed from the logs.
+        `hosts`: the name of each rank's host."""
         self.steps = steps
         self.console = Console()
         path = folder / "metrics.jsonl"
@@ -36,7 +43,7 @@ class Progress:
             self._print(f"skipped {skipped_count} bad rows" + "".join(f"\n  {row}" for row in skipped))
             if skipped_count > len(skipped):
                 self._print(f"  … and {skipped_count - len(skipped)} more")
-        self._stragglers = Stragglers(folder / "workers")
+        self._stragglers = Stragglers(hosts)
         self._sums: dict[str, float] = {}
         self._count = 0
         self._bar: Bar | None = None

@@ -1,9 +1,8 @@
 """Which worker the others wait for, from step to step."""
 
 from collections import Counter, defaultdict
-from pathlib import Path
+from collections.abc import Sequence
 
-from distflow.observe.heartbeat import read_record
 from distflow.observe.metrics import BUSIEST, MAX_RANKS
 
 REPORTED_FROM = 1.2  # times the mean
@@ -13,8 +12,8 @@ NOT_NODES = ("step", "move", "load", "eval")  # other times that are logged like
 class Stragglers:
     """Kept by rank 0 from the reduced metrics: no worker sends its times to another one."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder  # with the workers' heartbeats
+    def __init__(self, hosts: Sequence[str] = ()) -> None:
+        self.hosts = hosts  # by rank, if known
         self.steps = 0
         self._slowest: Counter[int] = Counter()
         self._ratios: defaultdict[int, float] = defaultdict(float)  # per rank, over the steps in which it was slowest
@@ -47,8 +46,7 @@ class Stragglers:
         ratio = self._ratios[rank] / times
         if times <= self.steps / 2 or ratio <= REPORTED_FROM:
             return None
-        record = read_record(self.folder, rank)
-        host = f" ({record.host})" if record else ""
+        host = f" ({self.hosts[rank]})" if self.hosts else ""
         line = f"rank {rank}{host} was the slowest in {times} of {self.steps} steps, {ratio:.1f} times the mean"
         node, behind = max(self._behind_in.items(), key=lambda kv: kv[1], default=("", 0.0))
         return f"{line}; mostly in '{node}'" if behind > self._behind / 2 else line

@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import socket
+import sys
 from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -14,6 +15,7 @@ import distflow
 from distflow.config import Config
 from distflow.errors import DistflowError
 from distflow.flow.importing import loaded_files
+from distflow.observe.heartbeat import Peer
 from distflow.plan import Layout, Plan, format_ranks
 from distflow.plan.topology import Topology
 
@@ -27,6 +29,7 @@ class Identity:
     host: str
     address: str
     pid: int
+    pid_space: int  # equal for workers that see each other's processes
     distflow: str
     torch: str
     config: str
@@ -45,6 +48,7 @@ class Identity:
             host=socket.gethostname()[:64],
             address=address,
             pid=os.getpid(),
+            pid_space=os.stat("/proc/self/ns/pid").st_ino if sys.platform == "linux" else 0,
             distflow=distflow.__version__[:24],
             torch=torch.__version__[:24],
             config=_short_hash(text.encode()),
@@ -59,6 +63,10 @@ class Identity:
         data = json.dumps(list(asdict(self).values()), separators=(",", ":")).encode()
         assert len(data) <= SIZE, f"an identity of {len(data)} bytes"
         return data.ljust(SIZE)
+
+    def peer(self, own: "Identity") -> Peer:
+        """Returns where this worker is, as seen from `own`."""
+        return Peer(self.host, self.pid, (self.host_id, self.pid_space) == (own.host_id, own.pid_space))
 
     @classmethod
     def unpack(cls, data: bytes) -> "Identity":

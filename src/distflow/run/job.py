@@ -19,6 +19,7 @@ from distflow.run.checkpoint_manager import CheckpointManager
 from distflow.run.evaluation import Evaluation
 from distflow.run.network import Network
 from distflow.run.program import Program
+from distflow.run.rendezvous import Rendezvous
 from distflow.run.run_dir import describe_run
 from distflow.run.worker import Worker
 
@@ -30,12 +31,12 @@ class Job:
         self,
         program: Program,
         plan: Plan,
-        rank: int,
+        rendezvous: Rendezvous,
         heartbeat: Heartbeat,
         resume: str | None = None,
         stop_requested: Callable[[], bool] = lambda: False,
     ) -> None:
-        config = program.config
+        config, rank = program.config, rendezvous.rank
         self.program, self.config, self.plan, self.rank, self.heartbeat = program, config, plan, rank, heartbeat
         self.rows = program.dataset(plan)
         self.skipped, self.skipped_count = self.rows.dataset.skipped, self.rows.dataset.skipped_count
@@ -44,8 +45,7 @@ class Job:
         if config.steps == 0 and not self.eval_plan:
             raise ConfigError("steps: 0 only evaluates, and there is no `eval` section; add one, or give steps")
         self.plans = [p for p in (plan if config.steps != 0 else None, self.eval_plan) if p]
-        self.network = Network(config, self.plans, self._model_layouts(), heartbeat)
-        self.network.check_same_plan(config, plan)
+        self.network = Network(config, self.plans, self._model_layouts(), heartbeat, rendezvous)
         if rank == 0:
             describe_run(config)
         self.source = self._open_model()
@@ -58,7 +58,8 @@ class Job:
         self.first = self.checkpoints.resume(resume) if self.steps else 0
         self.progress = None
         if rank == 0:
-            self.progress = Progress(config.run_folder, self.steps, self.skipped, self.skipped_count, self.first)
+            hosts = [i.host for i in self.network.identities]
+            self.progress = Progress(config.run_folder, self.steps, self.skipped, self.skipped_count, self.first, hosts)
         process_group = self.network.new_process_group(self.network.all_ranks) if plan.workers > 1 else None
         self.metrics = MetricsReducer(process_group, self.progress)
 

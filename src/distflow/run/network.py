@@ -1,6 +1,6 @@
 """How a worker communicates with the others: process groups, device meshes, the transport of the data plane."""
 
-import hashlib
+import logging
 import os
 from collections.abc import Collection
 from datetime import timedelta
@@ -11,21 +11,29 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from distflow.config import Config
 from distflow.data.exchange import AllGather
+from distflow.data.shared_memory import host_id
 from distflow.data.transport import Transport
 from distflow.errors import DistflowError
 from distflow.observe.heartbeat import Heartbeat
-from distflow.plan import Layout, Plan, Weights, format_ranks
+from distflow.plan import Layout, Plan, Weights
+from distflow.run.identity import Identity, check_identities, describe_hosts, tensor_parallel_hint
+from distflow.run.rendezvous import Rendezvous
 
-# Set by `distflow run` for its workers: host:port of the store where they meet. That launcher also reports why the run
-# failed, so its workers need not.
-LAUNCHER_STORE = "DISTFLOW_LAUNCHER_STORE"
+logger = logging.getLogger(__name__)
 
 
 class Network:
     """Process groups, meshes for the layouts of models, and the transport. Created by all workers at once."""
 
-    def __init__(self, config: Config, plans: list[Plan], layouts: Collection[Layout], heartbeat: Heartbeat) -> None:
-        self.heartbeat, self.all_ranks = heartbeat, tuple(range(plans[0].workers))
+    def __init__(
+        self,
+        config: Config,
+        plans: list[Plan],
+        layouts: Collection[Layout],
+        heartbeat: Heartbeat,
+        rendezvous: Rendezvous,
+    ) -> None:
+        self.heartbeat, self.all_ranks, self.rendezvous = heartbeat, tuple(range(plans[0].workers)), rendezvous
         self.device = own_device()
         # The watchdog has to report a stuck run first: a collective gives up by itself only much later.
         self.timeout = timedelta(seconds=2 * config.wait_limit_s + 60)
@@ -35,6 +43,7 @@ class Network:
             weights = [t.ranks for p in plans for t in p.tasks if isinstance(t, Weights)]
             moves = [m.ranks for p in plans for m in p.moves]
             self.transport = Transport([self.all_ranks, *moves, *weights], self.device, heartbeat.waiting)
+            self.identities = self._exchange_identities(config, plans[0], layouts)
             self.meshes = {layout: self._mesh(layout) for layout in layouts}
             self.process_groups = {layout: self.new_process_group(layout.ranks) for layout in layouts}
             self._all = self.new_process_group(self.all_ranks)
@@ -44,13 +53,7 @@ class Network:
         if self.device.type != "cpu":
             # Without `device_id`: process groups for the CPU only, as those below, could then not be created.
             backend = f"cpu:gloo,{self.device.type}:{dist.get_default_backend_for_device(self.device)}"
-        if LAUNCHER_STORE not in os.environ:
-            dist.init_process_group(backend, timeout=self.timeout)
-            return
-        host, _, port = os.environ[LAUNCHER_STORE].rpartition(":")
-        shared = dist.TCPStore(host, int(port), timeout=self.timeout)
-        store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), shared)
-        rank, workers = int(os.environ["RANK"]), len(self.all_ranks)
+        store, rank, workers = self.rendezvous.store, self.rendezvous.rank, self.rendezvous.workers
         dist.init_process_group(backend, store=store, rank=rank, world_size=workers, timeout=self.timeout)
 
     def _mesh(self, layout: Layout) -> DeviceMesh:
@@ -61,20 +64,24 @@ class Network:
         process_group: dist.ProcessGroup = dist.new_group(list(ranks), backend="gloo", timeout=self.timeout)
         return process_group
 
-    def check_same_plan(self, config: Config, plan: Plan) -> None:
-        """Raises on all workers unless all have derived the same plan from the same config."""
-        text = config.model_dump_json(exclude={"run_dir"})
-        own = hashlib.sha256(plan.hash.encode() + text.encode()).digest()
-        gathered = self.transport.execute(
-            AllGather(self.all_ranks, torch.frombuffer(bytearray(own), dtype=torch.uint8))
-        )
-        hashes = [bytes(h).hex()[:12] for h in gathered.tolist()]
-        if len(set(hashes)) > 1:
-            ranks = {h: format_ranks(tuple(r for r in self.all_ranks if hashes[r] == h)) for h in hashes}
-            raise DistflowError(
-                f"the workers derived different plans: {', '.join(f'ranks {r} have {h}' for h, r in ranks.items())};"
-                " their config, code or data files differ: compare `distflow plan CONFIG --json` on those hosts"
-            )
+    def _exchange_identities(self, config: Config, plan: Plan, layouts: Collection[Layout]) -> list[Identity]:
+        """Returns who and where all workers are. Raises on all of them unless all run the same thing."""
+        try:
+            host = host_id()
+        except OSError:  # forbidden by a sandbox
+            host = f"alone-{self.rendezvous.rank}"
+        own = Identity.own(self.rendezvous.address, host, config, plan, self.device)
+        data = torch.frombuffer(bytearray(own.pack()), dtype=torch.uint8)
+        gathered = self.transport.execute(AllGather(self.all_ranks, data))
+        identities = [Identity.unpack(bytes(row.tolist())) for row in gathered]
+        check_identities(identities)
+        self.heartbeat.peers = [i.peer(own) for i in identities]
+        if self.rendezvous.rank == 0:
+            if self.rendezvous.env.launcher != "distflow":  # which starts all of them on this host
+                logger.info("%s", describe_hosts(identities))
+            if hint := tensor_parallel_hint(layouts, identities):
+                logger.warning("%s", hint)
+        return identities
 
     def any_rank(self, value: bool) -> bool:
         """Returns whether `value` is true on any rank. All ranks call it at the same point."""
