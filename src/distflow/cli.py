@@ -1,4 +1,4 @@
-"""The command line: `distflow plan`, `run`, `check`, `eval`, `export`. Imports nothing heavy before it is needed."""
+"""The command line: `distflow plan`, `simulate`, `run`, `check`, `eval`, `export`. Imports nothing heavy too early."""
 
 import argparse
 import json
@@ -7,12 +7,16 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import distflow
 from distflow.errors import ConfigError, DistflowError, cut, suggest
 from distflow.run.launch_env import read_launch_env
 from distflow.run.program import Program
 from distflow.run.run_dir import AUTO, NEWEST
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
 
 logger = logging.getLogger(__name__)
 LOG_LEVEL = "DISTFLOW_LOG_LEVEL"  # environment variable, which workers inherit
@@ -65,6 +69,7 @@ def _parser() -> argparse.ArgumentParser:
     form = plan.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="print it as JSON")
     form.add_argument("--svg", metavar="FILE", type=Path, help="draw it")
+    _add_simulate(add("simulate", _simulate, "Predict a step on hardware that is not here, from the same plan."))
     run = add("run", _run, "Train: on this machine, or as one worker of torchrun, Slurm or Kubernetes.")
     run.add_argument(
         "--resume",
@@ -87,9 +92,49 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _plan(args: argparse.Namespace) -> int:
-    from rich.console import Console
+def _add_simulate(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--hardware", required=True, metavar="NAME", help="h100, h20, a100, namespaces, or a file")
+    command.add_argument("--model", metavar="NAME", help="shapes of another model than the config's, e.g. qwen2.5-7b")
+    command.add_argument("--prompt-tokens", type=float, metavar="N", help="of a prompt")
+    command.add_argument("--response-tokens", type=float, metavar="N", help="of a response, on average")
+    command.add_argument("--spread", type=float, metavar="SIGMA", help="of the logarithm of the response length")
+    command.add_argument(
+        "--node-seconds", action="append", default=[], metavar="NODE=S", help="what a node takes, instead of a roofline"
+    )
+    command.add_argument("--overlap", type=float, default=0.0, metavar="D", help="forecast: rank sets D steps apart")
+    command.add_argument("--search", action="store_true", help="propose placements, the fastest first")
+    form = command.add_mutually_exclusive_group()
+    form.add_argument("--json", action="store_true", help="print it as JSON")
+    form.add_argument("--svg", metavar="FILE", type=Path, help="draw the timeline")
 
+
+def _simulate(args: argparse.Namespace) -> int:
+    from distflow.simulate.binding import SPREAD, Assumptions, parse_node_seconds
+    from distflow.simulate.hardware import load_hardware
+    from distflow.simulate.report import make_report
+    from distflow.simulate.table import render
+    from distflow.simulate.timeline import svg
+
+    program = _program(args)
+    given = Assumptions(
+        args.model,
+        args.prompt_tokens,
+        args.response_tokens,
+        SPREAD if args.spread is None else args.spread,
+        parse_node_seconds(args.node_seconds),
+    )
+    hardware = load_hardware(args.hardware)
+    report = make_report(program, program.config.workers or 1, hardware, given, args.overlap, args.search)
+    if args.json:
+        print(json.dumps(report.to_json(), indent=2))
+    elif args.svg:
+        _write(args.svg, svg(report))
+    else:
+        _print(render(report))
+    return 0
+
+
+def _plan(args: argparse.Namespace) -> int:
     from distflow.plan.svg import svg
     from distflow.plan.table import render
 
@@ -98,15 +143,25 @@ def _plan(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(plan.to_json() | {"hash": plan.hash}, indent=2))
     elif args.svg:
-        try:
-            args.svg.parent.mkdir(parents=True, exist_ok=True)
-            args.svg.write_text(svg(plan))
-        except OSError as e:
-            raise ConfigError(f"--svg {args.svg}: cannot be written: {e.strerror}") from None
-        print(f"wrote {args.svg}")
+        _write(args.svg, svg(plan))
     else:
-        Console(width=None if sys.stdout.isatty() else 120).print(render(plan))
+        _print(render(plan))
     return 0
+
+
+def _write(path: Path, drawing: str) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(drawing)
+    except OSError as e:
+        raise ConfigError(f"--svg {path}: cannot be written: {e.strerror}") from None
+    print(f"wrote {path}")
+
+
+def _print(tables: "RenderableType") -> None:
+    from rich.console import Console
+
+    Console(width=None if sys.stdout.isatty() else 120).print(tables)
 
 
 def _run(args: argparse.Namespace) -> int:
