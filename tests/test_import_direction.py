@@ -34,7 +34,8 @@ _ALLOWED = {
     "run": "observe reward engine engine.train engine.role_context engine.model engine.base"
     " flows data plan flow config config.schema errors",
     "launch": "run observe data plan config errors distflow",
-    "cli": "launch run plan config errors distflow",
+    "simulate": "run data plan flow config config.schema errors",
+    "cli": "simulate launch run plan config errors distflow",
     "distflow": "flow plan algo data",  # the package's own names
     "__main__": "cli",
 }

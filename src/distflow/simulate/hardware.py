@@ -90,7 +90,7 @@ def load_hardware(name: str, **changes: Mapping[str, Any]) -> Hardware:
         path = Path(name)
     elif not path.exists():
         raise ConfigError(
-            f"--hardware: there is no '{cut(name)}'{suggest(name, known_hardware())}; or give a YAML file"
+            f"--hardware: there is neither '{cut(name)}' nor a file of that name{suggest(name, known_hardware())}"
         )
     try:
         raw = parse(path.read_text())

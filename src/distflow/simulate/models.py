@@ -54,7 +54,7 @@ class ModelShape(Section):
         return self._count(self.active) - (0 if self.tied else self.vocab * self.hidden)
 
     def read_params(self, tokens: Floats) -> Floats:
-        """Returns the parameters that a forward pass on so many tokens reads; of experts, those that some token uses."""
+        """Returns the parameters that a forward pass on so many tokens reads: of experts, those that are used."""
         used = self.experts * (1 - (1 - self.active / self.experts) ** tokens)
         rest = self._count(0) - (0 if self.tied else self.vocab * self.hidden)
         return rest + np.where(self.experts > 1, used, 1.0) * self.layers * self._mlp

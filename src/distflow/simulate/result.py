@@ -12,25 +12,25 @@ from distflow.simulate.models import Floats
 
 @dataclass(frozen=True)
 class TaskTime:
-    """When a task runs, from its first worker's start to its last one's end; `busy_s` is of the slowest worker."""
+    """When a task runs, from its first worker's start to its last one's end.
+
+    `elapsed_s` is what its slowest worker needs, without waiting for others to come to it; `mean_busy_s` what a worker
+    computes or communicates on average.
+    """
 
     name: str
     kind: str  # load, move, run, weights
     start_s: float
     end_s: float
-    busy_s: float
+    elapsed_s: float
     mean_busy_s: float
     bytes: float = 0.0  # payload between workers
     network_bytes: float = 0.0  # all that crossed between hosts for it, headers included
 
-    @property
-    def seconds(self) -> float:
-        return self.end_s - self.start_s
-
 
 @dataclass(frozen=True)
 class Span:
-    """A task on the timeline of one rank set: the mean worker is done at `mean_end_s`, the last one at `end_s`."""
+    """A task on the timeline of one rank set: done at `end_s`, and at `mean_end_s` if no worker waited for another."""
 
     name: str
     kind: str
@@ -47,6 +47,7 @@ class RankSet:
     compute: float
     communicate: float
     idle: float
+    longest_s: float  # that one of its workers computes and communicates
     spans: tuple[Span, ...]
     memory: Memory
 
@@ -91,7 +92,16 @@ class Result:
 
     def seconds_of(self, *kinds: str) -> float:
         """Returns the seconds of the slowest worker in all tasks of these kinds, waiting not included."""
-        return sum(t.busy_s for t in self.tasks if t.kind in kinds)
+        return sum(t.elapsed_s for t in self.tasks if t.kind in kinds)
+
+    def pipelined_s(self, staleness: float) -> float:
+        """Returns a forecast of the step if rank sets worked on different steps, at most `staleness` apart.
+
+        A step then takes as long as the busiest rank set; and a sample must have gone all the way round in time.
+        """
+        if not staleness or len(self.rank_sets) == 1:
+            return self.step_s
+        return max(self.step_s / (1 + staleness), *(r.longest_s for r in self.rank_sets))
 
     @property
     def data_plane_s(self) -> float:
@@ -104,7 +114,7 @@ class Result:
             "tokens_per_worker_s": self.tokens_per_worker_s,
             "workers": self.workers,
             "samples": self.samples,
-            "tasks": [asdict(t) | {"seconds": t.seconds} for t in self.tasks],
+            "tasks": [asdict(t) for t in self.tasks],
             "links": asdict(self.links) | {"busiest_over_mean": self.links.ratio, "local_bytes": self.local_bytes},
             "messages": self.messages,
             "control_cpu_s": self.control_cpu_s,
@@ -114,6 +124,7 @@ class Result:
                     "compute": r.compute,
                     "communicate": r.communicate,
                     "idle": r.idle,
+                    "longest_s": r.longest_s,
                     "memory": asdict(r.memory) | {"peak": r.memory.peak},
                     "spans": [asdict(s) for s in r.spans],
                 }

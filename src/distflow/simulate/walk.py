@@ -53,7 +53,8 @@ class _Walk:
         self.computing, self.communicating = np.zeros(plan.workers), np.zeros(plan.workers)
         self.cell: dict[str, Ints] = {}  # partition → the cell of every sample
         self.times: list[TaskTime] = []
-        self.timeline: list[tuple[Task | None, Floats, Floats]] = []  # a task, when each rank starts and ends it
+        # A task, when it starts and ends on each rank, and what the rank does in between but waiting.
+        self.timeline: list[tuple[Task | None, Floats, Floats, Floats]] = []
         self.events = 0
 
     def run(self) -> Result:
@@ -88,7 +89,7 @@ class _Walk:
         own = np.minimum(end[ranks] - before[ranks], np.maximum(end[ranks] - before[ranks].max(), 0.0))
         self.communicating[ranks] += own
         network = float(self.network.sent.sum() - crossed)
-        self._record(task, name, kind, ranks, before, end, own, size, network)
+        self._record(task, name, kind, ranks, before, end, float(own.max()), own, size, network)
 
     def _ranks(self, task: Task | None) -> Ints:
         return np.arange(self.plan.workers) if task is None else np.asarray(task.ranks, np.int64)
@@ -151,7 +152,8 @@ class _Walk:
         self.now[ranks] = np.repeat(end, layout.tp)
         busy = np.repeat(times.busy, layout.tp)
         self.computing[ranks] += busy
-        self._record(task, task.name, "run", ranks, before, self.now, busy, 0.0, 0.0)
+        elapsed = float(times.elapsed.max())
+        self._record(task, task.name, "run", ranks, before, self.now, elapsed, busy, 0.0, 0.0)
 
     def _record(
         self,
@@ -161,18 +163,22 @@ class _Walk:
         ranks: Ints,
         before: Floats,
         end: Floats,
+        elapsed: float,
         busy: Floats,
         size: float,
         network: float,
     ) -> None:
-        self.timeline.append((task, before, end))
+        own = np.zeros(self.plan.workers)
+        own[ranks] = busy
+        begin = np.minimum(np.maximum(before, before[ranks].max()), end) if kind != "run" else before
+        self.timeline.append((task, begin, end, own))
         self.times.append(
             TaskTime(
                 name,
                 kind,
                 float(before[ranks].min()),
                 float(end[ranks].max()),
-                float(busy.max()),
+                elapsed,
                 float(busy.mean()),
                 size,
                 network,
@@ -205,15 +211,17 @@ class _Walk:
     def _rank_set(self, ranks: tuple[int, ...], step: float) -> RankSet:
         index = np.asarray(ranks, np.int64)
         spans = []
-        for (task, before, end), time in zip(self.timeline, self.times, strict=True):
-            if (task is None or ranks[0] in task.ranks) and time.seconds:
-                mean = float(end[index].mean())
-                spans.append(Span(time.name, time.kind, float(before[index].min()), mean, float(end[index].max())))
+        for (task, begin, end, own), time in zip(self.timeline, self.times, strict=True):
+            if (task is None or ranks[0] in task.ranks) and time.end_s > time.start_s:
+                start, last = float(begin[index].min()), float(end[index].max())
+                mean = min(start + float(own[index].mean()), last)
+                spans.append(Span(time.name, time.kind, start, mean, last))
         compute, communicate = (
             float(x[index].mean()) / step if step else 0.0 for x in (self.computing, self.communicating)
         )
+        longest = float((self.computing + self.communicating)[index].max())
         memory = memory_of(self.plan, ranks[0], self.costs)
-        return RankSet(ranks, compute, communicate, max(0.0, 1 - compute - communicate), tuple(spans), memory)
+        return RankSet(ranks, compute, communicate, max(0.0, 1 - compute - communicate), longest, tuple(spans), memory)
 
     def _notes(self) -> tuple[str, ...]:
         free = [

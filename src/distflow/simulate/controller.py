@@ -1,0 +1,45 @@
+"""The same flow driven by one process: every field goes through its link and its memory, node after node."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from distflow.plan.tasks import Plan, Run
+from distflow.simulate.costs import Costs
+from distflow.simulate.hardware import Hardware
+from distflow.simulate.result import Result
+
+
+@dataclass(frozen=True)
+class ControllerResult:
+    """A step of a single controller. Its samples are padded to the longest allowed, as such frameworks do."""
+
+    step_s: float
+    data_plane_s: float
+    bytes: float  # through its link
+    memory: float  # of the driver
+    largest_batch: int  # prompts that fit its memory
+
+
+def simulate_controller(plan: Plan, hardware: Hardware, costs: Costs, result: Result) -> ControllerResult:
+    """Predicts the step of a driver that calls node after node; workers compute as in `result`.
+
+    For each node it encodes and sends what the node reads, and receives and decodes what it writes. The weight
+    hand-over is among the workers, and the same.
+    """
+    driver = hardware.controller
+    longest = costs.max_tokens if np.isfinite(costs.max_tokens) else costs.response_tokens
+    lengths = np.full(plan.samples, longest)
+    times = {t.name: t for t in result.tasks}
+    compute = sent = calls = 0.0
+    for task in (t for t in plan.tasks if isinstance(t, Run)):
+        compute += times[task.name].elapsed_s
+        sent += float(costs.sample_bytes(plan, (*task.reads, *task.writes), lengths).sum())
+        calls += 2 * len(task.ranks)
+    fields = tuple(plan.flow.writer)
+    per_sample = float(costs.sample_bytes(plan, fields, lengths[:1])[0])
+    data = sent / driver.serialise_rate + sent / driver.rate + calls * driver.call_s
+    weights = result.seconds_of("weights")
+    prompts = int(driver.memory / max(driver.copies * per_sample * plan.repeat, 1e-9))
+    memory = driver.copies * per_sample * plan.samples
+    return ControllerResult(compute + data + weights, data + weights, sent, memory, prompts)

@@ -1,0 +1,85 @@
+"""Everything `distflow simulate` says: a simulated step, what one controller would need, and other placements."""
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from distflow.errors import ConfigError
+from distflow.plan.tasks import Plan
+from distflow.run.program import Program
+from distflow.simulate.binding import Assumptions, costs_of
+from distflow.simulate.controller import ControllerResult, simulate_controller
+from distflow.simulate.costs import Costs
+from distflow.simulate.hardware import Hardware
+from distflow.simulate.memory import check_memory
+from distflow.simulate.result import Result
+from distflow.simulate.search import Candidate, colocated_and_split, search
+from distflow.simulate.walk import simulate
+
+_SHOWN = 12  # candidates of a search
+
+
+@dataclass(frozen=True)
+class Report:
+    """The step of a config on some hardware, and what it is compared with."""
+
+    plan: Plan
+    hardware: Hardware
+    costs: Costs
+    result: Result
+    controller: ControllerResult
+    alternatives: tuple[Candidate, ...]  # the same dp × tp, colocated and split
+    candidates: tuple[Candidate, ...]  # of a search, the fastest first
+    overlap: float
+
+    @property
+    def speedup(self) -> float:
+        return self.controller.step_s / self.result.step_s if self.result.step_s else 1.0
+
+    @property
+    def assumptions(self) -> list[str]:
+        c = self.costs
+        models = ", ".join(f"{role}: {m.name} ({m.params / 1e9:.2f}B parameters)" for role, m in c.models.items())
+        lengths = f"responses of {c.response_tokens:g} tokens on average, log-normal with σ {c.spread:g}, cut at"
+        return [
+            models or "no model: only nodes with given seconds take time",
+            f"prompts of {c.prompt_tokens:g} tokens; {lengths} {c.max_tokens:g}; seed {c.seed}",
+            *self.result.notes,
+        ]
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "flow": self.plan.flow.name,
+            "plan": self.plan.hash,
+            "hardware": self.hardware.name,
+            "assumptions": self.assumptions,
+            **self.result.to_json(),
+            "controller": asdict(self.controller) | {"speedup": self.speedup},
+            **({"forecast": {"overlap": self.overlap, "step_s": self.forecast(self.result)}} if self.overlap else {}),
+            "alternatives": [self._candidate(c) for c in self.alternatives],
+            **({"search": [self._candidate(c) for c in self.candidates]} if self.candidates else {}),
+        }
+
+    def forecast(self, result: Result) -> float:
+        return result.pipelined_s(self.overlap)
+
+    def _candidate(self, c: Candidate) -> dict[str, Any]:
+        memory = max(r.memory.peak for r in c.result.rank_sets)
+        forecast = {"forecast_s": self.forecast(c.result)} if self.overlap else {}
+        return {"name": c.name, "step_s": c.result.step_s, **forecast, "memory": memory, "placement": c.placement}
+
+
+def make_report(
+    program: Program, workers: int, hardware: Hardware, given: Assumptions, overlap: float = 0.0, wide: bool = False
+) -> Report:
+    """Simulates a config. `wide`: also all placements that fit."""
+    if overlap < 0:
+        raise ConfigError(f"--overlap: {overlap:g}; give the steps that generation may be ahead, 0 or more")
+    plan = program.plan(workers)
+    costs = costs_of(program, given)
+    costs.check(plan)
+    result = simulate(plan, hardware, costs)
+    check_memory(plan, {r.ranks: r.memory for r in result.rank_sets}, hardware, costs)
+    controller = simulate_controller(plan, hardware, costs, result)
+    alternatives = tuple(colocated_and_split(program, plan, hardware, costs))
+    candidates = search(program, workers, hardware, costs, overlap) if wide else []
+    return Report(plan, hardware, costs, result, controller, alternatives, tuple(candidates[:_SHOWN]), overlap)
