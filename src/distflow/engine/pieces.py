@@ -1,0 +1,195 @@
+"""What a hand-over moves: FSDP cuts rows in even chunks, so the pieces for a column are a few intervals of givers."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from math import prod
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from distflow.engine.columns import Ints, Mask
+from distflow.engine.weights import Shards, Spec
+
+
+@dataclass(frozen=True)
+class Cut:
+    """What the parameters of a bucket have in common: so many rows, and tensor parallelism cuts `along` them, or not.
+
+    Parameters that it does not cut at all are `replicated`.
+    """
+
+    rows: int
+    along: bool
+    replicated: bool
+
+    @classmethod
+    def of(cls, spec: Spec) -> "Cut":
+        return cls(spec.shape[0] if spec.shape else 1, spec.tp_dim == 0, spec.tp_dim is None)
+
+
+@dataclass(frozen=True)
+class Part:
+    """Rows [low, high) of what the givers of one tensor-parallel index have together, a chunk each, for one column."""
+
+    tp_index: int
+    chunk: int
+    low: int
+    high: int
+    offset: int  # the first of their rows is this row of the column's
+
+    @property
+    def shards(self) -> range:
+        return range(self.low // self.chunk, -(-self.high // self.chunk))
+
+    @property
+    def whole(self) -> range:
+        """The shards of which the column wants all rows, of a whole chunk."""
+        return range(-(-self.low // self.chunk), self.high // self.chunk)
+
+    def rows(self, shard: int) -> tuple[int, int]:
+        """Returns which rows of a shard's chunk the column wants."""
+        return max(0, self.low - shard * self.chunk), min(self.chunk, self.high - shard * self.chunk)
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """Where the pieces of a part lie in the memory of a taker: those of whole shards, and the one or two others."""
+
+    part: Part
+    whole: Tensor
+    edges: Sequence[tuple[int, int]]  # shard, position
+
+
+@dataclass(frozen=True)
+class Cuts:
+    """How source and target cut parameters."""
+
+    shard: int
+    source_tp: int
+    target_tp: int
+
+    @classmethod
+    def of(cls, source: Shards, target: Shards) -> "Cuts":
+        return cls(source.shard, source.layout.tp, target.layout.tp)
+
+    def parts(self, cut: Cut, column: int, turn: int) -> tuple[Part, ...]:
+        """Returns the parts that make up what a column wants of such parameters.
+
+        Replicas take turns in sending: with every `turn` it is another one, and columns begin with different ones.
+        """
+        if not cut.along:
+            chunk = -(-cut.rows // self.shard)
+            one = (column + self.target_tp * turn) % self.source_tp
+            indices = [one] if cut.replicated else list(self._overlapping(column))
+            return tuple(Part(t, chunk, 0, cut.rows, 0) for t in indices)
+        have, want = cut.rows // self.source_tp, cut.rows // self.target_tp
+        chunk, first = -(-have // self.shard), column * want
+        bounds = [(t, max(0, first - t * have), min(have, first + want - t * have)) for t in range(self.source_tp)]
+        return tuple(Part(t, chunk, low, high, t * have - first) for t, low, high in bounds if low < high)
+
+    def active(self, parts: Sequence[Part]) -> Mask:
+        """Returns, for each giver, whether it has a piece."""
+        active = np.zeros((self.shard, self.source_tp), bool)
+        for part in parts:
+            active[part.shards.start : part.shards.stop, part.tp_index] = True
+        return active.reshape(-1)
+
+    def arrival(self, part: Part, position: Ints, device: torch.device) -> Arrival:
+        """Returns where the pieces of a part are, from the `position` of every giver's."""
+        of_shards = position.reshape(self.shard, self.source_tp)[:, part.tp_index]
+        edges = sorted({part.shards[0], part.shards[-1]} - set(part.whole))
+        whole = torch.from_numpy(of_shards[part.whole.start : part.whole.stop].copy())
+        return Arrival(part, whole.to(device), [(shard, int(of_shards[shard])) for shard in edges])
+
+    def beside(self, spec: Spec, column: int, tp_index: int) -> tuple[int, int, int]:
+        """Returns what a giver and a column have in common of a dimension other than the first that is cut.
+
+        Where it begins in the giver's tensor and in the column's, and how long it is.
+        """
+        assert spec.tp_dim is not None
+        have, want = (spec.shape[spec.tp_dim] // tp for tp in (self.source_tp, self.target_tp))
+        low, high = max(tp_index * have, column * want), min((tp_index + 1) * have, (column + 1) * want)
+        return low - tp_index * have, low - column * want, high - low
+
+    def row(self, spec: Spec, column: int) -> int:
+        """Returns the elements of a row in a piece; all pieces for a column have room for the widest."""
+        elements = prod(spec.shape[1:])
+        if not spec.tp_dim:
+            return elements
+        widest = max(self.beside(spec, column, t)[2] for t in self._overlapping(column))
+        return elements // spec.shape[spec.tp_dim] * widest
+
+    def _overlapping(self, column: int) -> range:
+        """Returns the tensor-parallel indices of the source that have some of what a column wants."""
+        first, end = column * self.source_tp, (column + 1) * self.source_tp
+        return range(first // self.target_tp, -(-end // self.target_tp))
+
+
+@dataclass(frozen=True)
+class Segment:
+    """One giver's pieces for a column: one of each parameter of a bucket, a whole chunk long, at these offsets."""
+
+    specs: Sequence[Spec]
+    cuts: Cuts
+    column: int
+    chunk: int
+    offsets: Sequence[int]  # in elements; the last one is its size
+
+    @classmethod
+    def of(cls, specs: Sequence[Spec], cuts: Cuts, column: int, chunk: int) -> "Segment":
+        sizes = [chunk * cuts.row(spec, column) for spec in specs]
+        return cls(specs, cuts, column, chunk, list(accumulate(sizes, initial=0)))
+
+    @property
+    def size(self) -> int:
+        return self.offsets[-1]
+
+    def pack(self, part: Part, shard: int, held: Mapping[str, Tensor], memory: Tensor) -> None:
+        """Writes the pieces of a giver, of this tensor-parallel index and shard, to `memory`."""
+        low, high = part.rows(shard)
+        for spec, offset in zip(self.specs, self.offsets, strict=False):
+            given = self._given(spec, part, held[spec.name])
+            size = self.chunk * prod(given.shape[1:])
+            room = memory[offset : offset + size].view(self.chunk, *given.shape[1:])
+            room[low:high].copy_(given[low:high])
+
+    def keep(self, part: Part, shard: int, held: Mapping[str, Tensor], filled: Mapping[str, Tensor]) -> None:
+        """Copies the pieces of a giver that is also the only taker."""
+        low, high = part.rows(shard)
+        first = part.offset + shard * part.chunk
+        for spec in self.specs:
+            wanted = self._wanted(spec, part, filled[spec.name])
+            wanted[first + low : first + high].copy_(self._given(spec, part, held[spec.name])[low:high])
+
+    def unpack(self, arrivals: Sequence[Arrival], data: Tensor, filled: Mapping[str, Tensor]) -> None:
+        """Reads the segments of all givers, [givers, size], and writes them to where they are wanted."""
+        for spec, offset in zip(self.specs, self.offsets, strict=False):
+            for arrival in arrivals:
+                part, chunk = arrival.part, self.chunk
+                wanted = self._wanted(spec, part, filled[spec.name])
+                row = wanted.shape[1:]
+                pieces = data[:, offset : offset + chunk * prod(row)].unflatten(1, (chunk, *row))
+                if part.whole:
+                    begin, end = (part.offset + chunk * shard for shard in (part.whole.start, part.whole.stop))
+                    rows = wanted[begin:end].unflatten(0, (-1, chunk))
+                    torch.index_select(pieces, 0, arrival.whole, out=rows)
+                for shard, position in arrival.edges:
+                    low, high = part.rows(shard)
+                    first = part.offset + chunk * shard
+                    wanted[first + low : first + high].copy_(pieces[position, low:high])
+
+    def _given(self, spec: Spec, part: Part, tensor: Tensor) -> Tensor:
+        """Returns what of a giver's tensor the column wants, but for rows."""
+        if spec.tp_dim:
+            begin, _, length = self.cuts.beside(spec, self.column, part.tp_index)
+            return tensor.narrow(spec.tp_dim, begin, length)
+        return tensor if spec.shape else tensor.view(1)
+
+    def _wanted(self, spec: Spec, part: Part, tensor: Tensor) -> Tensor:
+        """Returns the place of it in the tensor of a taker."""
+        if spec.tp_dim:
+            _, begin, length = self.cuts.beside(spec, self.column, part.tp_index)
+            return tensor.narrow(spec.tp_dim, begin, length)
+        return tensor if spec.shape else tensor.view(1)
