@@ -1,0 +1,128 @@
+"""What control costs a worker when N grows: CPU, messages, bytes, connections and open files of a step, and start-up.
+
+    python bench/control.py [--workers 8 16 32 64 128 256] [--steps 6] [--quick]
+
+Real workers, forked, on hosts of 8 (network namespaces) where this user is root. Each step is a whole step of GRPO with
+a tiny share of samples per worker: the weight hand-over from train dp N to generate dp N/2 × tp 2, moves with balance,
+metrics and votes. CPU time is a worker's own, so that two cores do for all of them. Then the hand-over of real models
+at sizes that do not fit here, derived but not sent. The last line is one JSON object.
+"""
+
+import os
+
+os.environ |= {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}  # a fork of a process with threads may hang
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from distflow.engine.hand_over import HandOver
+from distflow.engine.weights import Shards, Spec
+from distflow.plan import Layout
+from distflow.plan.topology import Topology
+from steps import Work, run_steps
+from workers import fork_workers
+
+PER_HOST, WARM_UP, BASE = 8, 2, 32
+WORK = Work(rows=8, tokens=16, hidden=64, layers=2)
+COUNTS = ("cpu_ms", "messages", "kib", "connections", "open_files", "start_up_s", "start_up_cpu_s")
+# Before: a full mesh per set of ranks, an all-gather of N − 1 messages, a hand-over in which all enumerate all.
+BEFORE = {
+    "sockets": lambda n: 8.5 * n,
+    "metadata_ms": {8: 0.65, 32: 1.8, 128: 6.9, 256: 14.1}.get,
+    "handover_s": {8: 0.07, 16: 0.25, 32: 1.0, 64: 4.2, 128: 18.0, 1024: 3300.0}.get,
+}
+
+
+def measure(n: int, steps: int) -> dict[str, float]:
+    """Returns the means over workers, of the median step after warm-up, and the most of what the system limits."""
+    workers = fork_workers(n, PER_HOST, run_steps, WORK, WARM_UP + steps, tempfile.gettempdir())
+
+    def spent(worker: dict[str, Any], name: str) -> float:
+        values = [row[name] for row in worker["rows"][WARM_UP:]]
+        return statistics.median(b - a for a, b in pairwise(values))
+
+    def mean(values: Any) -> float:
+        return round(statistics.mean(values), 3)
+
+    return {
+        "cpu_ms": mean(1e3 * spent(w, "cpu_s") for w in workers),
+        "messages": mean(spent(w, "messages") for w in workers),
+        "kib": mean(spent(w, "bytes") / 1024 for w in workers),
+        "connections": mean(w["rows"][-1]["connections"] for w in workers),
+        "most_connections": max(w["rows"][-1]["connections"] for w in workers),
+        "open_files": max(w["rows"][-1]["open_files"] for w in workers),
+        "start_up_s": round(max(w["start_up_s"] for w in workers), 3),
+        "start_up_cpu_s": mean(w["start_up_cpu_s"] for w in workers),
+    }
+
+
+def qwen(hidden: int, heads: int, intermediate: int, layers: int) -> list[Spec]:
+    """Returns the parameters of a Qwen2.5 model with 128 per head, and untied embeddings."""
+    specs = [Spec("embed", (152_064, hidden), 0), Spec("norm", (hidden,)), Spec("lm_head", (152_064, hidden), 0)]
+    for i in range(layers):
+        for name, rows in (("q", hidden), ("k", 128 * heads), ("v", 128 * heads)):
+            specs += [Spec(f"{i}.{name}", (rows, hidden), 0), Spec(f"{i}.{name}.bias", (rows,), 0)]
+        specs += [Spec(f"{i}.{name}", (intermediate, hidden), 0) for name in ("gate", "up")]
+        specs += [Spec(f"{i}.o", (hidden, hidden), 1), Spec(f"{i}.down", (hidden, intermediate), 1)]
+        specs += [Spec(f"{i}.{name}", (hidden,)) for name in ("norm1", "norm2")]
+    return specs
+
+
+MODELS = {"7B": qwen(3584, 4, 18_944, 28), "72B": qwen(8192, 8, 29_568, 80)}
+
+
+def handover_s(specs: list[Spec], n: int) -> float:
+    """Returns how long a worker takes to derive who sends it what, and what it sends to whom: the slowest of some."""
+    ranks = tuple(range(n))
+    source, target = Shards(Layout(ranks, n), n), Shards(Layout(ranks, n // 2, 2), 1)
+    topology = Topology(tuple(r // PER_HOST for r in ranks))
+    seconds = []
+    for rank in (0, n // 2 + 1, n - 1):
+        start = time.perf_counter()
+        HandOver(specs, source, target, rank, torch.bfloat16, topology)
+        seconds.append(time.perf_counter() - start)
+    return round(max(seconds), 4)
+
+
+def growth(rows: dict[int, dict[str, float]], name: str) -> float | None:
+    last = max(rows)
+    return round(rows[last][name] / rows[BASE][name], 3) if BASE in rows and last > BASE else None
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--workers", type=int, nargs="+", default=[8, 16, 32, 64, 128, 256])
+    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--quick", action="store_true", help="only 8, 32 and 64 workers, three steps")
+    args = parser.parse_args()
+    sizes, steps = ([8, 32, 64], 3) if args.quick else (args.workers, args.steps)
+    print("per worker and step; before: sockets, ms of one move's metadata, s of the hand-over of a 7B model")
+    print(f"{'workers':>8}" + "".join(f"{name:>15}" for name in (*COUNTS, *(f"before: {b[:7]}" for b in BEFORE))))
+    rows: dict[int, dict[str, float]] = {}
+    for n in sizes:
+        rows[n] = measure(n, steps)
+        before = [f"{value:15.4g}" if (value := of(n)) else f"{'':15}" for of in BEFORE.values()]
+        print(f"{n:8d}" + "".join(f"{rows[n][name]:15.4g}" for name in COUNTS) + "".join(before), flush=True)
+    hand_over = {name: {n: handover_s(specs, n) for n in (1024, 8192)} for name, specs in MODELS.items()}
+    for name, times in hand_over.items():
+        print(f"hand-over of {name}, derived: " + ", ".join(f"{s} s at {n:,}" for n, s in times.items()))
+    result = {
+        "workers": rows,
+        "connections_growth": growth(rows, "connections"),
+        "step_growth": growth(rows, "cpu_ms"),
+        "handover_s": hand_over,
+        "start_up_s": {n: row["start_up_s"] for n, row in rows.items()},
+        "before": {name: {n: of(n) for n in (*sizes, 1024) if of(n)} for name, of in BEFORE.items()},
+    }
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,74 @@
+"""A Ray cluster over hosts of tests/hosts.py, grown host by host, with one driver that the peers' steps are asked of."""
+
+import json
+import os
+import signal
+import subprocess
+from pathlib import Path
+from typing import Any
+
+from hosts import Hosts
+
+PORT = 6379
+SCRIPT = Path(__file__).resolve().parent / "peers" / "steps_over_ray.py"
+# Workers that are neither niced nor started in stock; memory that is not watched, as there is enough.
+ENV = {
+    "RAY_memory_monitor_refresh_ms": "0",
+    "RAY_worker_niceness": "0",
+    "RAY_enable_worker_prestart": "0",
+    "RAY_prestart_worker_first_driver": "0",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",
+}
+
+
+class RayCluster:
+    """`hosts` should have a private /tmp. `python` has Ray, verl and TransferQueue. Ends with the hosts."""
+
+    def __init__(self, hosts: Hosts, python: Path, log: Path, timeout_s: float) -> None:
+        self.hosts, self.python, self.timeout_s = hosts, python, timeout_s
+        self.address = f"{hosts[0].address}:{PORT}"
+        self.nodes = 0
+        self.grow(1)
+        with open(log, "w") as errors:
+            command = [str(python), str(SCRIPT), self.address]
+            pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": errors, "text": True}
+            self.driver = hosts[0].popen(command, ENV, **pipes)
+        self.version = self._answer()["version"]
+
+    def grow(self, nodes: int) -> None:
+        """Starts Ray on the next hosts, at once."""
+        head = ["--head", f"--port={PORT}", "--include-dashboard=false", f"--object-store-memory={4 << 30}"]
+        others = [f"--address={self.address}", f"--object-store-memory={512 << 20}"]
+        started = []
+        for host in self.hosts[self.nodes : nodes]:
+            words = [f"--node-ip-address={host.address}", "--num-cpus=8", *(others if host.index else head)]
+            command = [str(self.python.parent / "ray"), "start", "--disable-usage-stats", *words]
+            started.append(host.popen(command, ENV, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL))
+        for process in started:
+            if process.wait(self.timeout_s):
+                raise RuntimeError("a Ray node did not start")
+        self.nodes = max(self.nodes, nodes)
+
+    def ask(self, **request: Any) -> list[float]:
+        """Returns the seconds of each step."""
+        assert self.driver.stdin is not None
+        self.driver.stdin.write(json.dumps(request) + "\n")
+        self.driver.stdin.flush()
+        seconds: list[float] = self._answer()["s"]
+        return seconds
+
+    def _answer(self) -> dict[str, Any]:
+        assert self.driver.stdout is not None
+        previous = signal.signal(signal.SIGALRM, lambda *_: os.killpg(self.driver.pid, signal.SIGKILL))
+        signal.alarm(int(self.timeout_s))
+        try:
+            line = self.driver.stdout.readline()
+        finally:
+            signal.alarm(0)
+            signal.signal(signal.SIGALRM, previous)
+        if not line:
+            raise RuntimeError(f"the peers' driver has ended, or took over {self.timeout_s:g} s")
+        answer: dict[str, Any] = json.loads(line)
+        return answer

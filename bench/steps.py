@@ -1,0 +1,233 @@
+"""Whole steps of GRPO without a model: moves, weight hand-over, votes and checkpoints are real, compute is a sleep.
+
+Used by bench/control.py and bench/scaling.py; not run by itself. `run_steps` is one worker; fork it on hosts of
+tests/hosts.py.
+"""
+
+import os
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from datetime import timedelta
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from distflow.data.batch import Batch, Ragged
+from distflow.data.collectives import Communication, all_gather_bytes, all_reduce
+from distflow.data.coordinator import Coordinator
+from distflow.data.loader import Loader
+from distflow.data.shared_memory import host_id
+from distflow.data.transport import Transport
+from distflow.engine.hand_over import HandOver
+from distflow.engine.weights import Shards, Spec
+from distflow.flow import Flow, Node
+from distflow.observe.metrics import StepMetrics
+from distflow.plan import Place, Placement, Plan, Workload
+from distflow.plan import plan as derive_plan
+from distflow.plan.topology import Topology
+from distflow.run.launch_env import read_launch_env
+from distflow.run.rendezvous import Rendezvous
+from distflow.run.worker import Worker
+
+INTS, LOGPROBS = ("tokens", "mask", "position"), ("old_logprobs", "ref_logprobs")
+TOKEN_BYTES = dict.fromkeys(INTS, 8) | dict.fromkeys((*LOGPROBS, "advantage"), 4)
+COMPUTE = {"generate": 0.5, "old": 0.1, "ref": 0.1, "update": 0.3}  # of the compute of a step
+GROUP = 8  # responses to a prompt
+
+
+@dataclass(frozen=True)
+class Work:
+    """A step of a weak scaling: `rows` and `compute_s` per worker are the same for any number of workers."""
+
+    rows: int
+    tokens: int  # mean of a row; lengths are log-normal
+    hidden: int  # of the model whose weights are handed over and saved
+    layers: int
+    compute_s: float = 0.0
+    split: bool = False  # odd ranks train on what even ranks generate: everything changes its owner
+
+
+class EmptyRows:
+    column_names: tuple[str, ...] = ()
+
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, i: int) -> dict[str, Any]:
+        return {}
+
+
+def lengths(ids: Sequence[int] | np.ndarray, mean: int) -> np.ndarray:
+    """Returns the length of each sample, log-normal, a function of its id."""
+    x = (np.asarray(ids, np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x ^= x >> np.uint64(27)
+    u, v = ((x >> np.uint64(k) & np.uint64(0xFFFFFF)).astype(float) / (1 << 24) for k in (8, 36))
+    normal = np.sqrt(-2 * np.log(1 - u)) * np.cos(2 * np.pi * v)
+    return np.maximum(1, mean * np.exp(0.5 * normal - 0.125)).astype(np.int64)
+
+
+class Actor:
+    """The nodes of the actor and the reference; the weights are those of a transformer of equal layers."""
+
+    def __init__(self, rank: int, plan: Plan, work: Work, topology: Topology) -> None:
+        self.work = work
+        generate, train = (plan.partition_of(n).layout for n in ("generate", "update"))
+        specs = model_specs(work.hidden, work.layers)
+        source, target = Shards(train, train.dp), Shards(generate, 1)
+        self.hand_over_plan = HandOver(specs, source, target, rank, torch.float32, topology)
+        self.held = _zeros(specs, source, rank)
+        self.filled = _zeros(specs, target, rank)
+
+    def hand_over(self) -> Iterator[Any]:
+        yield from self.hand_over_plan.run(self.held, self.filled)
+
+    def generate(self, batch: Batch) -> dict[str, Ragged]:
+        self._compute("generate")
+        n = lengths(batch.ids, self.work.tokens)
+        return {f: Ragged.packed(torch.zeros(int(n.sum()), dtype=torch.int64), n) for f in INTS}
+
+    def old(self, batch: Batch) -> Ragged:
+        self._compute("old")
+        return _like(batch["tokens"])
+
+    def ref(self, batch: Batch) -> Ragged:
+        self._compute("ref")
+        return _like(batch["tokens"])
+
+    def update(self, batch: Batch) -> None:
+        self._compute("update")
+        assert all(len(batch[f]) == len(batch) for f in TOKEN_BYTES)
+
+    def _compute(self, node: str) -> None:
+        time.sleep(self.work.compute_s * COMPUTE[node])
+
+
+def judge(batch: Batch) -> Tensor:
+    return torch.zeros(len(batch))
+
+
+def advantage(batch: Batch) -> Ragged:
+    return _like(batch["tokens"])
+
+
+def _like(tokens: Any) -> Ragged:
+    return Ragged.packed(torch.zeros(int(tokens.lengths.sum())), tokens.lengths)
+
+
+def model_specs(hidden: int, layers: int) -> list[Spec]:
+    """Returns the parameters of a Qwen-like model without its embeddings, 12 × hidden² for each layer."""
+    specs = []
+    for i in range(layers):
+        specs += [Spec(f"{i}.{p}", (hidden, hidden), 0) for p in ("q", "k", "v")]
+        specs += [Spec(f"{i}.{p}", (3 * hidden, hidden), 0) for p in ("gate", "up")]
+        specs += [Spec(f"{i}.o", (hidden, hidden), 1), Spec(f"{i}.down", (hidden, 3 * hidden), 1)]
+        specs += [Spec(f"{i}.{p}", (hidden,)) for p in ("norm1", "norm2")]
+    return specs
+
+
+def weight_bytes(work: Work) -> int:
+    return 4 * sum(prod(s.shape) for s in model_specs(work.hidden, work.layers))
+
+
+def _zeros(specs: list[Spec], shards: Shards, rank: int) -> dict[str, Tensor]:
+    if rank not in shards.layout.ranks:
+        return {}
+    return {s.name: torch.zeros([b - a for a, b in shards.box(s, rank)]) for s in specs}
+
+
+def make_plan(workers: int, work: Work) -> Plan:
+    def actor(name: str, **more: Any) -> Node:
+        return Node(name, role="actor", call=f"actor.{name}", method=True, fn=getattr(Actor, name), **more)
+
+    all_fields = (*INTS, *LOGPROBS, "advantage")
+    nodes = (
+        actor("generate", type="inference", writes=INTS, hand_over=True),
+        actor("old", type="inference", reads=INTS, writes=("old_logprobs",), balance="tokens"),
+        actor("ref", type="inference", reads=INTS, writes=("ref_logprobs",), balance="tokens"),
+        Node("judge", reads=("tokens",), writes=("score",), balance="tokens", fn=judge),
+        Node(
+            "advantage",
+            reads=("tokens", "score"),
+            writes=("advantage",),
+            whole_groups=True,
+            balance="tokens",
+            fn=advantage,
+        ),
+        actor("update", type="train", reads=all_fields, balance="tokens"),
+    )
+    sets, places, default = {}, {"generate": Place(tp=2)}, Place()
+    if work.split:
+        sets = {name: ",".join(map(str, range(i, workers, 2))) for i, name in enumerate(("rollout", "train"))}
+        places, default = {"generate": Place("rollout")}, Place("train")
+    placement = Placement(workers, sets, default, nodes=places)
+    sizes = {f: b * work.tokens for f, b in TOKEN_BYTES.items()}
+    workload = Workload(work.rows * workers // GROUP, GROUP, sizes)
+    return derive_plan(Flow("grpo", (), nodes), placement, workload)
+
+
+@dataclass
+class Joined:
+    """A worker that knows all others."""
+
+    rank: int
+    workers: int
+    transport: Transport
+    topology: Topology
+    start_up_s: float
+    start_up_cpu_s: float
+    rendezvous: Rendezvous
+
+
+def join() -> Joined:
+    """Meets the other workers, as the environment says, and learns who is on which host."""
+    start, cpu = time.perf_counter(), time.process_time()
+    env = read_launch_env()
+    assert env is not None
+    rendezvous = Rendezvous(env, timedelta(seconds=300))
+    transport = Transport(
+        env.rank, env.workers, rendezvous.store, rendezvous.address, torch.device("cpu"), lambda _: nullcontext()
+    )
+    rendezvous.wait_for_all()
+    hosts = transport.run(all_gather_bytes(env.rank, range(env.workers), host_id().encode()))
+    topology = Topology.of([h.decode() for h in hosts])
+    transport.use(topology)
+    spent = time.perf_counter() - start, time.process_time() - cpu
+    return Joined(env.rank, env.workers, transport, topology, *spent, rendezvous)
+
+
+def run_steps(_: int, work: Work, steps: int, folder: str) -> dict[str, Any]:
+    """One worker: returns what it has spent on each step, and when each step ended."""
+    inherited = len(os.listdir("/proc/self/fd"))
+    me = join()
+    plan = make_plan(me.workers, work)
+    actor = Actor(me.rank, plan, work, me.topology)
+    data = Coordinator(me.rank, plan, Loader(EmptyRows(), plan.samples // plan.repeat, plan.repeat, seed=0))
+    worker = Worker(me.rank, plan, data, {"actor": actor}, 0, Path(folder), lambda *_: None)
+    rows: list[dict[str, float]] = []
+    transport, ranks = me.transport, range(me.workers)
+
+    def after_step(step: int, metrics: StepMetrics) -> Communication[None]:
+        # The metrics of a step with the votes on stopping and on the checkpoint.
+        values = torch.tensor([v for v, _ in metrics.totals.values()] + [0.0, 0.0], dtype=torch.float64)
+        yield from all_reduce(me.rank, ranks, values, torch.maximum)
+
+    def count() -> dict[str, float]:
+        return {
+            "end": time.monotonic(),
+            "cpu_s": time.process_time(),
+            "messages": transport.messages,
+            "bytes": transport.bytes,
+            "connections": transport.connections,
+            "open_files": len(os.listdir("/proc/self/fd")) - inherited,
+        }
+
+    rows.append(count())
+    transport.run(worker.steps(0, steps, lambda *_: rows.append(count()), after_step))
+    return {"start_up_s": me.start_up_s, "start_up_cpu_s": me.start_up_cpu_s, "rows": rows}
