@@ -32,7 +32,7 @@ def reduced(*seconds: float) -> dict[str, float]:
     return {"perf/work_s": mean, BUSIEST: busiest, "timing_s/node": mean, "timing_max_s/node": max(seconds)}
 
 
-def test_only_a_rank_that_is_clearly_and_mostly_the_slowest_is_reported(tmp_path: Path) -> None:
+def test_only_a_rank_that_is_clearly_and_mostly_the_slowest_is_reported() -> None:
     for steps, line in (
         ([(1.0, 1.1), (1.0, 1.1)], None),
         ([(1.0, 3.0), (3.0, 1.0)], None),
@@ -40,16 +40,16 @@ def test_only_a_rank_that_is_clearly_and_mostly_the_slowest_is_reported(tmp_path
         ([(0.0, 0.0)], None),
         ([], None),
     ):
-        stragglers = Stragglers(tmp_path)
+        stragglers = Stragglers()
         for i, seconds in enumerate(steps):
             stragglers.update(i, reduced(*seconds))
         assert stragglers.summary() == (line and f"{line}; mostly in 'node'")
 
 
-def test_the_rank_comes_through_the_reduction_whatever_the_time(tmp_path: Path) -> None:
+def test_the_rank_comes_through_the_reduction_whatever_the_time() -> None:
     for seconds in (0.0001, 1.2345, 400_000.0):
         for slowest in (0, 999):
             metrics = reduced(*(2 * seconds if r == slowest else seconds for r in range(1000)))
-            Stragglers(tmp_path).update(0, metrics)
+            Stragglers().update(0, metrics)
             assert metrics["perf/slowest_rank"] == slowest
             assert abs(metrics["perf/straggle"] - 2) < 0.01

@@ -51,7 +51,7 @@ def test_only_an_unexpected_error_has_a_traceback() -> None:
 
 
 def test_a_worker_that_died_without_a_report_is_named_with_its_task(tmp_path: Path) -> None:
-    Heartbeat(tmp_path, 1).start_task(4, "judge")
+    Heartbeat(1, tmp_path).start_task(4, "judge")
     Failure("peer_lost", "lost rank 1", rank=0).write(tmp_path)
     cause = find_cause(tmp_path, exits(_0=1, _1=-signal.SIGKILL, _2=-signal.SIGTERM))
     assert (cause.kind, cause.step) == ("died", 4)

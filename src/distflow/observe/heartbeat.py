@@ -49,6 +49,7 @@ class Heartbeat:
     def __init__(self, rank: int, folder: Path | None = None) -> None:
         """`folder`: where a launcher reads the records of this host's workers."""
         self.rank, self.pid, self.host = rank, os.getpid(), socket.gethostname()
+        self.folder = folder
         self.peers: Sequence[Peer] = ()  # by rank, once they are known
         self._map: mmap.mmap | None = None
         # Replaced as a whole: the watchdog reads it in its own thread.

@@ -9,12 +9,13 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import distflow
 from distflow.errors import DistflowError, PeerLostError, StoppedError, StuckError
 from distflow.observe.beacon import Alarm, Answer, Beacon
-from distflow.observe.heartbeat import Heartbeat, Record
+from distflow.observe.heartbeat import Heartbeat, Record, read_record
 from distflow.observe.waits import describe_waits
 
 logger = logging.getLogger(__name__)
@@ -175,8 +176,12 @@ class Watchdog:
         self.on_stuck(StuckError(f"{reason}; who waits for whom:\n{table}"))
 
     def _silent_peer(self, now: float) -> Record | None:
-        silent_s = self._next.silent_s(now)
-        return self._next.record if silent_s > 3 * self.tick_s else None
+        heard = self._next.record
+        if heard is None or self._next.silent_s(now) <= 3 * self.tick_s:
+            return None
+        # What it wrote for a launcher on this host is newer than what it sent with its last tick.
+        written = read_record(self.heartbeat.folder, heard.rank) if self.heartbeat.folder else None
+        return replace(written, beat=heard.beat) if written else heard
 
     def _find_stack(self) -> str:
         stack = traceback.extract_stack(sys._current_frames().get(self._main_thread))

@@ -60,7 +60,7 @@ class Identity:
         )
 
     def pack(self) -> bytes:
-        data = json.dumps(list(asdict(self).values()), separators=(",", ":")).encode()
+        data = json.dumps(list(asdict(self).values()), separators=(",", ":"), ensure_ascii=False).encode()
         assert len(data) <= SIZE, f"an identity of {len(data)} bytes"
         return data.ljust(SIZE)
 

@@ -44,8 +44,9 @@ def read_launch_env(environ: Mapping[str, str] = os.environ) -> LaunchEnv | None
     """Returns the place that a launcher gave this process; None if it is no worker but to launch them."""
     if "RANK" in environ and "WORLD_SIZE" in environ:
         return _torchrun(environ)
-    # A step of one task is a shell on a compute node, in which `distflow run` launches the workers as anywhere else.
-    if "SLURM_STEP_ID" in environ and _integer(environ, "SLURM_NTASKS", "1") > 1:
+    # A batch script is in no step, and a shell on a compute node in one of a single task: there, `distflow run`
+    # launches the workers as anywhere else.
+    if "SLURM_STEP_ID" in environ and _slurm_tasks(environ) > 1:
         return _slurm(environ)
     return None
 
@@ -75,7 +76,7 @@ def _torchrun(environ: Mapping[str, str]) -> LaunchEnv:
 
 def _slurm(environ: Mapping[str, str]) -> LaunchEnv:
     """Reads the variables of a task that `srun` has started."""
-    rank, workers = _integer(environ, "SLURM_PROCID"), _integer(environ, "SLURM_NTASKS")
+    rank, workers = _integer(environ, "SLURM_PROCID"), _slurm_tasks(environ)
     nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST") or environ.get("SLURM_NODELIST")
     host = environ.get("MASTER_ADDR")
     if not host and not nodes:
@@ -92,6 +93,10 @@ def _slurm(environ: Mapping[str, str]) -> LaunchEnv:
         True,
         "Slurm",
     )
+
+
+def _slurm_tasks(environ: Mapping[str, str]) -> int:
+    return _integer(environ, "SLURM_STEP_NUM_TASKS", environ.get("SLURM_NTASKS") or "1")
 
 
 def _slurm_port(environ: Mapping[str, str]) -> int:
