@@ -91,7 +91,7 @@ def check_and_write(
     chosen: list[list[int]] | None = None,
 ) -> dict[str, Column]:
     """The function of every node of a random flow. `chosen`: the prompts of each step after a refill."""
-    assert len(batch) > 0
+    assert len(batch) > 0  # a function is not called for no samples
     if chosen:
         assert ctx.groups.tolist() == chosen[ctx.step]
         assert set(batch.groups.tolist()) <= set(chosen[ctx.step])
@@ -171,6 +171,7 @@ def random_plan(rng: random.Random, workers: int) -> Plan:
                 after=(f"n{rng.randrange(i)}",) if i and rng.random() < 0.2 else (),
                 whole_groups=whole,
                 whole_batch=rng.random() < 0.1,
+                type=rng.choice(["compute", "inference"]),  # a model gets even shares
                 balance=rng.choice(reads) if reads and rng.random() < 0.3 else None,
                 params={"node": f"n{i}", "writes": list(writes), "whole": whole, "repeat": repeat},
                 refill=refill,
@@ -193,7 +194,8 @@ def random_plan(rng: random.Random, workers: int) -> Plan:
     places = {i: place() for i in [*(n.id for n in nodes), "data"] if rng.random() < 0.8}
     default = place()
     cells = [sizes[p.ranks] // p.tp for p in (*places.values(), default)]
-    prompts = math.lcm(*cells) * rng.randint(1, 2)
+    # Often a number that divides evenly; otherwise any, which may leave cells without samples.
+    prompts = math.lcm(*cells) * rng.randint(1, 2) if rng.random() < 0.5 else rng.randint(1, 2 * max(cells))
     flow = Flow("random", Source.column_names, tuple(nodes))
     if flow.refill:
         chosen = chosen_prompts(flow.refill.writes[0], repeat, prompts, flow.refill.refill, 2)

@@ -72,6 +72,8 @@ class Text:
         return {**self.encode_pairs(batch["prompt"], answers), "preferred": preferred}
 
     def decode(self, tokens: Ragged) -> list[str]:
+        if not len(tokens):
+            return []  # the tokenizer takes no responses for an empty one
         return self.tokenizer.batch_decode([t.tolist() for t in tokens], skip_special_tokens=True)
 
     def stop_tokens(self, source: Source, extra: Sequence[str]) -> frozenset[int]:
