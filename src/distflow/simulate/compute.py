@@ -68,7 +68,7 @@ def _pass_times(work: Work, hw: Hardware, costs: Costs, model: ModelShape) -> Ti
     train = work.node.type == "train"
     parts, epochs = (int(work.node.params.get(k, 1)) if train else 1 for k in ("mini_batches", "epochs"))
     tp, cells = work.layout.tp, work.layout.dp
-    efficiency = hw.efficiency.train if train else hw.efficiency.forward
+    efficiency = (hw.efficiency.train if train else hw.efficiency.forward) * _expert_share(hw, model)
     passes = (4 if costs.gradient_checkpointing else 3) if train else 1
     sequence = costs.prompt_tokens + work.lengths
     seconds = passes * model.forward_flops(sequence) / (hw.device.flops * efficiency * tp)
@@ -153,7 +153,7 @@ class _Decoding:
         slots = max(1, min(costs.max_sequences, most, int(costs.kv_cache / (kv_bytes * max(context, 1)))))
         begin = _start_steps(steps, slots)
         prefill = costs.prompt_tokens * np.ceil(held / work.repeat)  # once for all responses to a prompt
-        flops = self.hw.device.flops * self.hw.efficiency.forward * tp
+        flops = self.hw.device.flops * self.hw.efficiency.forward * _expert_share(self.hw, self.model) * tp
         return self._decode(begin, begin + steps, kv_bytes) + 2 * self.model.active_params * prefill / flops
 
     def _decode(self, begin: Floats, end: Floats, kv_bytes: float) -> Floats:
@@ -174,14 +174,19 @@ class _Decoding:
             context * 4 * self.model.layers * self.model.heads * self.model.head_dim / tp
         )
         step = np.maximum(
-            read / (hw.device.memory_rate * hw.efficiency.decode_memory),
-            flops / (hw.device.flops * hw.efficiency.decode_flops),
+            read / (hw.device.memory_rate * hw.efficiency.decode_memory * _expert_share(hw, self.model)),
+            flops / (hw.device.flops * hw.efficiency.decode_flops * _expert_share(hw, self.model)),
         )
         step += running * _all_reduce_seconds(self.work, hw, self.costs, self.model) + hw.efficiency.decode_step_s
         if tp > 1:
             step += 4 * self.model.layers * math.log2(tp) * hw.local.latency_s
         total: Floats = (np.where(running > 0, step, 0.0) * width).sum(axis=1)
         return total
+
+
+def _expert_share(hw: Hardware, model: ModelShape) -> float:
+    """Returns what of an efficiency the model reaches: many small experts keep a device less busy than one MLP."""
+    return hw.efficiency.experts if model.experts > 1 else 1.0
 
 
 def _start_steps(steps: Floats, slots: int) -> Floats:

@@ -1,5 +1,6 @@
 """The same flow driven by one process: every field goes through its link and its memory, node after node."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,6 +20,7 @@ class ControllerResult:
     bytes: float  # through its link
     memory: float  # of the driver
     largest_batch: int  # prompts that fit its memory
+    node_s: Mapping[str, float]  # node → seconds in which the driver sends its inputs and receives its outputs
 
 
 def simulate_controller(plan: Plan, hardware: Hardware, costs: Costs, result: Result) -> ControllerResult:
@@ -31,15 +33,17 @@ def simulate_controller(plan: Plan, hardware: Hardware, costs: Costs, result: Re
     longest = costs.max_tokens if np.isfinite(costs.max_tokens) else costs.response_tokens
     lengths = np.full(plan.samples, longest)
     times = {t.name: t for t in result.tasks}
-    compute = sent = calls = 0.0
+    compute = sent = 0.0
+    nodes: dict[str, float] = {}
     for task in (t for t in plan.tasks if isinstance(t, Run)):
         compute += times[task.name].elapsed_s
-        sent += float(costs.sample_bytes(plan, (*task.reads, *task.writes), lengths).sum())
-        calls += 2 * len(task.ranks)
+        size = float(costs.sample_bytes(plan, (*task.reads, *task.writes), lengths).sum())
+        calls = 2 * len(task.ranks) * driver.call_s
+        nodes[task.node] = size / driver.serialise_rate + size / driver.rate + calls
+        sent += size
     fields = tuple(plan.flow.writer)
     per_sample = float(costs.sample_bytes(plan, fields, lengths[:1])[0])
-    data = sent / driver.serialise_rate + sent / driver.rate + calls * driver.call_s
-    weights = result.seconds_of("weights")
+    data, weights = sum(nodes.values()), result.seconds_of("weights")
     prompts = int(driver.memory / max(driver.copies * per_sample * plan.repeat, 1e-9))
     memory = driver.copies * per_sample * plan.samples
-    return ControllerResult(compute + data + weights, data + weights, sent, memory, prompts)
+    return ControllerResult(compute + data + weights, data + weights, sent, memory, prompts, nodes)

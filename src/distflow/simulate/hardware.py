@@ -57,6 +57,7 @@ class Efficiency(Section):
     forward: float = Field(gt=0, le=1)  # log-probs, values, prefill
     decode_memory: float = Field(gt=0, le=1)
     decode_flops: float = Field(gt=0, le=1)
+    experts: float = Field(gt=0, le=1)  # of the above, what a mixture of experts reaches
     network: float = Field(gt=0, le=1)
     decode_step_s: float = Field(ge=0)  # scheduling, sampling and launching kernels, per decoding step
 
