@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from distflow.data.collectives import SendReceive, all_gather
-from distflow.data.exchange import AllGather, AllToAll
+from distflow.data.collectives import SendReceive
+from distflow.data.exchange import only_messages
 
 
 class DeadlockError(Exception):
@@ -40,7 +40,7 @@ class _Pending:
 def simulate(workers: Mapping[int, Generator[SendReceive, torch.Tensor, Any]]) -> Traffic:
     """Runs all workers to their end. A message is sent when its receiver asks for it: nothing is buffered."""
     traffic = Traffic()
-    generators = {rank: _only_messages(rank, worker) for rank, worker in workers.items()}
+    generators = {rank: only_messages(rank, worker) for rank, worker in workers.items()}
     pending: dict[int, _Pending] = {}
     ready = deque((rank, None) for rank in workers)
 
@@ -74,29 +74,3 @@ def simulate(workers: Mapping[int, Generator[SendReceive, torch.Tensor, Any]]) -
     if pending:
         raise DeadlockError({r: (sorted(p.send), sorted(p.receive)) for r, p in pending.items()})
     return traffic
-
-
-def _only_messages(rank: int, worker: Generator[Any, torch.Tensor, Any]) -> Generator[SendReceive, torch.Tensor, Any]:
-    result = None
-    while True:
-        try:
-            wish = worker.send(result)  # type: ignore[arg-type]
-        except StopIteration as end:
-            return end.value
-        if isinstance(wish, AllGather):
-            result = yield from all_gather(rank, wish.ranks, wish.data)
-        elif isinstance(wish, AllToAll):
-            send, receive = _ranges(wish.ranks, wish.send), _ranges(wish.ranks, wish.receive)
-            assert rank not in send
-            result = yield SendReceive(sum(wish.send), wish.pack, send, wish.out, receive)
-        else:
-            result = yield wish
-
-
-def _ranges(ranks: tuple[int, ...], sizes: list[int]) -> dict[int, tuple[int, int]]:
-    ranges, at = {}, 0
-    for r, n in zip(ranks, sizes, strict=True):
-        if n:
-            ranges[r] = at, at + n
-        at += n
-    return ranges

@@ -4,6 +4,8 @@ import multiprocessing
 import tempfile
 import traceback
 from collections.abc import Callable
+from contextlib import nullcontext
+from itertools import count
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
@@ -53,3 +55,20 @@ def _worker(rank: int, n: int, meeting: str, answers: Any, fn: Callable[..., Any
         answers.put((rank, True, result))
     except BaseException:
         answers.put((rank, False, traceback.format_exc()))
+
+
+_names = count()
+
+
+def make_transport(rank: int, workers: int, device: str = "cpu", topology: Any = None) -> Any:
+    """Returns a transport between the ranks of `spawn`, which make it at the same time; all are on one host."""
+    import torch
+    from torch.distributed.distributed_c10d import _get_default_store
+
+    from distflow.data.transport import Transport
+    from distflow.plan.topology import Topology
+
+    store, name = _get_default_store(), f"test{next(_names)}"
+    made = Transport(rank, workers, store, "127.0.0.1", torch.device(device), lambda _: nullcontext(), name)
+    made.use(topology or Topology.single(workers))
+    return made

@@ -3,7 +3,6 @@
 import os
 import random
 import time
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,34 +12,32 @@ import torch
 
 from cases import Source, random_plan
 from distflow.data.batch import Batch
+from distflow.data.collectives import SendReceive, barrier
 from distflow.data.coordinator import Coordinator, Traffic
-from distflow.data.exchange import AllToAll
 from distflow.data.loader import Loader
-from distflow.data.transport import SHARED_MEMORY, Transport
+from distflow.data.transport import SHARED_MEMORY
 from distflow.flow import Flow, Node
 from distflow.observe.metrics import MetricsReducer, StepMetrics
 from distflow.plan import Place, Placement, Plan, Run, Workload
 from distflow.plan import plan as make_plan
 from distflow.run.worker import Worker
-from spawn import spawn
+from spawn import make_transport, spawn
 
 WORKERS = [1, 2, 4, 8]
 
 
 def run_worker(rank: int, plan: Plan, steps: int) -> tuple[list[dict[str, float]], list[Traffic]]:
     """Runs one rank of a plan; returns the reduced metrics and its own traffic of each step."""
-    all_ranks = tuple(range(plan.workers))
-    transport = Transport([all_ranks, *(m.ranks for m in plan.moves)], torch.device("cpu"), lambda _: nullcontext())
+    transport = make_transport(rank, plan.workers)
     data = Coordinator(rank, plan, Loader(Source(), plan.samples // plan.repeat, plan.repeat, seed=0))
     reduced: list[dict[str, float]] = []
-    process_group = torch.distributed.new_group(backend="gloo") if plan.workers > 1 else None
-    reducer = MetricsReducer(process_group, lambda _, numbers: reduced.append(numbers))
+    reducer = MetricsReducer(rank, range(plan.workers), lambda _, numbers: reduced.append(numbers))
     traffic: list[Traffic] = []
     end_step = data.end_step
     data.end_step = lambda step: traffic.append(end_step(step)) or traffic[-1]  # type: ignore[method-assign, func-returns-value]
     worker = Worker(rank, plan, data, {}, 0, Path(), lambda *_: None)
-    transport.run(worker.steps(0, steps, reducer.submit))
-    reducer.wait(0)
+    transport.run(worker.steps(0, steps, lambda *_: None, reducer.reduce))
+    reducer.wait()
     reducer.close()
     data.close()
     return reduced, traffic
@@ -103,18 +100,19 @@ def test_no_worker_carries_more_when_there_are_more_workers() -> None:
 def run_late_reader(rank: int, shared_memory: str) -> None:
     os.environ[SHARED_MEMORY] = shared_memory
     all_ranks, size = (0, 1, 2), 1 << 16
-    transport = Transport([all_ranks], torch.device("cpu"), lambda _: nullcontext())
+    transport = make_transport(rank, 3)
     for turn in range(8):
         receivers = all_ranks if turn % 2 else (2,)  # who only sends does not wait for receivers
-        send = [size if r in receivers else 0 for r in all_ranks]
-        out = torch.empty(3 * size if rank in receivers else 0, dtype=torch.uint8)
+        others = [r for r in all_ranks if r != rank]
+        out = torch.empty(3 * size, dtype=torch.uint8)
         if rank == 2:
             time.sleep(0.05)  # the slowest rank
         value = 16 * rank + turn
-        receive = [size if rank in receivers else 0] * 3
-        transport.execute(AllToAll(all_ranks, lambda data, value=value: data.fill_(value), send, out, receive))  # type: ignore[misc]
-        for sender, piece in enumerate(out.split(size)):
-            assert (piece == 16 * sender + turn).all(), (turn, sender)
+        send = {r: (0, size) for r in others if r in receivers}
+        receive = {r: (r * size, (r + 1) * size) for r in others if rank in receivers}
+        transport.execute(SendReceive(size, lambda data, value=value: data.fill_(value), send, out, receive))  # type: ignore[misc]
+        for sender in receive:
+            assert (out.split(size)[sender] == 16 * sender + turn).all(), (turn, sender)
 
 
 @pytest.mark.parametrize("shared_memory", ["1", "0"])
@@ -140,7 +138,8 @@ def test_an_error_names_the_field_that_workers_write_with_different_types() -> N
 
 def run_metrics(rank: int) -> list[dict[str, float]]:
     reduced: list[dict[str, float]] = []
-    reducer = MetricsReducer(torch.distributed.new_group(), lambda _, numbers: reduced.append(numbers))
+    transport = make_transport(rank, 3)
+    reducer = MetricsReducer(rank, range(3), lambda _, numbers: reduced.append(numbers))
     for step in range(3):
         metrics = StepMetrics()
         metrics.log("reward/mean", value=float(rank), count=rank + 1)
@@ -149,8 +148,8 @@ def run_metrics(rank: int) -> list[dict[str, float]]:
         metrics.log("tokens", 5, reduce="sum")
         if rank == 1 and step == 1:  # a metric that one worker has, once
             metrics.log("rare/thing", 7.0)
-        reducer.submit(step, metrics)
-    reducer.wait(0)
+        assert transport.run(reducer.reduce(step, metrics, vote=rank == step == 2)) == (step == 2)
+    reducer.wait()
     reducer.close()
     return reduced
 
@@ -175,11 +174,15 @@ def run_without_memfd(rank: int, seeds: range) -> list[bool]:
             raise PermissionError(name)
 
         os.memfd_create = forbidden  # type: ignore[assignment]
-    sets = [(0, 1, 2), (0, 2)]
-    transport = Transport(sets, torch.device("cpu"), lambda _: nullcontext())
+    transport = make_transport(rank, 3)
     run_random_graphs(rank, 3, seeds, "1")
-    return [ranks in transport._shared_memory for ranks in sets]
+    transport.run(barrier(rank, range(3)))
+    return [transport._outgoing[r].shared for r in sorted(transport._outgoing)]
 
 
 def test_sockets_are_used_where_memory_cannot_be_shared() -> None:
-    assert spawn(3, run_without_memfd, range(3)) == [[False, True], [False, False], [False, True]]
+    """A worker that may not create shared memory sends by socket; it can still receive through that of others."""
+    shared = spawn(3, run_without_memfd, range(3))
+    assert all(shared[0])
+    assert not any(shared[1])
+    assert all(shared[2])

@@ -80,22 +80,33 @@ def all_reduce(
     Up a binomial tree to the first of `ranks`, and down again. `op` need not be commutative: the order is that of
     `ranks`.
     """
-    n, place = len(ranks), ranks.index(rank)
+    parent, children = _tree(rank, ranks)
     total = data.clone()
-    size = data.numel() * data.element_size()
-    # Place p has the children p + 1, p + 2, p + 4, … below its lowest set bit; that bit leads to its parent.
-    width = place & -place or 1 << (n - 1).bit_length()
-    steps = [1 << k for k in range(width.bit_length() - 1) if place + (1 << k) < n]
-    for step in steps:
+    for child in children:
         part = torch.empty_like(total)
-        yield _receive(ranks[place + step], part, size)
+        yield _receive(child, part)
         total = op(total, part)
-    if place:
-        yield _send([ranks[place - width]], total, size)
-        yield _receive(ranks[place - width], total, size)
-    if steps:
-        yield _send([ranks[place + step] for step in steps], total, size)
+    if parent is not None:
+        yield _send([parent], total)
+        yield _receive(parent, total)
+    if children:
+        yield _send(children, total)
     return total
+
+
+def all_reduce_bytes(
+    rank: int, ranks: Sequence[int], data: bytes, op: Callable[[bytes, bytes], bytes]
+) -> Communication[bytes]:
+    """Returns the reduction of all ranks' bytes, of any length, along the same tree."""
+    parent, children = _tree(rank, ranks)
+    for child in children:
+        data = op(data, (yield from _receive_bytes(child)))
+    if parent is not None:
+        yield from _send_bytes([parent], data)
+        data = yield from _receive_bytes(parent)
+    if children:
+        yield from _send_bytes(children, data)
+    return data
 
 
 def barrier(rank: int, ranks: Sequence[int]) -> Communication[None]:
@@ -103,10 +114,36 @@ def barrier(rank: int, ranks: Sequence[int]) -> Communication[None]:
     yield from all_gather(rank, ranks, torch.zeros(1, dtype=torch.uint8))
 
 
-def _send(peers: Sequence[int], data: Tensor, size: int) -> SendReceive:
+def _tree(rank: int, ranks: Sequence[int]) -> tuple[int | None, list[int]]:
+    """Returns the parent and the children, nearest first, of a rank in a binomial tree. The first rank is its root."""
+    n, place = len(ranks), ranks.index(rank)
+    # Place p has the children p + 1, p + 2, p + 4, … below its lowest set bit; without that bit it is its parent.
+    width = place & -place or 1 << (n - 1).bit_length()
+    children = [ranks[place + (1 << k)] for k in range(width.bit_length() - 1) if place + (1 << k) < n]
+    return ranks[place - width] if place else None, children
+
+
+def _send(peers: Sequence[int], data: Tensor) -> SendReceive:
     content = data.contiguous().view(-1).view(torch.uint8)
-    return SendReceive(size, lambda out: out.copy_(content), dict.fromkeys(peers, (0, size)), content[:0], {})
+    send = dict.fromkeys(peers, (0, len(content)))
+    return SendReceive(len(content), lambda out: out.copy_(content), send, content[:0], {})
 
 
-def _receive(peer: int, into: Tensor, size: int) -> SendReceive:
-    return SendReceive(0, lambda out: None, {}, into.view(-1).view(torch.uint8), {peer: (0, size)})
+def _receive(peer: int, into: Tensor) -> SendReceive:
+    out = into.view(-1).view(torch.uint8)
+    return SendReceive(0, lambda out: None, {}, out, {peer: (0, len(out))})
+
+
+def _send_bytes(peers: Sequence[int], data: bytes) -> Communication[None]:
+    yield _send(peers, torch.tensor([len(data)]))
+    if data:
+        yield _send(peers, torch.frombuffer(bytearray(data), dtype=torch.uint8))
+
+
+def _receive_bytes(peer: int) -> Communication[bytes]:
+    size = torch.empty(1, dtype=torch.int64)
+    yield _receive(peer, size)
+    data = torch.empty(int(size), dtype=torch.uint8)
+    if len(data):
+        yield _receive(peer, data)
+    return bytes(data.numpy())

@@ -16,6 +16,7 @@ from torch import Tensor
 from distflow.data.allocator import CachingAllocator
 from distflow.data.balance import Ints, imbalance
 from distflow.data.batch import Column
+from distflow.data.collectives import SendReceive, all_gather
 from distflow.data.routes import assign_cells, route
 from distflow.data.wire import FlatColumn, Segments, flatten, pack, segment_size, unpack
 from distflow.errors import DataError
@@ -46,6 +47,32 @@ class AllToAll:
 
 
 Collective = AllGather | AllToAll
+
+
+def only_messages(rank: int, worker: Generator[Any, Tensor, Any]) -> Generator[SendReceive, Tensor, Any]:
+    """Replaces the collectives that a generator yields by messages."""
+    result = None
+    while True:
+        try:
+            wish = worker.send(result)
+        except StopIteration as end:
+            return end.value
+        if isinstance(wish, AllGather):
+            result = yield from all_gather(rank, wish.ranks, wish.data)
+        elif isinstance(wish, AllToAll):
+            send, receive = _ranges(wish.ranks, wish.send), _ranges(wish.ranks, wish.receive)
+            result = yield SendReceive(sum(wish.send), wish.pack, send, wish.out, receive)
+        else:
+            result = yield wish
+
+
+def _ranges(ranks: tuple[int, ...], sizes: list[int]) -> dict[int, tuple[int, int]]:
+    ranges, at = {}, 0
+    for r, n in zip(ranks, sizes, strict=True):
+        if n:
+            ranges[r] = at, at + n
+        at += n
+    return ranges
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,11 @@
-"""Executes collectives: through shared memory within a host, else over `torch.distributed` (gloo, NCCL on GPUs)."""
+"""Executes messages between workers: own sockets, shared memory within a host, the device's backend on GPUs."""
 
 import os
 import re
-import socket
-import sys
-from collections.abc import Callable, Generator, Iterable, Iterator
+import secrets
+import select
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import TypeVar
 
@@ -12,72 +13,146 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from distflow.data.exchange import AllGather, Collective
-from distflow.data.shared_memory import HostRendezvous, SharedMemoryCollectives, host_id
+from distflow.data.collectives import Communication, SendReceive
+from distflow.data.connections import (
+    GREETING,
+    MAX_UNREAD,
+    Incoming,
+    Listener,
+    MovedError,
+    Outgoing,
+    connect,
+    raise_open_files_limit,
+)
+from distflow.data.exchange import only_messages
+from distflow.data.shared_memory import Block, SendMemory
 from distflow.errors import PeerLostError
 from distflow.plan.layout import format_ranks
+from distflow.plan.topology import Topology
 
 T = TypeVar("T")
 
-all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name in older versions
-
-SHARED_MEMORY = "DISTFLOW_SHARED_MEMORY"  # environment variable; 0: use torch.distributed only
+SHARED_MEMORY = "DISTFLOW_SHARED_MEMORY"  # environment variable; 0: send to workers of the same host by TCP, too
+PROBE_MS = 2000  # after which a peer that has not yet connected is asked whether it is there
 
 
 class Transport:
-    """Communicates within the rank sets that a plan's moves need. All ranks create it from the same plan.
+    """Sends to and receives from other workers. Connections are made on first use and kept; one thread may use it.
 
-    Samples are in host memory. Weights are on `device`; what is there goes over the backend of that device.
-    `waiting` is entered while this rank may be waiting for the given ranks.
+    Each worker publishes in `store` where it listens, on `address`. Samples are in host memory; what is on a device
+    goes over the backend of that device. `waiting` is entered with the ranks that this one waits for.
     """
 
     def __init__(
         self,
-        rank_sets: Iterable[tuple[int, ...]],
+        rank: int,
+        workers: int,
+        store: dist.Store,
+        address: str,
         device: torch.device,
         waiting: Callable[[tuple[int, ...]], AbstractContextManager[None]],
+        name: str = "main",
     ) -> None:
-        self.waiting = waiting
-        sets = [ranks for ranks in dict.fromkeys(rank_sets) if len(ranks) > 1]
-        shared = sys.platform == "linux" and os.environ.get(SHARED_MEMORY) != "0"
-        local, sockets = _find_local(sets) if sets and shared else ([], {})
-        rank = dist.get_rank()
-        self._shared_memory = {ranks: SharedMemoryCollectives(rank, ranks, sockets) for ranks in local if rank in ranks}
-        connected = [ranks for ranks in sets if device.type != "cpu" or ranks not in local]
-        self._process_groups = {ranks: dist.new_group(list(ranks)) for ranks in connected}
-        self._buffers: dict[torch.device, Tensor] = {}  # to send from
+        raise_open_files_limit(workers)
+        self.rank, self.workers, self.device, self.waiting = rank, workers, device, waiting
+        self.messages = self.bytes = 0  # sent
+        self._store = dist.PrefixStore(f"transport/{name}", store)
+        # Whoever comes first decides on the token.
+        token = self._store.compare_set("token", "", secrets.token_hex(16))
+        self._token = token
+        self._listener = Listener(address, token)
+        host = f"[{address}]" if ":" in address else address
+        self._store.set(str(rank), f"{host}:{self._listener.port} {self._listener.unix_name}")
+        self._topology = Topology(tuple(range(workers)))  # until it is known: everybody on a host of its own
+        self._host_names: Sequence[str] = ()
+        self._memory: SendMemory | None = None  # to send from to workers of this host
+        self._buffers: dict[torch.device, Tensor] = {}  # to send from otherwise
+        self._outgoing: dict[int, Outgoing] = {}
+        self._moved: Counter[int] = Counter()  # peer → connections to it that another one has replaced
+        self._incoming = _IncomingConnections()
 
-    def run(self, collectives: Generator[Collective, Tensor, T]) -> T:
-        """Runs a generator to its end, executing each collective it yields; returns the generator's result."""
+    def use(self, topology: Topology, host_names: Sequence[str] = ()) -> None:
+        """Lets workers of this host share memory from now on. `host_names`: by rank, for errors."""
+        self._host_names = host_names
+        if os.environ.get(SHARED_MEMORY) == "0":
+            return
         try:
-            collective = next(collectives)
+            self._memory = SendMemory()
+        except (AttributeError, OSError):  # not on Linux, or forbidden by a sandbox
+            return
+        self._topology = topology
+        for peer in [p for p in self._outgoing if topology.same_host(self.rank, p)]:
+            self._outgoing.pop(peer).move()
+            self._moved[peer] += 1
+
+    @property
+    def connections(self) -> int:
+        """Returns the number of open sockets."""
+        return len(self._outgoing) + len(self._incoming.all)
+
+    def run(self, communication: Communication[T]) -> T:
+        """Runs a generator to its end, executing whatever it yields; returns the generator's result."""
+        communication = only_messages(self.rank, communication)
+        try:
+            request = next(communication)
             while True:
-                collective = collectives.send(self.execute(collective))
+                request = communication.send(self.execute(request))
         except StopIteration as end:
             return end.value  # type: ignore[no-any-return]
 
-    def execute(self, collective: Collective) -> Tensor:
-        """Returns [ranks, length] of an AllGather, or the filled `out` of an AllToAll."""
-        ranks = collective.ranks
-        if len(ranks) == 1:
-            return collective.data[None] if isinstance(collective, AllGather) else collective.out
-        shared = self._shared_memory.get(ranks)
-        if isinstance(collective, AllGather):
-            with self.waiting(ranks):
-                return shared.all_gather(collective.data) if shared else self._all_gather(ranks, collective.data)
-        device = collective.out.device
-        if device.type != "cpu":
-            shared = None
-        with self.waiting(ranks):
-            size = sum(collective.send)
-            data = shared.send_buffer(size) if shared else self._send_buffer(size, device)
-        collective.pack(data)
-        with self.waiting(ranks):
-            if shared:
-                shared.all_to_all(collective.send, collective.out, collective.receive)
-            else:
-                self._all_to_all(ranks, collective.out, data, collective.receive, collective.send)
-        return collective.out
+    def execute(self, request: SendReceive) -> Tensor:
+        """Returns the filled `out`. What was sent may be overwritten: `pack` is asked for it again."""
+        self.messages += len(request.send)
+        self.bytes += sum(end - start for start, end in request.send.values())
+        if request.out.device.type != "cpu":
+            return self._execute_on_device(request)
+        connections = {peer: self._outgoing.get(peer) or self._connect(peer) for peer in request.send}
+        block, data = self._reserve(request, connections)
+        if request.size:
+            request.pack(data)
+        sent = memoryview(data.numpy())
+        for peer, (start, end) in request.send.items():
+            connections[peer].start(sent[start:end], block, start)
+        out = memoryview(request.out.numpy())
+        self._complete(connections, {peer: out[start:end] for peer, (start, end) in request.receive.items()})
+        return request.out
+
+    def _connect(self, peer: int) -> Outgoing:
+        with self.waiting((peer,)):
+            address, unix_name = self._store.get(str(peer)).decode().split(" ")
+            memory = self._memory if unix_name and self._topology.same_host(self.rank, peer) else None
+            greeting = GREETING.pack(self._token, self.rank, self._moved[peer])
+            self._outgoing[peer] = connect(
+                peer, self._label(peer), unix_name if memory else address, greeting, memory.file if memory else None
+            )
+        return self._outgoing[peer]
+
+    def _label(self, peer: int) -> str:
+        return f"rank {peer} ({self._host_names[peer]})" if self._host_names else f"rank {peer}"
+
+    def _reserve(self, request: SendReceive, connections: Mapping[int, Outgoing]) -> tuple[Block | None, Tensor]:
+        """Returns the memory to pack into, once receivers have read what was there; a block if they share it."""
+        readers = [c for p, (a, b) in request.send.items() if (c := connections[p]).in_shared_memory(b - a)]
+        if not self._memory or not readers:
+            return None, self._send_buffer(request.size, torch.device("cpu"))
+        while any(len(c.unread) >= MAX_UNREAD for c in readers):
+            self._await_readers([c for c in readers if len(c.unread) >= MAX_UNREAD])
+        while (block := self._memory.allocate(request.size)) is None:
+            self._await_readers([c for c in self._outgoing.values() if c.unread])
+        return block, torch.from_numpy(self._memory.view(block))
+
+    def _await_readers(self, connections: Collection[Outgoing]) -> None:
+        """Waits until one of these peers has read something."""
+        poller = select.poll()
+        by_fd = {c.fileno(): c for c in connections}
+        for fd in by_fd:
+            poller.register(fd, select.POLLIN)
+        events = poller.poll(0)
+        if not events:
+            with self.waiting(tuple(sorted(c.peer for c in connections))):
+                events = poller.poll()
+        for fd, _ in events:
+            by_fd[fd].read_acknowledgements()
 
     def _send_buffer(self, size: int, device: torch.device) -> Tensor:
         buffer = self._buffers.get(device)
@@ -86,34 +161,116 @@ class Transport:
             buffer = self._buffers[device] = torch.empty(size, dtype=torch.uint8, device=device)
         return buffer[:size]
 
-    def _all_gather(self, ranks: tuple[int, ...], data: Tensor) -> Tensor:
-        out = data.new_empty(len(ranks), len(data))
-        # gloo gathers around a ring, one hop after the other; sending to all at once is one hop.
-        even = [1] * len(ranks)
-        self._all_to_all(ranks, out, data.expand_as(out).contiguous(), even, even)
-        return out
+    def _complete(self, sends: Mapping[int, Outgoing], receives: dict[int, memoryview]) -> None:
+        """Progresses all sends and receives together, so that neither their sizes nor their order matter."""
+        unfinished = _Unfinished(self._incoming, receives)
+        for connection in sends.values():
+            unfinished.progress(connection)
+        self._accept()
+        for peer in list(receives):
+            unfinished.receive(peer)
+        if not unfinished.peers():
+            return
+        unfinished.poller.register(self._listener, select.POLLIN)
+        with self.waiting(unfinished.peers()):
+            while unfinished.active or unfinished.awaited:
+                events = unfinished.poller.poll(PROBE_MS if unfinished.awaited else None)
+                for fd, _ in events:
+                    if fd != self._listener.fileno():
+                        unfinished.progress(unfinished.active[fd])
+                        continue
+                    for peer in self._accept() & unfinished.awaited.keys():
+                        unfinished.receive(peer)
+                if not events:
+                    self._probe(unfinished.awaited)
 
-    def _all_to_all(
-        self, ranks: tuple[int, ...], out: Tensor, data: Tensor, receive: list[int], send: list[int]
-    ) -> None:
-        with report_lost_peers(ranks):
-            dist.all_to_all_single(out, data, receive, send, group=self._process_groups[ranks])
+    def _accept(self) -> set[int]:
+        """Returns the peers of the connections that are new."""
+        new = self._listener.accept(self._label)
+        for connection in new:
+            self._incoming.all[connection.peer, connection.number] = connection
+        return {connection.peer for connection in new}
+
+    def _probe(self, peers: Collection[int]) -> None:
+        """Raises if a peer that should connect to this one is gone."""
+        for peer in peers:
+            if self._store.check([str(peer)]):
+                (self._outgoing.get(peer) or self._connect(peer)).read_acknowledgements()
+
+    def _execute_on_device(self, request: SendReceive) -> Tensor:
+        peers = tuple(sorted({*request.send, *request.receive}))
+        if not peers:
+            return request.out
+        data = self._send_buffer(request.size, request.out.device)
+        if request.size:
+            request.pack(data)
+        operations = [dist.P2POp(dist.isend, data[a:b], peer) for peer, (a, b) in request.send.items()]
+        operations += [dist.P2POp(dist.irecv, request.out[a:b], peer) for peer, (a, b) in request.receive.items()]
+        with self.waiting(peers), report_lost_peers(peers):
+            for work in dist.batch_isend_irecv(operations):
+                work.wait()
+        return request.out
+
+    def close(self) -> None:
+        self._listener.close()
+        for connection in (*self._outgoing.values(), *self._incoming.all.values()):
+            connection.sock.close()
 
 
-def _find_local(sets: list[tuple[int, ...]]) -> tuple[list[tuple[int, ...]], dict[int, socket.socket]]:
-    """Returns the rank sets that are within one host each, and a socket to every other rank of this host."""
-    rank, workers = dist.get_rank(), dist.get_world_size()
-    try:
-        rendezvous, host = HostRendezvous(), host_id()
-    except OSError:  # forbidden by a sandbox: all ranks learn that this one shares no memory
-        rendezvous, host = None, f"alone-{rank}"
-    own = f"{host} {rendezvous.name if rendezvous else '-'}".encode().ljust(256)
-    gathered = torch.empty(workers, len(own), dtype=torch.uint8)
-    dist.all_to_all_single(gathered, torch.frombuffer(bytearray(own * workers), dtype=torch.uint8).view(workers, -1))
-    hosts, names = zip(*(bytes(row.tolist()).decode().split() for row in gathered), strict=True)
-    local = {r: names[r] for r in range(workers) if hosts[r] == host}
-    sockets = rendezvous.connect(rank, local) if rendezvous else {}
-    return [ranks for ranks in sets if len({hosts[r] for r in ranks}) == 1], sockets
+class _IncomingConnections:
+    """The connections from other workers, by peer and number; a peer's are read one after the other."""
+
+    def __init__(self) -> None:
+        self.all: dict[tuple[int, int], Incoming] = {}
+        self._moved: Counter[int] = Counter()
+
+    def get(self, peer: int) -> Incoming | None:
+        """Returns the one to read from now."""
+        return self.all.get((peer, self._moved[peer]))
+
+    def drop(self, connection: Incoming) -> None:
+        self.all.pop((connection.peer, connection.number)).sock.close()
+        self._moved[connection.peer] += 1
+
+
+class _Unfinished:
+    """What of one request is not done: `active` connections by file descriptor, and receives from `awaited` peers.
+
+    The latter have not yet connected to this worker.
+    """
+
+    def __init__(self, incoming: _IncomingConnections, awaited: dict[int, memoryview]) -> None:
+        self.incoming, self.awaited = incoming, awaited
+        self.active: dict[int, Outgoing | Incoming] = {}
+        self.poller = select.poll()
+
+    def peers(self) -> tuple[int, ...]:
+        return tuple(sorted({*self.awaited, *(c.peer for c in self.active.values())}))
+
+    def receive(self, peer: int) -> None:
+        """Begins to receive from a peer if there is a connection from it."""
+        if connection := self.incoming.get(peer):
+            connection.start(self.awaited.pop(peer))
+            self.progress(connection)
+
+    def progress(self, connection: Outgoing | Incoming) -> None:
+        fd = connection.fileno()
+        moved = False
+        try:
+            done = connection.progress()
+        except MovedError:
+            done = moved = True
+        if not done:
+            if fd not in self.active:
+                self.active[fd] = connection
+                self.poller.register(fd, select.POLLOUT if isinstance(connection, Outgoing) else select.POLLIN)
+            return
+        if self.active.pop(fd, None):
+            self.poller.unregister(fd)
+        if moved and isinstance(connection, Incoming):
+            self.incoming.drop(connection)
+            self.awaited[connection.peer] = connection.out
+            self.receive(connection.peer)
 
 
 @contextmanager

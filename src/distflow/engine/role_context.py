@@ -11,7 +11,6 @@ from distflow.plan.layout import Layout
 
 if TYPE_CHECKING:
     import torch
-    from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
     from distflow.engine.model.source import Source
@@ -25,7 +24,6 @@ class RoleContext:
     rank: int
     layouts: Mapping[str, Layout]  # method → where the role's node of that name runs
     meshes: Mapping[Layout, "DeviceMesh"]  # dimensions `dp` and `tp`
-    process_groups: Mapping[Layout, "ProcessGroup"]  # all ranks of a layout
     device: "torch.device"
     source: "Source | None"  # the model to start from, if the config names one
     rollout: RolloutConfig

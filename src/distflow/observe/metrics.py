@@ -1,20 +1,20 @@
-"""The metrics of a step: logged by each worker, reduced over all of them in the background, written by rank 0."""
+"""The metrics of a step: logged by each worker, reduced over all of them after the step, written by rank 0."""
 
 import json
 import math
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import get_args
 
-import numpy as np
 import torch
-import torch.distributed as dist
+from torch import Tensor
 
+from distflow.data.collectives import Communication, all_reduce, all_reduce_bytes
 from distflow.data.context import Reduce
 from distflow.data.coordinator import Traffic
 from distflow.data.dynamic_sampling import SampledPrompts
-from distflow.data.transport import all_gather
-from distflow.errors import DistflowError, PeerLostError, suggest
+from distflow.errors import DistflowError, suggest
 
 REDUCES: tuple[Reduce, ...] = get_args(Reduce)
 Key = tuple[str, Reduce]
@@ -87,51 +87,46 @@ Sink = Callable[[int, dict[str, float]], None]
 
 
 class MetricsReducer:
-    """Reduces metrics step by step in a thread of its own, so that no step waits for the log of another.
+    """Reduces the metrics of a step over all `ranks`; `sink` gets the result on the rank that has one.
 
-    `process_group` is used for nothing else (None: one worker); `sink` gets the result on rank 0.
+    The sink runs in a thread of its own, so that no step waits for the log of another.
     """
 
-    MAX_BACKLOG = 2  # steps that a worker may run ahead of the metrics of the slowest one
+    MAX_BACKLOG = 2  # steps that a run may be ahead of its log
 
-    def __init__(self, process_group: dist.ProcessGroup | None, sink: Sink | None) -> None:
-        self.process_group, self.sink = process_group, sink
+    def __init__(self, rank: int, ranks: Sequence[int], sink: Sink | None) -> None:
+        self.rank, self.ranks, self.sink = rank, ranks, sink
         self._keys: list[Key] = []  # the same on all ranks, in the same order
         self._thread = ThreadPoolExecutor(1, "metrics")
         self._pending: list[Future[None]] = []
 
-    def submit(self, step: int, metrics: StepMetrics) -> None:
-        self._pending.append(self._thread.submit(self._reduce, step, metrics))
+    def reduce(self, step: int, metrics: StepMetrics, vote: bool = False) -> Communication[bool]:
+        """Reduces the metrics of a step. Returns whether any rank's `vote` is true."""
+        new = [k for k in metrics.totals if k not in set(self._keys)]
+        result, any_new, any_vote = yield from self._all_reduce(self._keys, metrics, bool(new), vote)
+        if any_new:  # some worker has logged a metric that not all know: agree on the names first
+            agreed = yield from self._agree_on(new)
+            self._keys += agreed
+            result |= (yield from self._all_reduce(agreed, metrics, False, False))[0]
+        if self.sink is not None:
+            self._pending.append(self._thread.submit(self.sink, step, result))
+            self.wait(self.MAX_BACKLOG)
+        return any_vote
 
-    def wait(self, backlog: int = MAX_BACKLOG) -> None:
-        """Waits until at most `backlog` steps are outstanding; raises what went wrong in the thread."""
+    def wait(self, backlog: int = 0) -> None:
+        """Waits until at most `backlog` steps are not yet logged; raises what went wrong in the sink."""
         while self._pending and (len(self._pending) > backlog or self._pending[0].done()):
             self._pending.pop(0).result()
 
     def close(self) -> None:
         self._thread.shutdown(cancel_futures=True)
 
-    def _reduce(self, step: int, metrics: StepMetrics) -> None:
-        try:
-            result = self._reduced(metrics)
-        except RuntimeError as e:
-            raise PeerLostError(f"lost a worker while reducing metrics: {str(e).splitlines()[0]}") from e
-        if self.sink is not None:
-            self.sink(step, result)
-
-    def _reduced(self, metrics: StepMetrics) -> dict[str, float]:
-        new = [k for k in metrics.totals if k not in self._keys]
-        result, any_new = self._all_reduce(self._keys, metrics, len(new))
-        if any_new:  # some worker has logged a metric that not all know: agree on the names first
-            agreed = self._agree_on(new)
-            self._keys += agreed
-            result |= self._all_reduce(agreed, metrics, 0)[0]
-        return result
-
-    def _all_reduce(self, keys: list[Key], metrics: StepMetrics, new: int) -> tuple[dict[str, float], bool]:
-        sums = torch.zeros(2 * len(keys) + 1, dtype=torch.float64)
-        maxima = torch.full((len(keys) + 1,), -math.inf, dtype=torch.float64)
-        sums[-1] = new
+    def _all_reduce(
+        self, keys: list[Key], metrics: StepMetrics, new: bool, vote: bool
+    ) -> Communication[tuple[dict[str, float], bool, bool]]:
+        """Returns the reduced metrics of these keys, and whether any rank has new ones, and a vote."""
+        sums = torch.zeros(2 * len(keys), dtype=torch.float64)
+        maxima = torch.full((len(keys) + 2,), -math.inf, dtype=torch.float64)
         for i, key in enumerate(keys):
             value, count = metrics.totals.get(key, (_neutral(key[1]), 0.0))
             if key[1] in ("mean", "sum"):
@@ -139,34 +134,36 @@ class MetricsReducer:
             elif count:
                 maxima[i] = value if key[1] == "max" else -value
             sums[2 * i + 1] = count
-        if self.process_group is not None:
-            dist.all_reduce(sums, group=self.process_group)
-            dist.all_reduce(maxima, dist.ReduceOp.MAX, group=self.process_group)
+        maxima[-2], maxima[-1] = float(new), float(vote)
+        parts = len(sums), len(maxima)
+
+        def combine(a: Tensor, b: Tensor) -> Tensor:
+            (sums_a, maxima_a), (sums_b, maxima_b) = a.split(parts), b.split(parts)
+            return torch.cat((sums_a + sums_b, torch.maximum(maxima_a, maxima_b)))
+
+        reduced = yield from all_reduce(self.rank, self.ranks, torch.cat((sums, maxima)), combine)
+        sums, maxima = reduced.split(parts)
         result = {}
         for i, (name, reduce) in enumerate(keys):
             total, count, maximum = float(sums[2 * i]), float(sums[2 * i + 1]), float(maxima[i])
             if count:  # a metric that no worker logged in this step is absent from it
                 result[name] = {"mean": total / count, "sum": total, "max": maximum, "min": -maximum}[reduce]
-        return result, bool(sums[-1])
+        return result, bool(maxima[-2]), bool(maxima[-1])
 
-    def _agree_on(self, new: list[Key]) -> list[Key]:
+    def _agree_on(self, new: list[Key]) -> Communication[list[Key]]:
         """Returns the union of all workers' new keys, sorted."""
-        own = json.dumps(new).encode()
-        texts = [own] if self.process_group is None else self._gather(own)
-        union = sorted({(name, reduce) for text in texts for name, reduce in json.loads(text)})
-        names = [n for n, _ in (*self._keys, *union)]
-        for name in names:
-            if names.count(name) > 1:
-                raise DistflowError(f"metric '{name}' is reduced in two ways; log it with one `reduce` everywhere")
-        return union
 
-    def _gather(self, own: bytes) -> list[bytes]:
-        size = torch.tensor([len(own)])
-        dist.all_reduce(size, dist.ReduceOp.MAX, group=self.process_group)
-        row = torch.from_numpy(np.frombuffer(own.ljust(int(size)), np.uint8).copy())
-        out = torch.empty(dist.get_world_size(self.process_group) * int(size), dtype=torch.uint8)
-        all_gather(out, row, group=self.process_group)
-        return [bytes(r.tolist()) for r in out.view(-1, int(size))]
+        def union(a: bytes, b: bytes) -> bytes:
+            return json.dumps(sorted({(name, reduce) for text in (a, b) for name, reduce in json.loads(text)})).encode()
+
+        own = union(json.dumps(new).encode(), b"[]")
+        text = yield from all_reduce_bytes(self.rank, self.ranks, own, union)
+        agreed: list[Key] = [(name, reduce) for name, reduce in json.loads(text)]
+        counts = Counter(name for name, _ in (*self._keys, *agreed))
+        for name, count in counts.items():
+            if count > 1:
+                raise DistflowError(f"metric '{name}' is reduced in two ways; log it with one `reduce` everywhere")
+        return agreed
 
 
 def _neutral(reduce: Reduce) -> float:

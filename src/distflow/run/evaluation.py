@@ -1,11 +1,8 @@
 """Evaluation on held-out prompts between steps: another flow, run by the same workers with the same roles."""
 
 import time
-from collections.abc import Generator
 
-from torch import Tensor
-
-from distflow.data.exchange import Collective
+from distflow.data.collectives import Communication
 from distflow.observe.metrics import StepMetrics
 from distflow.run.worker import Worker
 
@@ -21,7 +18,7 @@ class Evaluation:
     def due(self, step: int) -> bool:
         return step < 0 or (step + 1) % self.every == 0 or step == self.steps - 1
 
-    def __call__(self, step: int, metrics: StepMetrics) -> Generator[Collective, Tensor, None]:
+    def __call__(self, step: int, metrics: StepMetrics) -> Communication[None]:
         if not self.due(step):
             return
         eval_metrics, start = StepMetrics(), time.perf_counter()

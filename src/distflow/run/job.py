@@ -5,8 +5,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
+from distflow.data.collectives import Communication
 from distflow.data.coordinator import Coordinator
 from distflow.data.loader import Loader
 from distflow.engine.role_context import RoleContext
@@ -60,26 +60,23 @@ class Job:
         if rank == 0:
             hosts = [i.host for i in self.network.identities]
             self.progress = Progress(config.run_folder, self.steps, self.skipped, self.skipped_count, self.first, hosts)
-        process_group = self.network.new_process_group(self.network.all_ranks) if plan.workers > 1 else None
-        self.metrics = MetricsReducer(process_group, self.progress)
+        self.metrics = MetricsReducer(rank, self.network.all_ranks, self.progress)
+        self.evaluation = self._evaluation()
+        self._stop = False  # any rank was asked to end the run
 
     def run(self) -> None:
-        evaluation = self._evaluation()
         self.heartbeat.start_task(-1, "wait for all workers")  # some take longer than others to load models
         self.network.barrier()
         run = self.network.transport.run
-        if evaluation and not self.first:
-            metrics = StepMetrics()
-            run(evaluation(-1, metrics))
-            self._end_of_step(-1, metrics)
+        if self.evaluation and not self.first:
+            run(self._after_step(-1, StepMetrics()))
         if self.steps:
             worker = self._worker(self.plan, self.data)
-            run(worker.steps(self.first, self.steps, self._end_of_step, *([evaluation] if evaluation else [])))
+            run(worker.steps(self.first, self.steps, self._end_of_step, self._after_step))
         self.heartbeat.start_task(self.steps, "finish")
         if self.steps > self.first:
             self.checkpoints.finish(self.steps)
-        with self.heartbeat.waiting(self.network.all_ranks):
-            self.metrics.wait(0)
+        self.metrics.wait()
         self.network.barrier()
 
     def close(self) -> None:
@@ -91,7 +88,7 @@ class Job:
                 role.close()
         if self.progress:
             self.progress.close()
-        dist.destroy_process_group()
+        self.network.close()
 
     def _open_model(self) -> Any:
         """Opens the model of the config, if it names one, and checks that it can read all prompts."""
@@ -106,7 +103,8 @@ class Job:
         source = open_model(self.config.model, lambda: texts(self.rows), config.base, config.seed)
         text = Text(source, prompt_limit(source, config.rollout.max_tokens, config.data.max_prompt))
         with self.heartbeat.waiting(all_ranks):
-            checked = check_prompts(self.rows, text, config.data.on_bad_row == "skip", self.rank, len(all_ranks))
+            skip = config.data.on_bad_row == "skip"
+            checked = check_prompts(self.rows, text, skip, self.rank, len(all_ranks), self.network.all_reduce)
             if self.held_out:
                 check_prompts(self.held_out, text, False, self.rank, len(all_ranks))
         self.rows, self.skipped = checked.rows, [*self.skipped, *checked.skipped]
@@ -123,7 +121,6 @@ class Job:
                 rank=self.rank,
                 layouts=_layouts(self.plans, name),
                 meshes=network.meshes,
-                process_groups=network.process_groups,
                 device=network.device,
                 source=self.source,
                 rollout=config.rollout,
@@ -156,20 +153,20 @@ class Job:
         loader = Loader(self.held_out, plan.samples // plan.repeat, plan.repeat, 0)
         return Evaluation(self._worker(plan, self._coordinator(plan, loader)), self.config.eval.every, self.steps)
 
-    def _end_of_step(self, step: int, metrics: StepMetrics) -> None:
+    def _after_step(self, step: int, metrics: StepMetrics) -> Communication[None]:
+        """Evaluates if it is time to, and reduces the metrics; the vote whether to stop goes with them."""
+        if self.evaluation:
+            yield from self.evaluation(step, metrics)
         if self.network.device.type != "cpu":
             metrics.log("perf/device_peak_mib", torch.accelerator.max_memory_allocated() / (1 << 20), reduce="max")
-        self.metrics.submit(step, metrics)
-        with self.heartbeat.waiting(self.network.all_ranks):
-            self.metrics.wait()
-        if step < 0:
-            return
-        stop = self.network.any_rank(self.stop_requested())
-        if stop or self.checkpoints.due(step + 1):
+        self._stop = yield from self.metrics.reduce(step, metrics, vote=self.stop_requested())
+
+    def _end_of_step(self, step: int, metrics: StepMetrics) -> None:
+        if self._stop or self.checkpoints.due(step + 1):
             self.checkpoints.save(step + 1)
-        if stop and step + 1 < self.steps:
+        if self._stop and step + 1 < self.steps:
             self.checkpoints.finish(None)
-            self.metrics.wait(0)
+            self.metrics.wait()
             raise StoppedError(
                 f"stopped on request after step {step + 1} of {self.steps}, which is saved; continue with --resume"
             )

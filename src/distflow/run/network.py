@@ -2,20 +2,23 @@
 
 import logging
 import os
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from contextlib import nullcontext
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from distflow.config import Config
-from distflow.data.exchange import AllGather
+from distflow.data.collectives import all_gather, all_reduce, barrier
 from distflow.data.shared_memory import host_id
 from distflow.data.transport import Transport
 from distflow.errors import DistflowError
 from distflow.observe.heartbeat import Heartbeat
-from distflow.plan import Layout, Plan, Weights
+from distflow.plan import Layout, Plan
+from distflow.plan.topology import Topology
 from distflow.run.identity import Identity, check_identities, describe_hosts, tensor_parallel_hint
 from distflow.run.rendezvous import Rendezvous
 
@@ -38,27 +41,56 @@ class Network:
         # The watchdog has to report a stuck run first: a collective gives up by itself only much later.
         self.timeout = timedelta(seconds=2 * config.wait_limit_s + 60)
         heartbeat.start_task(-1, "connect")
+        self.transport = self._transport("main")
+        self.background = self._transport("background")  # for one thread besides the worker's own
+        self.identities = self._exchange_identities(config, plans[0], layouts)
+        self.topology = Topology.of([i.host_id for i in self.identities])
+        for transport in (self.transport, self.background):
+            transport.use(self.topology, [i.host for i in self.identities])
         with heartbeat.waiting(self.all_ranks):
             self._init_process_group()
-            weights = [t.ranks for p in plans for t in p.tasks if isinstance(t, Weights)]
-            moves = [m.ranks for p in plans for m in p.moves]
-            self.transport = Transport([self.all_ranks, *moves, *weights], self.device, heartbeat.waiting)
-            self.identities = self._exchange_identities(config, plans[0], layouts)
-            self.meshes = {layout: self._mesh(layout) for layout in layouts}
-            self.process_groups = {layout: self.new_process_group(layout.ranks) for layout in layouts}
-            self._all = self.new_process_group(self.all_ranks)
+            self.meshes = {layout: self.mesh(layout) for layout in layouts if self._within(layout)}
+
+    def _transport(self, name: str) -> Transport:
+        at = self.rendezvous
+        # The heartbeat says what the worker's own thread waits for, and only that.
+        waiting = self.heartbeat.waiting if name == "main" else lambda ranks: nullcontext()
+        return Transport(at.rank, at.workers, at.store, at.address, self.device, waiting, name)
 
     def _init_process_group(self) -> None:
+        os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")  # connects two ranks when they first talk to each other
         backend = "gloo"
         if self.device.type != "cpu":
-            # Without `device_id`: process groups for the CPU only, as those below, could then not be created.
+            # Without `device_id`: with it, all ranks would have to take part in the creation of every process group.
             backend = f"cpu:gloo,{self.device.type}:{dist.get_default_backend_for_device(self.device)}"
         store, rank, workers = self.rendezvous.store, self.rendezvous.rank, self.rendezvous.workers
         dist.init_process_group(backend, store=store, rank=rank, world_size=workers, timeout=self.timeout)
 
-    def _mesh(self, layout: Layout) -> DeviceMesh:
-        ranks = torch.tensor(layout.ranks).view(layout.dp, layout.tp)
-        return DeviceMesh(self.device.type, ranks, mesh_dim_names=("dp", "tp"))
+    def _within(self, layout: Layout) -> bool:
+        return layout.cell_of(self.rendezvous.rank) is not None
+
+    def mesh(self, layout: Layout, shard: int | None = None) -> DeviceMesh:
+        """Returns the mesh `dp` × `tp` of a layout that this rank is in; with `shard`, `replicate` × `shard` × `tp`.
+
+        Only the ranks of the layout call it, all of them at the same point; each creates its own process groups.
+        """
+        if shard is None:
+            return self._mesh(torch.tensor(layout.ranks).view(layout.dp, layout.tp), ("dp", "tp"))
+        ranks = torch.tensor(layout.ranks).view(layout.dp // shard, shard, layout.tp)
+        return self._mesh(ranks, ("replicate", "shard", "tp"))
+
+    def _mesh(self, ranks: Tensor, names: tuple[str, ...]) -> DeviceMesh:
+        place = (ranks == self.rendezvous.rank).nonzero()[0].tolist()
+        device = self.device if self.device.type != "cpu" else None
+        groups = []
+        for dim in range(ranks.ndim):
+            index = [slice(None) if d == dim else at for d, at in enumerate(place)]
+            groups.append(
+                dist.new_group(
+                    ranks[index].tolist(), timeout=self.timeout, use_local_synchronization=True, device_id=device
+                )
+            )
+        return DeviceMesh.from_group(groups, self.device.type, ranks, mesh_dim_names=names)
 
     def new_process_group(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
         process_group: dist.ProcessGroup = dist.new_group(list(ranks), backend="gloo", timeout=self.timeout)
@@ -72,8 +104,8 @@ class Network:
             host = f"alone-{self.rendezvous.rank}"
         own = Identity.own(self.rendezvous.address, host, config, plan, self.device)
         data = torch.frombuffer(bytearray(own.pack()), dtype=torch.uint8)
-        gathered = self.transport.execute(AllGather(self.all_ranks, data))
-        identities = [Identity.unpack(bytes(row.tolist())) for row in gathered]
+        gathered = self.transport.run(all_gather(self.rendezvous.rank, self.all_ranks, data))
+        identities = [Identity.unpack(bytes(row)) for row in gathered.numpy()]
         check_identities(identities)
         self.heartbeat.peers = [i.peer(own) for i in identities]
         if self.rendezvous.rank == 0:
@@ -85,16 +117,19 @@ class Network:
 
     def any_rank(self, value: bool) -> bool:
         """Returns whether `value` is true on any rank. All ranks call it at the same point."""
-        if len(self.all_ranks) == 1:
-            return value
-        flag = torch.tensor([int(value)])
-        with self.heartbeat.waiting(self.all_ranks):
-            dist.all_reduce(flag, dist.ReduceOp.MAX, group=self._all)
-        return bool(flag)
+        return bool(self.all_reduce(torch.tensor([value]), torch.logical_or))
+
+    def all_reduce(self, data: Tensor, op: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+        """Returns the reduction of all ranks' data, in host memory. All ranks call it at the same point."""
+        return self.transport.run(all_reduce(self.rendezvous.rank, self.all_ranks, data, op))
 
     def barrier(self) -> None:
-        with self.heartbeat.waiting(self.all_ranks):
-            dist.barrier(group=self._all)
+        self.transport.run(barrier(self.rendezvous.rank, self.all_ranks))
+
+    def close(self) -> None:
+        self.transport.close()
+        self.background.close()
+        dist.destroy_process_group()
 
 
 def own_device() -> torch.device:

@@ -5,16 +5,16 @@ import inspect
 import logging
 import resource
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from distflow.data.batch import NO_SAMPLES, Batch, Column, Ragged
+from distflow.data.collectives import Communication, SendReceive
 from distflow.data.context import Context
 from distflow.data.coordinator import Coordinator
-from distflow.data.exchange import Collective
 from distflow.data.transport import is_peer_lost, short_message
 from distflow.errors import DistflowError, NodeError, PeerLostError
 from distflow.flow.graph import Node
@@ -49,9 +49,9 @@ class Worker:
         first: int,
         last: int,
         end_of_step: Callable[[int, StepMetrics], None],
-        after_step: Callable[[int, StepMetrics], Iterator[Collective]] = lambda step, metrics: iter(()),
-    ) -> Generator[Collective, Tensor, None]:
-        """Runs the steps first … last − 1; yields the collectives they need."""
+        after_step: Callable[[int, StepMetrics], Iterable[SendReceive]] = lambda step, metrics: (),
+    ) -> Communication[None]:
+        """Runs the steps first … last − 1; yields the messages they need."""
         for step in range(first, last):
             metrics = StepMetrics()
             start, cpu_start = time.perf_counter(), time.process_time()
@@ -63,9 +63,7 @@ class Worker:
             yield from after_step(step, metrics)
             end_of_step(step, metrics)
 
-    def run_chain(
-        self, step: int, metrics: StepMetrics, run_step: int | None = None
-    ) -> Generator[Collective, Tensor, None]:
+    def run_chain(self, step: int, metrics: StepMetrics, run_step: int | None = None) -> Communication[None]:
         """Runs the chain once on the samples of `step`; `run_step` is the step of the run, if that differs."""
         run_step = step if run_step is None else run_step
         times: dict[str, float] = {}
@@ -86,7 +84,7 @@ class Worker:
 
     def _run_tasks(
         self, tasks: Iterable[Task], step: int, run_step: int, metrics: StepMetrics, times: dict[str, float]
-    ) -> Generator[Collective, Tensor, None]:
+    ) -> Communication[None]:
         for task in tasks:
             start = time.perf_counter()
             self.on_task(run_step, task.name)

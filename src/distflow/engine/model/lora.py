@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from distflow.config.schema import ALL_LINEAR, LoraConfig
-from distflow.data.transport import all_gather
 from distflow.engine.model.source import Read
 from distflow.engine.weights import Spec
 from distflow.errors import ConfigError, suggest
@@ -65,6 +64,7 @@ class Adapter:
         rows = -(-self.rank // ranks)  # per rank; the last ones may have fewer
         mine = [nn.functional.pad(parts[name], (0, 0, 0, rows - len(parts[name]))).flatten() for name in names]
         everybody = mine[0].new_empty(ranks, sum(map(len, mine)))
+        all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # in older versions
         all_gather(everybody.view(-1), torch.cat(mine), group=process_group)
         pieces = zip(names, everybody.split([len(a) for a in mine], 1), strict=True)
         return {**parts, **{name: a.reshape(rows * ranks, -1)[: self.rank] for name, a in pieces}}

@@ -1,14 +1,14 @@
 """Before the first step every prompt is encoded once, each worker a share: a bad one is reported now, not at night."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
+from numpy.typing import NDArray
+from torch import Tensor
 
-from distflow.data.balance import Ints
 from distflow.data.dataset_view import DatasetView
 from distflow.engine.model.text import Text
 from distflow.errors import DataError
@@ -23,11 +23,21 @@ class CheckedPrompts:
     count: int  # skipped rows on all workers
 
 
-def check_prompts(rows: DatasetView, text: Text, skip: bool, rank: int, workers: int) -> CheckedPrompts:
-    """Finds rows whose prompt the model cannot read: an error that names the row, or left out on all workers."""
+def check_prompts(
+    rows: DatasetView,
+    text: Text,
+    skip: bool,
+    rank: int = 0,
+    workers: int = 1,
+    all_reduce: Callable[[Tensor, Callable[[Tensor, Tensor], Tensor]], Tensor] = lambda data, op: data,
+) -> CheckedPrompts:
+    """Finds rows whose prompt the model cannot read: an error that names the row, or left out on all workers.
+
+    `all_reduce(data, op)` reduces over the workers; it is called by all if `skip` is set.
+    """
     if "prompt" not in rows.column_names:
         return CheckedPrompts(rows, [], 0)
-    bad: Ints = np.zeros(len(rows), np.int64)
+    bad: NDArray[np.bool_] = np.zeros(len(rows), bool)
     skipped = []
     for i in range(rank, len(rows), workers):
         try:
@@ -36,13 +46,13 @@ def check_prompts(rows: DatasetView, text: Text, skip: bool, rank: int, workers:
             message = f"{rows.location(i)}: {e}"
             if not skip:
                 raise DataError(f"{message} – fix the row or set `data.on_bad_row: skip`") from None
-            bad[i] = 1
+            bad[i] = True
             skipped.append(message)
-    if skip and workers > 1:
-        dist.all_reduce(torch.from_numpy(bad))
+    if skip:
+        bad = all_reduce(torch.from_numpy(bad), torch.logical_or).numpy()
     if not bad.any():
         return CheckedPrompts(rows, [], 0)
-    good = np.flatnonzero(bad == 0)
+    good = np.flatnonzero(~bad)
     if not len(good):
         raise DataError(f"all {len(bad)} rows were skipped: {skipped[0] if skipped else 'see the other workers'}")
     return CheckedPrompts(rows.select(good), skipped[:_LISTED], int(bad.sum()))
