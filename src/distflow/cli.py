@@ -79,6 +79,8 @@ def _parser() -> argparse.ArgumentParser:
         help="continue from the newest complete checkpoint of the run, or from this checkpoint or run;"
         f" '{AUTO}': from the newest if there is one, else from the beginning",
     )
+    run.add_argument("--launcher", choices=["local", "ray"], default="local", help="who starts the workers")
+    run.add_argument("--address", metavar="HOST:PORT", help="of the Ray cluster; default: the one that is found")
     add("check", _check, "Check everything short of training: data, model, one reward, memory.")
     add("eval", _eval, "Evaluate the model on the held-out set of the config, without training.")
     export = commands.add_parser("export", help="Write a run's weights as a Hugging Face directory.")
@@ -169,11 +171,13 @@ def _run(args: argparse.Namespace) -> int:
     if resume and "=" in resume:  # an override that follows `--resume`
         args.overrides.append(resume)
         resume = NEWEST
-    return _start(args, resume)
+    if args.address and args.launcher != "ray":
+        raise ConfigError("--address is for --launcher ray")
+    return _start(args, resume, args.launcher == "ray")
 
 
-def _start(args: argparse.Namespace, resume: str | None) -> int:
-    """Becomes a worker if the environment says so, else launches all workers on this machine."""
+def _start(args: argparse.Namespace, resume: str | None, on_ray: bool = False) -> int:
+    """Becomes a worker if the environment says so, else launches all workers on this machine or a Ray cluster."""
     program = _program(args)
     env = read_launch_env()
     if env:
@@ -181,6 +185,10 @@ def _start(args: argparse.Namespace, resume: str | None) -> int:
 
         return run_worker(program, env, resume)
     program.plan(program.config.workers or 1)  # reports a mistake once, before any worker starts
+    if on_ray:
+        from distflow.launch.ray import launch as launch_on_ray
+
+        return launch_on_ray(program.config, args.config, args.overrides, resume, args.address)
     from distflow.launch.local import launch
 
     return launch(program.config, args.config, args.overrides, resume)

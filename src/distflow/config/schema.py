@@ -116,6 +116,7 @@ class TrainerConfig(Section):
     eps: float = Field(1e-8, gt=0)
     clip_grad: float = Field(1.0, ge=0)  # norm; 0: never
     micro_tokens: int = Field(16384, gt=0)  # per micro-batch of a worker
+    shard_degree: int | None = Field(None, gt=0)  # dp ranks that share one copy of the model; default: all
     dtype: Dtype = "float32"  # of the computation; the weights that are trained are always float32
     gradient_checkpointing: bool = False  # recomputes activations in the backward pass instead of keeping them
 
@@ -207,6 +208,14 @@ class EvalConfig(Section):
     limit: int | None = Field(None, gt=0)  # rows
 
 
+class RayConfig(Section):
+    """Where `--launcher ray` places the workers of a cluster."""
+
+    resources: dict[str, dict[str, Annotated[float, Field(gt=0)]]] = {}  # rank set → what each of its workers reserves
+    strategy: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = "PACK"  # of Ray's placement group
+    start_limit_s: float = Field(600.0, gt=0, le=MAX_SECONDS)  # how long the cluster may take to have room
+
+
 class Config(Section):
     """A run."""
 
@@ -231,6 +240,7 @@ class Config(Section):
     wait_limit_s: float = Field(600.0, gt=0, le=MAX_SECONDS)  # the run ends if a worker waits longer for others
     stop_limit_s: float = Field(60.0, gt=0, le=MAX_SECONDS)  # time to finish the step and its checkpoint after SIGTERM
     restarts: int = Field(3, ge=0)  # after failures that may be temporary, counted since the last progress
+    ray: RayConfig = RayConfig()
     base: Path = Field(Path(), exclude=True)  # folder of the config file, which paths are relative to
 
     @field_validator("roles", mode="before")

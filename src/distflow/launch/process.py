@@ -20,7 +20,7 @@ from distflow.observe.heartbeat import LAUNCHER_FOLDER, Heartbeat
 from distflow.observe.watchdog import Watchdog
 from distflow.plan import Plan
 from distflow.run.job import Job
-from distflow.run.launch_env import LAUNCHER_STORE, LaunchEnv
+from distflow.run.launch_env import LaunchEnv
 from distflow.run.network import own_device
 from distflow.run.program import Program
 from distflow.run.rendezvous import Rendezvous
@@ -117,7 +117,7 @@ def _handle_sigterm(limit_s: float) -> Callable[[], bool]:
 
 def _prepare_process(env: LaunchEnv) -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends a worker at once, without N tracebacks
-    if LAUNCHER_STORE in os.environ and sys.platform == "linux":
+    if LAUNCHER_FOLDER in os.environ and sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: never outlive the launcher
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // (env.local_workers or env.workers)))

@@ -1,0 +1,75 @@
+"""What Ray starts for each worker: an actor, which runs it as a child and says how it ended. Imports no torch."""
+
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+PORTS = range(20_000, 30_000)  # above Ray's own, below those that Linux gives to outgoing connections
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where an actor is."""
+
+    node: str  # Ray's id of it
+    host: str
+    address: str
+    port: int  # a free one
+    shares_folder: bool  # sees the run's folder
+
+
+@dataclass(frozen=True)
+class End:
+    """How a worker has ended, and what it wrote for its launcher: file name → content."""
+
+    exitcode: int
+    pid: int
+    files: Mapping[str, bytes]
+
+
+class WorkerActor:
+    """Starts one worker on its node. Two threads: one waits for the worker while the other may stop it."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+        self._stopped = False
+
+    def place(self, run_folder: str) -> Place:
+        import ray
+
+        node, address = ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address()
+        return Place(node, socket.gethostname(), address, _port(), (Path(run_folder) / "lock").exists())
+
+    def run(self, command: Sequence[str], folder_variable: str, env: Mapping[str, str], cwd: str) -> End:
+        """Runs the worker to its end. Its output is that of the actor, which Ray shows to the launcher."""
+        with tempfile.TemporaryDirectory(prefix="distflow-") as folder:
+            environment = os.environ | dict(env) | {folder_variable: folder}
+            self._process = subprocess.Popen([sys.executable, *command], env=environment, cwd=cwd)
+            if self._stopped:
+                self.stop()
+            code = self._process.wait()
+            files = {path.name: path.read_bytes() for path in Path(folder).iterdir() if path.is_file()}
+            return End(code, self._process.pid, files)
+
+    def stop(self) -> None:
+        """Asks the worker to end after its step."""
+        self._stopped = True
+        if self._process is not None:
+            self._process.send_signal(signal.SIGTERM)
+
+
+def _port() -> int:
+    for port in random.sample(PORTS, 100):
+        try:
+            socket.create_server(("", port)).close()
+        except OSError:
+            continue
+        return port
+    raise OSError(f"no free port among {PORTS.start} to {PORTS.stop} on {socket.gethostname()}")
