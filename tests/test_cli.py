@@ -12,7 +12,6 @@ from distflow.run.program import Program
 
 DIAMOND = str(Path(__file__).parents[1] / "examples" / "diamond" / "config.yaml")
 Output = pytest.CaptureFixture[str]
-INDIVISIBLE = "node 'advantage': the 63 prompts of a step do not divide over its 2 data-parallel cells; use a batch of"
 
 
 def distflow(*args: str) -> int:
@@ -88,7 +87,6 @@ def test_there_is_one_worker_by_default(capsys: Output) -> None:
         ([DIAMOND, "--json", "batch"], "override 'batch': write it as key=value"),
         ([DIAMOND, "--workers", "0"], "--workers 0: at least one worker is needed"),
         ([DIAMOND, "--workers", "2"], "placement.ranks.train: '2-3' names ranks 2-3, but there are 2 workers (0-1)"),
-        ([DIAMOND, "data.batch=63"], INDIVISIBLE),
         ([DIAMOND, "data.files=sum.jsonl"], "sum.jsonl: no such file; did you mean 'sums.jsonl'?"),
         ([DIAMOND, "flow=flow.py:dimond"], "flow: 'flow.py:dimond' has no 'dimond'; did you mean 'diamond'?"),
         ([DIAMOND, "placement.nodes.correct.ranks=rolout"], "unknown rank set 'rolout'; did you mean 'rollout'?"),
@@ -107,8 +105,8 @@ def one_line(capsys: Output, message: str) -> bool:
 
 def test_run_reports_a_mistake_before_any_worker_starts(capsys: Output, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RANK", raising=False)
-    assert distflow("run", DIAMOND, "data.batch=63") == 2
-    assert one_line(capsys, INDIVISIBLE)
+    assert distflow("run", DIAMOND, "placement.nodes.corect.tp=2") == 2
+    assert one_line(capsys, "the flow has no node 'corect'; did you mean 'correct'?")
 
 
 @pytest.mark.parametrize(

@@ -113,11 +113,15 @@ def test_only_the_share_of_the_cell_is_read(make: Make) -> None:
     assert read.call_count == 2
 
 
-def test_prompts_that_do_not_divide_are_refused_with_numbers_that_do(make: Make) -> None:
-    with pytest.raises(DataError, match="10 prompts per step do not divide by 4 workers; make it 8 or 12"):
-        Loader(make(5), 10, 1, 0).load(0, 0, 4)
-    with pytest.raises(DataError, match=r"3 prompts per step do not divide by 4 workers; make it 4$"):
-        Loader(make(5), 3, 1, 0).load(0, 0, 4)
+@pytest.mark.parametrize(("prompts", "shares"), [(10, [3, 2, 3, 2]), (3, [1, 1, 1, 0]), (2, [1, 0, 1, 0])])
+def test_shares_differ_by_at_most_one_prompt_and_may_be_empty(make: Make, prompts: int, shares: list[int]) -> None:
+    loader = Loader(make(5), prompts, 2, 0)
+    parts = [loader.load(1, cell, 4) for cell in range(4)]
+    assert [len(ids) for ids, _ in parts] == [2 * n for n in shares]
+    ids, columns = loader.load(1, 0, 1)
+    assert [i for part, _ in parts for i in part.tolist()] == ids.tolist()
+    for name, values in columns.items():
+        assert [v for _, part in parts for v in part[name]] == values
 
 
 def test_an_unknown_cell_is_refused(make: Make) -> None:

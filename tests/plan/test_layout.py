@@ -2,11 +2,12 @@ import re
 from itertools import pairwise
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distflow.errors import PlacementError
 from distflow.plan import Layout, format_ranks, parse_ranks
+from distflow.plan.layout import contiguous_share
 
 
 def test_a_cell_is_tp_consecutive_ranks() -> None:
@@ -66,6 +67,17 @@ def test_shares_divide_the_workers_without_gap_or_overlap(workers: int, cuts: li
     assert ranks == list(range(workers))
 
 
+@settings(deadline=None)
+@given(st.integers(0, 200), st.integers(1, 60))
+def test_shares_of_units_are_contiguous_and_as_even_as_possible(units: int, cells: int) -> None:
+    shares = [contiguous_share(units, cells, cell) for cell in range(cells)]
+    assert [i for first, last in shares for i in range(first, last)] == list(range(units))
+    assert {last - first for first, last in shares} <= {units // cells, -(-units // cells)}
+    for cell, (first, last) in enumerate(shares):
+        assert all(i * cells // units == cell for i in range(first, last))
+
+
+@settings(deadline=None)
 @given(st.lists(st.integers(0, 60), min_size=1, unique=True))
 def test_formatted_ranks_parse_to_the_same(ranks: list[int]) -> None:
     text = format_ranks(tuple(ranks))

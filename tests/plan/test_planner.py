@@ -26,6 +26,7 @@ from distflow.plan import (
     Workload,
     plan,
 )
+from distflow.plan.layout import contiguous_share
 
 ROOT = Path(__file__).parents[2]
 PLANS = [random_plan(random.Random(seed), workers=seed % 8 + 1) for seed in range(200)]
@@ -162,7 +163,6 @@ def test_the_requirements_of_a_node_are_met() -> None:
             assert place.whole_groups or not n.whole_groups
             assert place.layout.dp == 1 or not n.whole_batch
             assert n.balance is None or place.balance == n.balance
-            assert p.samples % place.layout.dp == 0
             assert not place.whole_groups or (p.samples // p.repeat) % place.layout.dp == 0
 
 
@@ -342,48 +342,51 @@ def test_wrong_rank_sets_are_refused(workers: int, rank_sets: dict[str, str], me
         Placement(workers, rank_sets)
 
 
+# ---- fewer prompts than workers, or a number that does not divide ----
+
+
+def sizes(p: Plan, partition: Partition) -> list[int]:
+    """Returns how many samples each cell has."""
+    unit, dp = p.repeat if partition.whole_groups else 1, partition.layout.dp
+    shares = [contiguous_share(p.samples // unit, dp, cell) for cell in range(dp)]
+    return [(last - first) * unit for first, last in shares]
+
+
 @pytest.mark.parametrize(
-    ("prompts", "repeat", "where", "message"),
+    ("prompts", "loaded", "generated"),
     [
-        (
-            6,
-            2,
-            {},
-            "node 'data': the 6 prompts of a step do not divide over its 4 data-parallel cells;"
-            " use a batch of 4 or 8 prompts, or another layout",
-        ),
-        (
-            3,
-            2,
-            {},
-            "node 'data': the 3 prompts of a step do not divide over its 4 data-parallel cells;"
-            " use a batch of 4 prompts, or another layout",
-        ),
-        (
-            3,
-            2,
-            {"nodes": {"data": Place(tp=4)}},
-            "node 'a': the 6 samples of a step do not divide over its 4 data-parallel cells;"
-            " use a batch of 2 or 4 prompts, or another layout",
-        ),
-        (
-            3,
-            3,
-            {"nodes": {"data": Place(tp=4)}},
-            "node 'a': the 9 samples of a step do not divide over its 4 data-parallel cells;"
-            " use a batch of 4 prompts, or another layout",
-        ),
+        (8, [4, 4, 4, 4], [4, 4, 4, 4]),
+        (2, [2, 0, 2, 0], [1, 1, 1, 1]),
+        (1, [2, 0, 0, 0], [1, 0, 1, 0]),
+        (5, [4, 2, 2, 2], [3, 2, 3, 2]),
     ],
 )
-def test_a_batch_that_does_not_divide_is_refused_with_numbers_that_would(
-    prompts: int, repeat: int, where: dict[str, Any], message: str
+def test_a_model_has_even_shares_though_whole_groups_would_not_divide(
+    prompts: int, loaded: list[int], generated: list[int]
 ) -> None:
-    with pytest.raises(PlacementError) as e:
-        planned(chain_of("a"), prompts=prompts, repeat=repeat, **where)
-    assert str(e.value) == message
-    (numbers,) = re.findall(r"use a batch of ([\d or]+) prompts", message)
-    for number in map(int, numbers.split(" or ")):
-        planned(chain_of("a"), prompts=number, repeat=repeat, **where)
+    p = planned(chain_of("a", type="inference"), prompts=prompts)
+    assert sizes(p, p.partition_of("data")) == loaded
+    assert sizes(p, p.partition_of("a")) == generated
+    assert same_place(p, "data", "a") == (loaded == generated)
+    for node in ("data", "a"):
+        assert p.partition_of(node).largest_share(p.samples, p.repeat) == max(sizes(p, p.partition_of(node)))
+
+
+def test_other_nodes_stay_where_their_inputs_are_however_many_there_are() -> None:
+    for prompts in (1, 2, 3, 5):
+        p = planned(chain_of("a", "b"), prompts=prompts)
+        assert same_place(p, "data", "a", "b")
+        assert not p.moves
+
+
+def test_groups_come_together_after_a_model_had_parts_of_them() -> None:
+    generate = Node("generate", type="inference", reads=("prompt",), writes=("score",))
+    advantage = Node("advantage", reads=("score",), whole_groups=True)
+    p = planned(Flow("grpo", ("prompt",), (generate, advantage)), prompts=2)
+    first, second = p.moves
+    assert [m.fields for m in p.moves] == [("prompt",), ("score",)]
+    assert (first.src, first.dst) == (second.dst, second.src)
+    assert first.expected_bytes == 2 * 100  # of four samples two stay
 
 
 # ---- the same on every worker ----

@@ -234,11 +234,6 @@ def test_what_is_wrong_is_reported_in_one_line(
     ("overrides", "without", "message"),
     [
         (
-            ["data.batch=5"],
-            "",
-            "5 prompts of a step do not divide over its 2 data-parallel cells; use a batch of 4 or 6",
-        ),
-        (
             ["algo.mini_batches=3"],
             "",
             "algo.mini_batches: 3 does not divide the 4 prompts of data.batch; use one of 1, 2, 4",
