@@ -163,7 +163,8 @@ def test_the_requirements_of_a_node_are_met() -> None:
             assert place.whole_groups or not n.whole_groups
             assert place.layout.dp == 1 or not n.whole_batch
             assert n.balance is None or place.balance == n.balance
-            assert not place.whole_groups or (p.samples // p.repeat) % place.layout.dp == 0
+            if n.type == "inference" and not n.whole_groups:
+                assert place.largest_share(p.samples, p.repeat) == -(-p.samples // place.layout.dp)
 
 
 def test_some_plan_has_a_node_that_sees_the_whole_batch() -> None:
