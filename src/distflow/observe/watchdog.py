@@ -122,8 +122,8 @@ class Watchdog:
             rank = (self.rank + 1) % self.workers
             where = f" on {self.heartbeat.peers[rank].host}" if self.heartbeat.peers else ""
             logger.warning(
-                "rank %d on %s gets no heartbeat of rank %d%s: allow UDP between the hosts; without it, a stopped worker"
-                " is noticed only by those who wait for it",
+                "rank %d on %s gets no heartbeat of rank %d%s: allow UDP between the hosts; without it, one that stops"
+                " is noticed only by those that wait for it",
                 self.rank,
                 self.heartbeat.host,
                 rank,
