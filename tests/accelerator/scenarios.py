@@ -1,7 +1,6 @@
 """What the tests of the rehearsal do with the engine on a worker, as functions of the device."""
 
 from collections.abc import Iterable, Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -25,6 +24,7 @@ from distflow.data.context import Context
 from distflow.data.coordinator import Coordinator
 from distflow.data.loader import Loader
 from distflow.data.transport import Transport
+from distflow.engine.hand_over import HandOver
 from distflow.engine.model.source import DTYPES, Source
 from distflow.engine.model.tokenizer import train_tokenizer
 from distflow.engine.role_state import RoleState
@@ -37,14 +37,16 @@ from distflow.engine.rollout.weight_buffers import empty_weights
 from distflow.engine.train import fsdp
 from distflow.engine.train.trainer import Trainer
 from distflow.engine.train.update_spec import UpdateSpec
-from distflow.engine.weights import HandOver, Shards, slices
+from distflow.engine.weights import Shards, slices
 from distflow.flow import Flow, Node
 from distflow.observe.metrics import StepMetrics
 from distflow.plan import Layout, Place, Placement, Workload, plan
+from distflow.plan.topology import Topology
 from distflow.run.checkpoint import checkpoint_dir, load_tensors
 from distflow.run.checkpoint_writer import CheckpointWriter, Members, _copy_tensors
 from distflow.run.worker import Worker
 from engine.tiny import VOCABULARY, config_of, pair
+from spawn import make_transport
 
 DEVICES = (DEVICE, "cpu")
 
@@ -219,7 +221,8 @@ def roll_out(
 
 
 def local_transport() -> Transport:
-    return Transport([(0, 1)], torch.device(DEVICE), lambda ranks: nullcontext())
+    transport: Transport = make_transport(dist.get_rank(), 2, DEVICE)
+    return transport
 
 
 def hand_over(rank: int) -> None:
@@ -233,7 +236,7 @@ def hand_over(rank: int) -> None:
     communication = local_transport()
     for dtype in (torch.float32, torch.bfloat16):
         filled = empty_weights(shapes, (), dtype, torch.device(DEVICE))
-        transfer = HandOver(trainer.specs, source, target, rank, dtype)
+        transfer = HandOver(trainer.specs, source, target, rank, dtype, Topology.single(2))
         before = calls["c10d::alltoall_base_"]
         communication.run(_generator(transfer.run(trainer.weights(), filled)))
         assert calls["c10d::alltoall_base_"] > before or not REHEARSED, "the weights went through host memory"

@@ -17,12 +17,12 @@ FLOW = """
 import json
 
 from distflow import flow, node
-from distflow.engine import weights
+from distflow.engine import hand_over
 from distflow.flows.dapo import dapo
 from distflow.flows.grpo import grpo
 from distflow.flows.ppo import ppo
 
-weights._BUCKET = 1 << 14  # so that weights are sent in several exchanges, as those of a large model are
+hand_over._BUCKET = 1 << 14  # so that weights are sent in several exchanges, as those of a large model are
 
 
 @node(writes=())
@@ -168,6 +168,19 @@ def test_one_worker_learns(alone: Run) -> None:
 def test_any_layout_gives_the_same_run(folder: Path, alone: Run, name: str) -> None:
     workers, placement = LAYOUTS[name]
     check_same(name, run(folder, name, workers, placement=placement), alone)
+
+
+TP2 = {"roles": {role: {"tp": 2} for role in MODELS}}
+HYBRID: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # changes of the config, placement; on four workers
+    "hybrid dp4": ({"train": {"lr": 1e-3, "shard_degree": 2}}, {"nodes": {"actor.generate": {"tp": 2}}}),
+    "hybrid dp2 tp2": ({"train": {"lr": 1e-3, "shard_degree": 1}}, TP2),
+}
+
+
+@pytest.mark.parametrize("name", HYBRID)
+def test_hybrid_sharding_gives_the_same_run(folder: Path, alone: Run, name: str) -> None:
+    changes, placement = HYBRID[name]
+    check_same(name, run(folder, name, 4, placement=placement, **changes), alone)
 
 
 OTHERS: dict[str, tuple[dict[str, Any], tuple[str, ...], dict[str, tuple[int, dict[str, Any]]]]] = {

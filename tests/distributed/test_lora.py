@@ -3,7 +3,6 @@
 import json
 import shutil
 from collections.abc import Iterator
-from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,9 +32,10 @@ from distflow.engine.train.fsdp import local, local_shards
 from distflow.engine.weights import slices
 from distflow.observe.metrics import StepMetrics
 from distflow.plan import Layout
+from distflow.plan.topology import Topology
 from distflow.run.checkpoint_writer import CheckpointWriter, Members
 from engine.tiny import randomize_weights
-from spawn import spawn
+from spawn import make_transport, spawn
 from warm import distflow_run
 
 WORKERS, TOKENS = 3, 6
@@ -113,8 +113,10 @@ class Outcome:
 class Worker:
     """One worker's part of an actor."""
 
-    def __init__(self, case: Case, role: RoleContext, transport: Transport) -> None:
-        self.case, self.role, self.transport = case, role, transport
+    def __init__(
+        self, case: Case, role: RoleContext, transport: Transport, trained_together: dist.ProcessGroup
+    ) -> None:
+        self.case, self.role, self.transport, self.trained_together = case, role, transport, trained_together
         self.actor = Actor(role)
         groups = np.arange(len(PROMPTS))
         self.ctx = Context(0, role.rank, WORKERS, case.trains, 5, StepMetrics(), role.base, groups)
@@ -132,7 +134,7 @@ class Worker:
             ids = np.arange(len(PROMPTS))
             rollout = self.actor.generate(Batch(ids, ids, {"prompt": PROMPTS}), self.ctx, temperature)
         box = [rollout]
-        dist.broadcast_object_list(box, self.case.generates.ranks[0], self.role.process_groups[self.case.trains])
+        dist.broadcast_object_list(box, self.case.generates.ranks[0], self.trained_together)
         assert box[0] is not None
         return box[0]
 
@@ -178,7 +180,7 @@ class Worker:
 
 def run_cases(rank: int, folder: Path) -> dict[str, Outcome]:
     """Runs all cases on one worker; all workers take part in making process groups and checkpoints."""
-    transport = Transport([case.ranks for case in CASES.values()], torch.device("cpu"), lambda ranks: nullcontext())
+    transport = make_transport(rank, WORKERS)
     all_workers = Members(tuple(range(dist.get_world_size())), dist.new_group())
     outcomes = {}
     for name, case in CASES.items():
@@ -189,7 +191,8 @@ def run_cases(rank: int, folder: Path) -> dict[str, Outcome]:
             process_groups[layout] = dist.new_group(list(layout.ranks))
         state = None
         if rank in case.ranks:
-            worker = Worker(case, role_context(case, rank, folder, meshes, process_groups), transport)
+            role = role_context(case, rank, folder, meshes)
+            worker = Worker(case, role, transport, process_groups[case.trains])
             outcomes[name] = learn(worker)
             state = worker.actor.role_state()
         members = Members(case.trains.ranks, process_groups[case.trains])
@@ -199,20 +202,15 @@ def run_cases(rank: int, folder: Path) -> dict[str, Outcome]:
     return outcomes
 
 
-def role_context(
-    case: Case,
-    rank: int,
-    folder: Path,
-    meshes: dict[Layout, DeviceMesh],
-    process_groups: dict[Layout, dist.ProcessGroup],
-) -> RoleContext:
+def role_context(case: Case, rank: int, folder: Path, meshes: dict[Layout, DeviceMesh]) -> RoleContext:
     config = config_of(case, folder)
     return RoleContext(
         name="actor",
         rank=rank,
         layouts={"update": case.trains, "logprobs": case.trains, "generate": case.generates},
         meshes=meshes,
-        process_groups=process_groups,
+        hybrid_mesh=_no_hybrid_mesh,
+        topology=Topology.single(WORKERS),
         device=torch.device("cpu"),
         source=source_of(config),
         rollout=config.rollout,
@@ -223,6 +221,10 @@ def role_context(
         seed=config.seed,
         base=folder,
     )
+
+
+def _no_hybrid_mesh(layout: Layout, shard: int) -> DeviceMesh:
+    raise NotImplementedError
 
 
 def learn(worker: Worker) -> Outcome:

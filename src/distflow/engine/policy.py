@@ -4,15 +4,16 @@ from collections.abc import Iterator, Mapping
 
 from torch import Tensor
 
-from distflow.data.exchange import Collective
+from distflow.data.collectives import SendReceive
 from distflow.data.transport import report_lost_peers
+from distflow.engine.hand_over import HandOver
 from distflow.engine.model.source import DTYPES
 from distflow.engine.model.text import Text, prompt_limit
-from distflow.engine.role_context import RoleContext
+from distflow.engine.role_context import RoleContext, shard_degree
 from distflow.engine.rollout.builtin import BuiltinEngine
 from distflow.engine.rollout.engine import RolloutEngine, SamplingParams
 from distflow.engine.train.trainer import Trainer, make_trainer
-from distflow.engine.weights import HandOver, Shards
+from distflow.engine.weights import Shards
 
 
 class Policy:
@@ -47,15 +48,17 @@ class Policy:
         if trained is None:
             if self.engine:
                 self.engine.read_weights(source)
-        elif generates and not self._shares_weights(trained == generates and trained.dp == 1 and lora is None):
-            specs = self.trainer.specs if self.trainer else self.engine.weight_specs if self.engine else []
-            self.transfer = HandOver(specs, Shards(trained, trained.dp), Shards(generates, 1), role.rank, dtype)
+        elif generates:
+            shards = Shards(trained, shard_degree(role.train, trained, role.name))
+            if not self._shares_weights(trained == generates and shards.shard == 1 and lora is None):
+                specs = self.trainer.specs if self.trainer else self.engine.weight_specs if self.engine else []
+                self.transfer = HandOver(specs, shards, Shards(generates, 1), role.rank, dtype, role.topology)
 
     def _shares_weights(self, whole: bool) -> bool:
         """Whether the engine uses the trainer's own tensors, which it can if this rank has `whole` weights of both."""
         return bool(whole and self.engine and self.trainer and self.engine.share_weights(self.trainer.weights()))
 
-    def hand_over(self) -> Iterator[Collective]:
+    def hand_over(self) -> Iterator[SendReceive]:
         """Moves the newest weights to the engines; all ranks that train or generate take part."""
         if self.transfer:
             held: Mapping[str, Tensor] = {}

@@ -1,13 +1,14 @@
 """What an object that implements a role may ask for, by a parameter called `role`. Imports no torch."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from distflow.config.schema import CriticConfig, RolloutConfig, TrainConfig
+from distflow.config.schema import CriticConfig, RolloutConfig, TrainConfig, TrainerConfig
 from distflow.errors import ConfigError
 from distflow.plan.layout import Layout
+from distflow.plan.topology import Topology
 
 if TYPE_CHECKING:
     import torch
@@ -24,6 +25,8 @@ class RoleContext:
     rank: int
     layouts: Mapping[str, Layout]  # method → where the role's node of that name runs
     meshes: Mapping[Layout, "DeviceMesh"]  # dimensions `dp` and `tp`
+    hybrid_mesh: Callable[[Layout, int], "DeviceMesh"]  # `replicate`, `shard` and `tp`, for this many shards
+    topology: Topology
     device: "torch.device"
     source: "Source | None"  # the model to start from, if the config names one
     rollout: RolloutConfig
@@ -48,3 +51,15 @@ class RoleContext:
             listed = ", ".join(f"{self.name}.{m} on {layout}" for m, layout in layouts.items())
             raise ConfigError(f"placement: {listed} share one model; place them alike")
         return next(iter(layouts.values()), None)
+
+
+def shard_degree(config: TrainerConfig, layout: Layout, user: str) -> int:
+    """Returns over how many dp ranks of a layout, that of `user`, parameters are sharded."""
+    degree = layout.dp if config.shard_degree is None else config.shard_degree
+    if layout.dp % degree:
+        key = "critic" if isinstance(config, CriticConfig) else "train"
+        fits = ", ".join(str(n) for n in range(1, layout.dp + 1) if layout.dp % n == 0)
+        raise ConfigError(
+            f"{key}.shard_degree: {degree} does not divide dp {layout.dp} of {user}; use one of {fits}, or leave it out"
+        )
+    return degree

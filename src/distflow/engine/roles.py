@@ -6,15 +6,15 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from distflow.config.schema import TrainConfig
-from distflow.engine.role_context import RoleContext
+from distflow.engine.role_context import RoleContext, shard_degree
 from distflow.errors import ConfigError
 from distflow.flow.trace import node
 from distflow.plan.layout import Layout
 
 if TYPE_CHECKING:
     from distflow.data.batch import Batch, Ragged
+    from distflow.data.collectives import SendReceive
     from distflow.data.context import Context
-    from distflow.data.exchange import Collective
     from distflow.engine.role_state import LoadTensors, RoleState
     from distflow.engine.train.trainer import Trainer
 
@@ -60,13 +60,14 @@ class Actor(_Trained):
 
     @staticmethod
     def check_training(config: TrainConfig, role: str, node: str, layout: Layout) -> None:
+        shard_degree(config, layout, node)
         if config.lora and layout.tp > 1:
             raise ConfigError(
                 f"placement: {node} has tp {layout.tp}, and an adapter (train.lora) is trained with tp 1; use dp alone"
                 f" for it, and for generation any tp: placement.nodes.{role}.generate"
             )
 
-    def hand_over(self) -> "Iterator[Collective]":
+    def hand_over(self) -> "Iterator[SendReceive]":
         """Moves the newest weights to where responses are generated."""
         return self.policy.hand_over()
 

@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -51,7 +52,9 @@ class Job:
         self.source = self._open_model()
         self.steps = max(1, len(self.rows) // config.data.batch) if config.steps is None else config.steps
         heartbeat.start_task(-1, "load models")
-        self.roles = {name: self._make_role(name) for name in _roles(self.plans, rank)}
+        # In the same order on all ranks, which may create process groups for them.
+        self.hybrid_mesh = cache(self.network.mesh)
+        self.roles = {name: self._make_role(name) for name in sorted(_roles(self.plans, rank))}
         self.data = self._coordinator(plan, Loader(self.rows, config.data.batch, program.repeat, config.seed))
         self.stop_requested = stop_requested
         self.checkpoints = CheckpointManager(program, plan, rank, self.network, self.roles, self.data)
@@ -121,6 +124,8 @@ class Job:
                 rank=self.rank,
                 layouts=_layouts(self.plans, name),
                 meshes=network.meshes,
+                hybrid_mesh=self.hybrid_mesh,
+                topology=network.topology,
                 device=network.device,
                 source=self.source,
                 rollout=config.rollout,

@@ -1,4 +1,7 @@
-"""FSDP2 over the data-parallel dimension of a mesh: wrapping, shards, and the norm of a sharded gradient."""
+"""FSDP2 over the data-parallel dimensions of a mesh: wrapping, shards, and the norm of a sharded gradient.
+
+A mesh is `dp` × `tp`; with hybrid sharding `dp` is `replicate` × `shard`.
+"""
 
 from collections.abc import Iterable, Mapping
 
@@ -16,12 +19,26 @@ from distflow.engine.weights import Spec
 UNIT = 32 << 20  # bytes of parameters that are gathered together, at least
 
 
+def data_parallel(mesh: DeviceMesh) -> DeviceMesh:
+    """Returns the part of a mesh whose ranks have different samples, in one dimension or two."""
+    return mesh["replicate", "shard"] if _hybrid(mesh) else mesh["dp"]
+
+
+def sharding(mesh: DeviceMesh) -> DeviceMesh:
+    """Returns the dimension of a mesh that parameters are cut over."""
+    return mesh["shard"] if _hybrid(mesh) else mesh["dp"]
+
+
+def _hybrid(mesh: DeviceMesh) -> bool:
+    return "shard" in (mesh.mesh_dim_names or ())
+
+
 def shard(root: nn.Module, model: PreTrainedModel, mesh: DeviceMesh, compute: torch.dtype) -> None:
     """Wraps the model, some layers at a time; `root` is the module that is called."""
     policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
     for unit in units(model):
-        fully_shard(unit, mesh=mesh["dp"], mp_policy=policy)
-    fully_shard(root, mesh=mesh["dp"], mp_policy=policy, reshard_after_forward=False)
+        fully_shard(unit, mesh=data_parallel(mesh), mp_policy=policy)
+    fully_shard(root, mesh=data_parallel(mesh), mp_policy=policy, reshard_after_forward=False)
 
 
 def units(model: PreTrainedModel) -> list[list[nn.Module]]:
@@ -58,7 +75,7 @@ def grad_norm(parameters: Iterable[tuple[Spec, Tensor]], mesh: DeviceMesh) -> Te
     for spec, p in parameters:
         if p.grad is not None:
             squares[int(spec.tp_dim is None)] += local(p.grad).double().square().sum()
-    dist.all_reduce(squares, group=mesh.get_group("dp"))
+    dist.all_reduce(squares, group=sharding(mesh).get_group())
     cut = squares[:1].clone()
     if mesh["tp"].size() > 1:
         dist.all_reduce(cut, group=mesh.get_group("tp"))

@@ -24,7 +24,7 @@ from distflow.engine.cpu.train_ops import use_cpu_modules
 from distflow.engine.model.lora import Adapter, MergedWeights, adapter_pairs, base_name
 from distflow.engine.model.source import DTYPES, Read, Source
 from distflow.engine.model.tensor_parallel import parallelize_for_training, parameter_specs, tp_styles
-from distflow.engine.role_context import RoleContext
+from distflow.engine.role_context import RoleContext, shard_degree
 from distflow.engine.role_state import WEIGHTS, LoadTensors, shard_like
 from distflow.engine.train import fsdp
 from distflow.engine.train.heads import HEADS
@@ -61,14 +61,14 @@ class Trainer:
         self.name, self.source, self.layout, self.mesh, self.config = name, source, layout, mesh, config
         self.trainable, self.temperature = trainable, temperature
         self.device = torch.device(mesh.device_type)
-        self.dp_group, self.dp = mesh.get_group("dp"), layout.dp
+        self.dp = layout.dp
         self.lead = layout.ranks.index(rank) % layout.tp == 0  # logs for its tensor-parallel cell
         lm = source.skeleton()
         if self.device.type == "cpu":
             use_cpu_modules(lm)
         self.tp_styles = tp_styles(lm, layout.tp, "placement")
         self.specs = parameter_specs(lm, self.tp_styles)  # of the model, with or without an adapter
-        self.shards = Shards(layout, layout.dp)
+        self.shards = Shards(layout, fsdp.sharding(mesh).size())
         assert not (lora and layout.tp > 1)
         self.adapter = Adapter(lm, lora) if lora else None
         parallelize_for_training(lm, self.tp_styles, mesh)
@@ -117,7 +117,7 @@ class Trainer:
         """Returns this rank's shard of each parameter, with the adapter merged. All ranks call it together."""
         if self.adapter is None:
             return fsdp.local_shards(self.base)
-        shards = self.adapter.gather_a(fsdp.local_shards(self.trained), self.dp_group)
+        shards = self.adapter.gather_a(fsdp.local_shards(self.trained), fsdp.sharding(self.mesh).get_group())
         return MergedWeights(fsdp.local_shards(self.base), adapter_pairs(shards), self.adapter.scale)
 
     def state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -188,8 +188,9 @@ class Trainer:
         most = torch.tensor([max(1, len(parts)) for parts in micros])
         if self.dp > 1:
             sums, most = sums.to(self.device), most.to(self.device)
-            dist.all_reduce(sums, group=self.dp_group)
-            dist.all_reduce(most, dist.ReduceOp.MAX, group=self.dp_group)
+            for group in fsdp.data_parallel(self.mesh).get_all_groups():
+                dist.all_reduce(sums, group=group)
+                dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
         nobody: Ints = np.empty(0, np.int64)
         return [
             (parts + [nobody] * (n - len(parts)), (tokens, samples))
@@ -259,11 +260,12 @@ def make_trainer(
     lora: LoraConfig | None = None,
 ) -> Trainer:
     """Makes the trainer of a role on this rank."""
+    degree = shard_degree(config, layout, role.name)
     return Trainer(
         role.name,
         source,
         layout,
-        role.meshes[layout],
+        role.meshes[layout] if degree == layout.dp else role.hybrid_mesh(layout, degree),
         role.rank,
         config,
         temperature=role.rollout.temperature or 1.0,
