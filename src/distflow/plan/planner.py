@@ -205,24 +205,25 @@ class _Planner:
 def _expected_bytes(src: Partition, dst: Partition, local_first: bool, work: Workload, fields: tuple[str, ...]) -> int:
     """Returns the bytes sent if all samples had equal size: what each receiving rank needs less what it holds."""
     held, needed = _cell_sizes(src, work), _cell_sizes(dst, work)
-    overlap = [len({dst.layout.cell_of(r) for r in cell} - {None}) for cell in src.layout.cells]
-    total = 0.0
-    for d, cell in enumerate(dst.layout.cells):
-        for r in cell:
-            total += needed[d]
-            s = src.layout.cell_of(r)
-            if s is not None and local_first:
-                total -= min(needed[d], held[s] / overlap[s])
-            elif s is not None:
-                total -= needed[d] * held[s] / work.samples
+    targets = [1] * src.layout.dp  # the cells of `dst` that share ranks with each cell of `src`
+    if src.layout.tp > 1 and local_first:
+        targets = [len({dst.layout.cell_of(r) for r in cell} - {None}) for cell in src.layout.cells]
+    total = float(sum(needed) * dst.layout.tp)
+    for i, r in enumerate(dst.layout.ranks):
+        s = src.layout.cell_of(r)
+        if s is not None:
+            need = needed[i // dst.layout.tp]
+            total -= min(need, held[s] / targets[s]) if local_first else need * held[s] / work.samples
     return round(total * work.bytes_of(fields))
 
 
 def _cell_sizes(partition: Partition, work: Workload) -> list[int]:
     """Returns how many samples each cell has if all have contiguous shares."""
     units, size = (work.prompts, work.repeat) if partition.whole_groups else (work.samples, 1)
-    shares = (contiguous_share(units, partition.layout.dp, d) for d in range(partition.layout.dp))
-    return [(last - first) * size for first, last in shares]
+    cells = partition.layout.dp
+    if units % cells == 0:
+        return [units // cells * size] * cells
+    return [(last - first) * size for first, last in (contiguous_share(units, cells, d) for d in range(cells))]
 
 
 def _with_frees(tasks: list[Task]) -> tuple[Task, ...]:
