@@ -9,7 +9,7 @@ batch nor lengths cannot be predicted and are left out, with the reason. The las
 How independent the predictions are: the driver's rate is measured (on a CPU), not fitted. h20's training efficiency of
 0.6 was set after a look at all update times of verl's page, and the fit of three numbers on the three times of 64 GPUs
 replaced a first one, with which 8 of 32 predictions were within 15 %: these rows are weak evidence. NeMo's rows of
-Qwen3-32B and those one step off were not looked at for any number.
+Qwen3-32B and those one step off were used for no number.
 """
 
 import json
@@ -142,7 +142,9 @@ def _with(setting: Setting, node: str, key: str) -> Callable[[float], float]:
     """Returns the seconds of a node as a function of one number; negative where they fall with it."""
     if key == "forward":
         return lambda x: -setting.with_forward(x).node_s(node)
-    return lambda x: replace(setting, **{key: x}).node_s(node)
+    if key == "mean":
+        return lambda x: replace(setting, mean=x).node_s(node)
+    return lambda x: replace(setting, spread=x).node_s(node)
 
 
 def described(setting: Setting) -> str:
@@ -304,7 +306,7 @@ LEFT_OUT = (
 )
 
 
-def ours() -> dict[str, Any]:
+def ours() -> dict[int, dict[str, float]]:
     """Our own plan where others' figures end: 7B GRPO, 16 prompts × 8 a GPU, H100."""
     out = {}
     for workers in (32, 256, 1024, 4096):

@@ -1,6 +1,6 @@
 """What the nodes of a step cost, apart from the hardware: models, lengths, bytes of fields, or measured seconds."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -45,6 +45,7 @@ class Costs:
     fields: Mapping[str, FieldBytes] = field(default_factory=dict)  # others have the bytes that the plan expects
     prompt_tokens: float = 0.0
     response_tokens: float = 0.0  # mean
+    lengths: Sequence[int] | None = None  # of every response of the step, instead of a distribution
     max_tokens: float = float("inf")  # of a response
     spread: float = 0.0  # standard deviation of the logarithm of the response length
     seed: int = 0
@@ -64,9 +65,13 @@ class Costs:
                 raise ConfigError(f"--node-seconds: the flow has no node '{cut(node)}'{suggest(node, ids)}")
             if not 0 <= seconds < float("inf"):
                 raise ConfigError(f"--node-seconds: {node} is {seconds}; give seconds, 0 or more")
+        if self.lengths is not None and len(self.lengths) != plan.samples:
+            raise ConfigError(f"lengths: there are {len(self.lengths)}, and the plan has {plan.samples} samples")
 
     def response_lengths(self, samples: int) -> Floats:
         """Returns the length of each response of a step: log-normal, cut at `max_tokens`, with the mean asked for."""
+        if self.lengths is not None:
+            return np.asarray(self.lengths, np.float64)
         mean = min(self.response_tokens, self.max_tokens)
         if not self.spread or mean in (0.0, self.max_tokens):
             return np.full(samples, mean)

@@ -1,4 +1,4 @@
-"""The weight hand-over, in the phases of `engine/columns.py`: givers to entries, entries between hosts, within a host.
+"""The weight hand-over, in the phases of `engine/hand_over.py`: givers to entries, between hosts, within a host.
 
 A *column* is the ranks that want the same part of the weights. One copy of it crosses to each of their hosts.
 """
@@ -14,80 +14,110 @@ from distflow.plan.layout import Layout
 from distflow.simulate.models import Floats
 from distflow.simulate.network import Network
 
-BUCKET = 1 << 28  # bytes of float32 parameters that are handed over together, on average
+BUCKET = 1 << 26  # bytes of float32 parameters that are handed over together; more if there are many givers
+ALONG = 0.7  # of the weights are cut by tensor parallelism along the rows that FSDP cuts, the others across
+_HOST_RADIX, _LOCAL_RADIX = 2, 8
 Flows = tuple[Ints, Ints, Floats]
 
 
 def hand_over(
-    network: Network, source: Layout, target: Layout, shards: int, weights: float, params: float, start: Floats
+    network: Network,
+    source: Layout,
+    target: Layout,
+    shards: int,
+    weights: float,
+    params: float,
+    start: Floats,
+    along: float = ALONG,
 ) -> tuple[Floats, float]:
     """Returns when each rank has its weights, and the bytes that were sent.
 
     `weights` bytes are cut over `shards` dp ranks and the tp ranks of the source, and replicated beyond.
     """
-    if weights <= 0 or (source == target and shards == 1):
-        return start, 0.0
-    columns = list(_columns(source, target, shards, weights, network.hosts))
-    buckets = max(1, math.ceil(4 * params / BUCKET))
-    sent = 0.0
-    now = start
-    for i, flows in enumerate(_phases(columns)):
-        sender, receiver, size = (np.concatenate(parts) for parts in zip(*flows, strict=True))
-        now = network.exchange(sender, receiver, size, now, buckets, pack=i == 0)
-        sent += float(size.sum())
+    sent, now = 0.0, start
+    bucket = BUCKET * min(8, max(1, shards * source.tp // 128))
+    for share, is_along in ((along, True), (1 - along, False)):
+        if not weights * share:
+            continue
+        buckets = max(1, math.ceil(4 * params * share / bucket))
+        columns = list(_columns(source, target, shards, weights * share, network.hosts, is_along))
+        for i, flows in enumerate(_phases(columns)):
+            sender, receiver, size = (np.concatenate(parts) for parts in zip(*flows, strict=True))
+            some = size > 0
+            now = network.exchange(sender[some], receiver[some], size[some], now, buckets, pack=i == 0)
+            sent += float(size.sum())
     return now, sent
 
 
 @dataclass(frozen=True)
 class _Column:
-    """The takers of a column, [hosts, slots] (padded with −1), the entry of each giver, and the bytes of its piece."""
+    """The takers of a column, [hosts, slots] (padded with −1), and the bytes that each giver sends to its entry."""
 
     givers: Ints
-    entries: Ints  # ranks
     takers: Ints
     lanes: int  # every host has at least as many takers, and only those are entries
-    piece: float
+    entries: Ints  # by giver: host * lanes + slot
+    pieces: Floats  # by giver
 
     def to_entries(self) -> Flows:
-        other = self.entries != self.givers
-        return self.givers[other], self.entries[other], np.full(int(other.sum()), self.piece)
+        entry = self.takers[self.entries // self.lanes, self.entries % self.lanes]
+        other = entry != self.givers
+        return self.givers[other], entry[other], self.pieces[other]
 
-    def between_hosts(self, distance: int) -> Flows:
-        """A round of Bruck's all-gather among the takers with the same slot: everybody passes on what it has."""
+    @property
+    def entered(self) -> Floats:
+        """Bytes that enter at each host and lane, [hosts, lanes]."""
+        hosts = len(self.takers)
+        entered: Floats = np.bincount(self.entries, self.pieces, hosts * self.lanes).reshape(hosts, self.lanes) * 1.0
+        return entered
+
+    def between_hosts(self, have: int, distance: int) -> Flows:
+        """A round of Bruck's all-gather among the takers with the same slot: all pass on the blocks that they have."""
         hosts = len(self.takers)
         if distance >= hosts:
             return _NOTHING
         ranks = self.takers[:, : self.lanes]
-        held = len(self.givers) / hosts / self.lanes * min(distance, hosts - distance)
-        return ranks.ravel(), np.roll(ranks, distance, axis=0).ravel(), np.full(ranks.size, self.piece * held)
+        size = _window(self.entered, min(have, hosts - distance))
+        return ranks.ravel(), np.roll(ranks, distance, axis=0).ravel(), size.ravel()
 
-    def within_host(self, distance: int) -> Flows:
+    def within_host(self, have: int, distance: int) -> Flows:
+        """The same among the takers of a host, each of which has what entered at its slot of any host."""
         count = (self.takers >= 0).sum(axis=1)
-        rows = np.flatnonzero(count > distance)
-        if not len(rows):
-            return _NOTHING
-        slots = np.arange(self.takers.shape[1])
-        row, slot = (x.ravel() for x in np.meshgrid(rows, slots, indexing="ij"))
-        inside = slot < count[row]
-        row, slot = row[inside], slot[inside]
-        blocks = np.minimum(distance, count[row] - distance)
-        size = self.piece * len(self.givers) / count[row] * blocks
-        return self.takers[row, slot], self.takers[row, (slot - distance) % count[row]], size
+        flows = []
+        for n in np.unique(count[count > distance]).tolist():
+            ranks = self.takers[count == n, :n]
+            held = np.zeros(n)
+            held[: self.lanes] = self.entered.sum(axis=0)
+            size = np.broadcast_to(_window(held, min(have, n - distance)), ranks.shape)
+            flows.append((ranks.ravel(), np.roll(ranks, distance, axis=1).ravel(), size.ravel()))
+        sender, receiver, sizes = zip(*flows, strict=True) if flows else ([_NOTHING[0]], [_NOTHING[1]], [_NOTHING[2]])
+        return np.concatenate(sender), np.concatenate(receiver), np.concatenate(sizes)
 
 
 _NOTHING: Flows = (np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0))
 
 
+def _window(values: Floats, count: int) -> Floats:
+    """Returns the sum of each row and the count − 1 after it, in a circle."""
+    total = np.concatenate([values, values[:count]])
+    ends = np.concatenate([np.zeros_like(total[:1]), np.cumsum(total, axis=0)])
+    window: Floats = ends[count : count + len(values)] - ends[: len(values)]
+    return window
+
+
 def _phases(columns: list[_Column]) -> Iterator[list[Flows]]:
     """Yields what all columns send at the same time: to the entries, then round by round."""
     yield [c.to_entries() for c in columns]
-    for axis, step in ((0, _Column.between_hosts), (1, _Column.within_host)):
-        widest = max(c.takers.shape[axis] for c in columns)
-        for k in range(math.ceil(math.log2(widest)) if widest > 1 else 0):
-            yield [step(c, 1 << k) for c in columns]
+    for axis, step, radix in ((0, _Column.between_hosts, _HOST_RADIX), (1, _Column.within_host, _LOCAL_RADIX)):
+        widest, have = max(c.takers.shape[axis] for c in columns), 1
+        while have < widest:
+            yield [step(c, have, d) for c in columns for d in range(have, min(widest, radix * have), have)]
+            have *= radix
 
 
-def _columns(source: Layout, target: Layout, shards: int, weights: float, hosts: Ints) -> Iterator[_Column]:
+def _columns(
+    source: Layout, target: Layout, shards: int, weights: float, hosts: Ints, along: bool
+) -> Iterator[_Column]:
     """Yields the columns that each replica of the source serves: its own ranks, those on its hosts, or a share."""
     givers, takers = np.asarray(source.ranks, np.int64), np.asarray(target.ranks, np.int64)
     parts = shards * source.tp
@@ -100,29 +130,46 @@ def _columns(source: Layout, target: Layout, shards: int, weights: float, hosts:
     zones = np.where(zones < 0, on_host[hosts[takers]], zones)
     names, number = np.unique(hosts[takers], return_inverse=True)
     zones = np.where(zones < 0, number * replicas // len(names), zones)
-    piece = weights / target.tp / parts
-    for zone in range(replicas):
-        own = givers[zone * parts : (zone + 1) * parts]
-        for t in range(target.tp):
+    for t in range(target.tp):
+        pieces = weights * _overlaps(shards, source.tp, t, target.tp, along)
+        for zone in range(replicas):
             column = takers[t :: target.tp][zones[t :: target.tp] == zone]
             if len(column):
-                yield _column(own, column, hosts, piece)
+                own = givers[zone * parts : (zone + 1) * parts]
+                yield _column(own, column, hosts, pieces)
 
 
-def _column(givers: Ints, column: Ints, hosts: Ints, piece: float) -> _Column:
+def _overlaps(shards: int, source_tp: int, t: int, target_tp: int, along: bool) -> Floats:
+    """Returns the share of the weights that each giver sends for column t; of rows, always a whole chunk."""
+    place = np.arange(shards * source_tp)
+    d, u = place // source_tp, place % source_tp
+    want = t / target_tp, (t + 1) / target_tp
+    if along:  # of its rows, tensor parallelism takes a slice and FSDP a chunk of that
+        chunk = 1 / shards / source_tp
+        low = u / source_tp + d * chunk
+        shared = np.minimum(low + chunk, want[1]) - np.maximum(low, want[0])
+        return np.where(shared > 1e-12, chunk, 0.0)
+    both = np.maximum(np.minimum((u + 1) / source_tp, want[1]) - np.maximum(u / source_tp, want[0]), 0).round(12)
+    overlaps: Floats = both / shards
+    return overlaps
+
+
+def _column(givers: Ints, column: Ints, hosts: Ints, pieces: Floats) -> _Column:
     """Chooses the entry of each giver: itself, else a taker on its host, else any; evenly."""
     column = column[np.argsort(hosts[column], kind="stable")]
     names, first, count = np.unique(hosts[column], return_index=True, return_counts=True)
-    table = np.full((len(names), int(count.max())), -1, np.int64)
-    slot = np.arange(len(column)) - np.repeat(first, count)
-    host = np.repeat(np.arange(len(names)), count)
+    n, lanes = len(names), int(count.min())
+    host, slot = np.repeat(np.arange(n), count), np.arange(len(column)) - np.repeat(first, count)
+    table = np.full((n, int(count.max())), -1, np.int64)
     table[host, slot] = column
-    lanes = int(count.min())
-    own = np.isin(givers, column[slot < lanes])
-    at = np.minimum(np.searchsorted(names, hosts[givers]), len(names) - 1)
-    near = ~own & (names[at] == hosts[givers])
-    entries = givers.copy()
-    entries[near] = table[at[near], np.arange(int(near.sum())) % lanes]
-    far = np.flatnonzero(~own & ~near)
-    entries[far] = table[np.arange(len(far)) % len(names), np.arange(len(far)) // len(names) % lanes]
-    return _Column(givers, entries, table, lanes, piece)
+    at = np.full(len(hosts), -1, np.int64)
+    at[column] = np.where(slot < lanes, host * lanes + slot, -1)
+    entries = at[givers]
+    nearest = np.minimum(np.searchsorted(names, hosts[givers]), n - 1)
+    near = (names[nearest] == hosts[givers]) & (entries < 0)
+    entries[near] = nearest[near] * lanes + np.arange(int(near.sum())) % lanes
+    far = np.flatnonzero(entries < 0)
+    k = np.arange(len(far))
+    few = len(far) < n * lanes
+    entries[far] = (k * n // max(1, len(far))) * lanes + k % lanes if few else k % (n * lanes)
+    return _Column(givers, table, lanes, entries, pieces)

@@ -45,7 +45,7 @@ def render(report: Report) -> RenderableType:
         _rank_sets(report),
         Text(),
         _comparison(report),
-        *([Text(), _candidates(report)] if report.candidates else []),
+        *((Text(), _candidates(report)) if report.candidates else ()),
         Text(),
         *(Text(f"assumed: {clean(a)}", "dim") for a in report.assumptions),
     )

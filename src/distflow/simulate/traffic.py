@@ -42,13 +42,13 @@ def traffic(move: Move, old: Ints, new: Ints, size: Floats, workers: int) -> Tra
     kept = cell_of[receiver] == old[:, None]
     sample = np.broadcast_to(np.arange(len(old))[:, None], receiver.shape)
     turn = np.broadcast_to(_turns(old, new, dst.dp)[:, None], receiver.shape)
-    kept_bytes = np.bincount(receiver[kept], size[sample[kept]], workers)
+    kept_bytes: Floats = np.bincount(receiver[kept], size[sample[kept]], workers).astype(np.float64)
     receiver, sample, turn = receiver[~kept], sample[~kept], turn[~kept]
     sender = source_cells[old[sample], (turn + receiver) % src.tp]
     pair, inverse = np.unique(sender * workers + receiver, return_inverse=True)
-    payload = np.bincount(inverse, size[sample], len(pair))
+    payload: Floats = np.bincount(inverse, size[sample], len(pair)).astype(np.float64)
     samples = np.bincount(inverse, minlength=len(pair))
-    wire = payload + _WORD * len(move.fields) * (_SCHEMA + samples)
+    wire: Floats = payload + 1.0 * _WORD * len(move.fields) * (_SCHEMA + samples)
     return Traffic(pair // workers, pair % workers, payload, wire, kept_bytes)
 
 

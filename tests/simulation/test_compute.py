@@ -1,0 +1,121 @@
+"""The roofline, by hand, and what may not make a step faster."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from distflow.errors import ConfigError
+from distflow.flow.graph import Node
+from distflow.plan import Layout
+from distflow.simulate import Costs, ModelShape, load_hardware, load_model
+from distflow.simulate.compute import Times, Work, compute_times, in_lockstep
+
+MODEL = ModelShape(hidden=8, layers=2, heads=2, kv_heads=1, head_dim=4, ffn=16, vocab=10)
+H100 = load_hardware(
+    "h100",
+    device={"flops": 1e6, "memory_rate": 1e6},
+    efficiency={"train": 0.5, "forward": 1.0, "decode_memory": 1.0, "decode_flops": 1.0, "decode_step_s": 0.0},
+)
+GENERATE = Node("g", role="actor", type="inference", hand_over=True, method=True)
+FORWARD = Node("f", role="actor", type="inference", method=True)
+TRAIN = Node("t", role="actor", type="train", method=True)
+
+
+# A device that only ever waits for its memory.
+READING = H100.model_copy(update={"device": H100.device.model_copy(update={"flops": 1e15})})
+
+
+def times(node: Node, lengths: list[float], cells: int = 1, tp: int = 1, repeat: int = 1, **costs: object) -> Times:
+    layout = Layout(tuple(range(cells * tp)), cells, tp)
+    cell = np.arange(len(lengths)) * cells // len(lengths)
+    work = Work(node, layout, cell, np.array(lengths, float), np.zeros(cells * tp, np.int64), repeat)
+    hardware = READING if node.hand_over else H100
+    return compute_times(work, hardware, Costs(models={"actor": MODEL}, **costs))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("name", "params", "active"),
+    [("qwen2.5-7b", 7.62e9, 7.07e9), ("qwen2.5-72b", 72.7e9, 71.5e9), ("qwen3-30b-a3b", 30.5e9, 3.04e9)],
+)
+def test_parameters_of_known_models(name: str, params: float, active: float) -> None:
+    model = load_model(name)
+    assert model.params == pytest.approx(params, rel=2e-3)
+    assert model.active_params == pytest.approx(active, rel=2e-3)
+
+
+def test_models_by_their_names_on_the_hub() -> None:
+    assert load_model("Qwen/Qwen2.5-Math-7B-Instruct").params == load_model("qwen2.5-7b").params
+    with pytest.raises(ConfigError, match=r"'qwen2.5-8b' are not known; did you mean 'qwen2.5-7b'\?"):
+        load_model("qwen2.5-8b")
+
+
+def test_a_forward_pass() -> None:
+    flops = 2 * MODEL.active_params * 100 + 2 * 2 * 8 * 100**2
+    assert times(FORWARD, [60], prompt_tokens=40).elapsed == pytest.approx([flops / 1e6])
+
+
+def test_training_is_three_or_with_checkpointing_four_passes() -> None:
+    one = times(FORWARD, [100]).elapsed[0]
+    assert times(TRAIN, [100], gradient_checkpointing=False).elapsed == pytest.approx([3 * one / 0.5])
+    assert times(TRAIN, [100], gradient_checkpointing=True).elapsed == pytest.approx([4 * one / 0.5])
+
+
+def test_decoding_reads_weights_and_keys_of_all_running_sequences() -> None:
+    weights = float(MODEL.read_params(np.array([1.0]))[0]) * 2
+    kv = MODEL.kv_elements * 2
+    # Ten steps with both, context 0 to 10, then ten with one, context 10 to 20.
+    expected = (20 * weights + 10 * 2 * 5 * kv + 10 * 15 * kv) / 1e6
+    got = times(GENERATE, [10, 20], kv_cache=1e9).elapsed[0]
+    assert got == pytest.approx(expected)
+
+
+def test_sequences_wait_for_a_slot() -> None:
+    together, in_turn = (times(GENERATE, [10, 10, 10], max_sequences=n, kv_cache=1e9).elapsed[0] for n in (3, 1))
+    assert 2.5 * together < in_turn < 3.1 * together
+
+
+def test_given_seconds_replace_the_roofline() -> None:
+    assert times(TRAIN, [100] * 4, cells=2, seconds={"t": 81.0}).elapsed.tolist() == [81.0, 81.0]
+
+
+def test_mini_batches_wait_for_the_slowest_cell() -> None:
+    node = Node("t", role="actor", type="train", method=True, params={"mini_batches": 2})
+    lengths = [100.0, 10.0, 10.0, 100.0]
+    apart = times(node, lengths, cells=2, even_mini_batches=True)
+    whole = times(TRAIN, lengths, cells=2)
+    assert apart.busy == pytest.approx(whole.busy, rel=0.01)
+    assert apart.elapsed.max() > 1.5 * whole.elapsed.max()
+
+
+def test_mini_batches_are_by_the_prompts_of_the_step() -> None:
+    node = Node("t", role="actor", type="train", method=True, params={"mini_batches": 2})
+    # The first half of the prompts is on the first cell: while one cell works, the other one waits.
+    assert times(node, [50.0] * 8, cells=2).elapsed[1] == pytest.approx(
+        2 * times(TRAIN, [50.0] * 8, cells=2).elapsed[1], rel=0.01
+    )
+
+
+def test_who_waits_for_whom() -> None:
+    work = Work(TRAIN, Layout((0, 1), 2), np.array([0, 1]), np.ones(2), np.zeros(2, np.int64), 1)
+    assert in_lockstep(work, Costs(models={"actor": MODEL}))
+    assert not in_lockstep(work, Costs(models={"actor": MODEL}, seconds={"t": 1.0}))
+
+
+_lengths = st.lists(st.floats(1, 500), min_size=4, max_size=16)
+
+
+@given(_lengths, st.sampled_from([GENERATE, FORWARD, TRAIN]))
+@settings(max_examples=50)
+def test_longer_responses_never_take_less_time(lengths: list[float], node: Node) -> None:
+    longer = [x * 1.5 for x in lengths]
+    assert times(node, longer).elapsed[0] >= times(node, lengths).elapsed[0] - 1e-9
+
+
+@given(st.floats(10, 1000), st.floats(0, 1.5), st.integers(1, 500), st.integers(0, 99))
+def test_lengths_have_the_mean_that_was_asked_for(mean: float, spread: float, samples: int, seed: int) -> None:
+    costs = Costs(response_tokens=mean, max_tokens=4 * mean, spread=spread, seed=seed)
+    lengths = costs.response_lengths(samples)
+    assert lengths.mean() == pytest.approx(mean, rel=1e-6)
+    assert lengths.max() <= 4 * mean
+    assert (lengths == costs.response_lengths(samples)).all()
