@@ -64,6 +64,7 @@ def costs_of(program: Program, given: Assumptions) -> Costs:
         gradient_checkpointing=config.train.gradient_checkpointing,
         max_sequences=config.rollout.max_sequences,
         kv_cache=config.rollout.kv_cache_gb * (1 << 30),
+        shard=config.train.shard_degree,
     )
 
 

@@ -1,6 +1,6 @@
 """What the simulator predicts, beside what others published: some rows calibrate it, the others check it.
 
-    python bench/simulate.py
+    python bench/simulator.py
 
 Rows marked `fit` set a number that the source does not give (the mean response length, its spread) or an efficiency;
 all other rows are predictions. An error beyond 15 % is a miss and is marked so. Published settings that say neither
