@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distflow.data.batch import Batch, Column, Ragged, as_column
+from distflow.data.batch import NO_SAMPLES, Batch, Column, Ragged, as_column, concat, select
 from distflow.errors import DataError
 
 ROWS = st.lists(st.lists(st.integers(-5, 5), max_size=6), min_size=1, max_size=8)
@@ -86,3 +86,12 @@ def test_a_batch_selects_samples() -> None:
     assert selected["text"] == ["c", "a"]
     assert selected["score"].tolist() == [2.0, 0.0]
     assert selected["rows"].lengths.tolist() == [3, 1]
+
+
+def test_columns_without_samples_join_those_of_any_kind() -> None:
+    assert concat([NO_SAMPLES, ["a"], NO_SAMPLES, ["b"]]) == ["a", "b"]
+    dense = concat([NO_SAMPLES, torch.arange(2.0)])
+    assert isinstance(dense, torch.Tensor)
+    assert dense.tolist() == [0.0, 1.0]
+    assert len(concat([NO_SAMPLES, NO_SAMPLES])) == 0
+    assert len(select(NO_SAMPLES, np.empty(0, np.int64))) == 0

@@ -108,3 +108,30 @@ def test_timings_and_traffic_of_every_step_are_logged() -> None:
         assert {"timing_s/load", "timing_s/write", "timing_s/use", "timing_s/step"} <= names
         assert metrics.totals["data/bytes_local", "mean"][0] >= 4 * 8 + 5 * 4  # tokens and rows, passed on locally
         assert metrics.totals["data/bytes_sent", "mean"][0] == 0
+
+
+def test_on_a_worker_without_samples_functions_are_not_called_but_methods_are() -> None:
+    called: list[tuple[str, int, int]] = []  # node, rank, samples
+
+    def function(batch: Batch, ctx: Context) -> Any:
+        called.append(("function", ctx.rank, len(batch)))
+        return batch.ids.max() - batch.ids  # raises without samples
+
+    def method(role: str, batch: Batch, ctx: Context) -> None:
+        called.append((role, ctx.rank, len(batch["value"])))
+        ctx.metrics.log("mean", float("nan") if not len(batch) else 1.0, len(batch))
+
+    nodes = (
+        Node("function", reads=("prompt",), writes=("value",), fn=function),
+        Node("method", role="judge", reads=("value",), fn=method, method=True),
+    )
+    test_plan = plan(Flow("test", Prompts.column_names, nodes), Placement(3), Workload(2))
+    means: list[Any] = []
+    workers = {}
+    for rank in range(3):
+        data = Coordinator(rank, test_plan, Loader(Prompts(), 2, 1, seed=0))
+        worker = Worker(rank, test_plan, data, {"judge": "judge"}, 7, Path(), lambda *_: None)
+        workers[rank] = worker.steps(0, 1, lambda _, metrics: means.append(metrics.totals.get(("mean", "mean"))))
+    simulate(workers)
+    assert sorted(called) == [("function", 0, 1), ("function", 1, 1), *(("judge", r, int(r < 2)) for r in range(3))]
+    assert means == [(1.0, 1), (1.0, 1), None]

@@ -108,6 +108,19 @@ def test_a_greedy_response_is_generated_once_per_prompt() -> None:
     assert columns["rollout_logprobs"][0].tolist() == columns["rollout_logprobs"][4].tolist()
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_without_samples_there_are_no_requests_and_the_columns_have_the_same_types(temperature: float) -> None:
+    engine, params = EchoEngine(), SamplingParams(4, temperature=temperature)
+    some = generate_responses(engine, text(), batch(), params, seed=7)
+    engine.requests.clear()
+    none = generate_responses(engine, text(), batch([], []), params, seed=7)
+    assert engine.requests == []
+    assert {f: len(c) for f, c in none.items()} == dict.fromkeys(some, 0)
+    assert [(type(c), getattr(c, "dtype", None)) for c in none.values()] == [
+        (type(c), getattr(c, "dtype", None)) for c in some.values()
+    ]
+
+
 def test_a_prompt_that_cannot_be_encoded_is_refused_before_anything_is_generated() -> None:
     engine = EchoEngine()
     bad = Batch(np.arange(2), np.arange(2), {"prompt": ["fine", ""]})
