@@ -164,7 +164,9 @@ def _returns_view(op: Any) -> bool:
     return any(r.alias_info is not None and not r.alias_info.is_write for r in op._schema.returns)
 
 
-_COLLECTIVES = ("allreduce_", "broadcast_", "_allgather_base_", "_reduce_scatter_base_", "alltoall_base_", "allgather_")
+_COLLECTIVES = (
+    "allreduce_", "broadcast_", "_allgather_base_", "_reduce_scatter_base_", "allgather_", "send", "recv_",
+)  # fmt: skip
 
 
 def _collective(op: Any, *args: Any) -> Any:

@@ -95,19 +95,19 @@ PLANTS = {
         check_checkpoint, "engine.train.trainer:Trainer.load_state", ", device=shard.device", ""
     ),
     "a checkpoint is copied on the device": Plant(
-        check_checkpoint, "run.checkpoint_writer:_copy_tensors", '.to("cpu", copy=True)', ".clone()",
+        check_checkpoint, "run.checkpoint_writer:_copy", '.to("cpu", copy=True)', ".clone()",
         "AssertionError",
     ),
     "weights are received in host memory": Plant(
-        hand_over, "engine.weights:HandOver._bucket", "torch.uint8, device=device", "torch.uint8",
-        "the weights went through host memory",
+        hand_over, "engine.hand_over:HandOver._move", "torch.uint8, device=device", "torch.uint8",
+        "is on the CPU",
     ),
     "weights are sent from host memory": Plant(
         hand_over, "data.transport:Transport._send_buffer", "torch.uint8, device=device", "torch.uint8",
-        "is on the CPU",
+        "the weights went through host memory",
     ),
     "weights go through shared memory": Plant(
-        hand_over, "data.transport:Transport.execute", 'device.type != "cpu"', "False",
+        hand_over, "data.transport:Transport.execute", 'request.out.device.type != "cpu"', "False",
         "convert rehearsal(:0)? device type tensor to numpy|lost rank",
     ),
     "a field stays on the device": Plant(
