@@ -178,6 +178,8 @@ def _run(args: argparse.Namespace) -> int:
 
 def _start(args: argparse.Namespace, resume: str | None, on_ray: bool = False) -> int:
     """Becomes a worker if the environment says so, else launches all workers on this machine or a Ray cluster."""
+    # Before torch is imported: it logs every connection that fails, with frames of C++; we log what it means.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     program = _program(args)
     env = read_launch_env()
     if env:

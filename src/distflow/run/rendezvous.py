@@ -22,6 +22,7 @@ logger = logging.getLogger(__name__)
 START_LIMIT = "DISTFLOW_START_LIMIT_S"  # environment variable: how long workers wait until all have joined
 START_LIMIT_S = 300.0
 FIRST_WARNING_S = 20.0
+LINGER_S = 3.0  # for which the store of a start that failed remains, so that others learn why
 GRACE_S = 10.0  # by which other ranks wait longer than rank 0, whose report says who is missing
 SHARED_STORE_CURE = "if torchrun has restarted them, set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun"
 
@@ -67,11 +68,10 @@ class Rendezvous:
 
     def wait_for_all(self) -> None:
         """Returns once all workers are here. Raises if one has failed before, or does not come within the limit."""
-        joined = self._register()
-        if joined == self.workers:
-            self.store.compare_set("complete", "", "yes")
         pause_s = 0.002
         try:
+            if self._register() == self.workers:
+                self.store.compare_set("complete", "", "yes")
             while not self.store.check(["complete"]):
                 self._check_time()
                 time.sleep(pause_s)
@@ -84,12 +84,16 @@ class Rendezvous:
                 f" {self._owner()} has ended; its own report says why"
             ) from e
         if verdict != "yes":
+            if self.env.hosts_store and self.rank == 0:
+                time.sleep(LINGER_S)
             raise PeerLostError(f"{self._self()} ends, as another worker could not start: {verdict}")
 
     def fail(self, message: str) -> None:
         """Tells workers that are waiting why this one will not join."""
         with contextlib.suppress(dist.DistError):
             self.store.compare_set("complete", "", f"{self._self()}: {message}"[:2000])
+        if self.env.hosts_store and self.rank == 0 and self.workers > 1:
+            time.sleep(LINGER_S)
 
     def lookup_key(self, key: str) -> str:
         return bytes(self.store.get(key)).decode()
@@ -177,8 +181,9 @@ class Rendezvous:
             ) from None
         with listener:
             fd = os.dup(listener.fileno())
+        # Rank 0 itself need not be able to reach the address under which others know it.
         return dist.TCPStore(
-            env.host, env.port, is_master=True, wait_for_workers=False, master_listen_fd=fd, timeout=timeout
+            "127.0.0.1", env.port, is_master=True, wait_for_workers=False, master_listen_fd=fd, timeout=timeout
         )
 
     def _reach(self) -> None:
