@@ -8,8 +8,9 @@ batch nor lengths cannot be predicted and are left out, with the reason. The las
 
 How independent the predictions are: the driver's rate is measured (on a CPU), not fitted. h20's training efficiency of
 0.6 was set after a look at all update times of verl's page, and the fit of three numbers on the three times of 64 GPUs
-replaced a first one, with which 8 of 32 predictions were within 15 %: these rows are weak evidence. NeMo's rows of
-Qwen3-32B and those one step off were used for no number.
+replaced a first one, with which 8 of 32 predictions were within 15 %: these rows are weak evidence. The efficiency of
+experts was introduced because NeMo's row of Qwen3-30B-A3B had missed by 58 %. NeMo's rows of Qwen3-32B, and all of its
+rows one step off, were used for no number.
 """
 
 import json

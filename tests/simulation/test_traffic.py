@@ -1,5 +1,7 @@
 """Simulated traffic is that of the workers' own routes and hand-over."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -42,7 +44,8 @@ def test_it_is_what_every_rank_would_send(a: Place, b: Place, per_worker: int, s
         simulated = dict(
             zip(zip(flows.sender.tolist(), flows.receiver.tolist(), strict=True), flows.payload, strict=True)
         )
-        real, kept = {}, np.zeros(8)
+        kept = np.zeros(8)
+        real: dict[tuple[int, int], float] = {}
         for r in range(8):
             own = route(r, move.src.layout, move.dst.layout, old, new)
             real |= {(r, to): size[slots].sum() for to, slots in own.send.items()}
@@ -77,7 +80,7 @@ def test_the_hand_over_sends_what_the_workers_own_code_sends(
     source, target, specs = Layout(ranks, 8), Layout(ranks, dp, tp), [Spec("w", (64, 64), dim)]
     topology = Topology(tuple(r // per_host for r in ranks))
 
-    def worker(rank: int):  # type: ignore[no-untyped-def]
+    def worker(rank: int) -> Any:
         shards = Shards(source, shard)
         held = {s.name: torch.zeros([b - a for a, b in shards.box(s, rank)]) for s in specs}
         filled = {s.name: torch.zeros([b - a for a, b in Shards(target, 1).box(s, rank)]) for s in specs}

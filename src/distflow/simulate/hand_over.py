@@ -68,8 +68,8 @@ class _Column:
     def entered(self) -> Floats:
         """Bytes that enter at each host and lane, [hosts, lanes]."""
         hosts = len(self.takers)
-        entered: Floats = np.bincount(self.entries, self.pieces, hosts * self.lanes).reshape(hosts, self.lanes) * 1.0
-        return entered
+        entered = np.bincount(self.entries, self.pieces, hosts * self.lanes).astype(np.float64)
+        return entered.reshape(hosts, self.lanes)
 
     def between_hosts(self, have: int, distance: int) -> Flows:
         """A round of Bruck's all-gather among the takers with the same slot: all pass on the blocks that they have."""

@@ -1,0 +1,91 @@
+"""The steps of bench/scaling.py as the simulator predicts them, beside the same steps measured on shaped hosts.
+
+    python bench/predicted.py [--hosts 2 4 8] [--rate 100mbit] [--tokens 4096] [--steps 3]
+
+`predict` is pure and needs no hosts. The CPU costs of the hardware file `namespaces` come from other runs; nothing is
+fitted here. Measuring needs root. The last line is one JSON object.
+"""
+
+import os
+
+os.environ |= {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}  # a fork of a process with threads may hang
+
+import argparse
+import json
+import tempfile
+from dataclasses import replace
+from typing import Any
+
+from distflow.plan.topology import Topology
+from distflow.simulate import Costs, FieldBytes, Hardware, Result, load_hardware, simulate
+from steps import COMPUTE, TOKEN_BYTES, Work, lengths, make_plan, weight_bytes
+from workers import Hosts, why_not
+
+PER_HOST = 2
+WORK = Work(rows=32, tokens=4096, hidden=128, layers=4)
+UNITS = {"kbit": 125.0, "mbit": 125e3, "gbit": 125e6}  # bytes per second
+
+
+def predict(
+    work: Work, hosts: int, per_host: int, rate: float, step: int = 1, hardware: Hardware | None = None
+) -> Result:
+    """Predicts a step of bench/steps.py on hosts whose links carry `rate` bytes a second in each direction."""
+    plan = make_plan(hosts * per_host, work)
+    costs = Costs(
+        seconds={node: share * work.compute_s for node, share in COMPUTE.items()},
+        weight_bytes={"actor": weight_bytes(work)},
+        fields={f: FieldBytes(response_token=size) for f, size in TOKEN_BYTES.items()},
+        lengths=lengths(range(step * plan.samples, (step + 1) * plan.samples), work.tokens).tolist(),
+        dtype_bytes=4,
+    )
+    hardware = hardware or load_hardware("namespaces", network={"rate": rate})
+    return simulate(plan, hardware, costs, Topology(tuple(r // per_host for r in range(plan.workers))))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--hosts", type=int, nargs="+", default=[2, 4, 8])
+    parser.add_argument("--rate", default="100mbit")
+    parser.add_argument("--tokens", type=int, default=WORK.tokens)
+    parser.add_argument("--steps", type=int, default=3)
+    args = parser.parse_args()
+    if reason := why_not():
+        raise SystemExit(f"bench/predicted.py: {reason}")
+    from links import decentralised
+
+    unit = next(u for u in UNITS if args.rate.endswith(u))
+    rate = float(args.rate.removesuffix(unit)) * UNITS[unit]
+    rows: list[dict[str, Any]] = []
+    columns = ("measured s", "predicted s", "error", "busiest link, MiB", "predicted")
+    print(f"{'hosts':>6}  {'':18}" + "".join(f"{c:>{w}}" for c, w in zip(columns, (12, 12, 9, 19, 11), strict=True)))
+    for n in args.hosts:
+        with Hosts(n, args.rate) as hosts:
+            for name, split in (("every byte moves", True), ("colocated", False)):
+                work = replace(WORK, tokens=args.tokens, split=split)
+                with tempfile.TemporaryDirectory() as folder:
+                    measured = decentralised(hosts, PER_HOST, work, args.steps, folder)
+                steps = [predict(work, n, PER_HOST, rate, k) for k in range(1, args.steps + 1)]
+                result = sorted(steps, key=lambda r: r.step_s)[len(steps) // 2]
+                busiest = max(r.links.busiest for r in steps)
+                row = {
+                    "hosts": n,
+                    "name": name,
+                    "measured_s": round(measured.s, 4),
+                    "predicted_s": round(result.step_s, 4),
+                    "error": round(result.step_s / measured.s - 1, 4),
+                    "measured_link_mib": round(measured.busiest / 2**20, 3),
+                    "predicted_link_mib": round(busiest / 2**20, 3),
+                    "measured_messages": round(measured.messages, 1),
+                    "predicted_messages": result.messages,
+                }
+                rows.append(row)
+                print(
+                    f"{n:6}  {name:18}{row['measured_s']:12.3f}{row['predicted_s']:12.3f}{100 * row['error']:7.1f} %"
+                    f"{row['measured_link_mib']:19.2f}{row['predicted_link_mib']:11.2f}",
+                    flush=True,
+                )
+    print(json.dumps({"rate": args.rate, "rows": rows}))
+
+
+if __name__ == "__main__":
+    main()
