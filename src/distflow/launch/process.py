@@ -43,7 +43,10 @@ def run_worker(program: Program, env: LaunchEnv, resume: str | None = None) -> i
     def report(error: BaseException) -> None:
         failure = Failure.of(error, rank, heartbeat.step)
         if folder is None or not failure.write(folder):
-            logger.error(failure.message)
+            doing = heartbeat.record
+            where = f"rank {rank} on {doing.host}, step {doing.step}, '{doing.task}': "  # no launcher says it
+            named = failure.kind != "peer_lost" or failure.message.startswith("rank ")
+            logger.error(failure.message if named else where + failure.message)
 
     def end_stuck(error: DistflowError) -> NoReturn:
         # At once: the main thread may be inside a collective that never returns.
