@@ -1,7 +1,7 @@
 """The trainer on real workers: any layout has the gradient of a plain model, and an exported model agrees."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,16 +22,15 @@ from distflow.data.context import Context
 from distflow.engine.model.description import describe
 from distflow.engine.model.source import Source
 from distflow.engine.model.tokenizer import train_tokenizer
-from distflow.engine.role_state import RoleState
 from distflow.engine.train import fsdp
 from distflow.engine.train.trainer import Trainer
 from distflow.engine.train.update_spec import UpdateSpec
 from distflow.engine.weights import slices
 from distflow.observe.metrics import StepMetrics
 from distflow.plan.layout import Layout
-from distflow.run.checkpoint_writer import CheckpointWriter, Members
+from distflow.run.checkpoint_writer import CheckpointWriter
 from engine.tiny import VOCABULARY, config_of, pair
-from spawn import spawn
+from spawn import make_transport, spawn
 
 ARCHITECTURES = ("qwen2", "qwen3")  # the one with tied embeddings, the other with norms that all heads share
 TEMPERATURE = 0.8
@@ -170,9 +169,9 @@ def learn(rank: int, case: Case, folder: Path) -> tuple[Parts, list[Any]] | None
 
 
 def save_checkpoints(trainer: Trainer, rank: int, folder: Path) -> None:
-    members = Members((0, 1, 2, 3), torch.distributed.group.WORLD)
-    writer = CheckpointWriter(folder, rank, members, {"actor": members})
-    state = RoleState(*trainer.state(), partial(describe, source=trainer.source, adapter=None))
+    ranks = trainer.layout.ranks
+    writer = CheckpointWriter(folder, rank, ranks, {"actor": ranks}, make_transport(rank, 4).run)
+    state = replace(trainer.state(), describe=partial(describe, source=trainer.source, adapter=None))
     for step in (3, 7):
         writer.save(step, {"actor": state}, {}, lambda place: None)
     writer.wait()

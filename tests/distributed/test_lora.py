@@ -33,7 +33,7 @@ from distflow.engine.weights import slices
 from distflow.observe.metrics import StepMetrics
 from distflow.plan import Layout
 from distflow.plan.topology import Topology
-from distflow.run.checkpoint_writer import CheckpointWriter, Members
+from distflow.run.checkpoint_writer import CheckpointWriter
 from engine.tiny import randomize_weights
 from spawn import make_transport, spawn
 from warm import distflow_run
@@ -181,7 +181,8 @@ class Worker:
 def run_cases(rank: int, folder: Path) -> dict[str, Outcome]:
     """Runs all cases on one worker; all workers take part in making process groups and checkpoints."""
     transport = make_transport(rank, WORKERS)
-    all_workers = Members(tuple(range(dist.get_world_size())), dist.new_group())
+    all_ranks = range(dist.get_world_size())
+    background = make_transport(rank, len(all_ranks))
     outcomes = {}
     for name, case in CASES.items():
         meshes, process_groups = {}, {}
@@ -195,8 +196,8 @@ def run_cases(rank: int, folder: Path) -> dict[str, Outcome]:
             worker = Worker(case, role, transport, process_groups[case.trains])
             outcomes[name] = learn(worker)
             state = worker.actor.role_state()
-        members = Members(case.trains.ranks, process_groups[case.trains])
-        writer = CheckpointWriter(folder / name / "checkpoints", rank, all_workers, {"actor": members})
+        roles = {"actor": case.trains.ranks}
+        writer = CheckpointWriter(folder / name / "checkpoints", rank, all_ranks, roles, background.run)
         writer.save(1, {"actor": state} if state else {}, {}, lambda place: None)
         writer.wait()
     return outcomes

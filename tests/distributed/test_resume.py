@@ -174,7 +174,7 @@ def test_a_checkpoint_of_another_format_is_refused(folder: Path, complete: dict[
     for source in ("newest", str(run_dir), str(path)):
         _, ended = run(folder, run_dir.name, 1, source)
         assert ended.codes == [1]
-        assert ended.err.count("distflow: ") == 1
+        assert ended.err.count("--resume: ") == 1
         assert f"--resume: {path} was written by another version of DistFlow" in ended.err
         assert "start anew from the export (model: DIRECTORY), or use another run_dir" in ended.err
     with pytest.raises(ConfigError, match=f"^{path} was written by another version of DistFlow"):

@@ -1,6 +1,5 @@
 """Damaged checkpoints: every change is noticed, none is loaded, and a run resumes from an older one."""
 
-import hashlib
 import io
 import json
 import logging
@@ -19,18 +18,22 @@ from distflow.engine.role_state import LoadTensors, RoleState
 from distflow.errors import ConfigError
 from distflow.run.checkpoint import (
     COMPLETE,
+    INDEX,
     STATE,
     TENSORS,
     checkpoint_dir,
+    file_list,
     format_problem,
     load_full_tensors,
+    sha256,
     verify,
 )
 from distflow.run.checkpoint_manager import CheckpointManager
-from distflow.run.checkpoint_writer import CheckpointWriter, Members
+from distflow.run.checkpoint_writer import CheckpointWriter
 from distflow.run.run_dir import NEWEST
 from fuzz.harness import Case
 from fuzz.junk import damaged, junk, mutate
+from threads import alone
 
 WEIGHTS = {"weights.a": torch.arange(12.0).reshape(3, 4), "weights.b": torch.ones(2, dtype=torch.int64)}
 
@@ -55,7 +58,7 @@ class Actor:
         return RoleState({"updates": 1}, WEIGHTS)
 
     def load_role_state(self, values: Mapping[str, Any], load: LoadTensors) -> None:
-        load({name: torch.zeros_like(t) for name, t in WEIGHTS.items()})
+        load(RoleState(values, {name: torch.zeros_like(t) for name, t in WEIGHTS.items()}))
 
 
 class Checkpoints:
@@ -63,9 +66,8 @@ class Checkpoints:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder / "run" / "checkpoints"
-        alone = Members((0,), None)
-        members = {"actor": alone, "judge": alone}
-        writer = CheckpointWriter(self.folder, 0, alone, members)
+        ranks = {"actor": (0,), "judge": (0,)}
+        writer = CheckpointWriter(self.folder, 0, (0,), ranks, alone)
         identity = {"flow": "f", "seed": 0, "batch": 2, "repeat": 1}
         states = {"actor": Actor().role_state(), "judge": RoleState(Judge().state())}
         for step in (2, 4):
@@ -75,8 +77,13 @@ class Checkpoints:
         self.path = checkpoint_dir(self.folder, 4)
         self.files = {p: p.read_bytes() for p in sorted(self.path.rglob("*")) if p.is_file()}
         self.manager = CheckpointManager.__new__(CheckpointManager)
-        self.manager.folder, self.manager.rank, self.manager.members = self.folder, 0, members
-        self.manager.network = SimpleNamespace(all_ranks=(0,), any_rank=lambda value: value)  # type: ignore[assignment]
+        self.manager.folder, self.manager.rank, self.manager.ranks = self.folder, 0, ranks  # type: ignore[assignment]
+        self.manager.config = SimpleNamespace(run_folder=folder / "run")  # type: ignore[assignment]
+        self.manager.network = SimpleNamespace(  # type: ignore[assignment]
+            all_ranks=(0,),
+            any_rank=lambda value: value,
+            transport=SimpleNamespace(run=alone),
+        )
         self.manager.roles = {"actor": Actor(), "judge": Judge()}
         self.manager.data = SimpleNamespace(position=0)  # type: ignore[assignment]
         self.manager._identity = lambda: identity  # type: ignore[method-assign]
@@ -86,7 +93,9 @@ class Checkpoints:
 
     def case(self, rng: Random, number: int) -> Case:
         self._repair()
-        change, must_be_noticed = self._damage(rng, number)
+        if number % 4 == 3:
+            return Case(self._forge(rng), self._resume_forged, (str(self.path),), limit_s=30)
+        change, must_be_noticed = self._damage(rng)
 
         def run() -> None:
             problem = format_problem(self.path) or verify(self.path)
@@ -123,7 +132,7 @@ class Checkpoints:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(data)
 
-    def _damage(self, rng: Random, number: int) -> tuple[str, bool]:
+    def _damage(self, rng: Random) -> tuple[str, bool]:
         """Returns what was changed, and whether that must be noticed: complete.json has no checksum of its own."""
         paths = list(self.files)
         path = rng.choice(paths)
@@ -151,45 +160,73 @@ class Checkpoints:
                 return f"{name} is a folder", must
             case 7 if path.suffix == ".json":
                 doc = json.loads(data)
-                mutate(doc, rng) if rng.random() < 0.7 else doc.update({"checksums": junk(rng)})
-                try:
-                    text = json.dumps(doc, default=str)
-                except (TypeError, ValueError):
-                    text = "{}"
+                mutate(doc, rng) if rng.random() < 0.7 else doc.update({"files": junk(rng)})
+                text = _to_json(doc)
                 path.write_text(text)
                 return f"{name} says {text[:300]}", must and json.loads(data) != json.loads(text)
             case 7:
                 path.write_bytes(data + b"\0")
                 return f"{name} is longer", must
         complete = json.loads(self.files[self.path / COMPLETE])
-        lists = complete["checksums"]
-        state = hashlib.sha256(self.files[self.path / STATE]).hexdigest()
-        lists |= rng.choice(
+        size, state = complete["files"][STATE]
+        complete["files"] |= rng.choice(
             (
-                {STATE: "x"},
+                {STATE: [size, "x"]},
+                {STATE: [size + 1, state]},
                 {STATE: state},
-                {"../x": "y"},
-                {"": ""},
-                {"\x00": ""},
-                {"actor": ""},
-                {"checksums.1.json": "z"},
+                {"../x": [1, "y"]},
+                {"": [0, ""]},
+                {"\x00": [0, ""]},
+                {"actor": [4096, ""]},
+                {"actor/tensors/00001.safetensors": [4, "z"]},
             )
         )
-        (self.path / COMPLETE).write_text(json.dumps(complete))
-        return f"complete.json lists {lists}", True
+        if rng.random() < 0.5:
+            (self.path / COMPLETE).write_text(json.dumps(complete))
+        else:
+            (self.path / COMPLETE).write_text(file_list(4, complete["files"]))
+        return f"complete.json lists {complete['files']}", True
+
+    def _forge(self, rng: Random) -> str:
+        """Changes a file and the list of files with it, so that only a reader can notice."""
+        path = rng.choice([p for p in self.files if p.name in (INDEX, STATE) or p.suffix == ".safetensors"])
+        data = self.files[path]
+        if path.suffix == ".json" and rng.random() < 0.7:
+            doc = json.loads(data)
+            mutate(doc["tensors"] if path.name == INDEX and rng.random() < 0.7 else doc, rng)
+            data = _to_json(doc).encode()
+        else:
+            data = damaged(data, rng)
+        path.write_bytes(data)
+        files = json.loads(self.files[self.path / COMPLETE])["files"]
+        files[str(path.relative_to(self.path))] = (len(data), sha256(path))
+        (self.path / COMPLETE).write_text(file_list(4, files))
+        return f"{path.name} is forged: {data[:300]!r}"
+
+    def _resume_forged(self) -> None:
+        assert verify(self.path) is None
+        with _logged():
+            self.manager.resume(NEWEST)
+        self._load()
+
+
+def _to_json(doc: Any) -> str:
+    try:
+        return json.dumps(doc, default=str)
+    except (TypeError, ValueError):
+        return "{}"
 
 
 def all_flips(kind: Checkpoints) -> int:
-    """Flips a bit in every byte of every listed file, and returns how many there were; `verify` must find them all."""
+    """Flips a bit in every byte of every file, and returns how many there were; `verify` must find them all."""
     count = 0
     for path, data in kind.files.items():
-        if path.name == COMPLETE:
-            continue
+        name = path.parent if path.name == COMPLETE else path
         for at in range(len(data)):
             path.write_bytes(data[:at] + bytes([data[at] ^ 1 << at % 8]) + data[at + 1 :])
             problem = verify(kind.path)
             assert problem is not None, f"{path}: byte {at}"
-            assert str(path) in problem
+            assert str(name) in problem
             count += 1
         path.write_bytes(data)
     assert verify(kind.path) is None

@@ -1,6 +1,5 @@
 """Problems that fuzzing has found, a test for each."""
 
-import json
 import os
 import re
 import sys
@@ -28,8 +27,7 @@ from distflow.errors import CheckpointError, ConfigError, DataError, DistflowErr
 from distflow.flow import from_list
 from distflow.launch.local import launch
 from distflow.reward.server import Scorer
-from distflow.run.checkpoint import FORMAT, list_checkpoints, load_tensors, verify
-from distflow.run.checkpoint_writer import CheckpointWriter, Members
+from distflow.run.checkpoint import file_list, list_checkpoints, load_tensors, verify
 from distflow.run.export import export
 from distflow.run.launch_env import read_launch_env
 from distflow.run.program import Program
@@ -215,7 +213,7 @@ def test_a_score_that_fails_when_looked_at_costs_no_process(tmp_path: Path, prog
 
 
 def test_no_flip_of_a_bit_goes_unnoticed(tmp_path: Path) -> None:
-    assert all_flips(Checkpoints(tmp_path)) > 500
+    assert all_flips(Checkpoints(tmp_path)) > 1000
 
 
 def test_a_checkpoint_may_have_been_given_another_name(tmp_path: Path) -> None:
@@ -232,25 +230,14 @@ def test_a_checkpoint_may_have_been_given_another_name(tmp_path: Path) -> None:
 
 def test_a_checkpoint_with_an_empty_list_of_files_is_damaged(tmp_path: Path) -> None:
     kind = Checkpoints(tmp_path)
-    (kind.path / "complete.json").write_text(json.dumps({"format": FORMAT, "step": 4, "checksums": {}}))
+    (kind.path / "complete.json").write_text(file_list(4, {}))
     assert verify(kind.path) == f"{kind.path}: its list of files is not complete"
 
 
 def test_tensors_of_another_shape_are_refused(tmp_path: Path) -> None:
     kind = Checkpoints(tmp_path)
-    with pytest.raises(CheckpointError, match=r"actor/tensors: cannot be read: rank 0: Size mismatch"):
-        load_tensors(kind.path / "actor", {"weights.a": torch.zeros(5, 5)}, None)
-
-
-def test_a_state_that_is_not_json_is_refused_with_its_role(tmp_path: Path) -> None:
-    alone = Members((0,), None)
-    writer = CheckpointWriter(tmp_path, 0, alone, {"judge": alone})
-    writer.save(1, {"judge": RoleState({"seen": {1, 2}})}, {}, lambda path: None)
-    with pytest.raises(
-        CheckpointError, match="could not be written: the state of the role 'judge' is not made of plain"
-    ):
-        writer.wait()
-    writer.close()
+    with pytest.raises(CheckpointError, match=r"actor/tensors: cannot be read: the tensor 'weights.a' has the"):
+        load_tensors(kind.path / "actor", RoleState({}, {"weights.a": torch.zeros(5, 5)}), 0)
 
 
 def test_an_export_needs_a_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

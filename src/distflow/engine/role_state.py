@@ -1,4 +1,4 @@
-"""What a role with a model keeps in a checkpoint, as checkpoints see it."""
+"""What a role keeps in a checkpoint, as checkpoints see it."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -8,21 +8,40 @@ from typing import Any
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from distflow.engine.weights import Box, Shards, Spec
+from distflow.errors import CheckpointError, shown
+
 WEIGHTS = "weights."  # prefix of the names of a model's parameters
-LoadTensors = Callable[[Mapping[str, Tensor]], None]  # fills these tensors, or this rank's shards of them
 
 
 @dataclass(frozen=True)
 class RoleState:
-    """This worker's shards of a role's tensors, and small values that all of its workers have in common."""
+    """Small values that all workers of a role have in common, and tensors, of which a worker may have a part each."""
 
-    values: Mapping[str, Any]
-    tensors: Mapping[str, Tensor] = field(default_factory=dict)
+    values: Any  # plain JSON
+    tensors: Mapping[str, Tensor] = field(default_factory=dict)  # this worker's parts; whole where there is no spec
+    specs: Mapping[str, Spec] = field(default_factory=dict)  # of the tensors that are cut as `shards` says
+    shards: Shards | None = None
     describe: Callable[[Path], None] = lambda folder: None  # writes what else it takes to use the tensors
 
+    @classmethod
+    def of(cls, state: Any, role: str) -> "RoleState":
+        """Makes it from what `state()` of a user's role returns: plain JSON, and in a dict also whole tensors."""
+        if not isinstance(state, Mapping):
+            return cls(state)
+        tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
+        for name, tensor in tensors.items():
+            if not isinstance(name, str) or isinstance(tensor, DTensor):
+                raise CheckpointError(
+                    f"role '{role}': state() returns a tensor {shown(name)} that is sharded or has no name; gather it"
+                )
+        return cls({name: value for name, value in state.items() if name not in tensors}, tensors)
 
-def shard_like(tensor: DTensor, local: Tensor) -> DTensor:
-    """Wraps `local` as this worker's shard of another tensor that is sharded like `tensor`."""
-    return DTensor.from_local(
-        local, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
-    )
+    def box(self, name: str, rank: int) -> Box:
+        """Returns the part of a tensor that this rank has."""
+        if self.shards is None or name not in self.specs:
+            return tuple((0, n) for n in self.tensors[name].shape)
+        return self.shards.box(self.specs[name], rank)
+
+
+LoadTensors = Callable[[RoleState], None]  # fills the tensors of a state

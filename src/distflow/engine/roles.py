@@ -37,12 +37,12 @@ class _Trained:
     def role_state(self) -> "RoleState | None":
         """Returns what a checkpoint keeps of the role; None where it is not trained."""
         from distflow.engine.model.description import describe
-        from distflow.engine.role_state import RoleState
 
         trainer = self.trainer
         if trainer is None or not trainer.trainable:
             return None
-        return RoleState(*trainer.state(), partial(describe, source=trainer.source, adapter=trainer.adapter))
+        description = partial(describe, source=trainer.source, adapter=trainer.adapter)
+        return replace(trainer.state(), describe=description)
 
     def load_role_state(self, values: Mapping[str, Any], load: "LoadTensors") -> None:
         assert self.trainer is not None

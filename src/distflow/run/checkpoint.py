@@ -1,7 +1,8 @@
 """Checkpoints on disk: which there are, whether one is complete, and how its files are read.
 
-Tensors are sharded safetensors by torch.distributed.checkpoint, so that any number of workers can read them; everything
-else is JSON. Nothing is pickled. `checkpoint_writer` writes them.
+Tensors are in safetensors files, one of each worker, and `tensor_index` says which part of a tensor is where, so that
+any number of workers can read them, each only the files that it needs. Everything else is JSON. Nothing is pickled.
+`checkpoint_writer` writes them.
 """
 
 import hashlib
@@ -9,24 +10,22 @@ import json
 import os
 import re
 import shutil
-import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from torch.distributed.checkpoint import CheckpointException
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 
+from distflow.engine.role_state import RoleState
+from distflow.engine.weights import Box, within
 from distflow.errors import CheckpointError, cut
+from distflow.run.tensor_index import Piece, TensorIndex, file_name
 
-FORMAT = 2  # raised when a checkpoint of before can no longer be read; the first one had no number
-COMPLETE, STATE, VALUES, TENSORS = "complete.json", "state.json", "values.json", "tensors"
+FORMAT = 3  # raised when a checkpoint of before can no longer be read; the first one had no number
+COMPLETE, STATE, VALUES, TENSORS, INDEX = "complete.json", "state.json", "values.json", "tensors", "index.json"
 LATEST, BEST = "latest", "best"  # files beside the checkpoints, each with the number of a step
 _NAME = re.compile(r"step_([0-9]{1,18})\Z")
 
@@ -65,69 +64,137 @@ def format_problem(path: Path) -> str | None:
     )
 
 
+Files = Mapping[str, tuple[int, str]]  # name in the checkpoint → bytes, SHA-256
+
+
+def file_list(step: int, files: Files) -> str:
+    """Returns the contents of complete.json: all files with their checksums, and a checksum of this list."""
+    contents = {"format": FORMAT, "step": step, "files": files}
+    return json.dumps(contents | {"checksum": _checksum(contents)})
+
+
+def _checksum(contents: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(contents, sort_keys=True).encode()).hexdigest()
+
+
 def verify(path: Path, share: int = 0, shares: int = 1) -> str | None:
     """Returns what is wrong with a checkpoint, None if nothing is. Each of `shares` workers can check its share."""
     try:
-        lists = json.loads((path / COMPLETE).read_text())["checksums"]
-        checksums: dict[str, tuple[int, str]] = {}
-        for name, expected in sorted(lists.items()):
-            if sha256(path / name) != expected:
-                return f"{path / name} has changed since it was written"
-            files = json.loads((path / name).read_text())
-            checksums |= {file: (int(size), str(checksum)) for file, (size, checksum) in files.items()}
+        contents = json.loads((path / COMPLETE).read_text())
+        if contents.pop("checksum") != _checksum(contents):
+            return f"{path / COMPLETE} has changed since it was written"
+        files = {name: (int(size), str(checksum)) for name, (size, checksum) in contents["files"].items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
         return f"{path}: its list of files cannot be read ({describe_error(e)})"
-    if STATE not in checksums:
+    if STATE not in files:
         return f"{path}: its list of files is not complete"
-    for name, (size, expected) in sorted(checksums.items())[share::shares]:
-        file = path / name
+    for name in _share(files, share, shares):
+        if problem := _file_problem(path / name, *files[name]):
+            return problem
+    return None
+
+
+def _share(names: Iterable[str], share: int, shares: int) -> list[str]:
+    """Returns as many of the files for each worker; of tensors those that it is likely to read next."""
+    kinds: dict[tuple[str, str], list[str]] = {}  # by folder and suffix: the tensors of a role are one
+    for name in sorted(names):
+        kinds.setdefault((name.rpartition("/")[0], name.rpartition(".")[2]), []).append(name)
+    return [n for kind in kinds.values() for i, n in enumerate(kind) if i * shares // len(kind) == share]
+
+
+def _file_problem(file: Path, size: int, checksum: str) -> str | None:
+    try:
         if not file.is_file():
             return f"{file} is missing"
         if file.stat().st_size != size:
             return f"{file} has {file.stat().st_size} bytes of {size}"
-        try:
-            unchanged = sha256(file) == expected
-        except OSError as e:
-            return f"{file} cannot be read ({describe_error(e)})"
-        if not unchanged:
-            return f"{file} has changed since it was written"
-    return None
+        return f"{file} has changed since it was written" if sha256(file) != checksum else None
+    except (OSError, ValueError) as e:
+        return f"{file} cannot be read ({describe_error(e)})"
 
 
-def read_state(path: Path) -> dict[str, Any]:
-    """Returns the state of the run in a checkpoint."""
-    state: dict[str, Any] = json.loads((path / STATE).read_text())
-    return state
+def read_state(path: Path, *keys: str) -> dict[str, Any]:
+    """Returns the state of the run in a checkpoint: step, position, and at least these keys."""
+    state = _read_json(path / STATE)
+    counts = [state.get(key) for key in ("step", "position")] if isinstance(state, dict) else [None]
+    if not all(type(n) is int and n >= 0 for n in counts) or not state.keys() >= set(keys):
+        raise CheckpointError(f"{path / STATE} is not the state of a run; use another checkpoint")
+    return dict(state)
 
 
-def read_values(folder: Path) -> dict[str, Any]:
+def read_values(folder: Path) -> Any:
     """Returns the plain values of a role in its folder of a checkpoint."""
-    values: dict[str, Any] = json.loads((folder / VALUES).read_text())
-    return values
+    return _read_json(folder / VALUES)
 
 
-def load_tensors(folder: Path, into: Mapping[str, Tensor], process_group: dist.ProcessGroup | None) -> None:
-    """Fills tensors, or this worker's shards of them, however they were sharded when they were written."""
-    with _reading(folder), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # DCP warns that without a process group it reads in one process, as is meant
-        reader = HuggingFaceStorageReader(str(folder / TENSORS))
-        dcp.load(dict(into), storage_reader=reader, process_group=process_group, no_dist=process_group is None)
+def _read_json(file: Path) -> Any:
+    try:
+        return json.loads(file.read_text())
+    except (OSError, ValueError, RecursionError) as e:
+        raise CheckpointError(f"{file} cannot be read ({describe_error(e)}); use another checkpoint") from e
+
+
+def load_tensors(folder: Path, state: RoleState, rank: int) -> None:
+    """Fills the tensors of a state, this worker's parts of them, however they were cut when they were written."""
+    with _reading(folder):
+        index = read_index(folder)
+        wanted = {}
+        for name, tensor in state.tensors.items():
+            if name not in index.tensors:
+                raise ValueError(f"there is no tensor '{cut(name)}'")
+            stored, shape = index.tensors[name].shape, tuple((state.specs.get(name) or tensor).shape)
+            if stored != shape:
+                raise ValueError(f"the tensor '{cut(name)}' has the shape {stored}, and should have {shape}")
+            wanted[name] = (state.box(name, rank), tensor)
+        _fill(folder / TENSORS, index, wanted)
 
 
 def load_full_tensors(folder: Path, prefix: str = "") -> dict[str, Tensor]:
-    """Returns all tensors whose names start with `prefix`, unsharded and without the prefix, in one process."""
+    """Returns all tensors whose names start with `prefix`, whole and without the prefix, in one process."""
+    if not (folder / TENSORS).is_dir():
+        return {}
     with _reading(folder):
-        metadata = HuggingFaceStorageReader(str(folder / TENSORS)).read_metadata().state_dict_metadata
-    tensors = {n: torch.empty(m.size) for n, m in metadata.items() if n.startswith(prefix)}  # type: ignore[union-attr]
-    load_tensors(folder, tensors, None)
-    return {name.removeprefix(prefix): t for name, t in tensors.items()}
+        index = read_index(folder)
+        stored = {name: t for name, t in index.tensors.items() if name.startswith(prefix)}
+        wanted = {
+            name: (tuple((0, n) for n in t.shape), torch.empty(t.shape, dtype=t.dtype)) for name, t in stored.items()
+        }
+        _fill(folder / TENSORS, index, wanted)
+    return {name.removeprefix(prefix): tensor for name, (_, tensor) in wanted.items()}
+
+
+def read_index(folder: Path) -> TensorIndex:
+    """Returns what a role's folder in a checkpoint says about its tensors."""
+    return TensorIndex.from_json((folder / TENSORS / INDEX).read_text())
+
+
+def _fill(folder: Path, index: TensorIndex, wanted: Mapping[str, tuple[Box, Tensor]]) -> None:
+    """Reads parts of tensors into memory; opens the files that have something of them, once each."""
+    files: dict[int, list[tuple[str, Piece]]] = {}
+    for name, (box, _) in wanted.items():
+        for piece in index.pieces(name, box):
+            if piece.place not in files and not (folder / file_name(piece.place)).is_file():
+                raise ValueError(f"{file_name(piece.place)} is missing")  # before a false index is believed any further
+            files.setdefault(piece.place, []).append((name, piece))
+    for place, pieces in sorted(files.items()):
+        with safe_open(folder / file_name(place), "pt") as file:
+            for name, piece in pieces:
+                box, tensor = wanted[name]
+                stored = file.get_slice(name)
+                if stored.get_shape() != [hi - lo for lo, hi in piece.part]:
+                    raise ValueError(f"{file_name(place)} has another part of '{cut(name)}' than the index says")
+                part = stored[within(piece.part, piece.inner)]
+                if part.dtype != index.tensors[name].dtype:
+                    raise ValueError(f"'{cut(name)}' is {part.dtype} in {file_name(place)}")
+                with torch.no_grad():
+                    tensor[within(box, piece.inner)].copy_(part)
 
 
 @contextmanager
 def _reading(folder: Path) -> Iterator[None]:
     try:
         yield
-    except (CheckpointException, SafetensorError, OSError, ValueError, LookupError, TypeError, AssertionError) as e:
+    except (SafetensorError, OSError, ValueError, LookupError, TypeError, RuntimeError, MemoryError) as e:
         raise CheckpointError(
             f"{folder / TENSORS}: cannot be read: {cut(describe_error(e), 400)};"
             " use another checkpoint, or the model that this one was trained from"
@@ -176,8 +243,6 @@ def sha256(path: Path) -> str:
 
 
 def describe_error(error: BaseException) -> str:
-    if isinstance(error, CheckpointException):  # has the errors of all ranks
-        return "; ".join(f"rank {r}: {e[0]}" for r, e in sorted(error.failures.items()))
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     return str(error) or type(error).__name__

@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from distflow.data.collectives import broadcast_bytes
 from distflow.data.coordinator import Coordinator
 from distflow.engine.role_state import RoleState
 from distflow.errors import CheckpointError, ConfigError, cut
@@ -15,9 +16,9 @@ from distflow.run.checkpoint import (
     BEST,
     COMPLETE,
     archive_checkpoints,
-    checkpoint_dir,
     format_problem,
     list_checkpoints,
+    load_full_tensors,
     load_tensors,
     prune,
     read_state,
@@ -25,10 +26,11 @@ from distflow.run.checkpoint import (
     verify,
     write_atomically,
 )
-from distflow.run.checkpoint_writer import CheckpointWriter, Members
+from distflow.run.checkpoint_writer import CheckpointWriter
 from distflow.run.network import Network
 from distflow.run.program import Program
 from distflow.run.run_dir import AUTO, NEWEST
+from distflow.run.shared_folder import check_shared
 
 logger = logging.getLogger(__name__)
 
@@ -49,14 +51,12 @@ class CheckpointManager:
         self.program, self.config = program, program.config
         self.rank, self.network, self.roles, self.data = rank, network, roles, data
         self.folder = self.config.run_folder / "checkpoints"
-        self.members: dict[str, Members] = {}
+        self.ranks: dict[str, tuple[int, ...]] = {}  # that hold the state of a role
         for role in sorted({n.role for n in plan.flow.nodes if n.method}):
             nodes = [n for n in plan.flow.nodes if n.role == role and n.method]
             trained = [n for n in nodes if n.type == "train"]
-            ranks = plan.partition_of((trained or nodes)[0].id).layout.ranks
-            self.members[role] = Members(ranks, network.new_process_group(ranks) if trained else None)
-        all_workers = Members(network.all_ranks, network.new_process_group(network.all_ranks))
-        self.writer = CheckpointWriter(self.folder, rank, all_workers, self.members)
+            self.ranks[role] = plan.partition_of((trained or nodes)[0].id).layout.ranks
+        self.writer = CheckpointWriter(self.folder, rank, network.all_ranks, self.ranks, network.background.run)
 
     def due(self, step: int) -> bool:
         return self.config.checkpoint.every > 0 and step % self.config.checkpoint.every == 0
@@ -65,13 +65,10 @@ class CheckpointManager:
         """Starts to write a checkpoint. If the one before could not be written, warns; the next one may succeed."""
         try:
             with self.network.heartbeat.waiting(self.network.all_ranks):
-                self._save(step)
+                self.writer.wait()
         except CheckpointError as e:
             if self.rank == 0:
                 logger.warning("%s; the run continues", e)
-            self._save(step)
-
-    def _save(self, step: int) -> None:
         self.writer.save(step, self._role_states(), self._run_state(), self._on_complete)
 
     def finish(self, step: int | None) -> None:
@@ -86,18 +83,20 @@ class CheckpointManager:
 
     def resume(self, source: str | None) -> int:
         """Restores a checkpoint, given as for `--resume`, and returns the step to continue with; 0 starts anew."""
+        network = self.network
+        check_shared(self.config.run_folder, self.rank, network.all_ranks, network.transport.run)
         if source is None:
             return self._start_anew()
         folder, paths = self._candidates(source)
         problems = [format_problem(path) for path in paths]
-        if all(problems):  # of another version, or there is none
+        if not network.any_rank(not all(problems)):  # all are of another version, or there is none
             if source == AUTO:
                 return self._start_anew()
             if problems:
                 raise ConfigError(f"--resume: {problems[0]}")
         for path, problem in zip(paths, problems, strict=True):
-            problem = problem or verify(path, self.rank, len(self.network.all_ranks))
-            if not self.network.any_rank(problem is not None):
+            problem = problem or verify(path, self.rank, len(network.all_ranks))
+            if not network.any_rank(problem is not None):
                 step = self._restore(path)
                 if self.rank == 0:
                     logger.info("resumed from %s", path)
@@ -115,17 +114,18 @@ class CheckpointManager:
         return 0
 
     def _candidates(self, source: str) -> tuple[Path, list[Path]]:
-        """Returns the folder that is searched and its checkpoints, newest first."""
-        folder = self.folder
-        if source not in (AUTO, NEWEST):
-            try:
-                path = Path(source).expanduser()
-                if (path / COMPLETE).exists():
-                    return path.parent, [path]
-                folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
-            except (OSError, RuntimeError) as e:
-                raise ConfigError(f"--resume: '{cut(source)}' cannot be looked up: {e}") from None
-        return folder, [checkpoint_dir(folder, step) for step in list_checkpoints(folder)]
+        """Returns the folder that is searched and its checkpoints, newest first: those that rank 0 sees."""
+        folder, names = self.folder, ""
+        try:
+            if source not in (AUTO, NEWEST):
+                folder = Path(source).expanduser()
+            if self.rank == 0:
+                names = "\n".join(_names_of_checkpoints(folder))
+        except (OSError, RuntimeError) as e:
+            raise ConfigError(f"--resume: '{cut(source)}' cannot be looked up: {e}") from None
+        listing = broadcast_bytes(self.rank, self.network.all_ranks, names.encode())
+        names = self.network.transport.run(listing).decode()
+        return folder, [folder / name for name in names.splitlines()]
 
     def _role_states(self) -> dict[str, RoleState]:
         states = {}
@@ -133,8 +133,8 @@ class CheckpointManager:
             if hasattr(role, "role_state"):
                 state = role.role_state()
             else:
-                state = RoleState(role.state()) if hasattr(role, "state") else None
-            if state is not None and self.rank in self.members[name].ranks:
+                state = RoleState.of(role.state(), name) if hasattr(role, "state") else None
+            if state is not None and self.rank in self.ranks[name]:
                 states[name] = state
         return states
 
@@ -148,24 +148,25 @@ class CheckpointManager:
 
     def _restore(self, path: Path) -> int:
         """Restores roles and data, and returns the step to continue with."""
-        state = read_state(path)
-        for key, value in self._identity().items():
+        identity = self._identity()
+        state = read_state(path, *identity)
+        for key, value in identity.items():
             if state[key] != value:
                 raise ConfigError(
                     f"--resume: {path} is of a run with {key} {state[key]!r}, the config has {value!r}; set it back or"
                     " start anew from an export"
                 )
         for name, role in self.roles.items():
-            folder, members = path / name, self.members[name]
-            if self.rank not in members.ranks:
+            folder = path / name
+            if self.rank not in self.ranks[name]:
                 continue
             if hasattr(role, "role_state") and role.role_state() is not None:
                 if not folder.is_dir():
                     raise ConfigError(f"--resume: {path} has no state of the role '{name}', which the flow trains")
-                load = partial(load_tensors, folder, process_group=members.process_group)
-                role.load_role_state(read_values(folder), load)
+                role.load_role_state(read_values(folder), partial(load_tensors, folder, rank=self.rank))
             elif folder.is_dir() and hasattr(role, "state"):
-                role.restore(read_values(folder))
+                tensors = load_full_tensors(folder)
+                role.restore({**read_values(folder), **tensors} if tensors else read_values(folder))
         self.data.position = state["position"]
         return int(state["step"])
 
@@ -192,3 +193,11 @@ class CheckpointManager:
                     values[int(row["step"]) + 1] = value
         steps = [s for s in list_checkpoints(self.folder) if s in values]
         return max(steps, key=lambda s: (values[s], s), default=None)
+
+
+def _names_of_checkpoints(folder: Path) -> list[str]:
+    """Returns the checkpoints below a folder, newest first: itself, or what is in it, or in `checkpoints` in it."""
+    if (folder / COMPLETE).exists():
+        return ["."]
+    inner = "checkpoints" if (folder / "checkpoints").is_dir() else "."
+    return [f"{inner}/step_{step}" for step in list_checkpoints(folder / inner)]

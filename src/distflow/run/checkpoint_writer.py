@@ -1,4 +1,4 @@
-"""Writes checkpoints while the next steps run: all workers at once, each its own shards.
+"""Writes checkpoints while the next steps run: all workers at once, each what it owns, which needs no agreement.
 
 A checkpoint is complete or absent: it is written under another name, gets its own once all of it is on disk with
 checksums, and only then does the file `latest` name it.
@@ -6,49 +6,84 @@ checksums, and only then does the file `latest` name it.
 
 import json
 import shutil
-from collections.abc import Callable, Mapping
+import struct
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
+from safetensors import SafetensorError
+from safetensors.torch import save_file
 from torch import Tensor
-from torch.distributed.checkpoint import CheckpointException
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 
+from distflow.data.collectives import Communication, all_gather, all_reduce
 from distflow.engine.role_state import RoleState
-from distflow.errors import CheckpointError, PeerLostError
+from distflow.errors import CheckpointError, DistflowError
 from distflow.run.checkpoint import (
     COMPLETE,
-    FORMAT,
+    INDEX,
     LATEST,
     STATE,
     TENSORS,
     VALUES,
     checkpoint_dir,
     describe_error,
+    file_list,
     fsync,
     sha256,
     write_atomically,
 )
+from distflow.run.tensor_index import TensorIndex, file_name
+
+_DIGEST = struct.Struct("<Q32s")  # size and SHA-256 of a file; zeros if there is none
+_FILES = "files.json"  # of a role, until the checkpoint is complete: its files besides tensors, with their checksums
 
 
 @dataclass(frozen=True)
-class Members:
-    """The ranks that hold a state together, and their process group for checkpoints; None for a single process."""
+class _Part:
+    """What this worker writes of a role's state, copied: the role may change it in the meantime."""
 
-    ranks: tuple[int, ...]
-    process_group: dist.ProcessGroup | None
+    place: int  # of this worker among those of the role
+    tensors: Mapping[str, Tensor]  # the parts that it owns, in host memory
+    index: TensorIndex
+    values: str  # JSON
+    describe: Callable[[Path], None]
+
+
+def _copy(role: str, state: RoleState, place: int) -> _Part:
+    try:
+        values = json.dumps(state.values)
+    except (TypeError, ValueError, RecursionError) as e:
+        raise CheckpointError(
+            f"the state of the role '{role}' is not made of plain JSON values, and tensors beside them: {e}"
+        ) from None
+    index, tensors = TensorIndex.of(state), {}
+    for name, part in index.owned(place).items():
+        tensors[name] = state.tensors[name].detach().to("cpu", copy=True).contiguous()
+        assert tensors[name].shape == torch.Size(hi - lo for lo, hi in part), name
+    return _Part(place, tensors, index, values, state.describe)
 
 
 class CheckpointWriter:
-    """Writes the checkpoints of a run in a thread of its own. All workers call it alike."""
+    """Writes the checkpoints of a run in a thread of its own. All workers call it alike.
 
-    def __init__(self, folder: Path, rank: int, all_workers: Members, roles: Mapping[str, Members]) -> None:
-        self.folder, self.rank, self.all_workers, self.roles = folder, rank, all_workers, roles
+    `roles` are the ranks that hold the state of each role, in the order of its layout. `run` carries out what the
+    workers have to agree on; nothing else may use it at the same time.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        rank: int,
+        ranks: Sequence[int],
+        roles: Mapping[str, Sequence[int]],
+        run: Callable[[Communication[Tensor]], Tensor],
+    ) -> None:
+        self.folder, self.rank, self.ranks, self.roles = folder, rank, ranks, roles
+        self._run = run
         self._thread = ThreadPoolExecutor(1, "checkpoint")
         self._running: Future[None] | None = None
 
@@ -59,13 +94,14 @@ class CheckpointWriter:
         run_state: Mapping[str, Any],
         on_complete: Callable[[Path], None],
     ) -> None:
-        """Copies the states and writes them in the background; rank 0 then calls `on_complete` with the checkpoint.
+        """Copies what this worker writes, and writes it in the background; rank 0 then calls `on_complete` with the
+        checkpoint.
 
         Waits for the checkpoint before, and raises what went wrong with it.
         """
         self.wait()
-        copies = {role: _copy_tensors(state) for role, state in role_states.items()}
-        self._running = self._thread.submit(self._write, step, copies, dict(run_state), on_complete)
+        parts = {role: _copy(role, state, self.roles[role].index(self.rank)) for role, state in role_states.items()}
+        self._running = self._thread.submit(self._write, step, parts, dict(run_state), on_complete)
 
     def wait(self) -> None:
         """Waits until no checkpoint is being written."""
@@ -77,64 +113,43 @@ class CheckpointWriter:
         self._thread.shutdown()
 
     def _write(
-        self,
-        step: int,
-        role_states: Mapping[str, RoleState],
-        run_state: dict[str, Any],
-        on_complete: Callable[[Path], None],
+        self, step: int, parts: Mapping[str, _Part], run_state: dict[str, Any], on_complete: Callable[[Path], None]
     ) -> None:
         path, partial = checkpoint_dir(self.folder, step), self.folder / f"step_{step}.part"
-        stages: list[Callable[[], None]] = [
-            lambda: self._create(partial),
-            lambda: self._write_files(partial, role_states, {"step": step, **run_state}),
-            lambda: self._commit(partial, path, step, on_complete),
-        ]
-        for stage in stages:
-            error: BaseException | None = None
-            try:
-                stage()
-            except (OSError, CheckpointException, ValueError) as e:
-                error = e
-            except RuntimeError as e:
-                raise PeerLostError(f"lost a worker while writing {path}: {str(e).splitlines()[0]}") from e
-            if not self._all_succeeded(error is None):
-                if self.rank == 0:
-                    shutil.rmtree(partial, ignore_errors=True)
-                reason = describe_error(error) if error else "another worker could not write its files"
-                raise CheckpointError(f"{path}: could not be written: {reason}") from error
+        with self._stage(path, partial):
+            if self.rank == 0:
+                shutil.rmtree(partial, ignore_errors=True)
+                partial.mkdir(parents=True)
+        digests = dict.fromkeys(self.roles, _DIGEST.pack(0, b""))
+        with self._stage(path, partial):
+            digests |= {role: _write_role(partial / role, part) for role, part in parts.items()}
+            if self.rank == 0:
+                (partial / STATE).write_text(json.dumps({"step": step, **run_state}))
+                fsync(partial / STATE)
+        row = torch.tensor(list(b"".join(digests.values())), dtype=torch.uint8)  # empty if no role has a state
+        rows = self._run(all_gather(self.rank, self.ranks, row))
+        with self._stage(path, partial):
+            if self.rank == 0:
+                self._commit(partial, path, step, rows)
+                on_complete(path)
 
-    def _create(self, partial: Path) -> None:
-        if self.rank == 0:
-            shutil.rmtree(partial, ignore_errors=True)
-            partial.mkdir(parents=True)
+    @contextmanager
+    def _stage(self, path: Path, partial: Path) -> Iterator[None]:
+        """Waits until all workers have done their part; if one of them could not, raises on all."""
+        error: BaseException | None = None
+        try:
+            yield
+        except (OSError, ValueError, RuntimeError, SafetensorError, DistflowError) as e:
+            error = e
+        failed = self._run(all_reduce(self.rank, self.ranks, torch.tensor([error is not None]), torch.logical_or))
+        if failed:
+            if self.rank == 0:
+                shutil.rmtree(partial, ignore_errors=True)
+            reason = describe_error(error) if error else "another worker could not write its files"
+            raise CheckpointError(f"{path}: could not be written: {reason}") from error
 
-    def _write_files(self, partial: Path, role_states: Mapping[str, RoleState], run_state: Mapping[str, Any]) -> None:
-        own: list[Path] = []
-        for role, state in role_states.items():
-            members, folder = self.roles[role], partial / role
-            folder.mkdir(exist_ok=True)
-            if state.tensors:
-                _save_tensors(folder / TENSORS, state.tensors, members.process_group)
-                number = 1 + members.ranks.index(self.rank)
-                own += sorted((folder / TENSORS).glob(f"shard-{number:05}-*"))
-            if self.rank == members.ranks[0]:
-                (folder / VALUES).write_text(_to_json(state.values, role))
-                state.describe(folder)
-                own += [p for p in folder.rglob("*") if p.is_file() and p.parent.name != TENSORS]
-        if self.rank == 0:
-            (partial / STATE).write_text(json.dumps(run_state))
-            own.append(partial / STATE)
-        checksums = {str(p.relative_to(partial)): [p.stat().st_size, sha256(p)] for p in own}
-        listing = partial / f"checksums.{self.rank}.json"
-        listing.write_text(json.dumps(checksums))
-        for p in (*own, listing):
-            fsync(p)
-
-    def _commit(self, partial: Path, path: Path, step: int, on_complete: Callable[[Path], None]) -> None:
-        if self.rank:
-            return
-        listings = {p.name: sha256(p) for p in partial.glob("checksums.*.json")}
-        write_atomically(partial / COMPLETE, json.dumps({"format": FORMAT, "step": step, "checksums": listings}))
+    def _commit(self, partial: Path, path: Path, step: int, rows: Tensor) -> None:
+        write_atomically(partial / COMPLETE, file_list(step, self._files(partial, rows)))
         fsync(partial)
         old = self.folder / f"step_{step}.old"
         shutil.rmtree(old, ignore_errors=True)
@@ -143,28 +158,56 @@ class CheckpointWriter:
         partial.rename(path)
         shutil.rmtree(old, ignore_errors=True)
         write_atomically(self.folder / LATEST, json.dumps({"step": step}))
-        on_complete(path)
 
-    def _all_succeeded(self, success: bool) -> bool:
-        if self.all_workers.process_group is None:
-            return success
-        flag = torch.tensor([int(success)])
-        dist.all_reduce(flag, dist.ReduceOp.MIN, group=self.all_workers.process_group)
-        return bool(flag)
+    def _files(self, partial: Path, rows: Tensor) -> dict[str, tuple[int, str]]:
+        """Returns all files with their checksums. Those of tensors are in `rows`, by worker and role."""
+        files = _checksums(partial, [partial / STATE])
+        digests = {
+            rank: list(_DIGEST.iter_unpack(bytes(row))) for rank, row in zip(self.ranks, rows.numpy(), strict=True)
+        }
+        for number, (role, ranks) in enumerate(self.roles.items()):
+            for place, rank in enumerate(ranks):
+                size, digest = digests[rank][number]
+                if size:
+                    files[f"{role}/{TENSORS}/{file_name(place)}"] = size, digest.hex()
+            listing = partial / role / _FILES
+            if listing.exists():
+                files |= {
+                    f"{role}/{name}": (size, digest) for name, (size, digest) in json.loads(listing.read_text()).items()
+                }
+                listing.unlink()
+        return files
 
 
-def _save_tensors(folder: Path, tensors: Mapping[str, Tensor], process_group: dist.ProcessGroup | None) -> None:
-    writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
-    dcp.save(dict(tensors), storage_writer=writer, process_group=process_group)
+def _write_role(folder: Path, part: _Part) -> bytes:
+    """Writes this worker's files of a role, and returns size and checksum of the one with its tensors."""
+    digest = _DIGEST.pack(0, b"")
+    tensors = folder / TENSORS
+    if part.tensors or part.place == 0:
+        folder.mkdir(exist_ok=True)  # without parents: where the folder is not shared, there are none
+    if part.tensors or (part.index.tensors and part.place == 0):
+        tensors.mkdir(exist_ok=True)
+    if part.tensors:
+        file = tensors / file_name(part.place)
+        save_file(dict(part.tensors), file)
+        digest = _DIGEST.pack(file.stat().st_size, bytes.fromhex(sha256(file)))
+        fsync(file)
+    if part.place == 0:
+        (folder / VALUES).write_text(part.values)
+        part.describe(folder)
+        own = [file for entry in folder.iterdir() if entry.name != TENSORS for file in _files_in(entry)]
+        if part.index.tensors:
+            (tensors / INDEX).write_text(part.index.to_json())
+            own.append(tensors / INDEX)
+        (folder / _FILES).write_text(json.dumps(_checksums(folder, own)))
+        for path in (*own, folder / _FILES, *{file.parent for file in own}):
+            fsync(path)
+    return digest
 
 
-def _copy_tensors(state: RoleState) -> RoleState:
-    """Copies the tensors as they are now to host memory, for the thread that writes them."""
-    return replace(state, tensors={name: t.detach().to("cpu", copy=True) for name, t in state.tensors.items()})
+def _files_in(path: Path) -> list[Path]:
+    return [p for p in path.rglob("*") if p.is_file()] if path.is_dir() else [path]
 
 
-def _to_json(values: Mapping[str, Any], role: str) -> str:
-    try:
-        return json.dumps(values)
-    except (TypeError, ValueError, RecursionError) as e:
-        raise ValueError(f"the state of the role '{role}' is not made of plain JSON values: {e}") from None
+def _checksums(folder: Path, files: Sequence[Path]) -> dict[str, tuple[int, str]]:
+    return {str(file.relative_to(folder)): (file.stat().st_size, sha256(file)) for file in files}

@@ -92,10 +92,6 @@ class Network:
             )
         return DeviceMesh.from_group(groups, self.device.type, ranks, mesh_dim_names=names)
 
-    def new_process_group(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
-        process_group: dist.ProcessGroup = dist.new_group(list(ranks), backend="gloo", timeout=self.timeout)
-        return process_group
-
     def _exchange_identities(self, config: Config, plan: Plan, layouts: Collection[Layout]) -> list[Identity]:
         """Returns who and where all workers are. Raises on all of them unless all run the same thing."""
         try:

@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from distflow.algo.aggregate import Counts, token_weights
 from distflow.algo.correction import correction
@@ -25,13 +24,13 @@ from distflow.engine.model.lora import Adapter, MergedWeights, adapter_pairs, ba
 from distflow.engine.model.source import DTYPES, Read, Source
 from distflow.engine.model.tensor_parallel import parallelize_for_training, parameter_specs, tp_styles
 from distflow.engine.role_context import RoleContext, shard_degree
-from distflow.engine.role_state import WEIGHTS, LoadTensors, shard_like
+from distflow.engine.role_state import WEIGHTS, LoadTensors, RoleState
 from distflow.engine.train import fsdp
 from distflow.engine.train.heads import HEADS
 from distflow.engine.train.lr_schedule import learning_rate
 from distflow.engine.train.packing import RESPONSE, ROLLOUT, Pack, empty_pack, micro_batches, pack
 from distflow.engine.train.update_spec import UpdateSpec
-from distflow.engine.weights import Shards, slices
+from distflow.engine.weights import Shards, Spec, slices
 from distflow.errors import ConfigError
 from distflow.plan.layout import Layout
 
@@ -120,18 +119,20 @@ class Trainer:
         shards = self.adapter.gather_a(fsdp.local_shards(self.trained), fsdp.sharding(self.mesh).get_group())
         return MergedWeights(fsdp.local_shards(self.base), adapter_pairs(shards), self.adapter.scale)
 
-    def state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    def state(self) -> RoleState:
         """Returns what a checkpoint keeps: numbers, and this rank's shards of what is trained and of the moments."""
         assert self.optimizer is not None
         tensors: dict[str, Tensor] = {}
+        specs: dict[str, Spec] = {}
         steps = 0
         for (spec, p), shard in zip(self.trained, self.optimized, strict=True):
-            assert isinstance(p, DTensor)
-            tensors[WEIGHTS + spec.name] = p.detach()
+            shards = {WEIGHTS: fsdp.local(p.detach())}
             if state := self.optimizer.state.get(shard):
                 steps = int(state["step"])
-                tensors |= {f"{key}.{spec.name}": shard_like(p, state[key]) for key in MOMENTS}
-        return {"updates": self.updates, "optimizer_steps": steps}, tensors
+                shards |= {f"{key}.": state[key] for key in MOMENTS}
+            tensors |= {prefix + spec.name: tensor for prefix, tensor in shards.items()}
+            specs |= {prefix + spec.name: spec for prefix in shards}
+        return RoleState({"updates": self.updates, "optimizer_steps": steps}, tensors, specs, self.shards)
 
     def load_state(self, values: Mapping[str, Any], load: LoadTensors) -> None:
         """Takes up a state that was saved in this layout or in another."""
@@ -142,7 +143,7 @@ class Trainer:
                 # Fused AdamW needs the count where the shard is.
                 steps = torch.tensor(float(values["optimizer_steps"]), device=shard.device)
                 self.optimizer.state[shard] = {"step": steps, **moments}
-        load(self.state()[1])
+        load(self.state())
         self.updates = values["updates"]
 
     @torch.no_grad()
