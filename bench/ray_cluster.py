@@ -1,4 +1,4 @@
-"""A Ray cluster over hosts of tests/hosts.py, grown host by host, with one driver that the peers' steps are asked of."""
+"""A Ray cluster over hosts of tests/hosts.py, grown host by host, and a driver there that runs the peers' steps."""
 
 import json
 import os
@@ -7,7 +7,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-from hosts import Hosts
+from workers import Hosts
 
 PORT = 6379
 SCRIPT = Path(__file__).resolve().parent / "peers" / "steps_over_ray.py"

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from distflow.data.batch import Batch, Ragged
-from distflow.data.collectives import Communication, all_gather_bytes, all_reduce
+from distflow.data.collectives import Communication, all_gather_bytes
 from distflow.data.coordinator import Coordinator
 from distflow.data.loader import Loader
 from distflow.data.shared_memory import host_id
@@ -27,7 +27,7 @@ from distflow.data.transport import Transport
 from distflow.engine.hand_over import HandOver
 from distflow.engine.weights import Shards, Spec
 from distflow.flow import Flow, Node
-from distflow.observe.metrics import StepMetrics
+from distflow.observe.metrics import MetricsReducer, StepMetrics
 from distflow.plan import Place, Placement, Plan, Workload
 from distflow.plan import plan as derive_plan
 from distflow.plan.topology import Topology
@@ -211,12 +211,11 @@ def run_steps(_: int, work: Work, steps: int, folder: str) -> dict[str, Any]:
     data = Coordinator(me.rank, plan, Loader(EmptyRows(), plan.samples // plan.repeat, plan.repeat, seed=0))
     worker = Worker(me.rank, plan, data, {"actor": actor}, 0, Path(folder), lambda *_: None)
     rows: list[dict[str, float]] = []
-    transport, ranks = me.transport, range(me.workers)
+    transport = me.transport
+    reducer = MetricsReducer(me.rank, range(me.workers), None)
 
     def after_step(step: int, metrics: StepMetrics) -> Communication[None]:
-        # The metrics of a step with the votes on stopping and on the checkpoint.
-        values = torch.tensor([v for v, _ in metrics.totals.values()] + [0.0, 0.0], dtype=torch.float64)
-        yield from all_reduce(me.rank, ranks, values, torch.maximum)
+        yield from reducer.reduce(step, metrics)  # the vote whether to stop goes with the metrics
 
     def count() -> dict[str, float]:
         return {

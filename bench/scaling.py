@@ -1,0 +1,243 @@
+"""Weak scaling of whole steps over hosts with shaped links, beside a single controller, verl and TransferQueue.
+
+    python bench/scaling.py [--hosts 1 2 4 8 16 32] [--rate 100mbit] [--peers DIR] [--svg FILE] [--quick]
+
+Hosts are network namespaces, so this needs root. A host has two workers and the same share of the batch whatever their
+number: 64 samples of 4,096 tokens on average, 24 bytes per token when they are generated and 36 when they are trained
+on. A step is one of GRPO with the weight hand-over, moves with balance, votes and a checkpoint; compute is a sleep,
+either none or 81 : 10 to our data plane on four hosts, which is the ratio that was published for 32 GPUs. On the same
+links, in the same run:
+  every byte moves     workers that generate and workers that train are apart: all samples change their owner
+  colocated            all workers do both: samples stay where they are unless balance needs them elsewhere
+  controller           our own single controller: a driver on the first host, with our wire format and sockets
+  verl                 its DataProto through a Ray driver, one actor on each host, with both of its serialisations
+  TransferQueue        with a storage unit on each host
+  bare link            the bytes of the busiest link, streamed from each host to the next
+The controller and the peers move the samples only; their compute is added, as a driver waits for every call. Links are
+counted by the interfaces. The last line is one JSON object.
+"""
+
+import os
+
+os.environ |= {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}  # a fork of a process with threads may hang
+
+import argparse
+import json
+import sys
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from controller import can_limit_memory, memory_limit
+from links import Measured, bare, bytes_between, controlled, decentralised
+from plot import Chart, svg
+from ray_cluster import RayCluster
+from steps import Work, weight_bytes
+from workers import Hosts, why_not
+
+PER_HOST = 2
+WORK = Work(rows=32, tokens=4096, hidden=128, layers=4)
+COMPUTE_RATIO, PUBLISHED_HOSTS = 81 / 10, 4  # measured by others on 32 GPUs: four hosts of eight
+LIMIT_HOSTS, MEMORY_LIMIT = 16, 512 << 20  # where the driver has only so much memory
+OURS = ("every byte moves", "colocated")
+PEERS = ("verl", "verl, numpy", "transferqueue")
+
+
+class Scaling:
+    """The rows of the table: by number of hosts, then by system."""
+
+    def __init__(self, args: argparse.Namespace, folder: Path) -> None:
+        self.args, self.folder = args, folder
+        self.work = replace(WORK, tokens=args.tokens)
+        self.rows: dict[int, dict[str, Measured]] = {h: {} for h in args.hosts}
+        self.compute_s = 0.0
+        self.bare_s: dict[int, float] = {}
+        self.survived: dict[str, Any] = {}
+        self.version: str | None = None
+
+    def decentralised(self, hosts: Hosts, work: Work, steps: int) -> Measured:
+        with tempfile.TemporaryDirectory(dir=self.folder) as run:
+            return decentralised(hosts, PER_HOST, work, steps, run)
+
+    def calibrate(self) -> None:
+        """Sets the compute of a step by our own data plane where that is published."""
+        with Hosts(PUBLISHED_HOSTS, self.args.rate) as hosts:
+            data_plane_s = self.decentralised(hosts, replace(self.work, split=True), self.args.steps).s
+        self.compute_s = COMPUTE_RATIO * data_plane_s
+        print(
+            f"data plane on {PUBLISHED_HOSTS} hosts {data_plane_s:.2f} s, so compute {self.compute_s:.2f} s", flush=True
+        )
+
+    def on_hosts(self, n: int) -> None:
+        """Measures our own steps and those of the controller on n hosts."""
+        row, args = self.rows[n], self.args
+        with Hosts(n, args.rate) as hosts:
+            for name in OURS:
+                work = replace(self.work, split=name == "every byte moves")
+                row[name] = self.decentralised(hosts, work, args.steps)
+                row[f"{name}, compute"] = self.decentralised(hosts, replace(work, compute_s=self.compute_s), args.steps)
+            if n > 1:
+                self.bare_s[n] = bare(hosts, int(row["every byte moves"].busiest))
+            if n == min(LIMIT_HOSTS, max(args.hosts)) and can_limit_memory():
+                self._largest_batch(hosts, n)
+            else:
+                row["controller"] = controlled(hosts, PER_HOST, self.work, self._few(n))
+        self._print(n, *OURS, "controller")
+
+    def _few(self, n: int) -> int:
+        """Returns how many steps of a system are worth their time: those of a centre take longer with each host."""
+        return max(1, min(self.args.steps, 8 // n))
+
+    def _largest_batch(self, hosts: Hosts, n: int) -> None:
+        """Doubles the batch until the driver is killed for its memory, then measures our own step at the last one."""
+        factor, last = 1, None
+        while factor <= 8:
+            work = replace(self.work, rows=factor * WORK.rows)
+            with memory_limit(MEMORY_LIMIT) as (cgroup, killed):
+                try:
+                    last = controlled(hosts, PER_HOST, work, 1, cgroup)
+                except AssertionError:
+                    if not killed():
+                        raise
+                    break
+            self.rows[n].setdefault("controller", last)
+            factor *= 2
+        if last is None:
+            self.survived = {"hosts": n, "batch": None, "killed_at": WORK.rows * n * PER_HOST}
+            return
+        rows = factor // 2 * WORK.rows
+        compute_s = self.compute_s * factor / 2
+        work = replace(self.work, split=True, rows=rows, compute_s=compute_s)
+        ours = self.rows[n]["every byte moves, compute"]
+        if factor > 2:
+            ours = self.decentralised(hosts, work, 2)
+        self.survived = {
+            "hosts": n,
+            "memory_limit_mib": MEMORY_LIMIT >> 20,
+            "batch": rows * n * PER_HOST,
+            "killed_at": 2 * rows * n * PER_HOST if factor <= 8 else None,
+            "controller_s": round(last.s + compute_s, 3),
+            "ours_s": round(ours.s, 3),
+            "speedup": round((last.s + compute_s) / ours.s, 2),
+        }
+
+    def peers(self, python: Path) -> None:
+        """Measures the peers in one Ray cluster, which grows."""
+        with Hosts(max(self.args.hosts), self.args.rate, private=["/tmp"]) as hosts:
+            cluster = RayCluster(hosts, python, self.folder / "peers.log", self.args.peer_timeout)
+            self.version = cluster.version
+            for n in [h for h in self.args.hosts if h > 1]:
+                cluster.grow(n)
+                for system in PEERS:
+                    size = {"hosts": n, "rows": PER_HOST * WORK.rows}
+                    cluster.ask(system=system, **size, tokens=16, steps=1)  # starts whatever it needs
+                    before, steps = [h.traffic() for h in hosts], self._few(n)
+                    seconds = cluster.ask(system=system, **size, tokens=self.work.tokens, steps=steps)
+                    self.rows[n][system] = Measured(seconds, bytes_between(before, hosts, steps)[:n])
+                self._print(n, *PEERS)
+
+    def _print(self, n: int, *systems: str) -> None:
+        for name in systems:
+            m, compute_s = self.rows[n][name], self.with_compute_s(n, name)
+            link = f"{m.busiest / 2**20:7.1f} MiB on the busiest link, {m.busiest_ratio:.2f} × the mean"
+            print(f"{n:3d} hosts  {name:18} {m.s:8.3f} s  with compute {compute_s:8.3f} s  {link}", flush=True)
+
+    def with_compute_s(self, n: int, name: str) -> float:
+        row = self.rows[n]
+        return row[f"{name}, compute"].s if name in OURS else row[name].s + self.compute_s
+
+    def result(self) -> dict[str, Any]:
+        ours = "every byte moves"
+
+        def efficiency(name: str, base: int) -> dict[int, float]:
+            first = self.with_compute_s(base, name) if base in self.rows else 0.0
+            return {h: round(first / self.with_compute_s(h, name), 4) for h in self.rows if h >= base}
+
+        def speedup(name: str, compute: bool) -> dict[int, float]:
+            of = self.with_compute_s if compute else lambda h, n: self.rows[h][n].s
+            return {h: round(of(h, name) / of(h, ours), 2) for h, row in self.rows.items() if name in row and h > 1}
+
+        several = [h for h in self.rows if h > 1]
+        fastest = {
+            h: min(("verl", "verl, numpy"), key=lambda p: self.rows[h][p].s) for h in several if "verl" in self.rows[h]
+        }
+        return {
+            "rate": self.args.rate,
+            "bytes_per_host": {"samples": PER_HOST * WORK.rows * self.work.tokens * 24, "weights": weight_bytes(WORK)},
+            "compute_s": round(self.compute_s, 3),
+            "efficiency": efficiency(ours, PUBLISHED_HOSTS),
+            "efficiency_vs_1": efficiency(ours, 1),
+            "efficiency_colocated": efficiency("colocated", PUBLISHED_HOSTS),
+            "efficiency_colocated_vs_1": efficiency("colocated", 1),
+            "speedup_vs_controller": speedup("controller", compute=True),
+            "speedup_vs_controller_no_compute": speedup("controller", compute=False),
+            "speedup_vs_verl": {h: speedup(p, compute=True)[h] for h, p in fastest.items()},
+            "speedup_vs_verl_no_compute": {h: speedup(p, compute=False)[h] for h, p in fastest.items()},
+            "speedup_vs_transferqueue_no_compute": speedup("transferqueue", compute=False),
+            "busiest_link_ratio": {h: round(self.rows[h][ours].busiest_ratio, 3) for h in several},
+            "of_bare_link": {h: round(self.bare_s[h] / self.rows[h][ours].s, 3) for h in self.bare_s},
+            "largest_batch": self.survived,
+            "peers": self.version,
+            "rows": {h: {name: m.as_dict() for name, m in row.items()} for h, row in self.rows.items()},
+        }
+
+    def draw(self) -> str:
+        """Draws seconds without compute, and throughput with it."""
+        names = {"every byte moves": "DistFlow", "colocated": "DistFlow, colocated", "controller": "single controller"}
+        names |= {"verl, numpy": "verl (DataProto)", "transferqueue": "TransferQueue"}
+        data = {
+            label: [(h, row[name].s) for h, row in self.rows.items() if name in row and h > 1]
+            for name, label in names.items()
+        }
+        data["bare link"] = [(h, s) for h, s in self.bare_s.items()]
+        tokens = PER_HOST * WORK.rows * self.work.tokens
+        rate = {
+            label: [(h, h * tokens / self.with_compute_s(h, name)) for h, row in self.rows.items() if name in row]
+            for name, label in names.items()
+        }
+        first = rate["DistFlow"][0]
+        rate["linear"] = [(h, h / first[0] * first[1]) for h, _ in rate["DistFlow"]]
+        charts = [
+            Chart("The data plane of a step", "hosts", f"seconds, links of {self.args.rate}, no compute", data),
+            Chart("Weak scaling of whole steps", "hosts", "tokens per second, compute in the published ratio", rate),
+        ]
+        shown = [
+            replace(c, lines={k: v for k, v in c.lines.items() if v}, dashed=("bare link", "linear")) for c in charts
+        ]
+        return svg(shown)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--hosts", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32])
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--tokens", type=int, default=WORK.tokens, help="of a sample, on average")
+    parser.add_argument("--rate", default="100mbit", help="of every link, each way")
+    parser.add_argument("--peers", type=Path, default=Path(__file__).resolve().parent.parent / ".peers")
+    parser.add_argument("--peer-timeout", type=float, default=400, help="seconds for one request to the peers")
+    parser.add_argument("--svg", type=Path)
+    parser.add_argument("--quick", action="store_true", help="1 to 4 hosts, two steps, short samples")
+    args = parser.parse_args()
+    if reason := why_not():
+        sys.exit(f"no hosts on this machine: {reason}")
+    if args.quick:
+        args.hosts, args.steps, args.tokens = [1, 2, 4], 2, 512
+    python = args.peers / "verl" / "bin" / "python"
+    with tempfile.TemporaryDirectory(prefix="scaling-") as name:
+        scaling = Scaling(args, Path(name))
+        scaling.calibrate()
+        for n in args.hosts:
+            scaling.on_hosts(n)
+        if python.exists():
+            try:
+                scaling.peers(python)
+            except (RuntimeError, AssertionError) as e:  # as far as it goes
+                print(f"the peers went no further: {e}", file=sys.stderr)
+    if args.svg:
+        args.svg.write_text(scaling.draw())
+    print(json.dumps(scaling.result()))
+
+
+if __name__ == "__main__":
+    main()
