@@ -170,17 +170,11 @@ def test_any_layout_gives_the_same_run(folder: Path, alone: Run, name: str) -> N
     check_same(name, run(folder, name, workers, placement=placement), alone)
 
 
-TP2 = {"roles": {role: {"tp": 2} for role in MODELS}}
-HYBRID: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # changes of the config, placement; on four workers
-    "hybrid dp4": ({"train": {"lr": 1e-3, "shard_degree": 2}}, {"nodes": {"actor.generate": {"tp": 2}}}),
-    "hybrid dp2 tp2": ({"train": {"lr": 1e-3, "shard_degree": 1}}, TP2),
-}
-
-
-@pytest.mark.parametrize("name", HYBRID)
-def test_hybrid_sharding_gives_the_same_run(folder: Path, alone: Run, name: str) -> None:
-    changes, placement = HYBRID[name]
-    check_same(name, run(folder, name, 4, placement=placement, **changes), alone)
+@pytest.mark.parametrize(("shard", "tp"), [(2, 1), (1, 2)])
+def test_hybrid_sharding_gives_the_same_run(folder: Path, alone: Run, shard: int, tp: int) -> None:
+    name, train = f"hybrid {shard} {tp}", {"lr": 1e-3, "shard_degree": shard}
+    placement = {"roles": {role: {"tp": tp} for role in MODELS}, "nodes": {"actor.generate": {"tp": 2}}}
+    check_same(name, run(folder, name, 4, placement=placement, train=train), alone)
 
 
 OTHERS: dict[str, tuple[dict[str, Any], tuple[str, ...], dict[str, tuple[int, dict[str, Any]]]]] = {
@@ -243,6 +237,18 @@ def test_any_layout_gives_the_same_run_with_a_critic_dynamic_sampling_or_an_adap
     workers, placement = layouts[layout]
     got = run(folder, layout, workers, placement=placement, steps=5, **changes)
     check_same(layout, got, others[flow], ("actor/loss", "actor/grad_norm", "actor/entropy", *curves))
+
+
+@pytest.mark.parametrize("flow", ["ppo", "adapter"])
+def test_hybrid_sharding_gives_the_same_run_with_a_critic_or_an_adapter(
+    folder: Path, others: dict[str, Run], flow: str
+) -> None:
+    changes, curves, _ = OTHERS[flow]
+    sections = {key: {**changes.get(key, CONFIG["train"]), "shard_degree": 2} for key in ("train", "critic")}
+    if flow == "adapter":
+        del sections["critic"]
+    got = run(folder, f"hybrid {flow}", 4, steps=5, **(changes | sections))
+    check_same(f"hybrid {flow}", got, others[flow], ("actor/loss", "actor/grad_norm", "actor/entropy", *curves))
 
 
 def test_dynamic_sampling_replaced_prompts_and_kept_the_batch_full(others: dict[str, Run]) -> None:
