@@ -25,12 +25,14 @@ from distflow.data.loader import Loader
 from distflow.data.shared_memory import host_id
 from distflow.data.transport import Transport
 from distflow.engine.hand_over import HandOver
+from distflow.engine.role_state import RoleState
 from distflow.engine.weights import Shards, Spec
 from distflow.flow import Flow, Node
 from distflow.observe.metrics import MetricsReducer, StepMetrics
 from distflow.plan import Place, Placement, Plan, Workload
 from distflow.plan import plan as derive_plan
 from distflow.plan.topology import Topology
+from distflow.run.checkpoint_writer import CheckpointWriter
 from distflow.run.launch_env import read_launch_env
 from distflow.run.rendezvous import Rendezvous
 from distflow.run.worker import Worker
@@ -38,6 +40,7 @@ from distflow.run.worker import Worker
 INTS, LOGPROBS = ("tokens", "mask", "position"), ("old_logprobs", "ref_logprobs")
 TOKEN_BYTES = dict.fromkeys(INTS, 8) | dict.fromkeys((*LOGPROBS, "advantage"), 4)
 COMPUTE = {"generate": 0.5, "old": 0.1, "ref": 0.1, "update": 0.3}  # of the compute of a step
+CPU = torch.device("cpu")
 GROUP = 8  # responses to a prompt
 
 
@@ -50,6 +53,7 @@ class Work:
     hidden: int  # of the model whose weights are handed over and saved
     layers: int
     compute_s: float = 0.0
+    save: bool = True  # a checkpoint after every step
     split: bool = False  # odd ranks train on what even ranks generate: everything changes its owner
 
 
@@ -81,9 +85,13 @@ class Actor:
         generate, train = (plan.partition_of(n).layout for n in ("generate", "update"))
         specs = model_specs(work.hidden, work.layers)
         source, target = Shards(train, train.dp), Shards(generate, 1)
+        self.train, self.shards, self.specs = train, source, {s.name: s for s in specs}
         self.hand_over_plan = HandOver(specs, source, target, rank, torch.float32, topology)
         self.held = _zeros(specs, source, rank)
         self.filled = _zeros(specs, target, rank)
+
+    def state(self) -> RoleState:
+        return RoleState({}, self.held, self.specs, self.shards)
 
     def hand_over(self) -> Iterator[Any]:
         yield from self.hand_over_plan.run(self.held, self.filled)
@@ -179,6 +187,7 @@ class Joined:
     rank: int
     workers: int
     transport: Transport
+    background: Transport  # of the thread that writes checkpoints
     topology: Topology
     start_up_s: float
     start_up_cpu_s: float
@@ -191,15 +200,17 @@ def join() -> Joined:
     env = read_launch_env()
     assert env is not None
     rendezvous = Rendezvous(env, timedelta(seconds=300))
-    transport = Transport(
-        env.rank, env.workers, rendezvous.store, rendezvous.address, torch.device("cpu"), lambda _: nullcontext()
+    transport, background = (
+        Transport(env.rank, env.workers, rendezvous.store, rendezvous.address, CPU, lambda _: nullcontext(), name)
+        for name in ("main", "background")
     )
     rendezvous.wait_for_all()
     hosts = transport.run(all_gather_bytes(env.rank, range(env.workers), host_id().encode()))
     topology = Topology.of([h.decode() for h in hosts])
-    transport.use(topology)
+    for t in (transport, background):
+        t.use(topology)
     spent = time.perf_counter() - start, time.process_time() - cpu
-    return Joined(env.rank, env.workers, transport, topology, *spent, rendezvous)
+    return Joined(env.rank, env.workers, transport, background, topology, *spent, rendezvous)
 
 
 def run_steps(_: int, work: Work, steps: int, folder: str) -> dict[str, Any]:
@@ -208,25 +219,35 @@ def run_steps(_: int, work: Work, steps: int, folder: str) -> dict[str, Any]:
     me = join()
     plan = make_plan(me.workers, work)
     actor = Actor(me.rank, plan, work, me.topology)
-    data = Coordinator(me.rank, plan, Loader(EmptyRows(), plan.samples // plan.repeat, plan.repeat, seed=0))
+    loader = Loader(EmptyRows(), plan.samples // plan.repeat, plan.repeat, seed=0)
+    data = Coordinator(me.rank, plan, loader, me.topology)
     worker = Worker(me.rank, plan, data, {"actor": actor}, 0, Path(folder), lambda *_: None)
+    ranks, transports = range(me.workers), (me.transport, me.background)
+    reducer = MetricsReducer(me.rank, ranks, None)
+    writer = CheckpointWriter(Path(folder), me.rank, ranks, {"actor": actor.train.ranks}, me.background.run)
     rows: list[dict[str, float]] = []
-    transport = me.transport
-    reducer = MetricsReducer(me.rank, range(me.workers), None)
 
     def after_step(step: int, metrics: StepMetrics) -> Communication[None]:
         yield from reducer.reduce(step, metrics)  # the vote whether to stop goes with the metrics
+
+    def end_of_step(step: int, _: StepMetrics) -> None:
+        if work.save:
+            states = {"actor": actor.state()} if me.rank in actor.train.ranks else {}
+            writer.save(step + 1, states, {}, lambda _: None)
+        rows.append(count())
 
     def count() -> dict[str, float]:
         return {
             "end": time.monotonic(),
             "cpu_s": time.process_time(),
-            "messages": transport.messages,
-            "bytes": transport.bytes,
-            "connections": transport.connections,
+            "messages": sum(t.messages for t in transports),
+            "bytes": sum(t.bytes for t in transports),
+            "connections": sum(t.connections for t in transports),
             "open_files": len(os.listdir("/proc/self/fd")) - inherited,
         }
 
     rows.append(count())
-    transport.run(worker.steps(0, steps, lambda *_: rows.append(count()), after_step))
+    me.transport.run(worker.steps(0, steps, end_of_step, after_step))
+    writer.wait()
+    writer.close()
     return {"start_up_s": me.start_up_s, "start_up_cpu_s": me.start_up_cpu_s, "rows": rows}
