@@ -77,7 +77,7 @@ class Costs:
             return np.full(samples, mean)
         shape = np.exp(self.spread * np.random.default_rng(self.seed).standard_normal(samples))
         low, high = 0.0, self.max_tokens / float(shape.min()) if np.isfinite(self.max_tokens) else mean * 1e6
-        for _ in range(100):  # the scale at which the mean of the cut lengths is right
+        for _ in range(50):  # the scale at which the mean of the cut lengths is right
             scale = (low + high) / 2
             low, high = (scale, high) if np.minimum(scale * shape, self.max_tokens).mean() < mean else (low, scale)
         return np.minimum(high * shape, self.max_tokens)
