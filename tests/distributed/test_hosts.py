@@ -1,6 +1,7 @@
 """Hosts on one machine are apart as real ones are: names, processes, folders, links that can be cut and shaped."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from distributed.cluster import STEPS, curve, saved_step, wait_until, write_config
 from hosts import Host, Hosts, why_not
 
 reason = why_not()
@@ -168,3 +170,42 @@ def test_nothing_is_left_after_a_crash(tmp_path: Path) -> None:
     while left := [pid for pid in done.stdout.split() if os.path.exists(f"/proc/{pid}")]:
         assert time.monotonic() < deadline, left
         time.sleep(0.05)
+
+
+def torchrun(hosts: Hosts, host: Host, folder: Path, name: str) -> "subprocess.Popen[str]":
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nnodes=4", "--nproc-per-node=1", "--max-restarts=3"]
+    meeting = ["--rdzv-backend=c10d", f"--rdzv-id={name}", f"--rdzv-endpoint={hosts[0].address}:29400"]
+    command = [*launcher, *meeting, "-m", "distflow", "run", "config.yaml", f"run_dir={name}"]
+    # Without the first, PyTorch reuses the store of the attempt that has failed.
+    env = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "1"}
+    with open(folder / f"{name}.{host.name}.log", "a") as log:
+        return host.popen(command, env, cwd=str(folder), stdout=log, stderr=log)
+
+
+@pytest.mark.slow
+def test_a_host_that_is_cut_off_is_named_and_the_run_ends_with_the_undisturbed_curve(tmp_path: Path) -> None:
+    """torchrun on four hosts restarts the workers, which wait for the host and resume once it is back."""
+    write_config(tmp_path, wait_limit_s=20)
+    with Hosts(4, rate="1gbit") as hosts:
+        calm = [torchrun(hosts, host, tmp_path, "calm") for host in hosts]
+        for host, process in zip(hosts, calm, strict=True):
+            assert process.wait(400) == 0, (tmp_path / f"calm.{host.name}.log").read_text()
+
+        logs = [tmp_path / f"cut.{host.name}.log" for host in hosts]
+        agents = [torchrun(hosts, host, tmp_path, "cut") for host in hosts]
+        wait_until(lambda: saved_step(tmp_path / "cut") >= 2, agents, logs[0])
+        lost = hosts[3]
+        lost.cut()
+        named = re.compile(rf"^distflow: .*{lost.name}", re.M)
+        wait_until(lambda: all(named.search(log.read_text()) for log in logs[:3]), agents[:3], logs[0])
+        lost.mend()
+        deadline = time.monotonic() + 400
+        while any(agent.poll() is None for agent in agents):
+            if agents[3].poll() not in (None, 0):  # the agent of the host has given up: start the host's part again
+                agents[3] = torchrun(hosts, lost, tmp_path, "cut")
+            assert time.monotonic() < deadline, "\n".join(log.read_text() for log in logs)
+            time.sleep(0.2)
+        assert [agent.returncode for agent in agents] == [0] * 4, "\n".join(log.read_text() for log in logs)
+    assert any("resumed from" in log.read_text() for log in logs)
+    assert curve(tmp_path / "cut") == curve(tmp_path / "calm")
+    assert len(curve(tmp_path / "calm")) == STEPS

@@ -235,7 +235,7 @@ def _start_actor(group: Any, bundle: int, resources: Resources) -> Any:
 def _needed(resources: Sequence[Resources]) -> str:
     total = Counter[str]()
     for need in resources:
-        total.update(need)  # type: ignore[arg-type]
+        total.update(need)
     present = ray.cluster_resources()
     amounts = (f"{amount:g} {kind} of {present.get(kind, 0):g}" for kind, amount in total.items())
     return f"{len(resources)} workers need {', '.join(amounts)}"
