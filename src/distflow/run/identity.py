@@ -11,13 +11,13 @@ from pathlib import Path
 
 import torch
 
-import distflow
 from distflow.config import Config
 from distflow.errors import DistflowError
 from distflow.flow.importing import loaded_files
 from distflow.observe.heartbeat import Peer
 from distflow.plan import Layout, Plan, format_ranks
 from distflow.plan.topology import Topology
+from distflow.run.run_dir import package_version
 
 SIZE = 512  # bytes of a packed identity
 SHOWN_HOSTS = 8  # in a message
@@ -49,7 +49,7 @@ class Identity:
             address=address,
             pid=os.getpid(),
             pid_space=os.stat("/proc/self/ns/pid").st_ino if sys.platform == "linux" else 0,
-            distflow=distflow.__version__[:24],
+            distflow=package_version("distflow-rl")[:24],
             torch=torch.__version__[:24],
             config=_short_hash(text.encode()),
             plan=plan.hash[:12],
@@ -161,7 +161,7 @@ def _device_id(device: torch.device) -> str:
 
 def _code_hash() -> str:
     """Returns a hash of the package's source, and of the files that the config has named and loaded."""
-    package = Path(distflow.__file__).parent
+    package = Path(__file__).parents[1]
     files = [(str(p.relative_to(package)), p) for p in package.rglob("*.py")] + [(p.name, p) for p in loaded_files()]
     digest = hashlib.sha256()
     for name, path in sorted(files):

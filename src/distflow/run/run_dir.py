@@ -30,12 +30,13 @@ def describe_run(config: Config) -> None:
     text = yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
     base = f"# The config of this run with all defaults and overrides. Paths are relative to {config.base.absolute()}\n"
     (folder / "config.yaml").write_text(base + text, encoding="utf-8")
-    versions = {name: _version(name) for name in ("torch", "transformers", "numpy")}
-    versions = {"distflow": _version("distflow-rl"), **versions, "python": platform.python_version()}
+    versions = {name: package_version(name) for name in ("torch", "transformers", "numpy")}
+    versions = {"distflow": package_version("distflow-rl"), **versions, "python": platform.python_version()}
     (folder / "versions.json").write_text(json.dumps(versions, indent=2) + "\n")
 
 
-def _version(package: str) -> str:
+def package_version(package: str) -> str:
+    """Returns the version of an installed package."""
     try:
         return version(package)
     except PackageNotFoundError:  # used from its source folder
