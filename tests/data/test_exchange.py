@@ -1,15 +1,13 @@
 """One exchange: what is sent, what is counted, and that later exchanges do not touch what an earlier one received."""
 
-from collections.abc import Generator
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
 
 from distflow.data.allocator import CachingAllocator
 from distflow.data.batch import Column, Ragged
-from distflow.data.exchange import Collective, MoveResult, exchange
+from distflow.data.collectives import Communication
+from distflow.data.exchange import MoveResult, exchange
 from distflow.errors import DataError
 from distflow.plan import Layout, Move, Partition
 from simulate import simulate
@@ -29,7 +27,7 @@ def move(columns: dict[str, Column], samples: int, allocators: dict[int, Caching
     results = {}
     held = np.arange(len(columns["x"])), columns
 
-    def run(rank: int) -> Generator[Collective, torch.Tensor, Any]:
+    def run(rank: int) -> Communication[None]:
         own = held if rank == 0 else None
         results[rank] = yield from exchange(rank, MOVE, samples, 1, own, None, allocators[rank])
 

@@ -1,5 +1,7 @@
 """Balances weights over cells without changing the number of units per cell. Pure NumPy, exact integers."""
 
+import heapq
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -32,14 +34,22 @@ def rebalance(cell: Ints, weights: Ints, cells: int, movable: NDArray[np.bool_])
     Returns the new cell of each unit. Only as many units change their cell as the balance needs.
     """
     cell = cell.copy()
-    load = np.bincount(cell, weights, cells).astype(np.int64)
+    load = np.bincount(cell, weights, cells).astype(np.int64).tolist()
     members = _members(cell, cells, movable)
-    active = np.array([len(m) > 0 for m in members])
-    slack = TOLERANCE * load.mean()
-    while active.sum() > 1:
-        high = int(np.argmax(np.where(active, load, -1)))
-        low = int(np.argmin(np.where(active, load, np.iinfo(np.int64).max)))
-        gap = int(load[high] - load[low])
+    active = {c for c in range(cells) if len(members[c])}
+    total = sum(load[c] for c in active)
+    slack = TOLERANCE * sum(load) / cells
+    # Entries of cells whose load has changed since are out of date, and skipped.
+    highest, lowest = [(-load[c], c) for c in active], [(load[c], c) for c in active]
+    heapq.heapify(highest)
+    heapq.heapify(lowest)
+    while len(active) > 1:
+        while highest[0][1] not in active or -highest[0][0] != load[highest[0][1]]:
+            heapq.heappop(highest)
+        while lowest[0][1] not in active or lowest[0][0] != load[lowest[0][1]]:
+            heapq.heappop(lowest)
+        high, low = highest[0][1], lowest[0][1]
+        gap = load[high] - load[low]
         if gap <= slack:
             break
         # Swapping a for b narrows the gap by 2(a − b); best is a − b = gap / 2.
@@ -47,14 +57,19 @@ def rebalance(cell: Ints, weights: Ints, cells: int, movable: NDArray[np.bool_])
         miss = np.abs(2 * difference - gap)
         i, j = np.unravel_index(int(np.argmin(miss)), miss.shape)
         if miss[i, j] >= gap:  # no swap of these two helps: leave the one further from the mean as it is
-            mean = load[active].mean()
-            active[high if load[high] - mean >= mean - load[low] else low] = False
+            mean = total / len(active)
+            passive = high if load[high] - mean >= mean - load[low] else low
+            active.remove(passive)
+            total -= load[passive]
             continue
         a, b = members[high][i], members[low][j]
         members[high][i], members[low][j] = b, a
         cell[a], cell[b] = low, high
-        load[high] -= difference[i, j]
-        load[low] += difference[i, j]
+        load[high] -= int(difference[i, j])
+        load[low] += int(difference[i, j])
+        for c in (high, low):
+            heapq.heappush(highest, (-load[c], c))
+            heapq.heappush(lowest, (load[c], c))
     return cell
 
 

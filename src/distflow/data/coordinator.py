@@ -1,23 +1,24 @@
 """The Data Coordinator of one worker: loads, keeps, moves and frees the fields of its chain. No shared actor."""
 
-from collections.abc import Generator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from distflow.data.allocator import CachingAllocator
 from distflow.data.balance import Ints
 from distflow.data.batch import NO_SAMPLES, Batch, Column, Ragged, as_column, concat, copy_objects, nbytes, select
 from distflow.data.buffer import Buffer, Key
+from distflow.data.collectives import Communication, all_gather
+from distflow.data.domains import Domains, contiguous_deal
 from distflow.data.dynamic_sampling import DynamicSampling, SampledPrompts
-from distflow.data.exchange import AllGather, Collective, exchange
+from distflow.data.exchange import Deal, exchange
 from distflow.data.loader import Loader
-from distflow.data.routes import contiguous_cells
 from distflow.errors import DataError, cut, suggest
 from distflow.plan.tasks import Free, Load, Move, Partition, Plan, Refill, Run
+from distflow.plan.topology import Topology
 
 
 @dataclass
@@ -33,12 +34,14 @@ class Traffic:
 class Coordinator:
     """Carries out the data tasks of one rank. Errors name the field; the worker adds node, step and rank."""
 
-    def __init__(self, rank: int, plan: Plan, loader: Loader) -> None:
-        self.rank, self.plan, self.loader = rank, plan, loader
+    def __init__(self, rank: int, plan: Plan, loader: Loader, topology: Topology | None = None) -> None:
+        self.rank, self.plan, self.loader, self.topology = rank, plan, loader, topology
         self.buffer = Buffer()
         self.allocator = CachingAllocator()
         self.traffic = Traffic()
         self._slots: dict[tuple[int, str], Ints] = {}  # (step, partition) → the slots this rank has there
+        self._deals: dict[tuple[int, str, int], Ints] = {}  # (step, partition, samples) of a domain → cell of each slot
+        self._domains: dict[int, Domains] = {}  # by the number of samples
         self._moved: set[Key] = set()  # columns received by a move, not written by a node of this rank
         self.position = 0  # of the next step's first prompt in the loader's stream, if the plan has a refill
         self._sampling: DynamicSampling | None = None  # while rounds of dynamic sampling are running
@@ -59,26 +62,50 @@ class Coordinator:
         for f in task.fields:
             self.buffer.put(Key(step, task.partition.id, f), as_column(columns[f], len(ids), f"data column '{f}'"))
 
-    def move(self, step: int, task: Move) -> Generator[Collective, Tensor, None]:
-        src, dst = task.src, task.dst
+    def move(self, step: int, task: Move) -> Communication[None]:
+        samples = len(self.groups(step)) * self.plan.repeat
+        if samples not in self._domains:
+            self._domains[samples] = Domains(self.plan, samples)
+        domain = self._domains[samples].of(task, self.rank)
+        src, dst = domain.move.src, domain.move.dst
         held = None
         if src.layout.cell_of(self.rank) is not None:
-            held = self.slots(step, src), {f: self.buffer.get(Key(step, src.id, f)) for f in task.fields}
+            columns = {f: self.buffer.get(Key(step, src.id, f)) for f in task.fields}
+            held = self.slots(step, task.src) - domain.first, columns
         wanted = None
         if not task.assigns and dst.layout.cell_of(self.rank) is not None:
-            wanted = self.slots(step, dst)
-        samples = len(self.groups(step)) * self.plan.repeat
-        moved = yield from exchange(self.rank, task, samples, self.plan.repeat, held, wanted, self.allocator)
+            wanted = self.slots(step, task.dst) - domain.first
+        deal = None
+        if domain.known:
+            deal = Deal(*(self._deal(step, p, domain.samples) for p in (src, dst)))
+        moved = yield from exchange(
+            self.rank,
+            domain.move,
+            domain.samples,
+            self.plan.repeat,
+            held,
+            wanted,
+            self.allocator,
+            self.topology,
+            deal,
+        )
+        self._deals[step, src.id, domain.samples] = moved.deal.old
+        self._deals[step, dst.id, domain.samples] = moved.deal.new
         self.traffic.sent += moved.sent
         self.traffic.received += moved.received
         self.traffic.local += moved.kept
         if moved.imbalance is not None:
             self.traffic.imbalance = max(moved.imbalance, self.traffic.imbalance or 0.0)
         if dst.layout.cell_of(self.rank) is not None:
-            self._slots[step, dst.id] = moved.slots
+            self._slots[step, dst.id] = moved.slots + domain.first
             for f in task.fields:
                 self.buffer.put(Key(step, dst.id, f), moved.columns.get(f, NO_SAMPLES))
                 self._moved.add(Key(step, dst.id, f))
+
+    def _deal(self, step: int, partition: Partition, samples: int) -> Ints:
+        """Returns the cell of each slot of this rank's domain in a partition, which it knows from an earlier move."""
+        deal = self._deals.get((step, partition.id, samples))
+        return contiguous_deal(partition, samples, self.plan.repeat) if deal is None else deal
 
     def inputs(self, step: int, task: Run) -> Batch:
         """Returns what a node reads. Tensors are shared with other readers and read-only; objects are copies."""
@@ -126,9 +153,8 @@ class Coordinator:
         """Returns the slots of this rank in a partition: contiguous shares, unless a move has assigned others."""
         key = step, partition.id
         if key not in self._slots:
-            unit = self.plan.repeat if partition.whole_groups else 1
-            units = contiguous_cells(len(self.groups(step)) * self.plan.repeat // unit, partition.layout.dp)
-            self._slots[key] = np.flatnonzero(np.repeat(units, unit) == partition.layout.cell_of(self.rank))
+            cells = contiguous_deal(partition, len(self.groups(step)) * self.plan.repeat, self.plan.repeat)
+            self._slots[key] = np.flatnonzero(cells == partition.layout.cell_of(self.rank))
         return self._slots[key]
 
     def groups(self, step: int) -> Ints:
@@ -144,7 +170,7 @@ class Coordinator:
         """Starts the dynamic sampling of a step, before its first round."""
         self._sampling = DynamicSampling(self.position, self.loader.prompts, task.rounds, task.unit)
 
-    def refill(self, step: int, task: Refill) -> Generator[Collective, Tensor, bool]:
+    def refill(self, step: int, task: Refill) -> Communication[bool]:
         """Keeps the useful samples of a round. Returns False if the step needs another round."""
         assert self._sampling is not None
         keep = yield from self._kept_prompts(step, task)
@@ -169,7 +195,7 @@ class Coordinator:
                     self._merge_rounds(step, dst, fields, self._rounds.pop(src.id))
         return full
 
-    def _kept_prompts(self, step: int, task: Refill) -> Generator[Collective, Tensor, Any]:
+    def _kept_prompts(self, step: int, task: Refill) -> Communication[Any]:
         """Returns, for every prompt of the round, whether all of its samples are to be kept."""
         layout, samples = task.partition.layout, len(self.groups(step)) * self.plan.repeat
         share = task.partition.largest_share(samples, self.plan.repeat)
@@ -181,7 +207,7 @@ class Coordinator:
                 if isinstance(column, Ragged) or len(torch.as_tensor(column).shape) != 1:
                     raise DataError(f"node '{task.node}': field '{task.field}' must have one boolean per sample")
                 flags[: len(slots)] = 2 * slots + torch.as_tensor(column).bool()
-        gathered = (yield AllGather(task.ranks, flags)).flatten()
+        gathered = (yield from all_gather(self.rank, task.ranks, flags)).flatten()
         known = gathered[gathered >= 0].numpy()
         keep = np.ones(samples, bool)
         keep[known // 2] = known % 2
@@ -200,6 +226,7 @@ class Coordinator:
 
     def _forget_slots(self, step: int) -> None:
         self._slots = {k: v for k, v in self._slots.items() if k[0] != step}
+        self._deals = {k: v for k, v in self._deals.items() if k[0] != step}
 
     def close(self) -> None:
         self.buffer.close()

@@ -1,7 +1,9 @@
-"""Moves fields from one partition to another, peer to peer: one small all-gather, one all-to-all.
+"""Moves fields from one partition to another, peer to peer: sizes are agreed first, then all columns go in one message.
 
-Does no I/O: `exchange` is a generator that yields the collectives it needs and is sent their results. On a worker the
-transport executes them (transport.py); tests run N of these generators against each other in one process.
+Who sends what to whom follows from the cell of each sample before and after. Where ranks do not know that, one small
+all-gather tells them; else sizes go only to those that receive something. Does no I/O: `exchange` is a generator that
+yields the messages it needs. On a worker the transport executes them (transport.py); tests run N of these generators
+against each other in one process.
 """
 
 import math
@@ -16,71 +18,30 @@ from torch import Tensor
 from distflow.data.allocator import CachingAllocator
 from distflow.data.balance import Ints, imbalance
 from distflow.data.batch import Column
-from distflow.data.collectives import SendReceive, all_gather
+from distflow.data.collectives import Communication, Range, SendReceive, all_gather
 from distflow.data.routes import assign_cells, route
 from distflow.data.wire import FlatColumn, Segments, flatten, pack, segment_size, unpack
 from distflow.errors import DataError
 from distflow.plan.layout import Layout
 from distflow.plan.tasks import Move, Partition
+from distflow.plan.topology import Topology
 
 
 @dataclass(frozen=True)
-class AllGather:
-    """Gathers `data`, in host memory and of the same length on all `ranks`; the result is [ranks, length]."""
+class Deal:
+    """The cell of each slot, before and after a move."""
 
-    ranks: tuple[int, ...]
-    data: Tensor
-
-
-@dataclass(frozen=True)
-class AllToAll:
-    """Sends `send` bytes to each of `ranks`, and fills `out` with `receive` bytes from each.
-
-    `pack` writes the bytes to send, rank after rank, straight into the memory they are sent from.
-    """
-
-    ranks: tuple[int, ...]
-    pack: Callable[[Tensor], None]
-    send: list[int]
-    out: Tensor
-    receive: list[int]
-
-
-Collective = AllGather | AllToAll
-
-
-def only_messages(rank: int, worker: Generator[Any, Tensor, Any]) -> Generator[SendReceive, Tensor, Any]:
-    """Replaces the collectives that a generator yields by messages."""
-    result = None
-    while True:
-        try:
-            wish = worker.send(result)
-        except StopIteration as end:
-            return end.value
-        if isinstance(wish, AllGather):
-            result = yield from all_gather(rank, wish.ranks, wish.data)
-        elif isinstance(wish, AllToAll):
-            send, receive = _ranges(wish.ranks, wish.send), _ranges(wish.ranks, wish.receive)
-            result = yield SendReceive(sum(wish.send), wish.pack, send, wish.out, receive)
-        else:
-            result = yield wish
-
-
-def _ranges(ranks: tuple[int, ...], sizes: list[int]) -> dict[int, tuple[int, int]]:
-    ranges, at = {}, 0
-    for r, n in zip(ranks, sizes, strict=True):
-        if n:
-            ranges[r] = at, at + n
-        at += n
-    return ranges
+    old: Ints
+    new: Ints
 
 
 @dataclass(frozen=True)
 class MoveResult:
-    """The samples one rank has after a move, and the bytes it cost."""
+    """The samples one rank has after a move, the bytes it cost, and the deal, which all ranks of the move know now."""
 
     slots: Ints  # ascending; empty if the rank is not in the target
     columns: Mapping[str, Column]
+    deal: Deal
     sent: int  # bytes
     received: int
     kept: int
@@ -95,11 +56,13 @@ def exchange(
     held: tuple[Ints, Mapping[str, Column]] | None,
     wanted: Ints | None,
     allocator: CachingAllocator,
-) -> Generator[Collective, Tensor, MoveResult]:
+    topology: Topology | None = None,
+    deal: Deal | None = None,
+) -> Communication[MoveResult]:
     """Carries out one rank's part of a move.
 
     `held`: the slots (ascending) and columns that this rank has in the source, None if it is not in it. `wanted`: the
-    slots it has in the target, if an earlier move has assigned them.
+    slots it has in the target, if an earlier move has assigned them. `deal`: given if all ranks of the move know it.
     """
     where = f"move {move.id}"
     columns: list[FlatColumn] = []
@@ -109,48 +72,92 @@ def exchange(
         sizes = np.zeros(len(held[0]), np.int64)
         for c in columns:
             sizes = sizes + c.lengths * c.item_bytes
+    known, cell_imbalance = deal is not None, None
+    if deal is None:
+        deal, size, cell_imbalance = yield from _agree(rank, move, samples, group_size, held, columns, sizes, wanted)
+    else:
+        size = _scatter(samples, held[0], sizes) if held is not None else sizes
+    own = route(rank, move.src.layout, move.dst.layout, deal.old, deal.new, topology)
+
+    def bytes_of(slots: Ints) -> int:
+        return segment_size(len(move.fields), len(slots), int(size[slots].sum()))
+
+    send = {r: bytes_of(slots) for r, slots in own.send.items()}
+    if known:
+        receive = yield from _tell_sizes(send, list(own.receive))
+    else:
+        receive = {r: bytes_of(slots) for r, slots in own.receive.items()}
+    kept, total = bytes_of(own.keep), sum(receive.values())
+    memory = allocator.empty(total + kept)
+
+    def pack_outgoing(out: Tensor) -> None:
+        assert held is not None
+        parts = list(own.send.values())
+        pack(columns, np.searchsorted(held[0], np.concatenate(parts)), _segments(parts, list(send.values())), out)
+
+    if held is not None and kept:  # samples that stay are packed straight to where they will be read
+        pack(columns, np.searchsorted(held[0], own.keep), _segments([own.keep], [kept]), memory[total:])
+    yield SendReceive(sum(send.values()), pack_outgoing, _ranges(send), memory[:total], _ranges(receive))
+    parts = [*own.receive.values(), *([own.keep] if kept else [])]
+    slots = np.concatenate(parts) if parts else np.empty(0, np.int64)
+    order = np.argsort(slots)
+    segments = _segments(parts, [*receive.values(), *([kept] if kept else [])])
+    received = unpack(memory, segments, move.fields, order, where) if parts else {}
+    return MoveResult(slots[order], received, deal, sum(send.values()), total, kept, cell_imbalance)
+
+
+def _ranges(sizes: Mapping[int, int]) -> dict[int, Range]:
+    """Returns one range after the other."""
+    ends = np.cumsum(list(sizes.values())).tolist()
+    return {r: (end - n, end) for (r, n), end in zip(sizes.items(), ends, strict=True)}
+
+
+def _segments(parts: Sequence[Ints], sizes: Sequence[int]) -> Segments:
+    """Returns one segment after the other."""
+    ends = np.cumsum(sizes, dtype=np.int64)
+    return Segments(np.array([len(slots) for slots in parts], np.int64), ends - np.array(sizes, np.int64))
+
+
+def _tell_sizes(send: Mapping[int, int], senders: Sequence[int]) -> Communication[dict[int, int]]:
+    """Tells each receiver how many bytes it will get; returns how many this rank gets from each sender."""
+    outgoing = torch.tensor(list(send.values()), dtype=torch.int64).view(torch.uint8)
+    incoming = torch.empty(len(senders), dtype=torch.int64)
+    yield SendReceive(
+        len(outgoing),
+        lambda out: out.copy_(outgoing),
+        _ranges(dict.fromkeys(send, 8)),
+        incoming.view(torch.uint8),
+        _ranges(dict.fromkeys(senders, 8)),
+    )
+    return dict(zip(senders, incoming.tolist(), strict=True))
+
+
+def _agree(
+    rank: int,
+    move: Move,
+    samples: int,
+    group_size: int,
+    held: tuple[Ints, Mapping[str, Column]] | None,
+    columns: Sequence[FlatColumn],
+    sizes: Ints,
+    wanted: Ints | None,
+) -> Communication[tuple[Deal, Ints, float | None]]:
+    """Returns the deal, the bytes of every slot, and the imbalance of the new cells if they are decided here.
+
+    All ranks have the same headers and so come to the same result.
+    """
     weights = sizes
     if move.dst.balance in move.fields and columns:
         weights = columns[move.fields.index(move.dst.balance)].lengths
     share = _share(samples, move.src, group_size)
     if move.src.uneven:  # the largest cell decides how long a header is
-        counts = yield AllGather(move.ranks, torch.tensor([0 if held is None else len(held[0])], dtype=torch.int32))
+        count = torch.tensor([0 if held is None else len(held[0])])
+        counts = yield from all_gather(rank, move.ranks, count)
         share = math.ceil(int(counts.max()) / move.src.layout.tp)
     targets = _share(samples, move.dst, group_size)
-    headers = yield AllGather(move.ranks, _header(rank, move, share, targets, held, weights, sizes, wanted, where))
-    old, new, size, cell_imbalance = _read_headers(headers.numpy(), move, share, samples, group_size)
-
-    own = route(rank, move.src.layout, move.dst.layout, old, new)
-
-    def bytes_of(slots: Ints) -> int:
-        return segment_size(len(move.fields), len(slots), int(size[slots].sum()))
-
-    send = [bytes_of(own.send[r]) if r in own.send else 0 for r in move.ranks]
-    receive = [bytes_of(own.receive[r]) if r in own.receive else 0 for r in move.ranks]
-    kept, total = bytes_of(own.keep), sum(receive)
-    memory = allocator.empty(total + kept)
-
-    def pack_outgoing(out: Tensor) -> None:
-        if held is not None and any(send):
-            parts = [own.send[r] for r in move.ranks if r in own.send]
-            pack(columns, np.searchsorted(held[0], np.concatenate(parts)), _segments(parts, send), out)
-
-    if held is not None and kept:  # samples that stay are packed straight to where they will be read
-        pack(columns, np.searchsorted(held[0], own.keep), _segments([own.keep], [kept]), memory[total:])
-    yield AllToAll(move.ranks, pack_outgoing, send, memory[:total], receive)
-    parts = [own.receive[r] for r in move.ranks if r in own.receive]
-    if kept:
-        parts.append(own.keep)
-    slots = np.concatenate(parts) if parts else np.empty(0, np.int64)
-    order = np.argsort(slots)
-    received = unpack(memory, _segments(parts, [*receive, kept]), move.fields, order, where) if parts else {}
-    return MoveResult(slots[order], received, sum(send), total, kept, cell_imbalance)
-
-
-def _segments(parts: Sequence[Ints], sizes: Sequence[int]) -> Segments:
-    """Returns one segment after the other; ranks with nothing to send have size 0 and no part."""
-    bounds = np.concatenate(([0], np.cumsum([n for n in sizes if n])))
-    return Segments(np.array([len(slots) for slots in parts], np.int64), bounds[:-1])
+    header = _header(rank, move, share, targets, held, weights, sizes, wanted)
+    headers = yield from all_gather(rank, move.ranks, header)
+    return _read_headers(headers.numpy(), move, share, samples, group_size)
 
 
 def _header(
@@ -162,7 +169,6 @@ def _header(
     weights: Ints,
     sizes: Ints,
     wanted: Ints | None,
-    where: str,
 ) -> Tensor:
     """Returns this rank's share of what all ranks must know, as int32, padded with −1.
 
@@ -176,7 +182,7 @@ def _header(
         entries = np.stack([held[0], weights, sizes], axis=1)[part]
         if len(entries) and int(entries.max()) > np.iinfo(np.int32).max:
             raise DataError(
-                f"{where}: a sample has {int(sizes.max())} bytes in {', '.join(move.fields)}; the limit is 2 GiB"
+                f"move {move.id}: a sample has {int(sizes.max())} bytes in {', '.join(move.fields)}; the limit is 2 GiB"
             )
         described[: len(entries)] = entries
     if move.assigns:
@@ -190,11 +196,7 @@ def _header(
 
 def _read_headers(
     headers: Any, move: Move, share: int, samples: int, group_size: int
-) -> tuple[Ints, Ints, Ints, float | None]:
-    """Returns the old cell, new cell and bytes of every slot, and the imbalance of the new cells if it is decided here.
-
-    All ranks have the same headers and so come to the same result.
-    """
+) -> tuple[Deal, Ints, float | None]:
     src, dst = move.src.layout, move.dst.layout
     index = {r: i for i, r in enumerate(move.ranks)}
     entries = headers[[index[r] for r in src.ranks], : 3 * share].reshape(-1, 3).astype(np.int64)
@@ -208,10 +210,10 @@ def _read_headers(
         new = assign_cells(
             old, src, dst, weights, group_size if move.dst.whole_groups else 1, move.dst.balance is not None
         )
-        return old, new, sizes, imbalance(new, weights, dst.dp)
+        return Deal(old, new), sizes, imbalance(new, weights, dst.dp)
     targets = headers[[index[r] for r in dst.ranks], 3 * share :].reshape(-1).astype(np.int64)
     cell = np.repeat(np.arange(dst.dp), len(targets) // dst.dp)
-    return old, _scatter(samples, targets[targets >= 0], cell[targets >= 0]), sizes, None
+    return Deal(old, _scatter(samples, targets[targets >= 0], cell[targets >= 0])), sizes, None
 
 
 def _scatter(n: int, index: Ints, values: Ints) -> Ints:
@@ -226,4 +228,38 @@ def _share(samples: int, partition: Partition, group_size: int) -> int:
 
 
 def _replica(rank: int, layout: Layout) -> int:
-    return layout.ranks.index(rank) % layout.tp
+    cell = layout.cell_of(rank)
+    assert cell is not None
+    return layout.cells[cell].index(rank)
+
+
+@dataclass(frozen=True)
+class AllToAll:
+    """Sends `send` bytes to each of `ranks`, and fills `out` with `receive` bytes from each."""
+
+    ranks: tuple[int, ...]
+    pack: Callable[[Tensor], None]
+    send: list[int]
+    out: Tensor
+    receive: list[int]
+
+
+Collective = SendReceive | AllToAll
+
+
+def only_messages(rank: int, worker: Generator[Any, Tensor, Any]) -> Generator[SendReceive, Tensor, Any]:
+    """Replaces the collectives that a generator yields by messages."""
+    result: Any = None
+    while True:
+        try:
+            wish = worker.send(result)
+        except StopIteration as end:
+            return end.value
+        if isinstance(wish, AllToAll):
+            send, receive = (
+                {r: x for r, x in _ranges(dict(zip(wish.ranks, sizes, strict=True))).items() if x[1] > x[0]}
+                for sizes in (wish.send, wish.receive)
+            )
+            result = yield SendReceive(sum(wish.send), wish.pack, send, wish.out, receive)
+        else:
+            result = yield wish

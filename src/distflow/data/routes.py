@@ -2,7 +2,7 @@
 
 A *slot* is the index of a sample in its step, 0 … samples − 1. Locality first: a sample stays on a rank that holds it
 if that rank can take it. Balance second: equal counts, near-equal weights. Of the ranks of a cell, which hold the same
-samples, one sends each sample, and they take turns.
+samples, one sends each sample: of those on the receiver's host, if there are any, and they take turns.
 """
 
 from dataclasses import dataclass
@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from distflow.data.balance import Ints, assign_evenly, rebalance
 from distflow.plan.layout import Layout
+from distflow.plan.topology import Topology
 
 
 def contiguous_cells(samples: int, cells: int) -> Ints:
@@ -94,18 +95,18 @@ class Route:
     keep: Ints
 
 
-def route(rank: int, src: Layout, dst: Layout, old: Ints, new: Ints) -> Route:
+def route(rank: int, src: Layout, dst: Layout, old: Ints, new: Ints, topology: Topology | None = None) -> Route:
     """Derives one rank's part of the exchange from the old and the new cell of every slot."""
     src_cell, dst_cell = src.cell_of(rank), dst.cell_of(rank)
     send: dict[int, Ints] = {}
     if src_cell is not None:
-        held, replica = np.flatnonzero(old == src_cell), src.cells[src_cell].index(rank)
+        held = np.flatnonzero(old == src_cell)
         for d, slots in _split_by(held, new[held]):
             for receiver in dst.cells[d]:
                 if src.cell_of(receiver) != src_cell:
-                    part = slots if src.tp == 1 else slots[_sending_replica(len(slots), receiver, src.tp) == replica]
-                    if len(part):
-                        send[receiver] = part
+                    parts = _split_over(slots, src.cells[src_cell], receiver, topology)
+                    if rank in parts:
+                        send[receiver] = parts[rank]
     receive: dict[int, Ints] = {}
     keep = np.empty(0, np.int64)
     if dst_cell is not None:
@@ -113,18 +114,22 @@ def route(rank: int, src: Layout, dst: Layout, old: Ints, new: Ints) -> Route:
         for s, slots in _split_by(wanted, old[wanted]):
             if s == src_cell:
                 keep = slots
-                continue
-            replicas = _sending_replica(len(slots), rank, src.tp)
-            for t, sender in enumerate(src.cells[s]):
-                part = slots if src.tp == 1 else slots[replicas == t]
-                if len(part):
-                    receive[sender] = part
+            else:
+                receive |= _split_over(slots, src.cells[s], rank, topology)
     return Route(send, receive, keep)
 
 
-def _sending_replica(count: int, receiver: int, tp: int) -> Ints:
-    """Returns which rank of the source cell sends each of `count` samples: in turn, another one first per receiver."""
-    return (np.arange(count, dtype=np.int64) + receiver) % tp
+def _split_over(slots: Ints, replicas: tuple[int, ...], receiver: int, topology: Topology | None) -> dict[int, Ints]:
+    """Returns which ranks of the source cell send which samples: in turn, another one first per receiver.
+
+    Only those on the receiver's host send, if there are any.
+    """
+    if topology:
+        replicas = tuple(r for r in replicas if topology.same_host(r, receiver)) or replicas
+    if len(replicas) == 1:
+        return {replicas[0]: slots}
+    sender = (np.arange(len(slots)) + receiver) % len(replicas)
+    return {r: part for i, r in enumerate(replicas) if len(part := slots[sender == i])}
 
 
 def _split_by(slots: Ints, key: Ints) -> list[tuple[int, Ints]]:

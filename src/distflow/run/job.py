@@ -145,7 +145,7 @@ class Job:
         return list(dict.fromkeys(layout for r in wanted for layout in _layouts(self.plans, r).values()))
 
     def _coordinator(self, plan: Plan, loader: Loader) -> Coordinator:
-        return Coordinator(self.rank, plan, loader)
+        return Coordinator(self.rank, plan, loader, self.network.topology)
 
     def _worker(self, plan: Plan, data: Coordinator) -> Worker:
         config = self.config
