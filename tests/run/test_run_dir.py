@@ -12,11 +12,10 @@ from distflow.errors import ConfigError
 from distflow.run.run_dir import describe_run, make_dir
 
 ROOT = Path(__file__).parents[2]
+EXAMPLES = sorted(p for p in (ROOT / "examples").rglob("*.yaml") if p.parent.name != "clusters")
 
 
-@pytest.mark.parametrize(
-    "path", sorted((ROOT / "examples").rglob("*.yaml")), ids=lambda p: str(p.relative_to(ROOT / "examples"))
-)
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda p: str(p.relative_to(ROOT / "examples")))
 def test_the_resolved_config_is_the_config(path: Path, tmp_path: Path) -> None:
     config = load_config(path, [f"run_dir={tmp_path / 'run'}", "train.lr=3e-7", "steps=7"])
     describe_run(config)
