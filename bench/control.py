@@ -16,16 +16,10 @@ import argparse
 import json
 import statistics
 import tempfile
-import time
 from itertools import pairwise
 from typing import Any
 
-import torch
-
-from distflow.engine.hand_over import HandOver
-from distflow.engine.weights import Shards, Spec
-from distflow.plan import Layout
-from distflow.plan.topology import Topology
+from handover import MODELS, handover_s
 from steps import Work, run_steps
 from workers import fork_workers
 
@@ -57,38 +51,11 @@ def measure(n: int, steps: int) -> dict[str, float]:
         "kib": mean(spent(w, "bytes") / 1024 for w in workers),
         "connections": mean(w["rows"][-1]["connections"] for w in workers),
         "most_connections": max(w["rows"][-1]["connections"] for w in workers),
-        "open_files": max(w["rows"][-1]["open_files"] for w in workers),
+        "open_files": mean(w["rows"][-1]["open_files"] for w in workers),
+        "most_open_files": max(w["rows"][-1]["open_files"] for w in workers),  # rank 0, which keeps the store
         "start_up_s": round(max(w["start_up_s"] for w in workers), 3),
         "start_up_cpu_s": mean(w["start_up_cpu_s"] for w in workers),
     }
-
-
-def qwen(hidden: int, heads: int, intermediate: int, layers: int) -> list[Spec]:
-    """Returns the parameters of a Qwen2.5 model with 128 per head, and untied embeddings."""
-    specs = [Spec("embed", (152_064, hidden), 0), Spec("norm", (hidden,)), Spec("lm_head", (152_064, hidden), 0)]
-    for i in range(layers):
-        for name, rows in (("q", hidden), ("k", 128 * heads), ("v", 128 * heads)):
-            specs += [Spec(f"{i}.{name}", (rows, hidden), 0), Spec(f"{i}.{name}.bias", (rows,), 0)]
-        specs += [Spec(f"{i}.{name}", (intermediate, hidden), 0) for name in ("gate", "up")]
-        specs += [Spec(f"{i}.o", (hidden, hidden), 1), Spec(f"{i}.down", (hidden, intermediate), 1)]
-        specs += [Spec(f"{i}.{name}", (hidden,)) for name in ("norm1", "norm2")]
-    return specs
-
-
-MODELS = {"7B": qwen(3584, 4, 18_944, 28), "72B": qwen(8192, 8, 29_568, 80)}
-
-
-def handover_s(specs: list[Spec], n: int) -> float:
-    """Returns how long a worker takes to derive who sends it what, and what it sends to whom: the slowest of some."""
-    ranks = tuple(range(n))
-    source, target = Shards(Layout(ranks, n), n), Shards(Layout(ranks, n // 2, 2), 1)
-    topology = Topology(tuple(r // PER_HOST for r in ranks))
-    seconds = []
-    for rank in (0, n // 2 + 1, n - 1):
-        start = time.perf_counter()
-        HandOver(specs, source, target, rank, torch.bfloat16, topology)
-        seconds.append(time.perf_counter() - start)
-    return round(max(seconds), 4)
 
 
 def growth(rows: dict[int, dict[str, float]], name: str) -> float | None:
@@ -110,7 +77,7 @@ def main() -> None:
         rows[n] = measure(n, steps)
         before = [f"{value:15.4g}" if (value := of(n)) else f"{'':15}" for of in BEFORE.values()]
         print(f"{n:8d}" + "".join(f"{rows[n][name]:15.4g}" for name in COUNTS) + "".join(before), flush=True)
-    hand_over = {name: {n: handover_s(specs, n) for n in (1024, 8192)} for name, specs in MODELS.items()}
+    hand_over = {name: {n: handover_s(name, n) for n in (1024, 8192)} for name in MODELS}
     for name, times in hand_over.items():
         print(f"hand-over of {name}, derived: " + ", ".join(f"{s} s at {n:,}" for n, s in times.items()))
     result = {
