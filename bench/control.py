@@ -4,8 +4,8 @@
 
 Real workers, forked, on hosts of 8 (network namespaces) where this user is root. Each step is a whole step of GRPO with
 a tiny share of samples per worker: the weight hand-over from train dp N to generate dp N/2 × tp 2, moves with balance,
-metrics and votes. CPU time is a worker's own, so that two cores do for all of them. Then the hand-over of real models
-at sizes that do not fit here, derived but not sent. The last line is one JSON object.
+metrics, votes and a checkpoint. CPU time is a worker's own, so that two cores do for all of them. Then the hand-over of
+real models at sizes that do not fit here, derived but not sent. The last line is one JSON object.
 """
 
 import os
@@ -36,7 +36,8 @@ BEFORE = {
 
 def measure(n: int, steps: int) -> dict[str, float]:
     """Returns the means over workers, of the median step after warm-up, and the most of what the system limits."""
-    workers = fork_workers(n, PER_HOST, run_steps, WORK, WARM_UP + steps, tempfile.gettempdir())
+    with tempfile.TemporaryDirectory() as folder:
+        workers = fork_workers(n, PER_HOST, run_steps, WORK, WARM_UP + steps, folder)
 
     def spent(worker: dict[str, Any], name: str) -> float:
         values = [row[name] for row in worker["rows"][WARM_UP:]]
