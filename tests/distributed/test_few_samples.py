@@ -15,7 +15,6 @@ ROWS = [
 ]
 CODE = """
 from distflow import flow, node
-from distflow.flows.grpo import grpo
 
 
 def digits(solution_str):
@@ -71,19 +70,19 @@ SPLIT = {"ranks": {"g": "0-1", "t": "2-"}, "default": {"ranks": "t"}, "nodes": {
 # Workers, prompts, changes of the config, curves.
 CASES: dict[str, tuple[int, int, dict[str, Any], tuple[str, ...]]] = {
     "grpo": (4, 1, {"algo": {"kl": 0.01}, "eval": EVAL}, (*RL, "actor/kl", "reward/std", "val/all/pass@2")),
-    "grpo, 3 prompts": (2, 3, {"algo": {"mini_batches": 3}, "eval": EVAL | {"limit": 5}}, (*RL, "val/all/score")),
     "ppo": (4, 1, {"critic": {"lr": 1e-2}}, (*RL, "critic/loss", "critic/explained_variance", "advantage/raw_mean")),
     "dapo": (4, 2, {"reward": "code.py:any_digit", "algo": {"max_gen_batches": 3}}, (*RL, "sampling/discarded")),
     "sft": (2, 1, {"reward": None}, LOSS),
     "dpo": (2, 1, {"reward": None}, LOSS),
+}
+SLOW: dict[str, tuple[int, int, dict[str, Any], tuple[str, ...]]] = {
+    "grpo, 3 prompts": (2, 3, {"algo": {"mini_batches": 3}, "eval": EVAL | {"limit": 5}}, (*RL, "val/all/score")),
     "own": (
         2,
         1,
         {"flow": "code.py:own", "reward": None, "roles": {"judge": "code.py:Judge"}, "rollout": {"n": 1}},
         (*LOSS, "judge/mean"),
     ),
-}
-SLOW: dict[str, tuple[int, int, dict[str, Any], tuple[str, ...]]] = {
     "grpo, tp": (4, 1, {"placement": {"default": {"tp": 2}}, "rollout": {"n": 1, "max_tokens": 8}}, RL),
     "grpo, split": (5, 2, {"placement": SPLIT, "algo": {"kl": 0.01, "recompute_old_logprobs": True}}, RL),
     "reinforce_pp": (3, 1, {}, (*RL, "advantage/raw_mean")),

@@ -5,7 +5,7 @@ from rich.console import Console
 
 from distflow.flow import Flow, Node
 from distflow.plan import Place, Placement, Plan, Workload, plan
-from distflow.plan.table import origins, render
+from distflow.plan.table import headline, origins, render
 from distflow.plan.units import human_bytes, ranks_text
 
 
@@ -131,3 +131,11 @@ def test_a_colour_terminal_gets_colour() -> None:
 )
 def test_human_bytes(n: float, text: str) -> None:
     assert human_bytes(n) == text
+
+
+def test_the_headline_says_where_there_are_fewer_samples_than_cells() -> None:
+    flow = Flow("few", ("prompt",), (Node("a", reads=("prompt",)),))
+    _, few, _ = headline(plan(flow, Placement(8), Workload(3)))
+    _, enough, _ = headline(plan(flow, Placement(8), Workload(9)))
+    assert "3 samples per step, 1 per prompt · 5 of 8 cells have none" in few
+    assert "have none" not in enough

@@ -25,7 +25,10 @@ class SampledPrompts:
 
 
 class DynamicSampling:
-    """Selects `target` prompts from `first` on, of at most `target` × `oversampling`, in multiples of `multiple`."""
+    """Selects `target` prompts from `first` on, of at most `target` × `oversampling`.
+
+    A round samples a multiple of `multiple`, which gives all workers equally many, but never more than `target`.
+    """
 
     def __init__(self, first: int, target: int, oversampling: int, multiple: int) -> None:
         self.first, self.target, self.limit, self.multiple = first, target, target * oversampling, multiple

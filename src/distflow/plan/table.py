@@ -49,9 +49,11 @@ def rank_set_names(plan: Plan, ranks: Iterable[int]) -> list[str]:
 def headline(plan: Plan) -> tuple[str, str, str]:
     """Returns the title, the numbers and the rank sets of a plan."""
     moved = human_bytes(sum(m.expected_bytes for m in plan.moves))
+    cells = max(p.layout.dp for p in plan.partitions)
     numbers = (
         _count(plan.workers, "worker"),
         f"{_count(plan.samples, 'sample')} per step, {plan.repeat} per prompt",
+        *([f"{cells - plan.samples} of {cells} cells have none"] if plan.samples < cells else []),
         _count(len(plan.flow.nodes), "node"),
         f"{_count(len(plan.moves), 'move')}, {moved} per step" if plan.moves else "no moves",
         f"plan {plan.hash[:8]}",

@@ -140,7 +140,7 @@ class Refill:
     partition: Partition
     field: str
     rounds: int
-    unit: int  # prompts are drawn in multiples of this number
+    unit: int  # prompts are drawn in multiples of this number, where a step has as many
     carried: tuple[tuple[Partition, Partition, tuple[str, ...]], ...]
     ranks: tuple[int, ...]
 
