@@ -30,11 +30,13 @@ import torch.distributed as dist
 
 from distflow.data.allocator import CachingAllocator
 from distflow.data.batch import Column, Ragged
-from distflow.data.exchange import AllToAll, exchange
+from distflow.data.collectives import SendReceive
+from distflow.data.exchange import exchange
 from distflow.data.routes import contiguous_cells, route
 from distflow.data.transport import SHARED_MEMORY, Transport
 from distflow.data.wire import Segments, flatten, pack, segment_size, unpack
 from distflow.plan import Layout, Move, Partition
+from distflow.plan.topology import Topology
 from workers import run_workers
 
 SAMPLES, TOKENS = 1024, 4096
@@ -146,7 +148,6 @@ class Measure:
 
     def _prepare_controller(self, src: Layout, dst: Layout) -> None:
         """The first rank of a source cell sends its samples; every rank of a target cell receives its own."""
-        n = len(self.move.ranks)
         fields = len(FIELDS)
         cells = {c[0]: np.flatnonzero(self.old == d) for d, c in enumerate(src.cells)}
         parts = {r: np.flatnonzero(self.new == dst.cell_of(r)) for r in dst.ranks}
@@ -156,36 +157,44 @@ class Measure:
         self._distribute = (parts, size_out)
         self._controller_slab = torch.ones(sum(size.values()) if self.rank == 0 else 0, dtype=torch.uint8)
         self._mine_in = torch.ones(size_out.get(self.rank, 0), dtype=torch.uint8)
-        self._n = n
 
     def controller(self, transport: str):
         execute = self.transports[transport].execute
-        ranks, zeros = self.move.ranks, [0] * self._n
         cells, size = self._collect
         parts, size_out = self._distribute
 
         def pack_mine(out: torch.Tensor) -> None:
-            if self.rank in cells:
-                assert self.held is not None
-                columns = [flatten(c, "") for c in self.held[1].values()]
-                count = len(cells[self.rank])
-                pack(columns, np.arange(count), Segments(np.array([count]), np.array([0])), out)
+            assert self.held is not None
+            columns = [flatten(c, "") for c in self.held[1].values()]
+            count = len(cells[self.rank])
+            pack(columns, np.arange(count), Segments(np.array([count]), np.array([0])), out)
 
         def pack_all(out: torch.Tensor) -> None:
-            if self.rank == 0:
-                slots = np.concatenate(list(cells.values()))
-                got = Segments(np.array([len(s) for s in cells.values()]), _starts(size))
-                gathered = unpack(self._controller_slab, got, list(FIELDS), np.argsort(slots), "controller")
-                columns = [flatten(c, "") for c in gathered.values()]
-                to = Segments(np.array([len(s) for s in parts.values()]), _starts(size_out))
-                pack(columns, np.concatenate(list(parts.values())), to, out)
+            slots = np.concatenate(list(cells.values()))
+            got = Segments(np.array([len(s) for s in cells.values()]), _starts(size))
+            gathered = unpack(self._controller_slab, got, list(FIELDS), np.argsort(slots), "controller")
+            columns = [flatten(c, "") for c in gathered.values()]
+            to = Segments(np.array([len(s) for s in parts.values()]), _starts(size_out))
+            pack(columns, np.concatenate(list(parts.values())), to, out)
+            if 0 in parts:
+                start, end = to_ranks[0]
+                self._mine_in.copy_(out[start:end])
 
-        collect = [size.get(r, 0) for r in ranks] if self.rank == 0 else zeros
-        to_zero = [size.get(self.rank, 0), *zeros[1:]]
-        execute(AllToAll(ranks, pack_mine, to_zero, self._controller_slab, collect))
-        distribute = [size_out.get(r, 0) for r in ranks] if self.rank == 0 else zeros
-        from_zero = [size_out.get(self.rank, 0), *zeros[1:]]
-        execute(AllToAll(ranks, pack_all, distribute, self._mine_in, from_zero))
+        collect, to_ranks = _ranges(size), _ranges(size_out)
+        nothing = torch.empty(0, dtype=torch.uint8)
+        if self.rank == 0:
+            if 0 in cells:
+                start, end = collect[0]
+                pack_mine(self._controller_slab[start:end])
+            receive = {r: part for r, part in collect.items() if r}
+            execute(SendReceive(0, pack_mine, {}, self._controller_slab, receive))
+            send = {r: part for r, part in to_ranks.items() if r}
+            execute(SendReceive(sum(size_out.values()), pack_all, send, nothing, {}))
+        else:
+            if self.rank in cells:
+                execute(SendReceive(size[self.rank], pack_mine, {0: (0, size[self.rank])}, nothing, {}))
+            if self.rank in parts:
+                execute(SendReceive(0, pack_mine, {}, self._mine_in, {0: (0, size_out[self.rank])}))
         dist.barrier()  # the next collection must not overtake the distribution
         if self.rank in parts:
             count = len(parts[self.rank])
@@ -195,6 +204,10 @@ class Measure:
 def _starts(sizes: dict[int, int]) -> np.ndarray:
     ends = np.cumsum(list(sizes.values()))
     return ends - list(sizes.values())
+
+
+def _ranges(sizes: dict[int, int]) -> dict[int, tuple[int, int]]:
+    return {r: (start, start + n) for (r, n), start in zip(sizes.items(), _starts(sizes).tolist(), strict=True)}
 
 
 def _gather_ints(mine: np.ndarray, most: int) -> list[np.ndarray]:
@@ -232,11 +245,13 @@ def worker(iters: int, out: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     rank, n = dist.get_rank(), dist.get_world_size()
-    all_ranks = tuple(range(n))
     transports = {}
     for transport, shared in (("shm", "1"), ("sockets", "0")):
         os.environ[SHARED_MEMORY] = shared
-        transports[transport] = Transport([all_ranks], torch.device("cpu"), lambda _: nullcontext())
+        store, cpu = dist.distributed_c10d._get_default_store(), torch.device("cpu")
+        made = Transport(rank, n, store, "127.0.0.1", cpu, lambda _: nullcontext(), transport)
+        made.use(Topology.single(n))
+        transports[transport] = made
     full = np.full(SAMPLES, TOKENS, np.int64)
     result: dict[str, object] = {"workers": n, "layouts": {}}
     for name, (src, dst, assigns) in layouts(n).items():

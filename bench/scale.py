@@ -23,6 +23,7 @@ from distflow.data.transport import Transport
 from distflow.flow import Flow, Node
 from distflow.plan import Place, Placement, Plan, Workload
 from distflow.plan import plan as derive_plan
+from distflow.plan.topology import Topology
 from distflow.run.worker import Worker
 from workers import run_workers
 
@@ -76,7 +77,9 @@ def worker(steps: int, out: str) -> None:
     dist.init_process_group("gloo")
     rank, n = dist.get_rank(), dist.get_world_size()
     plan = make_plan(n)
-    transport = Transport([m.ranks for m in plan.moves], torch.device("cpu"), lambda _: nullcontext())
+    store = dist.distributed_c10d._get_default_store()
+    transport = Transport(rank, n, store, "127.0.0.1", torch.device("cpu"), lambda _: nullcontext())
+    transport.use(Topology.single(n))
     data = Coordinator(rank, plan, Loader(EmptyRows(), plan.samples, 1, seed=0))
     traffic: list[Traffic] = []
     end_step = data.end_step

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from distflow.data.collectives import SendReceive
-from distflow.data.exchange import only_messages
 
 
 class DeadlockError(Exception):
@@ -40,7 +39,6 @@ class _Pending:
 def simulate(workers: Mapping[int, Generator[SendReceive, torch.Tensor, Any]]) -> Traffic:
     """Runs all workers to their end. A message is sent when its receiver asks for it: nothing is buffered."""
     traffic = Traffic()
-    generators = {rank: only_messages(rank, worker) for rank, worker in workers.items()}
     pending: dict[int, _Pending] = {}
     ready = deque((rank, None) for rank in workers)
 
@@ -60,7 +58,7 @@ def simulate(workers: Mapping[int, Generator[SendReceive, torch.Tensor, Any]]) -
         rank, result = ready.popleft()
         pending.pop(rank, None)
         try:
-            pending[rank] = _Pending(generators[rank].send(result))  # type: ignore[arg-type]
+            pending[rank] = _Pending(workers[rank].send(result))  # type: ignore[arg-type]
         except StopIteration:
             continue
         if pending[rank].over():

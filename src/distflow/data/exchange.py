@@ -7,7 +7,7 @@ against each other in one process.
 """
 
 import math
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -231,35 +231,3 @@ def _replica(rank: int, layout: Layout) -> int:
     cell = layout.cell_of(rank)
     assert cell is not None
     return layout.cells[cell].index(rank)
-
-
-@dataclass(frozen=True)
-class AllToAll:
-    """Sends `send` bytes to each of `ranks`, and fills `out` with `receive` bytes from each."""
-
-    ranks: tuple[int, ...]
-    pack: Callable[[Tensor], None]
-    send: list[int]
-    out: Tensor
-    receive: list[int]
-
-
-Collective = SendReceive | AllToAll
-
-
-def only_messages(rank: int, worker: Generator[Any, Tensor, Any]) -> Generator[SendReceive, Tensor, Any]:
-    """Replaces the collectives that a generator yields by messages."""
-    result: Any = None
-    while True:
-        try:
-            wish = worker.send(result)
-        except StopIteration as end:
-            return end.value
-        if isinstance(wish, AllToAll):
-            send, receive = (
-                {r: x for r, x in _ranges(dict(zip(wish.ranks, sizes, strict=True))).items() if x[1] > x[0]}
-                for sizes in (wish.send, wish.receive)
-            )
-            result = yield SendReceive(sum(wish.send), wish.pack, send, wish.out, receive)
-        else:
-            result = yield wish

@@ -24,7 +24,6 @@ from distflow.data.connections import (
     connect,
     raise_open_files_limit,
 )
-from distflow.data.exchange import only_messages
 from distflow.data.shared_memory import Block, SendMemory
 from distflow.errors import PeerLostError
 from distflow.plan.layout import format_ranks
@@ -92,7 +91,6 @@ class Transport:
 
     def run(self, communication: Communication[T]) -> T:
         """Runs a generator to its end, executing whatever it yields; returns the generator's result."""
-        communication = only_messages(self.rank, communication)
         try:
             request = next(communication)
             while True:

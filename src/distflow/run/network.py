@@ -47,9 +47,11 @@ class Network:
         self.topology = Topology.of([i.host_id for i in self.identities])
         for transport in (self.transport, self.background):
             transport.use(self.topology, [i.host for i in self.identities])
-        with heartbeat.waiting(self.all_ranks):
-            self._init_process_group()
-            self.meshes = {layout: self.mesh(layout) for layout in layouts if self._within(layout)}
+        self.meshes: dict[Layout, DeviceMesh] = {}
+        if layouts:  # models talk by torch.distributed
+            with heartbeat.waiting(self.all_ranks):
+                self._init_process_group()
+                self.meshes = {layout: self.mesh(layout) for layout in layouts if self._within(layout)}
 
     def _transport(self, name: str) -> Transport:
         at = self.rendezvous
@@ -125,7 +127,8 @@ class Network:
     def close(self) -> None:
         self.transport.close()
         self.background.close()
-        dist.destroy_process_group()
+        if dist.is_initialized():
+            dist.destroy_process_group()
 
 
 def own_device() -> torch.device:
