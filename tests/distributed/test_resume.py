@@ -117,11 +117,18 @@ def test_a_resumed_run_is_the_uninterrupted_run_to_the_bit(folder: Path, complet
 
 
 def test_the_curve_is_the_same_on_another_number_of_workers(folder: Path, complete: dict[str, Path]) -> None:
-    """A step or two each: on two workers, four, four in two halves each, two, one, and four again."""
+    """A step or two each: on two workers, two times two replicas, four with tensor parallelism, two, one, and four."""
     run_dir = cut(complete["grpo"], folder, "others", 2)
-    for workers, upto, placement in ((4, 3, {}), (4, 4, TP2), (2, 5, {}), (1, 6, {}), (4, 8, {})):
+    layouts: list[tuple[int, int, dict[str, Any]]] = [
+        (4, 3, {"train": CONFIG["train"] | {"shard_degree": 2}}),
+        (4, 4, {"placement": TP2}),
+        (2, 5, {}),
+        (1, 6, {}),
+        (4, 8, {}),
+    ]
+    for workers, upto, changes in layouts:
         # A shorter run would have another learning rate schedule: it runs to its end, and what came later is removed.
-        _, ended = run(folder, "others", workers, "newest", placement=placement, checkpoint={"every": 1, "keep": 9})
+        _, ended = run(folder, "others", workers, "newest", **changes, checkpoint={"every": 1, "keep": 9})
         assert ended.codes == [0] * workers, ended.err
         for s in list_checkpoints(run_dir / "checkpoints"):
             if s > upto:

@@ -35,6 +35,7 @@ from fuzz.harness import Case
 from fuzz.junk import damaged, junk, mutate
 from threads import alone
 
+COUNTS = torch.arange(5, dtype=torch.int16)
 WEIGHTS = {"weights.a": torch.arange(12.0).reshape(3, 4), "weights.b": torch.ones(2, dtype=torch.int64)}
 
 
@@ -45,7 +46,7 @@ class Judge:
         self.restored: Any = None
 
     def state(self) -> dict[str, Any]:
-        return {"seen": 3}
+        return {"seen": 3, "counts": COUNTS}
 
     def restore(self, values: Any) -> None:
         self.restored = values
@@ -69,7 +70,7 @@ class Checkpoints:
         ranks = {"actor": (0,), "judge": (0,)}
         writer = CheckpointWriter(self.folder, 0, (0,), ranks, alone)
         identity = {"flow": "f", "seed": 0, "batch": 2, "repeat": 1}
-        states = {"actor": Actor().role_state(), "judge": RoleState(Judge().state())}
+        states = {"actor": Actor().role_state(), "judge": RoleState.of(Judge().state(), "judge")}
         for step in (2, 4):
             writer.save(step, states, {"position": 0, **identity}, lambda path: None)
             writer.wait()

@@ -31,7 +31,7 @@ from distflow.run.checkpoint import file_list, list_checkpoints, load_tensors, v
 from distflow.run.export import export
 from distflow.run.launch_env import read_launch_env
 from distflow.run.program import Program
-from fuzz.checkpoints import Checkpoints, all_flips
+from fuzz.checkpoints import COUNTS, Checkpoints, all_flips
 from fuzz.configs import CODE, bomb
 
 WHERE = "field 'a'"
@@ -220,6 +220,9 @@ def test_a_checkpoint_may_have_been_given_another_name(tmp_path: Path) -> None:
     kind = Checkpoints(tmp_path)
     best = kind.path.rename(tmp_path / "the best")
     assert kind.manager.resume(str(best)) == 4
+    restored = kind.manager.roles["judge"].restored
+    assert restored["seen"] == 3
+    assert torch.equal(restored["counts"], COUNTS)
     for name in ("step_²", "step_x", "step_9.part"):
         (kind.folder / name).mkdir()
         (kind.folder / name / "complete.json").write_text("{}")
