@@ -16,6 +16,7 @@ import argparse
 import json
 import statistics
 import tempfile
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
@@ -27,7 +28,7 @@ PER_HOST, WARM_UP, BASE = 8, 2, 32
 WORK = Work(rows=8, tokens=16, hidden=64, layers=2)
 COUNTS = ("cpu_ms", "messages", "kib", "connections", "open_files", "start_up_s", "start_up_cpu_s")
 # Before: a full mesh per set of ranks, an all-gather of N − 1 messages, a hand-over in which all enumerate all.
-BEFORE = {
+BEFORE: dict[str, Callable[[int], float | None]] = {
     "sockets": lambda n: 8.5 * n,
     "metadata_ms": {8: 0.65, 32: 1.8, 128: 6.9, 256: 14.1}.get,
     "handover_s": {8: 0.07, 16: 0.25, 32: 1.0, 64: 4.2, 128: 18.0, 1024: 3300.0}.get,

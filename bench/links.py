@@ -72,7 +72,6 @@ def bare(hosts: Hosts, size: int) -> float:
 
 
 def _stream(rank: int, addresses: list[str], size: int) -> float:
-    data = bytes(1 << 20)
     with socket.create_server((addresses[rank], PORT)) as server:
         outgoing = _connect(addresses[(rank + 1) % len(addresses)])
         incoming, _ = server.accept()
@@ -80,9 +79,7 @@ def _stream(rank: int, addresses: list[str], size: int) -> float:
             outgoing.sendall(b"!")
             incoming.recv(1)  # both neighbours are there
             start = time.perf_counter()
-            whole, rest = divmod(size, len(data))
-            parts = [data] * whole + [data[:rest]]
-            sender = threading.Thread(target=lambda: [outgoing.sendall(part) for part in parts])
+            sender = threading.Thread(target=outgoing.sendall, args=(bytes(size),))
             sender.start()
             left = size
             while left:

@@ -42,6 +42,12 @@ def predict(
     return simulate(plan, hardware, costs, Topology(tuple(r // per_host for r in range(plan.workers))))
 
 
+def bytes_per_s(rate: str) -> float:
+    """Returns what a rate as `tc` writes it, 100mbit, is in bytes per second."""
+    unit = next(u for u in UNITS if rate.endswith(u))
+    return float(rate.removesuffix(unit)) * UNITS[unit]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--hosts", type=int, nargs="+", default=[2, 4, 8])
@@ -53,8 +59,7 @@ def main() -> None:
         raise SystemExit(f"bench/predicted.py: {reason}")
     from links import decentralised
 
-    unit = next(u for u in UNITS if args.rate.endswith(u))
-    rate = float(args.rate.removesuffix(unit)) * UNITS[unit]
+    rate = bytes_per_s(args.rate)
     rows: list[dict[str, Any]] = []
     columns = ("measured s", "predicted s", "error", "busiest link, MiB", "predicted")
     print(f"{'hosts':>6}  {'':18}" + "".join(f"{c:>{w}}" for c, w in zip(columns, (12, 12, 9, 19, 11), strict=True)))

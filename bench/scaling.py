@@ -26,12 +26,15 @@ import json
 import sys
 import tempfile
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
 from controller import can_limit_memory, memory_limit
+from distflow.simulate import load_hardware
 from links import Measured, bare, bytes_between, controlled, decentralised
 from plot import Chart, svg
+from predicted import bytes_per_s, predict
 from ray_cluster import RayCluster
 from steps import Work, weight_bytes
 from workers import Hosts, why_not
@@ -39,6 +42,7 @@ from workers import Hosts, why_not
 PER_HOST = 2
 WORK = Work(rows=32, tokens=4096, hidden=128, layers=4)
 COMPUTE_RATIO, PUBLISHED_HOSTS = 81 / 10, 4  # measured by others on 32 GPUs: four hosts of eight
+FITTED_HOSTS = 4  # up to which the simulator is calibrated
 LIMIT_HOSTS, MEMORY_LIMIT = 16, 512 << 20  # where the driver has only so much memory
 OURS = ("every byte moves", "colocated")
 PEERS = ("verl", "verl, numpy", "transferqueue")
@@ -130,10 +134,9 @@ class Scaling:
             for n in [h for h in self.args.hosts if h > 1]:
                 cluster.grow(n)
                 for system in PEERS:
-                    size = {"hosts": n, "rows": PER_HOST * WORK.rows}
-                    cluster.ask(system=system, **size, tokens=16, steps=1)  # starts whatever it needs
                     before, steps = [h.traffic() for h in hosts], self._few(n)
-                    seconds = cluster.ask(system=system, **size, tokens=self.work.tokens, steps=steps)
+                    size = {"rows": PER_HOST * WORK.rows, "tokens": self.work.tokens, "steps": steps}
+                    seconds = cluster.ask(system=system, hosts=n, **size)
                     self.rows[n][system] = Measured(seconds, bytes_between(before, hosts, steps)[:n])
                 self._print(n, *PEERS)
 
@@ -146,6 +149,39 @@ class Scaling:
     def with_compute_s(self, n: int, name: str) -> float:
         row = self.rows[n]
         return row[f"{name}, compute"].s if name in OURS else row[name].s + self.compute_s
+
+    def predicted(self) -> dict[str, Any]:
+        """Returns the simulator's seconds of a step, beside ours; its CPU costs are fitted on up to four hosts only."""
+        nominal = bytes_per_s(self.args.rate)
+        base = max((h for h in self.bare_s if h <= FITTED_HOSTS), default=None)
+        if base is None:
+            return {}
+        reached = self.rows[base][OURS[0]].busiest / self.bare_s[base] / nominal
+
+        def seconds(hosts: int, name: str, compute_s: float, cpu: float) -> float:
+            costs = load_hardware("namespaces").cpu
+            scaled = {k: cpu * getattr(costs, k) for k in ("message_s", "byte_s", "sample_s")}
+            scaled["pack_rate"] = costs.pack_rate / cpu
+            hardware = load_hardware(
+                "namespaces", network={"rate": nominal}, cpu=scaled, efficiency={"network": min(1.0, reached)}
+            )
+            work = replace(self.work, split=name == OURS[0], compute_s=compute_s)
+            return predict(work, hosts, PER_HOST, nominal, hardware=hardware).step_s
+
+        fitted = [(h, name) for h in self.rows if h <= FITTED_HOSTS for name in OURS]
+        low, high = 0.05, 20.0
+        while high / low > 1.01:
+            cpu = (low * high) ** 0.5
+            ratio = prod(seconds(h, name, 0.0, cpu) / self.rows[h][name].s for h, name in fitted)
+            low, high = (cpu, high) if ratio < 1 else (low, cpu)
+        rows = []
+        for h in self.rows:
+            for name in OURS:
+                for compute_s, label in ((0.0, name), (self.compute_s, f"{name}, compute")):
+                    guess, measured = seconds(h, name, compute_s, low), self.rows[h][label].s
+                    row = {"hosts": h, "name": label, "measured_s": round(measured, 3), "predicted_s": round(guess, 3)}
+                    rows.append(row | {"error": round(guess / measured - 1, 4), "fitted": h <= FITTED_HOSTS})
+        return {"cpu_factor": round(low, 3), "link_efficiency": round(reached, 4), "rows": rows}
 
     def result(self) -> dict[str, Any]:
         ours = "every byte moves"
@@ -179,6 +215,7 @@ class Scaling:
             "of_bare_link": {h: round(self.bare_s[h] / self.rows[h][ours].s, 3) for h in self.bare_s},
             "largest_batch": self.survived,
             "peers": self.version,
+            "predicted": self.predicted(),
             "rows": {h: {name: m.as_dict() for name, m in row.items()} for h, row in self.rows.items()},
         }
 

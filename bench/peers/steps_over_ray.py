@@ -42,13 +42,15 @@ PARTITION, METHOD = "step", "VERL_DATAPROTO_SERIALIZATION_METHOD"
 class Peer:
     """All stages of one host; compute takes no time."""
 
-    def prepare(self, rank: int, hosts: int, rows: int, tokens: int, method: str) -> None:
+    def prepare(self, rank: int, hosts: int, rows: int, tokens: int, method: str) -> int:
+        """Returns the sum of the tokens that it will generate."""
         os.environ[METHOD] = method
-        self.mine = {f: torch.full((rows, tokens), rank) for f in INTS}
-        self.floats = {f: torch.full((rows, tokens), float(rank)) for f in FLOATS}
+        self.mine = {f: torch.randint(1 << 16, (rows, tokens)) for f in INTS}
+        self.floats = {f: torch.rand(rows, tokens) for f in FLOATS}
         # Rows are dealt out by turns, so that nearly all of them change their host, as ours do.
         self.put_keys = [str(i) for i in range(rank * rows, (rank + 1) * rows)]
         self.get_keys = [str(i) for i in range(rank, hosts * rows, hosts)]
+        return int(self.mine["tokens"].sum())
 
     @register(dispatch_mode={"dispatch_fn": dispatch_one_to_all, "collect_fn": collect_dp_compute_data_proto})
     def generate(self) -> DataProto:
@@ -109,64 +111,71 @@ class Cluster:
         return peers
 
 
-def prepare(peers: list, request: dict, method: str) -> int:
-    """Returns what the tokens of all hosts sum up to."""
-    rows, tokens = request["rows"], request["tokens"]
-    ray.get([p.prepare.remote(r, len(peers), rows, tokens, method) for r, p in enumerate(peers)])
-    return sum(rows * tokens * r for r in range(len(peers)))
+class Verl:
+    """The driver has the whole batch: it gathers what a stage writes, and deals out what the next one reads."""
 
+    def __init__(self, peers: list, method: str) -> None:
+        os.environ[METHOD] = self.method = method
+        self.peers = peers
+        self.group = RayWorkerGroup.from_detached(worker_handles=peers, ray_cls_with_init=RayClassWithInitArgs(Peer))
 
-def verl_steps(peers: list, request: dict, method: str) -> list[float]:
-    os.environ[METHOD] = method
-    expected = prepare(peers, request, method)
-    group = RayWorkerGroup.from_detached(worker_handles=peers, ray_cls_with_init=RayClassWithInitArgs(Peer))
-    n, rows = len(peers), request["rows"]
-    order = torch.arange(n * rows).view(rows, n).T.flatten()  # balance
-
-    def step() -> None:
+    def step(self, rows: int, tokens: int) -> int:
+        n, group = len(self.peers), self.group
         batch = group.generate()
-        batch.reorder(order)
+        batch.reorder(torch.arange(n * rows).view(rows, n).T.flatten())  # balance
         for field in ("old_logprobs", "ref_logprobs"):
             ready = batch.select(batch_keys=list(INTS))
             ready.meta_info["writes"] = field
             batch = batch.union(group.logprobs(ready))
-        batch.batch["advantage"] = torch.zeros(n * rows, request["tokens"])  # verl computes them on the driver
-        assert sum(group.update(batch)) == expected
+        batch.batch["advantage"] = torch.zeros(n * rows, tokens)  # verl computes them on the driver
+        return sum(group.update(batch))
 
-    return timed(step, request["steps"])
+    def clear(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
 
 
-def queue_steps(peers: list, request: dict) -> list[float]:
-    expected = prepare(peers, request, "numpy")
-    storage = {"storage_backend": "SimpleStorage", "SimpleStorage": {"num_data_storage_units": len(peers)}}
-    tq.init(OmegaConf.create({"backend": storage}))
+class Queue:
+    """The driver calls the stages, and they put and get the samples."""
 
-    def everybody(method: str, *args: str) -> list:
-        return ray.get([getattr(p, method).remote(*args) for p in peers])
+    method = "numpy"
 
-    try:
-        everybody("join")
+    def __init__(self, peers: list) -> None:
+        self.peers = peers
+        storage = {"storage_backend": "SimpleStorage", "SimpleStorage": {"num_data_storage_units": len(peers)}}
+        tq.init(OmegaConf.create({"backend": storage}))
+        self._everybody("join")
 
-        def step() -> None:
-            everybody("put_rollouts")
-            for field in ("old_logprobs", "ref_logprobs"):
-                everybody("put_logprobs", field)
-            assert sum(everybody("get_all")) == expected
+    def step(self, rows: int, tokens: int) -> int:
+        self._everybody("put_rollouts")
+        for field in ("old_logprobs", "ref_logprobs"):
+            self._everybody("put_logprobs", field)
+        return sum(self._everybody("get_all"))
 
-        return timed(step, request["steps"], lambda: everybody("clear"))
-    finally:
-        everybody("leave")
+    def clear(self) -> None:
+        self._everybody("clear")
+
+    def close(self) -> None:
+        self._everybody("leave")
         tq.close()
 
+    def _everybody(self, method: str, *args: str) -> list:
+        return ray.get([getattr(p, method).remote(*args) for p in self.peers])
 
-def timed(step, steps: int, after=lambda: None) -> list[float]:
+
+def run_steps(peers: list, system: Verl | Queue, rows: int, tokens: int, steps: int) -> list[float]:
+    """Returns the seconds of each step. One with few tokens comes before, which starts what a system needs."""
     seconds = []
-    for _ in range(steps):
+    for length in [16] + steps * [tokens]:
+        sums = ray.get([p.prepare.remote(r, len(peers), rows, length, system.method) for r, p in enumerate(peers)])
         start = time.perf_counter()
-        step()
+        total = system.step(rows, length)
         seconds.append(time.perf_counter() - start)
-        after()
-    return seconds
+        assert total == sum(sums)
+        system.clear()
+    return seconds[1:]
 
 
 def main() -> None:
@@ -179,10 +188,12 @@ def main() -> None:
     for line in sys.stdin:
         request = json.loads(line)
         peers = cluster.first(request["hosts"])
-        if request["system"] == "transferqueue":
-            seconds = queue_steps(peers, request)
-        else:
-            seconds = verl_steps(peers, request, "numpy" if request["system"] == "verl, numpy" else "")
+        name = request["system"]
+        system = Queue(peers) if name == "transferqueue" else Verl(peers, "numpy" if name == "verl, numpy" else "")
+        try:
+            seconds = run_steps(peers, system, request["rows"], request["tokens"], request["steps"])
+        finally:
+            system.close()
         print(json.dumps({"s": seconds}), file=serve._answers, flush=True)
 
 
