@@ -86,7 +86,7 @@ class Network:
         device = self.device if self.device.type != "cpu" else None
         groups = []
         for dim in range(ranks.ndim):
-            index = [slice(None) if d == dim else at for d, at in enumerate(place)]
+            index = tuple(slice(None) if d == dim else at for d, at in enumerate(place))
             groups.append(
                 dist.new_group(
                     ranks[index].tolist(), timeout=self.timeout, use_local_synchronization=True, device_id=device
