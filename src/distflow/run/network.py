@@ -89,7 +89,7 @@ class Network:
             index = tuple(slice(None) if d == dim else at for d, at in enumerate(place))
             groups.append(
                 dist.new_group(
-                    ranks[index].tolist(), timeout=self.timeout, use_local_synchronization=True, device_id=device
+                    ranks[tuple(index)].tolist(), timeout=self.timeout, use_local_synchronization=True, device_id=device
                 )
             )
         return DeviceMesh.from_group(groups, self.device.type, ranks, mesh_dim_names=names)
