@@ -23,9 +23,9 @@ except Exception:  # Ray is an extra
 needs_ray = pytest.mark.skipif(ray_launcher is None, reason="Ray is not installed (pip install 'distflow-rl[ray]')")
 reason = why_not()
 needs_hosts = pytest.mark.skipif(reason is not None, reason=str(reason))
-# Small nodes; no reports over the network.
+# Ray's own default for what it starts is 15.
 ENV = {
-    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_worker_niceness": "0",
     "OMP_NUM_THREADS": "1",
     "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
 }
