@@ -36,9 +36,11 @@ class _Pending:
         return not self.send and not self.receive
 
 
-def simulate(workers: Mapping[int, Generator[SendReceive, torch.Tensor, Any]]) -> Traffic:
+def simulate(
+    workers: Mapping[int, Generator[SendReceive, torch.Tensor, Any]], traffic: Traffic | None = None
+) -> Traffic:
     """Runs all workers to their end. A message is sent when its receiver asks for it: nothing is buffered."""
-    traffic = Traffic()
+    traffic = traffic or Traffic()
     pending: dict[int, _Pending] = {}
     ready = deque((rank, None) for rank in workers)
 

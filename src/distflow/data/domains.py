@@ -8,6 +8,7 @@ both sides, nobody needs to be told again.
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import numpy as np
 
@@ -74,8 +75,7 @@ class Domains:
         dealt = [self._dealt.get(p.id) for p in ((move.src,) if move.assigns else (move.src, move.dst))]
         if any(d is not None and d % count for d in dealt):
             return False
-        # A sample that may stay on its rank has to be dealt where that rank is.
-        return all(_block(dst, r, count) in (None, _block(src, r, count)) for r in src.ranks)
+        return _blocks_correspond(src, dst, count)
 
     def _is_known(self, move: Move, within: Move, index: int, count: int) -> bool:
         if move.assigns:
@@ -93,6 +93,12 @@ def contiguous_deal(partition: Partition, samples: int, group_size: int) -> Ints
     """Returns the cell of each slot in a partition to which no move has dealt samples."""
     unit = group_size if partition.whole_groups else 1
     return np.repeat(contiguous_cells(samples // unit, partition.layout.dp), unit)
+
+
+@lru_cache(maxsize=256)
+def _blocks_correspond(src: Layout, dst: Layout, count: int) -> bool:
+    """Returns whether every rank of both layouts is in the same block of each: its samples may have to stay there."""
+    return all(_block(dst, r, count) in (None, _block(src, r, count)) for r in src.ranks)
 
 
 def _ranks(moves: Iterable[Move], index: int, count: int) -> set[int]:
