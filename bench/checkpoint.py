@@ -1,7 +1,8 @@
 """What a checkpoint costs the steps that run while it is written: in one run, stretches of steps with one and without.
 
 `python bench/checkpoint.py [--rounds 8] [--stretch 4]`: a GRPO run of the 4M model of bench/step.py on two workers of
-one thread each, weights and optimiser (48 MB) saved every other stretch. One JSON object is the last line.
+one thread each, weights and optimiser (48 MB) saved every other stretch. Then, derived but not read: how many files of
+tensors a worker of 1,024 opens when it resumes a 7B model. One JSON object is the last line.
 """
 
 import argparse
@@ -11,10 +12,36 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from itertools import pairwise
 from pathlib import Path
 
+import torch
+
 from assets import make_assets
+from distflow.engine.weights import Shards
+from distflow.plan import Layout
+from distflow.run.tensor_index import StoredTensor, TensorIndex
+from handover import MODELS
+
+WRITTEN = (1024, 1, 1024)  # dp, tp, shard
+READ = {"same": WRITTEN, "half": (512, 1, 512), "tp4": (256, 4, 256)}
+MOMENTS = ("weights", "exp_avg", "exp_avg_sq")
+
+
+def files_opened(read: tuple[int, int, int]) -> tuple[int, float]:
+    """Returns the most files that one of some workers opens, and the seconds that it takes to find them."""
+    specs, _ = MODELS["7B"]
+    tensors = {f"{m}.{s.name}": StoredTensor(s.shape, torch.float32, True, s.tp_dim) for s in specs for m in MOMENTS}
+    index, (dp, tp, shard) = TensorIndex(tensors, *WRITTEN), read
+    reader = Shards(Layout(tuple(range(dp * tp)), dp, tp), shard)
+    counts, seconds = [], []
+    for rank in range(0, dp * tp, 37):
+        start = time.perf_counter()
+        boxes = {f"{m}.{s.name}": reader.box(s, rank) for s in specs for m in MOMENTS}
+        counts.append(len({piece.place for name, box in boxes.items() for piece in index.pieces(name, box)}))
+        seconds.append(time.perf_counter() - start)
+    return max(counts), statistics.median(seconds)
 
 
 def main() -> None:
@@ -64,6 +91,8 @@ def main() -> None:
         "mib": size / 2**20,
         "rounds": len(with_one),
     }
+    for name, read in READ.items():
+        result[f"opened_{name}"], result[f"find_s_{name}"] = files_opened(read)
     print(json.dumps(result))
 
 
