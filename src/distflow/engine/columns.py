@@ -154,7 +154,7 @@ def zones_of_takers(source: Shards, target: Layout, hosts: Ints) -> Ints:
         return np.zeros(len(takers), np.int64)
     replica = np.full(len(hosts), -1)
     replica[givers] = np.arange(len(givers)) // (source.shard * source.layout.tp)
-    zones = replica[takers]
+    zones: Ints = replica[takers]
     others = np.flatnonzero(zones < 0)
     host = hosts[takers[others]]
     by_host = givers[np.argsort(hosts[givers], kind="stable")]
