@@ -84,7 +84,6 @@ class Setting:
             spread=self.spread,
             max_sequences=1024,
             kv_cache=self.kv_cache,
-            even_mini_batches=True,
         )
 
     def with_forward(self, efficiency: float) -> "Setting":

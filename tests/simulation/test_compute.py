@@ -82,18 +82,16 @@ def test_given_seconds_replace_the_roofline() -> None:
 def test_mini_batches_wait_for_the_slowest_cell() -> None:
     node = Node("t", role="actor", type="train", method=True, params={"mini_batches": 2})
     lengths = [100.0, 10.0, 10.0, 100.0]
-    apart = times(node, lengths, cells=2, even_mini_batches=True)
+    apart = times(node, lengths, cells=2)
     whole = times(TRAIN, lengths, cells=2)
     assert apart.busy == pytest.approx(whole.busy, rel=0.01)
     assert apart.elapsed.max() > 1.5 * whole.elapsed.max()
 
 
-def test_mini_batches_are_by_the_prompts_of_the_step() -> None:
+def test_every_cell_has_a_share_of_each_mini_batch() -> None:
     node = Node("t", role="actor", type="train", method=True, params={"mini_batches": 2})
-    # The first half of the prompts is on the first cell: while one cell works, the other one waits.
-    assert times(node, [50.0] * 8, cells=2).elapsed[1] == pytest.approx(
-        2 * times(TRAIN, [50.0] * 8, cells=2).elapsed[1], rel=0.01
-    )
+    whole = times(TRAIN, [50.0] * 8, cells=2).elapsed[1]
+    assert times(node, [50.0] * 8, cells=2).elapsed[1] == pytest.approx(whole, rel=0.01)
 
 
 def test_who_waits_for_whom() -> None:

@@ -73,7 +73,7 @@ def _pass_times(work: Work, hw: Hardware, costs: Costs, model: ModelShape) -> Ti
     sequence = costs.prompt_tokens + work.lengths
     seconds = passes * model.forward_flops(sequence) / (hw.device.flops * efficiency * tp)
     seconds += passes * _all_reduce_seconds(work, hw, costs, model) * sequence
-    part = _mini_batches(work, costs, parts)
+    part = _mini_batches(work, parts)
     place = work.cell * parts + part
     compute = np.bincount(place, seconds, cells * parts).reshape(cells, parts)
     tokens = np.bincount(place, sequence, cells * parts).reshape(cells, parts)
@@ -85,15 +85,9 @@ def _pass_times(work: Work, hw: Hardware, costs: Costs, model: ModelShape) -> Ti
     return Times(epochs * busy.sum(axis=1), waiting + busy[:, -1])
 
 
-def _mini_batches(work: Work, costs: Costs, parts: int) -> Ints:
-    """Returns the mini-batch of each sample: an equal share of the step's prompts, wherever their samples are."""
-    if not costs.even_mini_batches:
-        return np.arange(len(work.cell)) // work.repeat * parts // (len(work.cell) // work.repeat)
-    order = np.argsort(work.cell, kind="stable")
-    held = np.bincount(work.cell, minlength=work.layout.dp)
-    part = np.empty_like(work.cell)
-    part[order] = position_in_run(work.cell[order]) * parts // held[work.cell[order]]
-    return part
+def _mini_batches(work: Work, parts: int) -> Ints:
+    """Returns the mini-batch of each sample: the step's prompts take turns."""
+    return np.arange(len(work.cell)) // work.repeat % parts
 
 
 def _all_reduce_seconds(work: Work, hw: Hardware, costs: Costs, model: ModelShape) -> float:

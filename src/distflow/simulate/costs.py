@@ -54,7 +54,6 @@ class Costs:
     gradient_checkpointing: bool = True
     max_sequences: int = 256  # generated at the same time by one engine
     kv_cache: float = 2.0e9  # bytes per worker
-    even_mini_batches: bool = False  # every cell has a share of each, as in verl; else they are by the step's prompts
     shard: int | None = None  # dp ranks that parameters are cut over; default: all of them
 
     def check(self, plan: Plan) -> None:

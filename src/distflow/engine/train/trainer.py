@@ -165,8 +165,8 @@ class Trainer:
     def update(self, batch: Batch, spec: UpdateSpec, ctx: Context) -> None:
         """Makes the optimiser steps of one step: each mini-batch of its prompts, `epochs` times over."""
         batch = _prepared(batch, spec)
-        prompt = np.searchsorted(ctx.groups, batch.groups)  # its place among those of the step
-        mini_batch = prompt * spec.mini_batches // len(ctx.groups)
+        # Prompts in turn: ranks hold consecutive ones, and each is to have a share of every mini-batch.
+        mini_batch = np.searchsorted(ctx.groups, batch.groups) % spec.mini_batches
         minis = [np.flatnonzero(mini_batch == m) for m in range(spec.mini_batches)]
         agreed = self._micro_batches(batch, minis, spec.whole_groups)
         for epoch in range(spec.epochs):
