@@ -41,10 +41,13 @@ def test_workers_that_run_the_same_are_fine() -> None:
     ("changes", "message"),
     [
         (
-            {"distflow": "0.9"},
+            {"distflow_version": "0.9"},
             "run different versions of DistFlow: ranks 0-1 (on a) have 1.0, ranks 2 (on b) have 0.9; inst",
         ),
-        ({"torch": "2.12"}, "run different versions of PyTorch: ranks 0-1 (on a) have 2.13, ranks 2 (on b) have 2.12"),
+        (
+            {"torch_version": "2.12"},
+            "run different versions of PyTorch: ranks 0-1 (on a) have 2.13, ranks 2 (on b) have 2.12",
+        ),
         (
             {"code": "s1"},
             "run different code of DistFlow or of the config's own files: ranks 0-1 (on a) have s0, ranks 2 (on b)",

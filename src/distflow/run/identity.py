@@ -30,8 +30,8 @@ class Identity:
     address: str
     pid: int
     pid_space: int  # equal for workers that see each other's processes
-    distflow: str
-    torch: str
+    distflow_version: str
+    torch_version: str
     config: str
     plan: str
     code: str
@@ -49,8 +49,8 @@ class Identity:
             address=address,
             pid=os.getpid(),
             pid_space=os.stat("/proc/self/ns/pid").st_ino if sys.platform == "linux" else 0,
-            distflow=package_version("distflow-rl")[:24],
-            torch=torch.__version__[:24],
+            distflow_version=package_version("distflow-rl")[:24],
+            torch_version=torch.__version__[:24],
             config=_short_hash(text.encode()),
             plan=plan.hash[:12],
             code=_code_hash(),
@@ -76,8 +76,8 @@ class Identity:
 def check_identities(identities: Sequence[Identity]) -> None:
     """Raises one error, the same on all workers, unless all run the same thing on a device of their own."""
     for attribute, problem, cure in (
-        ("distflow", "run different versions of DistFlow", "install the same one on all hosts"),
-        ("torch", "run different versions of PyTorch", "install the same one on all hosts"),
+        ("distflow_version", "run different versions of DistFlow", "install the same one on all hosts"),
+        ("torch_version", "run different versions of PyTorch", "install the same one on all hosts"),
         ("code", "run different code of DistFlow or of the config's own files", "copy the same files to all hosts"),
         ("config", "have different configs", "copy the same file to all hosts and give the same overrides"),
         (

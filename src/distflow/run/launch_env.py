@@ -60,8 +60,8 @@ def _torchrun(environ: Mapping[str, str]) -> LaunchEnv:
     attempt = environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     common = (rank, workers, _integer(environ, "LOCAL_RANK", "0"), local_workers)
     if LAUNCHER_STORE in environ:
-        host, _, port = environ[LAUNCHER_STORE].rpartition(":")
-        return LaunchEnv(*common, host, int(port), False, "distflow", attempt)
+        host, _, number = environ[LAUNCHER_STORE].rpartition(":")
+        return LaunchEnv(*common, host, int(number), False, "distflow", attempt)
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not environ.get(name)]
     if missing and workers > 1:
         raise ConfigError(
