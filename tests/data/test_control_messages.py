@@ -13,7 +13,7 @@ from distflow.data.coordinator import Coordinator
 from distflow.data.loader import Loader
 from distflow.flow import Flow, Node
 from distflow.observe.metrics import MetricsReducer, StepMetrics
-from distflow.plan import Free, Load, Move, Place, Placement, Plan, Run, Workload
+from distflow.plan import Free, Move, Place, Placement, Plan, Run, Workload
 from distflow.plan import plan as make_plan
 from simulate import Traffic, simulate
 
@@ -63,8 +63,6 @@ def walk(data: Coordinator, traffic: Traffic, sent: dict[str, list[tuple[int, in
 
     for task in data.plan.chain(rank):
         match task:
-            case Load():
-                data.load(0, task)
             case Move():
                 yield from count(task.id, data.move(0, task))
             case Run():
