@@ -16,7 +16,7 @@ import yaml
 from distflow.errors import ConfigError
 from distflow.run.checkpoint import FORMAT, list_checkpoints, load_full_tensors, verify
 from distflow.run.export import export
-from warm import Ended, distflow_run
+from warm import Ended, cli_main, distflow_run
 
 PROMPTS = [f"{'so ' * (i % 5)}what is {i} + {i * i % 17}?" for i in range(20)]
 REWARD = """
@@ -55,10 +55,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def run(folder: Path, name: str, workers: int, resume: str | None = None, **changes: Any) -> tuple[Path, Ended]:
+def run(
+    folder: Path, name: str, workers: int, resume: str | None = None, main: Any = None, **changes: Any
+) -> tuple[Path, Ended]:
     path, run_dir = folder / f"{name}.yaml", folder / name
     path.write_text(yaml.safe_dump(CONFIG | {"run_dir": str(run_dir)} | changes))
-    return run_dir, distflow_run(path, workers=workers, resume=resume)
+    return run_dir, distflow_run(path, workers=workers, resume=resume, main=main)
 
 
 def rows(run_dir: Path) -> list[dict[str, float]]:
@@ -193,19 +195,23 @@ def test_a_checkpoint_of_another_format_is_refused(folder: Path, complete: dict[
     assert list_checkpoints(run_dir / "checkpoints.1") == [2]
 
 
-def test_a_run_that_is_asked_to_end_saves_its_last_step(folder: Path, complete: dict[str, Path]) -> None:
-    """SIGTERM to one of two workers, as soon as a step is done."""
-    run_dir = folder / "stopped"
+def terminated(words: list[str]) -> None:
+    """Runs a worker; rank 1 gets SIGTERM as soon as a step is done."""
+    run_dir, pid = Path(words[1]).with_suffix(""), os.getpid()
 
     def terminate() -> None:
         while not (run_dir / "metrics.jsonl").exists() or len(rows_so_far(run_dir)) < 2:
             time.sleep(0.01)
-        os.kill(json.loads((run_dir / "workers" / "1.heartbeat").read_text())["pid"], signal.SIGTERM)
+        os.kill(pid, signal.SIGTERM)
 
-    thread = threading.Thread(target=terminate)
-    thread.start()
-    _, ended = run(folder, "stopped", 2, checkpoint={"every": 0})
-    thread.join()
+    if os.environ["RANK"] == "1":
+        threading.Thread(target=terminate, daemon=True).start()
+    cli_main(words)
+
+
+def test_a_run_that_is_asked_to_end_saves_its_last_step(folder: Path, complete: dict[str, Path]) -> None:
+    """SIGTERM to one of two workers."""
+    run_dir, ended = run(folder, "stopped", 2, main=terminated, checkpoint={"every": 0})
     assert ended.codes == [143, 143], ended.err
     assert "stopped on request after step" in ended.err
     saved = list_checkpoints(run_dir / "checkpoints")
