@@ -42,7 +42,7 @@ def simulate(
     """Runs all workers to their end. A message is sent when its receiver asks for it: nothing is buffered."""
     traffic = traffic or Traffic()
     pending: dict[int, _Pending] = {}
-    ready = deque((rank, None) for rank in workers)
+    ready: deque[tuple[int, torch.Tensor | None]] = deque((rank, None) for rank in workers)
 
     def transfer(sender: int, receiver: int) -> None:
         a, b = pending[sender], pending.get(receiver)

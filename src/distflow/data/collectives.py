@@ -20,7 +20,7 @@ class SendReceive:
     """Bytes to some peers, bytes from some peers. Peers agree on the sizes; nobody sends to itself or nothing."""
 
     size: int  # bytes that `pack` fills
-    pack: Callable[[Tensor], None]  # writes what is sent, straight into the memory it is sent from
+    pack: Callable[[Tensor], object]  # writes what is sent, straight into the memory it is sent from
     send: Mapping[int, Range]  # peer → its part of the packed bytes; parts may overlap: packed once, sent to many
     out: Tensor  # uint8, in host memory or on a device
     receive: Mapping[int, Range]  # peer → the part of `out` that it fills

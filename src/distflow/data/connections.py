@@ -150,7 +150,7 @@ class Incoming:
                 " version of the code?"
             )
         if self.memory is not None and self._shared():
-            self.out[:] = memoryview(self.memory.view(offset, size))
+            self.out[:] = self.memory.view(offset, size).data
             with suppress(OSError):  # if it has ended since, whoever waits for it will be told so
                 self.sock.send(ACKNOWLEDGEMENT)
 

@@ -108,10 +108,10 @@ class Transport:
         block, data = self._reserve(request, connections)
         if request.size:
             request.pack(data)
-        sent = memoryview(data.numpy())
+        sent = data.numpy().data
         for peer, (start, end) in request.send.items():
             connections[peer].start(sent[start:end], block, start)
-        out = memoryview(request.out.numpy())
+        out = request.out.numpy().data
         self._complete(connections, {peer: out[start:end] for peer, (start, end) in request.receive.items()})
         return request.out
 
@@ -211,7 +211,8 @@ class Transport:
 
     def close(self) -> None:
         self._listener.close()
-        for connection in (*self._outgoing.values(), *self._incoming.all.values()):
+        connections: list[Outgoing | Incoming] = [*self._outgoing.values(), *self._incoming.all.values()]
+        for connection in connections:
             connection.sock.close()
 
 
