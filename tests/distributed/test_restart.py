@@ -4,6 +4,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -115,6 +116,28 @@ def test_workers_that_torchrun_restarts_continue_from_the_newest_checkpoint(tmp_
     assert done.returncode == 0, done.stderr
     assert re.search(r"^distflow: resumed from .*/step_[123]$", done.stderr, re.M), done.stderr
     assert done.stdout.count("step 1/") == 1
+    assert finished(tmp_path)
+
+
+def test_all_workers_resume_if_torchrun_counts_a_restart_on_one_host_only(tmp_path: Path) -> None:
+    """It does not count where it ended the workers itself, because those of another host had failed."""
+    path = write_config(tmp_path, checkpoint={"every": 1})
+    assert Launch(path, "steps=2").wait() == 0
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = str(server.getsockname()[1])
+    common = os.environ | {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    workers = [
+        subprocess.Popen(
+            [sys.executable, "-m", "distflow", "run", str(path)],
+            env=common | {"RANK": str(rank), "TORCHELASTIC_RESTART_COUNT": str(rank)},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    errors = [worker.communicate(timeout=120)[1] for worker in workers]
+    assert [worker.returncode for worker in workers] == [0, 0], errors
+    assert re.search(r"^distflow: resumed from .*/step_2$", errors[0], re.M), errors
     assert finished(tmp_path)
 
 

@@ -28,6 +28,7 @@ from distflow.run.run_dir import AUTO, make_dir
 
 logger = logging.getLogger(__name__)
 STOPPED = 128 + signal.SIGTERM  # exit code
+RESTARTED = "restarted"  # key in the store: how many workers know that they were restarted
 
 
 def run_worker(program: Program, env: LaunchEnv, resume: str | None = None) -> int:
@@ -36,8 +37,6 @@ def run_worker(program: Program, env: LaunchEnv, resume: str | None = None) -> i
     env.export()
     _prepare_process(env)
     stop_requested = _handle_sigterm(config.stop_limit_s)
-    if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0:  # torchrun has restarted the workers
-        resume = resume or AUTO
     folder = Path(os.environ[LAUNCHER_FOLDER]) if LAUNCHER_FOLDER in os.environ else None
 
     def report(error: BaseException) -> None:
@@ -59,6 +58,8 @@ def run_worker(program: Program, env: LaunchEnv, resume: str | None = None) -> i
     try:
         heartbeat.start_task(-1, "connect")
         rendezvous, beacon, plan = _join(program, env)
+        if rendezvous.store.add(RESTARTED, 0) > 0:
+            resume = resume or AUTO
         watchdog = Watchdog(heartbeat, beacon, config.wait_limit_s, end_stuck, stop_requested)
         watchdog.start()
         job = Job(program, plan, rendezvous, heartbeat, resume, stop_requested)
@@ -94,6 +95,9 @@ def _join(program: Program, env: LaunchEnv) -> tuple[Rendezvous, Beacon | None, 
         beacon = Beacon(env.rank, workers, rendezvous.address) if workers > 1 else None
         if beacon:
             rendezvous.publish("heartbeat", beacon.address)
+        # torchrun has restarted the workers. All must know, but it counts per host, and not where it ended them itself.
+        if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0:
+            rendezvous.store.add(RESTARTED, 1)
     except Exception as e:
         rendezvous.fail(str(e))
         raise
