@@ -72,13 +72,14 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="only 8, 32 and 64 workers, three steps")
     args = parser.parse_args()
     sizes, steps = ([8, 32, 64], 3) if args.quick else (args.workers, args.steps)
-    print("per worker and step; before: sockets, ms of one move's metadata, s of the hand-over of a 7B model")
-    print(f"{'workers':>8}" + "".join(f"{name:>15}" for name in (*COUNTS, *(f"before: {b[:7]}" for b in BEFORE))))
+    print("per worker and step; before: sockets, ms of the metadata of one move, s of the hand-over of a 7B model")
+    print("| workers | " + " | ".join((*COUNTS, *(f"before: {name}" for name in BEFORE))) + " |")
+    print("| --- " * (1 + len(COUNTS) + len(BEFORE)) + "|")
     rows: dict[int, dict[str, float]] = {}
     for n in sizes:
         rows[n] = measure(n, steps)
-        before = [f"{value:15.4g}" if (value := of(n)) else f"{'':15}" for of in BEFORE.values()]
-        print(f"{n:8d}" + "".join(f"{rows[n][name]:15.4g}" for name in COUNTS) + "".join(before), flush=True)
+        cells = [rows[n][name] for name in COUNTS] + [of(n) for of in BEFORE.values()]
+        print(f"| {n} | " + " | ".join("" if c is None else f"{c:.4g}" for c in cells) + " |", flush=True)
     hand_over = {name: {n: handover_s(name, n) for n in (1024, 8192)} for name in MODELS}
     for name, times in hand_over.items():
         print(f"hand-over of {name}, derived: " + ", ".join(f"{s} s at {n:,}" for n, s in times.items()))

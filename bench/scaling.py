@@ -1,12 +1,12 @@
 """Weak scaling of whole steps over hosts with shaped links, beside a single controller, verl and TransferQueue.
 
-    python bench/scaling.py [--hosts 1 2 4 8 16 32] [--rate 100mbit] [--peers DIR] [--svg FILE] [--quick]
+    python bench/scaling.py [--hosts 1 2 4 8 16 32] [--rate 50mbit] [--peers DIR] [--svg FILE] [--quick]
 
 Hosts are network namespaces, so this needs root. A host has two workers and the same share of the batch whatever their
-number: 64 samples of 4,096 tokens on average, 24 bytes per token when they are generated and 36 when they are trained
-on. A step is one of GRPO with the weight hand-over, moves with balance, votes and a checkpoint; compute is a sleep,
-either none or 81 : 10 to our data plane on four hosts, which is the ratio that was published for 32 GPUs. On the same
-links, in the same run:
+number: 64 samples of 2,048 tokens on average, 24 bytes per token when they are generated and 36 when they are trained
+on. A step is one of GRPO with the weight hand-over, moves with balance, and votes; compute is a sleep, either none or
+81 : 10 to our data plane on four hosts, which is the ratio that was published for 32 GPUs; with compute, there is a
+checkpoint after every step. On the same links, in the same run:
   every byte moves     workers that generate and workers that train are apart: all samples change their owner
   colocated            all workers do both: samples stay where they are unless balance needs them elsewhere
   controller           our own single controller: a driver on the first host, with our wire format and sockets
@@ -40,10 +40,10 @@ from steps import Work, weight_bytes
 from workers import Hosts, why_not
 
 PER_HOST = 2
-WORK = Work(rows=32, tokens=4096, hidden=128, layers=4)
+WORK = Work(rows=32, tokens=2048, hidden=64, layers=2, save=False)
 COMPUTE_RATIO, PUBLISHED_HOSTS = 81 / 10, 4  # measured by others on 32 GPUs: four hosts of eight
 FITTED_HOSTS = 4  # up to which the simulator is calibrated
-LIMIT_HOSTS, MEMORY_LIMIT = 16, 512 << 20  # where the driver has only so much memory
+LIMIT_HOSTS, MEMORY_LIMIT, LARGEST = 16, 256 << 20, 4  # where the driver has so much memory, and batches to try
 OURS = ("every byte moves", "colocated")
 PEERS = ("verl", "verl, numpy", "transferqueue")
 
@@ -80,7 +80,8 @@ class Scaling:
             for name in OURS:
                 work = replace(self.work, split=name == "every byte moves")
                 row[name] = self.decentralised(hosts, work, args.steps)
-                row[f"{name}, compute"] = self.decentralised(hosts, replace(work, compute_s=self.compute_s), args.steps)
+                whole = replace(work, compute_s=self.compute_s, save=True)
+                row[f"{name}, compute"] = self.decentralised(hosts, whole, args.steps)
             if n > 1:
                 self.bare_s[n] = bare(hosts, int(row["every byte moves"].busiest))
             if n == min(LIMIT_HOSTS, max(args.hosts)) and can_limit_memory():
@@ -96,7 +97,7 @@ class Scaling:
     def _largest_batch(self, hosts: Hosts, n: int) -> None:
         """Doubles the batch until the driver is killed for its memory, then measures our own step at the last one."""
         factor, last = 1, None
-        while factor <= 8:
+        while factor <= LARGEST:
             work = replace(self.work, rows=factor * WORK.rows)
             with memory_limit(MEMORY_LIMIT) as (cgroup, killed):
                 try:
@@ -112,7 +113,7 @@ class Scaling:
             return
         rows = factor // 2 * WORK.rows
         compute_s = self.compute_s * factor / 2
-        work = replace(self.work, split=True, rows=rows, compute_s=compute_s)
+        work = replace(self.work, split=True, rows=rows, compute_s=compute_s, save=True)
         ours = self.rows[n]["every byte moves, compute"]
         if factor > 2:
             ours = self.decentralised(hosts, work, 2)
@@ -120,7 +121,7 @@ class Scaling:
             "hosts": n,
             "memory_limit_mib": MEMORY_LIMIT >> 20,
             "batch": rows * n * PER_HOST,
-            "killed_at": 2 * rows * n * PER_HOST if factor <= 8 else None,
+            "killed_at": 2 * rows * n * PER_HOST if factor <= LARGEST else None,
             "controller_s": round(last.s + compute_s, 3),
             "ours_s": round(ours.s, 3),
             "speedup": round((last.s + compute_s) / ours.s, 2),
@@ -219,6 +220,16 @@ class Scaling:
             "rows": {h: {name: m.as_dict() for name, m in row.items()} for h, row in self.rows.items()},
         }
 
+    def table(self) -> str:
+        """Returns Markdown: seconds of a step without compute, and with it after a slash."""
+        systems = (*OURS, "controller", *PEERS)
+        lines = ["| hosts | " + " | ".join((*systems, "bare link")) + " |", "| --- " * (len(systems) + 2) + "|"]
+        for h, row in self.rows.items():
+            cells = [f"{row[n].s:.2f} / {self.with_compute_s(h, n):.2f}" if n in row else "" for n in systems]
+            cells.append(f"{self.bare_s[h]:.2f}" if h in self.bare_s else "")
+            lines.append(f"| {h} | " + " | ".join(cells) + " |")
+        return "\n".join(lines)
+
     def draw(self) -> str:
         """Draws seconds without compute, and throughput with it."""
         names = {"every byte moves": "DistFlow", "colocated": "DistFlow, colocated", "controller": "single controller"}
@@ -250,7 +261,7 @@ def main() -> None:
     parser.add_argument("--hosts", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32])
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--tokens", type=int, default=WORK.tokens, help="of a sample, on average")
-    parser.add_argument("--rate", default="100mbit", help="of every link, each way")
+    parser.add_argument("--rate", default="50mbit", help="of every link, each way")
     parser.add_argument("--peers", type=Path, default=Path(__file__).resolve().parent.parent / ".peers")
     parser.add_argument("--peer-timeout", type=float, default=400, help="seconds for one request to the peers")
     parser.add_argument("--svg", type=Path)
@@ -273,6 +284,7 @@ def main() -> None:
                 print(f"the peers went no further: {e}", file=sys.stderr)
     if args.svg:
         args.svg.write_text(scaling.draw())
+    print(scaling.table())
     print(json.dumps(scaling.result()))
 
 
