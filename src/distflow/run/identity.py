@@ -153,10 +153,10 @@ def _ranks_by(identities: Sequence[Identity], attribute: str) -> dict[str, list[
 
 
 def _device_id(device: torch.device) -> str:
-    """Returns the serial number of the device if it has one: schedulers may show each worker its own as number 0."""
+    """Returns the serial number of the device, "" if it has none: its index would not do, as schedulers may show each
+    worker a device of its own as number 0."""
     properties = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
-    uuid = getattr(properties, "uuid", None)
-    return str(uuid or f"{os.environ.get('CUDA_VISIBLE_DEVICES', '')[:40]}/{device.index}")
+    return str(getattr(properties, "uuid", ""))
 
 
 def _code_hash() -> str:
