@@ -2,6 +2,7 @@
 
 import os
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -140,6 +141,35 @@ def command(hosts: Hosts, name: str) -> list[str]:
 @needs_ray
 @needs_hosts
 @pytest.mark.slow
+def test_too_small_a_cluster_is_reported_with_what_is_missing(cluster: Hosts, tmp_path: Path) -> None:
+    write_config(tmp_path, ray={"resources": {"all": {"huge": 1}}, "start_limit_s": 3})
+    done = cluster[0].popen(command(cluster, "run"), ENV, cwd=str(tmp_path), stderr=subprocess.PIPE, text=True)
+    _, err = done.communicate(timeout=200)
+    assert done.returncode == 2
+    assert "could not be placed on the cluster within 3 s: 4 workers need 4 huge of 0; add nodes" in err
+
+
+@needs_ray
+@needs_hosts
+@pytest.mark.slow
+def test_a_launcher_that_is_asked_to_stop_lets_the_workers_save_their_step(cluster: Hosts, tmp_path: Path) -> None:
+    write_config(tmp_path, steps=1000)
+    log = tmp_path / "log"
+    with open(log, "w") as f:
+        process = cluster[0].popen(command(cluster, "run"), ENV, cwd=str(tmp_path), stdout=f, stderr=f)
+    wait_until(lambda: saved_step(tmp_path / "run") >= 1, [process], log)
+    launchers = [p for p in cluster[0].pids() if b"--launcher" in Path(f"/proc/{p}/cmdline").read_bytes()]
+    os.kill(launchers[0], signal.SIGTERM)
+    assert process.wait(120) == 128 + signal.SIGTERM, log.read_text()
+    assert log.read_text().splitlines()[-1] == "distflow: stopped by SIGTERM"
+    assert saved_step(tmp_path / "run") == curve(tmp_path / "run")[-1][0] + 1
+    for host in cluster:
+        assert not [p for p in host.pids() if b"config.yaml" in Path(f"/proc/{p}/cmdline").read_bytes()]
+
+
+@needs_ray
+@needs_hosts
+@pytest.mark.slow
 def test_a_run_that_loses_a_node_ends_with_the_undisturbed_curve(cluster: Hosts, tmp_path: Path) -> None:
     write_config(
         tmp_path,
@@ -166,14 +196,3 @@ def test_a_run_that_loses_a_node_ends_with_the_undisturbed_curve(cluster: Hosts,
     (spare,) = set(re.findall(r"ranks 2-3 on (host\d)", text)) - {victim.name}
     assert spare != "host0"
     assert curve(tmp_path / "lost") == expected
-
-
-@needs_ray
-@needs_hosts
-@pytest.mark.slow
-def test_too_small_a_cluster_is_reported_with_what_is_missing(cluster: Hosts, tmp_path: Path) -> None:
-    write_config(tmp_path, ray={"resources": {"all": {"huge": 1}}, "start_limit_s": 3})
-    done = cluster[0].popen(command(cluster, "run"), ENV, cwd=str(tmp_path), stderr=subprocess.PIPE, text=True)
-    _, err = done.communicate(timeout=200)
-    assert done.returncode == 2
-    assert "could not be placed on the cluster within 3 s: 4 workers need 4 huge of 0; add nodes" in err
