@@ -93,7 +93,7 @@ def test_a_run_on_several_hosts(hosts: Hosts, folder: Path) -> None:
 
 
 def test_a_host_that_is_cut_off_is_named_on_both_sides(hosts: Hosts, folder: Path) -> None:
-    run = Run(hosts, config(folder, steps=100_000))
+    run = Run(hosts, config(folder, "shared", steps=100_000))
     run.wait_until("step 2/")
     hosts[2].cut()
     try:

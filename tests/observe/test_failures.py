@@ -50,6 +50,11 @@ def test_only_an_unexpected_error_has_a_traceback() -> None:
     assert Failure.of(ConfigError("steps: wrong"), 3, -1).message == "steps: wrong"
 
 
+def test_a_lost_peer_needs_no_frames_of_the_one_that_noticed() -> None:
+    error = RuntimeError("[../gloo/transport/tcp/pair.cc:534] Connection closed by peer. This may mean much")
+    assert Failure.of(error, 3, 0).message == "rank 3 has lost another worker: Connection closed by peer"
+
+
 def test_a_worker_that_died_without_a_report_is_named_with_its_task(tmp_path: Path) -> None:
     Heartbeat(1, tmp_path).start_task(4, "judge")
     Failure("peer_lost", "lost rank 1", rank=0).write(tmp_path)

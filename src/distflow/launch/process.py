@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -23,7 +24,7 @@ from distflow.run.job import Job
 from distflow.run.launch_env import LaunchEnv
 from distflow.run.network import own_device
 from distflow.run.program import Program
-from distflow.run.rendezvous import Rendezvous
+from distflow.run.rendezvous import LINGER_S, Rendezvous
 from distflow.run.run_dir import AUTO, make_dir
 
 logger = logging.getLogger(__name__)
@@ -78,6 +79,8 @@ def run_worker(program: Program, env: LaunchEnv, resume: str | None = None) -> i
         # No cleanup: it would wait for peers, which see from the exit that this worker is gone.
         sys.stdout.flush()
         sys.stderr.flush()
+        if heartbeat.step < 0 and env.hosts_store and rank == 0 and env.workers > 1:
+            time.sleep(LINGER_S)  # with rank 0 goes the store, in which others still look for their peers
         os._exit(1)
 
 

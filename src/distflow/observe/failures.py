@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from distflow.data.transport import is_peer_lost
+from distflow.data.transport import is_peer_lost, short_message
 from distflow.errors import DistflowError, NodeError, PeerLostError, StuckError
 from distflow.observe.heartbeat import read_record
 from distflow.observe.watchdog import PACKAGE
@@ -72,6 +72,8 @@ def _message(error: BaseException, rank: int) -> str:
     """The error with the frames of the user's code if that raised it, with all frames if the error is unexpected."""
     expected = isinstance(error, DistflowError)
     cause = error.__cause__ if expected else error
+    if not expected and is_peer_lost(error):
+        return f"rank {rank} has lost another worker: {short_message(error)}"
     text = str(error) if expected else f"rank {rank}: {type(error).__name__}: {error}"
     if cause is None or isinstance(error, PeerLostError) or isinstance(cause, DistflowError):
         return text

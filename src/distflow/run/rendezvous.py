@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 START_LIMIT = "DISTFLOW_START_LIMIT_S"  # environment variable: how long workers wait until all have joined
 START_LIMIT_S = 300.0
 FIRST_WARNING_S = 20.0
-LINGER_S = 3.0  # for which the store of a start that failed remains, so that others learn why
+LINGER_S = 1.0  # for which the store of a start that failed should remain, so that others learn why
 GRACE_S = 10.0  # by which other ranks wait longer than rank 0, whose report says who is missing
 SHARED_STORE_CURE = "if torchrun has restarted them, set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun"
 
@@ -84,16 +84,12 @@ class Rendezvous:
                 f" {self._owner()} has ended; its own report says why"
             ) from e
         if verdict != "yes":
-            if self.env.hosts_store and self.rank == 0:
-                time.sleep(LINGER_S)
             raise PeerLostError(f"{self._self()} ends, as another worker could not start: {verdict}")
 
     def fail(self, message: str) -> None:
         """Tells workers that are waiting why this one will not join."""
         with contextlib.suppress(dist.DistError):
             self.store.compare_set("complete", "", f"{self._self()}: {message}"[:2000])
-        if self.env.hosts_store and self.rank == 0 and self.workers > 1:
-            time.sleep(LINGER_S)
 
     def lookup_key(self, key: str) -> str:
         return bytes(self.store.get(key)).decode()
