@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from distflow.data.balance import imbalance
 from distflow.data.routes import assign_cells, contiguous_cells, route
 from distflow.plan import Layout
+from distflow.plan.topology import Topology
 
 
 @st.composite
@@ -112,3 +113,15 @@ def test_one_huge_sample_does_not_unbalance_the_other_cells() -> None:
     loads = np.bincount(new, lengths, 8)
     rest = np.delete(loads, new[0])
     assert (rest.max() - rest.min()) / rest.mean() < 0.02
+
+
+def test_a_replica_on_the_host_of_the_receiver_sends() -> None:
+    """Cells of two ranks on two hosts; of a cell, the rank on the receiver's host sends everything to it."""
+    src, dst = Layout((0, 1, 2, 3), 2, 2), Layout((4, 5), 2)
+    old, new = np.array([0, 0, 1, 1]), np.array([0, 1, 0, 1])
+    topology = Topology((0, 1, 0, 1, 0, 1))
+    assert set(route(4, src, dst, old, new, topology).receive) == {0, 2}
+    assert set(route(5, src, dst, old, new, topology).receive) == {1, 3}
+    assert list(route(0, src, dst, old, new, topology).send) == [4]
+    elsewhere = Topology((0, 0, 0, 0, 1, 1))  # none is near: in turn
+    assert len({*route(4, src, dst, old, new, elsewhere).receive, *route(5, src, dst, old, new, elsewhere).receive}) > 2
