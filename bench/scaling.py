@@ -42,6 +42,7 @@ from workers import Hosts, why_not
 PER_HOST = 2
 WORK = Work(rows=32, tokens=2048, hidden=64, layers=2, save=False)
 COMPUTE_RATIO, PUBLISHED_HOSTS = 81 / 10, 4  # measured by others on 32 GPUs: four hosts of eight
+PEER_HOSTS = 16  # a Ray node with two actors takes 0.7 GB
 FITTED_HOSTS = 4  # up to which the simulator is calibrated
 LIMIT_HOSTS, MEMORY_LIMIT, LARGEST = 16, 256 << 20, 4  # where the driver has so much memory, and batches to try
 OURS = ("every byte moves", "colocated")
@@ -129,10 +130,11 @@ class Scaling:
 
     def peers(self, python: Path) -> None:
         """Measures the peers in one Ray cluster, which grows."""
-        with Hosts(max(self.args.hosts), self.args.rate, private=["/tmp"]) as hosts:
+        sizes = [h for h in self.args.hosts if 1 < h <= PEER_HOSTS]
+        with Hosts(max(sizes), self.args.rate, private=["/tmp"]) as hosts:
             cluster = RayCluster(hosts, python, self.folder / "peers.log", self.args.peer_timeout)
             self.version = cluster.version
-            for n in [h for h in self.args.hosts if h > 1]:
+            for n in sizes:
                 cluster.grow(n)
                 for system in PEERS:
                     before, steps = [h.traffic() for h in hosts], self._few(n)
@@ -152,7 +154,7 @@ class Scaling:
         return row[f"{name}, compute"].s if name in OURS else row[name].s + self.compute_s
 
     def predicted(self) -> dict[str, Any]:
-        """Returns the simulator's seconds of a step, beside ours; its CPU costs are fitted on up to four hosts only."""
+        """Returns the simulator's seconds of a step, beside ours; its CPU costs are fitted on two and four hosts."""
         nominal = bytes_per_s(self.args.rate)
         base = max((h for h in self.bare_s if h <= FITTED_HOSTS), default=None)
         if base is None:
@@ -169,7 +171,7 @@ class Scaling:
             work = replace(self.work, split=name == OURS[0], compute_s=compute_s)
             return predict(work, hosts, PER_HOST, nominal, hardware=hardware).step_s
 
-        fitted = [(h, name) for h in self.rows if h <= FITTED_HOSTS for name in OURS]
+        fitted = [(h, name) for h in self.rows if 1 < h <= FITTED_HOSTS for name in OURS]
         low, high = 0.05, 20.0
         while high / low > 1.01:
             cpu = (low * high) ** 0.5
@@ -181,7 +183,7 @@ class Scaling:
                 for compute_s, label in ((0.0, name), (self.compute_s, f"{name}, compute")):
                     guess, measured = seconds(h, name, compute_s, low), self.rows[h][label].s
                     row = {"hosts": h, "name": label, "measured_s": round(measured, 3), "predicted_s": round(guess, 3)}
-                    rows.append(row | {"error": round(guess / measured - 1, 4), "fitted": h <= FITTED_HOSTS})
+                    rows.append(row | {"error": round(guess / measured - 1, 4), "fitted": 1 < h <= FITTED_HOSTS})
         return {"cpu_factor": round(low, 3), "link_efficiency": round(reached, 4), "rows": rows}
 
     def result(self) -> dict[str, Any]:

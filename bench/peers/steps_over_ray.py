@@ -38,6 +38,11 @@ INTS, FLOATS = ("tokens", "mask", "position"), ("old_logprobs", "ref_logprobs", 
 PARTITION, METHOD = "step", "VERL_DATAPROTO_SERIALIZATION_METHOD"
 
 
+def deal(hosts: int, rows: int) -> torch.Tensor:
+    """Returns the rows that each host trains on, [hosts, rows], as balance would have it: any."""
+    return torch.randperm(hosts * rows, generator=torch.Generator().manual_seed(0)).view(hosts, rows)
+
+
 @ray.remote(num_cpus=0)
 class Peer:
     """All stages of one host; compute takes no time."""
@@ -47,9 +52,9 @@ class Peer:
         os.environ[METHOD] = method
         self.mine = {f: torch.randint(1 << 16, (rows, tokens)) for f in INTS}
         self.floats = {f: torch.rand(rows, tokens) for f in FLOATS}
-        # Rows are dealt out by turns, so that nearly all of them change their host, as ours do.
+        # Nearly all rows change their host, as ours do.
         self.put_keys = [str(i) for i in range(rank * rows, (rank + 1) * rows)]
-        self.get_keys = [str(i) for i in range(rank, hosts * rows, hosts)]
+        self.get_keys = [str(i) for i in deal(hosts, rows)[rank].tolist()]
         return int(self.mine["tokens"].sum())
 
     @register(dispatch_mode={"dispatch_fn": dispatch_one_to_all, "collect_fn": collect_dp_compute_data_proto})
@@ -122,7 +127,7 @@ class Verl:
     def step(self, rows: int, tokens: int) -> int:
         n, group = len(self.peers), self.group
         batch = group.generate()
-        batch.reorder(torch.arange(n * rows).view(rows, n).T.flatten())  # balance
+        batch.reorder(deal(n, rows).flatten())
         for field in ("old_logprobs", "ref_logprobs"):
             ready = batch.select(batch_keys=list(INTS))
             ready.meta_info["writes"] = field
