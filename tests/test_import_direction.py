@@ -22,7 +22,7 @@ _ALLOWED = {
     "data": "flow plan errors",
     "flows": "flow algo data errors",
     "reward": "flow data errors",
-    "engine.base": "data plan errors",  # weights, role_state
+    "engine.base": "data plan errors",  # weights, columns, role_state
     "engine.model": "engine.base data plan config.schema errors",
     "engine.role_context": "engine.model plan config.schema errors",
     "engine.cpu": "engine.model data errors",
@@ -34,13 +34,13 @@ _ALLOWED = {
     "run": "observe reward engine engine.train engine.role_context engine.model engine.base"
     " flows data plan flow config config.schema errors",
     "launch": "run observe data plan config errors distflow",
-    "simulate": "run data plan flow config config.schema errors",
+    "simulate": "run engine.base data plan flow config config.schema errors",
     "cli": "simulate launch run plan config errors distflow",
     "distflow": "flow plan algo data",  # the package's own names
     "__main__": "cli",
 }
 ALLOWED = {area: set(names.split()) for area, names in _ALLOWED.items()}
-BASE = {"engine.weights", "engine.role_state"}
+BASE = {"engine.weights", "engine.columns", "engine.role_state"}
 
 
 def area(module: str) -> str:

@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distflow import cli
 from distflow.errors import ConfigError
 from distflow.flow import Flow, Node
 from distflow.plan import Place, Placement, Plan, Workload, plan
@@ -17,6 +16,7 @@ from distflow.run.program import Program
 from distflow.simulate import Costs, FieldBytes, Hardware, load_hardware, simulate
 from distflow.simulate.binding import Assumptions
 from distflow.simulate.report import make_report
+from test_cli import distflow
 
 SLOW = load_hardware(  # 1,000 bytes a second, and nothing else that takes time
     "namespaces",
@@ -124,13 +124,6 @@ def config(tmp_path: Path) -> str:
 
 
 Output = pytest.CaptureFixture[str]
-
-
-def distflow(*args: str) -> int:
-    with pytest.raises(SystemExit) as e:
-        cli.main(args)
-    assert isinstance(e.value.code, int)
-    return e.value.code
 
 
 def test_one_controller_needs_more_time_and_all_the_memory(config: str) -> None:

@@ -61,11 +61,7 @@ class Outgoing:
         """Sends as much as the socket takes; returns whether that was all."""
         try:
             while self._parts:
-                n = self.sock.sendmsg(self._parts)
-                while self._parts and n >= len(self._parts[0]):
-                    n -= len(self._parts.pop(0))
-                if n:
-                    self._parts[0] = self._parts[0][n:]
+                _advance(self._parts, self.sock.sendmsg(self._parts))
         except BlockingIOError:
             return False
         except OSError as e:
@@ -122,11 +118,8 @@ class Incoming:
                 n = self.sock.recvmsg_into(self._parts)[0]
                 if not n:
                     raise lost(self.label)
-                while self._parts and n >= len(self._parts[0]):
-                    n -= len(self._parts.pop(0))
+                if _advance(self._parts, n):
                     self._check()
-                if n:
-                    self._parts[0] = self._parts[0][n:]
         except BlockingIOError:
             return False
         except OSError as e:
@@ -153,6 +146,16 @@ class Incoming:
             self.out[:] = self.memory.view(offset, size).data
             with suppress(OSError):  # if it has ended since, whoever waits for it will be told so
                 self.sock.send(ACKNOWLEDGEMENT)
+
+
+def _advance(parts: list[memoryview], n: int) -> bool:
+    """Drops the first n bytes, which are done; returns whether a part is complete."""
+    before = len(parts)
+    while parts and n >= len(parts[0]):
+        n -= len(parts.pop(0))
+    if n:
+        parts[0] = parts[0][n:]
+    return len(parts) < before
 
 
 def lost(label: str, error: OSError | None = None) -> PeerLostError:

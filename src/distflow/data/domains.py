@@ -37,6 +37,7 @@ class Domains:
         self.samples, self.prompts = samples, samples // plan.repeat
         self._dealt: dict[str, int] = {}  # partition → in how many domains its samples were dealt, if by a move
         self._counts: dict[str, int] = {}  # move → domains
+        self._of: dict[tuple[str, int], Domain] = {}  # move, rank → the same in every step
         self._teachers: dict[str, dict[str, tuple[Move, ...]]] = {}  # move → partition → moves before that involve it
         involved: dict[str, tuple[Move, ...]] = {}
         for p in plan.partitions:
@@ -52,6 +53,11 @@ class Domains:
 
     def of(self, move: Move, rank: int) -> Domain:
         """Returns the domain in which a rank takes part in a move."""
+        if (move.id, rank) not in self._of:
+            self._of[move.id, rank] = self._derive(move, rank)
+        return self._of[move.id, rank]
+
+    def _derive(self, move: Move, rank: int) -> Domain:
         count = self._counts[move.id]
         index = _block(move.src.layout, rank, count)
         if index is None:

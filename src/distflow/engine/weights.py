@@ -39,17 +39,21 @@ class Shards:
         """Returns the part of a parameter that this rank has."""
         d = self.layout.cell_of(rank)
         assert d is not None
-        box = [(0, n) for n in spec.shape]
-        if spec.tp_dim is not None:
-            t = self.layout.cells[d].index(rank)
-            size = spec.shape[spec.tp_dim] // self.layout.tp
-            box[spec.tp_dim] = t * size, (t + 1) * size
-        if box:
-            first, end = box[0]
-            size = -(-(end - first) // self.shard)  # as torch.chunk cuts
-            s = d % self.shard
-            box[0] = min(first + s * size, end), min(first + (s + 1) * size, end)
-        return tuple(box)
+        t = self.layout.cells[d].index(rank)
+        return part_of(spec.shape, spec.tp_dim, t, self.layout.tp, d % self.shard, self.shard)
+
+
+def part_of(shape: tuple[int, ...], tp_dim: int | None, t: int, tp: int, s: int, shard: int) -> Box:
+    """Returns part t of `tp` along `tp_dim` (None: all), and of that chunk s of `shard` along the first dimension."""
+    box = [(0, n) for n in shape]
+    if tp_dim is not None:
+        size = shape[tp_dim] // tp
+        box[tp_dim] = t * size, (t + 1) * size
+    if box:
+        first, end = box[0]
+        size = -(-(end - first) // shard)  # as torch.chunk cuts
+        box[0] = min(first + s * size, end), min(first + (s + 1) * size, end)
+    return tuple(box)
 
 
 def overlap(a: Box, b: Box) -> Box | None:

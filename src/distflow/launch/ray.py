@@ -78,7 +78,7 @@ class _Launcher:
     def run_workers(self, resume: str | None) -> Failure | None:
         """Runs all workers until they end; returns why, if they failed."""
         with self._actors() as (actors, places):
-            _describe(places, self.config.run_folder)
+            _describe(places)
             local = Counter[str]()
             running = {}
             for rank, (actor, place) in enumerate(zip(actors, places, strict=True)):
@@ -127,7 +127,7 @@ class _Launcher:
                 while not group.wait(1):
                     self._check(deadline)
                 actors = [_start_actor(group, bundle, r) for bundle, r in enumerate(self.resources)]
-                requests = [actor.place.remote(str(self.config.run_folder.absolute())) for actor in actors]
+                requests = [actor.place.remote() for actor in actors]
                 while len(ray.wait(requests, num_returns=len(requests), timeout=1)[0]) < len(requests):
                     self._check(deadline)
                 try:
@@ -241,18 +241,11 @@ def _needed(resources: Sequence[Resources]) -> str:
     return f"{len(resources)} workers need {', '.join(amounts)}"
 
 
-def _describe(places: Sequence[Place], run_folder: Path) -> None:
+def _describe(places: Sequence[Place]) -> None:
     ranks: dict[str, list[int]] = {}
     for rank, place in enumerate(places):
         ranks.setdefault(f"{place.host} ({place.address})", []).append(rank)
     logger.info("workers: %s", "; ".join(f"ranks {format_ranks(tuple(r))} on {h}" for h, r in ranks.items()))
-    if apart := sorted({place.host for place in places if not place.shares_folder}):
-        logger.warning(
-            "%s does not share the run's folder %s with this host: checkpoints there cannot be resumed from; put it on"
-            " a file system that all hosts share (run_dir)",
-            ", ".join(apart),
-            run_folder.absolute(),
-        )
 
 
 def _cause(ends: Mapping[int, End | None], places: Sequence[Place]) -> Failure | None:

@@ -22,7 +22,6 @@ class Place:
     host: str
     address: str
     port: int  # a free one
-    shares_folder: bool  # sees the run's folder
 
 
 @dataclass(frozen=True)
@@ -41,11 +40,11 @@ class WorkerActor:
         self._process: subprocess.Popen[bytes] | None = None
         self._stopped = False
 
-    def place(self, run_folder: str) -> Place:
+    def place(self) -> Place:
         import ray
 
         node, address = ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address()
-        return Place(node, socket.gethostname(), address, _port(), (Path(run_folder) / "lock").exists())
+        return Place(node, socket.gethostname(), address, _port())
 
     def run(self, command: Sequence[str], folder_variable: str, env: Mapping[str, str], cwd: str) -> End:
         """Runs the worker to its end. Its output is that of the actor, which Ray shows to the launcher."""

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from distflow.engine.role_state import RoleState
-from distflow.engine.weights import Box, overlap
+from distflow.engine.weights import Box, overlap, part_of
 from distflow.errors import CheckpointError
 
 # Of the replicas of a shard (hybrid sharding), the first few share the writing. All of them would write faster, but
@@ -129,13 +129,7 @@ class TensorIndex:
         return (first, end), -(-(end - first) // self.shard)
 
     def _part(self, tensor: StoredTensor, s: int, t: int) -> Box:
-        box = [(0, n) for n in tensor.shape]
-        if tensor.tp_dim is not None:
-            size = tensor.shape[tensor.tp_dim] // self.tp
-            box[tensor.tp_dim] = t * size, (t + 1) * size
-        (first, end), chunk = self._rows(tensor, t)
-        box[0] = min(first + s * chunk, end), min(first + (s + 1) * chunk, end)
-        return tuple(box)
+        return part_of(tensor.shape, tensor.tp_dim, t, self.tp, s, self.shard)
 
     def _owner(self, name: str, s: int, t: int) -> int:
         """Returns the place of the one rank that writes a part; what all ranks of a cell have is spread over them."""

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from distflow.data.balance import Ints
+from distflow.engine.columns import Column, zones_of_takers
+from distflow.engine.weights import Shards
 from distflow.plan.layout import Layout
 from distflow.simulate.models import Floats
 from distflow.simulate.network import Network
@@ -121,22 +123,14 @@ def _columns(
     """Yields the columns that each replica of the source serves: its own ranks, those on its hosts, or a share."""
     givers, takers = np.asarray(source.ranks, np.int64), np.asarray(target.ranks, np.int64)
     parts = shards * source.tp
-    replicas = len(givers) // parts
-    replica = np.full(len(hosts), -1, np.int64)
-    replica[givers] = np.arange(len(givers)) // parts
-    zones = replica[takers]
-    on_host = np.full(int(hosts.max()) + 1, -1, np.int64)
-    on_host[hosts[givers]] = replica[givers]
-    zones = np.where(zones < 0, on_host[hosts[takers]], zones)
-    names, number = np.unique(hosts[takers], return_inverse=True)
-    zones = np.where(zones < 0, number * replicas // len(names), zones)
+    zones = zones_of_takers(Shards(source, shards), target, hosts)
     for t in range(target.tp):
         pieces = weights * _overlaps(shards, source.tp, t, target.tp, along)
-        for zone in range(replicas):
-            column = takers[t :: target.tp][zones[t :: target.tp] == zone]
-            if len(column):
-                own = givers[zone * parts : (zone + 1) * parts]
-                yield _column(own, column, hosts, pieces)
+        for zone in range(len(givers) // parts):
+            served = takers[t :: target.tp][zones[t :: target.tp] == zone]
+            if len(served):
+                column = Column.of(givers[zone * parts : (zone + 1) * parts], served, hosts)
+                yield _Column(column.givers, _table(column), column.lanes, column.entries, pieces)
 
 
 def _overlaps(shards: int, source_tp: int, t: int, target_tp: int, along: bool) -> Floats:
@@ -154,22 +148,9 @@ def _overlaps(shards: int, source_tp: int, t: int, target_tp: int, along: bool) 
     return overlaps
 
 
-def _column(givers: Ints, column: Ints, hosts: Ints, pieces: Floats) -> _Column:
-    """Chooses the entry of each giver: itself, else a taker on its host, else any; evenly."""
-    column = column[np.argsort(hosts[column], kind="stable")]
-    names, first, count = np.unique(hosts[column], return_index=True, return_counts=True)
-    n, lanes = len(names), int(count.min())
-    host, slot = np.repeat(np.arange(n), count), np.arange(len(column)) - np.repeat(first, count)
-    table = np.full((n, int(count.max())), -1, np.int64)
-    table[host, slot] = column
-    at = np.full(len(hosts), -1, np.int64)
-    at[column] = np.where(slot < lanes, host * lanes + slot, -1)
-    entries = at[givers]
-    nearest = np.minimum(np.searchsorted(names, hosts[givers]), n - 1)
-    near = (names[nearest] == hosts[givers]) & (entries < 0)
-    entries[near] = nearest[near] * lanes + np.arange(int(near.sum())) % lanes
-    far = np.flatnonzero(entries < 0)
-    k = np.arange(len(far))
-    few = len(far) < n * lanes
-    entries[far] = (k * n // max(1, len(far))) * lanes + k % lanes if few else k % (n * lanes)
-    return _Column(givers, table, lanes, entries, pieces)
+def _table(column: Column) -> Ints:
+    """Returns the takers of a column, [hosts, slots], padded with −1."""
+    count = np.diff(column.starts, append=len(column.takers))
+    table = np.full((len(count), int(count.max())), -1, np.int64)
+    table[np.arange(table.shape[1]) < count[:, None]] = column.takers
+    return table
