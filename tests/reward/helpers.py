@@ -15,7 +15,9 @@ import torch
 from distflow import Batch, Context
 from distflow.data.batch import Column, Ragged
 from distflow.observe.metrics import StepMetrics
+from distflow.reward.errors import RewardError
 from distflow.reward.reward import Reward
+from distflow.reward.sandbox.sandbox import Sandbox
 
 HERE = Path(__file__).parent
 FILE = "user_rewards.py"
@@ -33,9 +35,12 @@ def batch_of(responses: Sequence[str], **columns: Any) -> Batch:
     return Batch(np.arange(100, 100 + n), np.arange(n), fields)
 
 
-def context() -> Context:
+def context(held_out: bool = False) -> Context:
     """Returns the part of a context that rewards use."""
-    return cast(Context, SimpleNamespace(step=3, metrics=StepMetrics(), lead=True))
+    recorded: dict[str, Any] = {}
+    record = SimpleNamespace(sample=lambda ids, columns: recorded.update(columns), columns=recorded)
+    rest = {"lead": True, "held_out": held_out, "record": record}
+    return cast(Context, SimpleNamespace(step=3, steps=10, metrics=StepMetrics(), **rest))
 
 
 def totals_of(ctx: Context) -> dict[Any, tuple[float, float]]:
@@ -100,3 +105,12 @@ def children_of(pid: int) -> set[int]:
         if int(parent) == pid and state not in "ZX":
             children.add(int(entry))
     return children
+
+
+def missing_protection() -> str:
+    """Returns why model-written programs cannot be run here; empty if they can."""
+    try:
+        Sandbox().close()
+    except RewardError as e:
+        return str(e)
+    return ""

@@ -7,20 +7,11 @@ from typing import Any
 
 import pytest
 
-from distflow.reward.code import Case, all_unit_tests, last_block, parse_tests, unit_tests
+from distflow.reward.code import all_unit_tests, last_block, unit_tests
 from distflow.reward.errors import RewardError
-from distflow.reward.sandbox.sandbox import Sandbox
+from distflow.reward.suite import Call, Case, parse_suite
 from distflow.run.program import Program
-from reward.helpers import batch_of, context, metrics_of, rewarding, score
-
-
-def missing_protection() -> str:
-    try:
-        Sandbox().close()
-    except RewardError as e:
-        return str(e)
-    return ""
-
+from reward.helpers import batch_of, context, metrics_of, missing_protection, rewarding, score
 
 if reason := missing_protection():
     pytest.skip(reason, allow_module_level=True)
@@ -30,7 +21,7 @@ TESTS = ["assert add(1, 2) == 3", "assert add('a', 'b') == 'ab'"]
 
 
 def share_passed(program: str, tests: Any, **info: Any) -> float:
-    return unit_tests("", program, tests, info, time_limit_s=0.5, total_s=20.0)["score"]
+    return float(unit_tests("", program, tests, info, time_limit_s=0.5, total_s=20.0)["score"])
 
 
 def test_the_last_fenced_block_is_the_program() -> None:
@@ -50,11 +41,11 @@ def test_the_last_fenced_block_is_the_program() -> None:
         ([{"input": "1", "output": "2"}], [Case("1", "2")]),
         ([{"stdin": "1", "expected_output": "2"}], [Case("1", "2")]),
         ('{"inputs": ["1", ["2", "3"]], "outputs": ["4", 5]}', [Case("1", "4"), Case("2\n3", "5")]),
-        ({"inputs": [[1, [2]]], "outputs": ["x"], "fn_name": "f"}, ["assert f(1, [2]) == 'x'"]),
+        ({"inputs": [[1, [2]]], "outputs": ["x"], "fn_name": "f"}, [Call([1, [2]], ["x"])]),
     ],
 )
 def test_the_usual_forms_of_tests(truth: Any, tests: list[Any]) -> None:
-    assert parse_tests(truth, "") == tests
+    assert parse_suite(truth, {}).tests == tests
 
 
 @pytest.mark.parametrize("truth", [[], "", None, {"a": 1}, [3], [{"input": "1"}], ["assert f("]])
@@ -67,8 +58,8 @@ def test_the_share_of_tests_that_pass() -> None:
     assert share_passed(ADD, TESTS) == 1.0
     assert share_passed(ADD, [*TESTS, "assert add(1, 1) == 3", "assert sub(1, 1) == 0"]) == 0.5
     assert share_passed("def add(a, b): return 3", TESTS, all_or_nothing=True) == 0.0
-    assert all_unit_tests("", "def add(a, b): return 3", TESTS) == {"score": 0.0, "all_passed": 0.0}
-    assert unit_tests("", ADD, TESTS) == {"score": 1.0, "all_passed": 1.0}
+    assert all_unit_tests("", "def add(a, b): return 3", TESTS) == {"score": 0.0, "all_passed": 0.0, "suspicious": ""}
+    assert unit_tests("", ADD, TESTS) == {"score": 1.0, "all_passed": 1.0, "suspicious": ""}
 
 
 def test_programs_that_read_and_print() -> None:
@@ -99,7 +90,7 @@ def test_tests_may_use_the_solution_as_tests_do() -> None:
     tests = [
         "x = [3, 1, 2]\nsort(x)\nassert x == [1, 2, 3]",
         "assert count('aab') == {'a': 2, 'b': 1}",
-        "assert point() == (1, 2) and LIMIT == 7",
+        "from solution import LIMIT\nassert point() == (1, 2) and LIMIT == 7",
         "assert list(gen(3)) == [0, 1, 2]",
         "g = gen(2)\nassert next(g) == 0",
         "try:\n    fail()\n    assert False\nexcept ValueError as e:\n    assert str(e) == 'no'",

@@ -74,8 +74,9 @@ def test_async_functions_share_one_event_loop() -> None:
 
 def test_a_trl_function_with_kwargs_gets_all_columns() -> None:
     per_token = Ragged.of([torch.ones(1)])  # not a column of the data set
-    with rewarding("count_columns") as reward:  # prompts, completion_ids, a and b
-        assert score(reward, batch_of(["x"], a=[1], b=torch.ones(1), logprobs=per_token)) == [4.0]
+    # prompts, completion_ids, a and b; trainer_state, log_metric and log_extra
+    with rewarding("count_columns") as reward:
+        assert score(reward, batch_of(["x"], a=[1], b=torch.ones(1), logprobs=per_token)) == [7.0]
     with rewarding("confident") as reward:
         assert score(reward, batch_of(["x"], a=[1], logprobs=per_token)) == [1.0]
 
@@ -112,6 +113,63 @@ def test_several_rewards_add_up_by_weight_and_are_logged_apart() -> None:
     assert totals_of(ctx)["reward/mean", "mean"] == (4.5, 3)
 
 
+def test_a_trl_function_gets_the_state_and_logs() -> None:
+    ctx = context()
+    with rewarding("logs") as reward:
+        assert score(reward, batch_of(["7", "a"]), ctx) == pytest.approx([0.2, 0.2])  # updates before step 3
+        assert metrics_of(ctx)["reward/digits/mean"] == 0.5  # the mean of 1 and 0
+    columns = ctx.record.columns  # type: ignore[attr-defined]
+    assert columns["upper"] == ["7", "A"]
+    assert columns["object"][0].startswith("<module 'os'")
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("logs_text", r"raised TypeError: log_metric\('digits', 'many'\): the value is not a number"),
+        ("logs_too_few", r"raised ValueError: log_extra\('upper', …\): has 0 values for 1 samples"),
+    ],
+)
+def test_a_log_that_cannot_be_kept_is_a_failure(name: str, message: str) -> None:
+    with rewarding(name) as reward, pytest.raises(RewardError, match=message):
+        score(reward, batch_of(["x"]))
+
+
+def test_held_out_numbers_are_logged_by_source() -> None:
+    batch = batch_of(["a", "b", "cd"], answer=["a", "a", "cd"], data_source=["x", "x", "y"])
+    ctx = context(held_out=True)
+    with rewarding("detailed") as reward:
+        score(reward, batch, ctx)
+    held_out = {n: v for n, v in metrics_of(ctx).items() if n.startswith("val/")}
+    assert held_out == {"val/x/acc": 0.5, "val/y/acc": 1.0, "val/x/length": 1.0, "val/y/length": 2.0}
+    ctx = context(held_out=True)
+    with rewarding("detailed", "only_some") as reward:
+        score(reward, batch_of(["a", "skip"], answer=["a", "a"]), ctx)
+    held_out = {n: v for n, v in metrics_of(ctx).items() if n.startswith("val/")}
+    assert held_out["val/all/only_some"] == -0.5
+    assert held_out["val/all/detailed/acc"] == held_out["val/all/detailed"] == 0.5
+
+
+def test_a_sample_to_which_no_reward_applies_is_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    ctx = context()
+    with rewarding("never_applies", "only_some") as reward:
+        for _ in range(2):
+            assert score(reward, batch_of(["skip", "a", "skip"]), ctx) == [0.0, -0.5, 0.0]
+    assert metrics_of(ctx)["reward/not_applicable"] == 4
+    (warning,) = [r.getMessage() for r in caplog.records]
+    assert warning.startswith("reward: no function applies to sample 100 ('never_applies', 'only_some' returned None)")
+
+
+def test_missing_columns_are_found_without_samples() -> None:
+    with rewarding("exact", "compute_score") as reward:
+        fields = ["prompt", "response", "response_tokens", "solution"]
+        reward.check_fields(fields)
+        with pytest.raises(
+            RewardError, match=r"^eval: reward 'exact' .*: needs column 'solution', which the data lacks"
+        ):
+            reward.check_fields(fields[:-1], "eval: ")
+
+
 def test_further_numbers_of_a_single_function_need_no_prefix() -> None:
     ctx = context()
     with rewarding("detailed") as reward:
@@ -141,9 +199,10 @@ def test_a_failure_stops_with_sample_function_and_way_out(behaviour: str, messag
         with pytest.raises(RewardError) as e:
             score(reward, batch_of(["fine", "fine", behaviour, "fine"], answer=[""] * 4))
         failure = r"sample 102: reward 'behave' \(user_rewards.py:behave\) " + message
-        assert re.fullmatch(failure + "; fix the function, or set `reward.on_failure: 0.0` to .*", str(e.value)), (
-            e.value
-        )
+        error, prompt, response = str(e.value).splitlines()
+        assert re.fullmatch(failure + "; fix the function, or set `reward.on_failure: 0.0` to .*", error), error
+        assert prompt == '  prompt: "question 2"'
+        assert response == f'  response: "{behaviour}"'
         assert isinstance(e.value, DistflowError)
         assert score(reward, batch_of(["fine"], answer=[""])) == [1.0]  # the pool still works
 
@@ -158,7 +217,7 @@ def test_with_a_score_for_failures_exactly_the_failed_samples_get_it(tmp_path: P
     assert scores == [-3.0 if r in bad else 1.0 for r in responses]
     assert metrics_of(ctx)["reward/failures"] == 5
     assert metrics_of(ctx)["reward/restarts"] == 3  # the time limit, and two deaths
-    lines = log.read_text().splitlines()
+    lines = [line for line in log.read_text().splitlines() if not line.startswith("  ")]
     assert [line.split(" (")[0] for line in lines] == [
         f"step 3: sample {100 + i}: reward 'behave'" for i, r in enumerate(responses) if r in bad
     ]

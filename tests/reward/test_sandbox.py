@@ -8,7 +8,6 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
@@ -16,64 +15,10 @@ import pytest
 
 from distflow.reward.errors import RewardError
 from distflow.reward.sandbox.__main__ import report
-from distflow.reward.sandbox.sandbox import MECHANISMS, REQUIRED, Limits, Result, Sandbox
+from distflow.reward.sandbox.sandbox import Limits, Result, Sandbox
+from distflow.reward.sandbox.walls import MECHANISMS, REQUIRED
 from reward.helpers import gone, pids_in, wait_for
-
-LIMITS = Limits(cpu_s=1.0, wall_s=3.0, memory_mb=128, disk_mb=4, output_kb=64, open_files=32, threads=16)
-WITHOUT_NAMESPACES = MECHANISMS[1:]  # as in most containers
-
-# Programs print "OUT" for each attempt that succeeds and "no" for each that is refused.
-ATTEMPT = """
-import ctypes, errno, os, sys
-libc = ctypes.CDLL(None, use_errno=True)
-def attempt(name, f):
-    try:
-        value = f()
-    except (OSError, MemoryError, RuntimeError) as e:
-        print("no", name, type(e).__name__)
-    else:
-        print("OUT", name, value)
-def call(number, *args):
-    value = libc.syscall(number, *args)
-    if value < 0:
-        raise OSError(ctypes.get_errno(), "refused")
-    return value
-"""
-
-
-def missing_protection(mechanisms: tuple[str, ...]) -> str:
-    """Returns why code cannot be isolated here; empty if it can."""
-    try:
-        with Sandbox(mechanisms=mechanisms):
-            return ""
-    except RewardError as e:
-        return str(e)
-
-
-SKIP_REASONS = {m: missing_protection(m) for m in (MECHANISMS, WITHOUT_NAMESPACES)}
-
-
-@pytest.fixture(scope="module", params=SKIP_REASONS, ids=["all mechanisms", "without namespaces"])
-def sandbox(request: pytest.FixtureRequest) -> Iterator[Sandbox]:
-    if SKIP_REASONS[request.param]:
-        pytest.skip(SKIP_REASONS[request.param])
-    with Sandbox(LIMITS, mechanisms=request.param) as sandbox:
-        yield sandbox
-
-
-@pytest.fixture(scope="module")
-def plain() -> Iterator[Sandbox]:
-    """A sandbox with all mechanisms this machine has, for tests that do not depend on them."""
-    if SKIP_REASONS[MECHANISMS]:
-        pytest.skip(SKIP_REASONS[MECHANISMS])
-    with Sandbox(LIMITS) as sandbox:
-        yield sandbox
-
-
-def assert_refused(result: Result) -> None:
-    assert "OUT" not in result.stdout, result
-    assert "no " in result.stdout, result
-
+from reward.jails import ATTEMPT, LIMITS, assert_refused, missing_protection
 
 # --- how a program ends ---
 
@@ -433,8 +378,8 @@ def test_a_daemon_does_not_outlive_even_if_it_could_start() -> None:
 
 
 def test_a_program_ends_with_the_process_that_started_it(tmp_path: Path) -> None:
-    if SKIP_REASONS[MECHANISMS]:
-        pytest.skip(SKIP_REASONS[MECHANISMS])
+    if reason := missing_protection(MECHANISMS):
+        pytest.skip(reason)
     text = (
         "import sys, subprocess, pathlib, time\nfrom distflow.reward.sandbox.sandbox import *\n"
         "s = Sandbox(Limits(cpu_s=100, wall_s=100))\nr = s.start('while True: pass', ())\n"
@@ -486,9 +431,9 @@ def test_a_program_can_be_stopped(plain: Sandbox) -> None:
 def test_a_missing_protection_is_refused(mechanisms: tuple[str, ...], missing: list[str]) -> None:
     with pytest.raises(RewardError) as e:
         Sandbox(mechanisms=mechanisms)
-    assert REQUIRED[missing[0]] in str(e.value)
-    if SKIP_REASONS[MECHANISMS]:
-        pytest.skip(SKIP_REASONS[MECHANISMS])
+    assert REQUIRED[missing[0]][0] in str(e.value)
+    if reason := missing_protection(MECHANISMS):
+        pytest.skip(reason)
     assert f"`args: {{accept_missing: [{', '.join(missing)}]}}`" in str(e.value)
     with Sandbox(mechanisms=mechanisms, accept_missing=missing) as sandbox:
         assert not Path(f"{sandbox._jail._folder}.probe").exists()
@@ -500,7 +445,13 @@ def test_the_report_names_every_protection() -> None:
     with pytest.raises(RewardError, match="there is no protection 'netwrok'; did you mean 'network'"):
         Sandbox(accept_missing=["netwrok"])
     lines = list(report())
-    assert [line.split()[0] for line in lines] == [*REQUIRED, "disk", "overhead"]
+    names = [line.split()[0] for line in lines]
+    assert [name for name in names if name != "note"] == [
+        *REQUIRED,
+        "disk",
+        "threads",
+        "overhead",
+    ]  # note: no namespaces
 
 
 def test_as_an_ordinary_user() -> None:

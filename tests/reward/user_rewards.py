@@ -152,3 +152,25 @@ def needy(solution_str, ground_truth, threshold):
 
 
 NOT_A_FUNCTION = 3
+
+
+def logs(prompts, completions, completion_ids, trainer_state, log_metric, log_extra, **kwargs):
+    """Uses everything that TRL passes."""
+    assert "trainer_state" not in kwargs
+    log_metric("digits", sum(c.isdigit() for c in completions))
+    log_metric("digits", 0)
+    log_extra("upper", [c.upper() for c in completions])
+    log_extra("object", [os] * len(completions))
+    return [trainer_state.global_step / trainer_state.max_steps for _ in completions]
+
+
+def logs_text(completions, log_metric):
+    log_metric("digits", "many")
+
+
+def logs_too_few(completions, log_extra):
+    log_extra("upper", [])
+
+
+async def never_applies(completions, **kwargs):
+    return [None] * len(completions)

@@ -234,7 +234,7 @@ class Pool:
 def _valid(result: Any) -> bool:
     """Whether it is a failure's reason, or a score with further numbers."""
     match result:
-        case str() | [int() | float() | None, dict()]:
+        case str() | [int() | float() | None, dict(), dict()]:
             return True
     return False
 

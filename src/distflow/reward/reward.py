@@ -1,9 +1,10 @@
 """The reward role: scores responses with users' functions, which run in a pool of processes."""
 
+import json
+import logging
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -11,32 +12,26 @@ from distflow.flow import node
 from distflow.reward.errors import RewardError
 from distflow.reward.function import RewardFunction, parse_functions
 from distflow.reward.pool import Call, Pool
+from distflow.reward.scores import Scores
 from distflow.reward.signature import Failure, Result, Score
 
 if TYPE_CHECKING:  # flows are planned without torch
     from distflow.data.batch import Batch
-    from distflow.data.context import Context, MetricLog
+    from distflow.data.context import Context
     from distflow.reward.samples import Samples
 
 
-@dataclass(frozen=True)
-class _Scores:
-    """The total of each sample; `results[f][i]` is the result of function f for sample i."""
+_MARKED_PER_STEP = 16  # suspicious samples that a worker writes to the log
 
-    totals: list[float]
-    results: list[list[Result]]
-
-    def failures(self) -> list[tuple[int, int, str]]:
-        """Returns (sample, function, reason) of every failure, in order of samples."""
-        by_sample = enumerate(zip(*self.results, strict=True))
-        return [(i, f, r.reason) for i, row in by_sample for f, r in enumerate(row) if isinstance(r, Failure)]
+logger = logging.getLogger(__name__)
 
 
 class Reward:
     """Scores a sample with the weighted sum of the functions' scores. Its processes start in the background.
 
     If a function fails on a sample, `on_failure` is either "error" or the score that sample gets; in the latter case
-    failures are appended to the file `log`. `answer` names the column of the ground truth; relative paths start at
+    failures are appended to the file `log`. Samples that a function marks as suspicious are appended to
+    `suspicious.jsonl` beside it. `answer` names the column of the ground truth; relative paths start at
     `base`.
     """
 
@@ -59,9 +54,14 @@ class Reward:
             raise RewardError(f"reward.on_failure is {on_failure!r}; set it to 'error' or to a finite score")
         self.functions = parse_functions(functions)
         self.on_failure, self.answer, self.log = on_failure, answer, log
+        self._warned = False
         self.pool = Pool(self.functions, processes, time_limit_s, Path(base))
 
-    @node(type="inference", writes=["score"], ignores=("prompt_tokens", "rollout_logprobs", "finished"))
+    @node(
+        type="inference",
+        writes=["score"],
+        ignores=("prompt_tokens", "rollout_logprobs", "response_mask", "finished", "weight_version"),
+    )
     def score(self, batch: "Batch", ctx: "Context") -> dict[str, Any]:
         """Reads `prompt`, `response`, and the other columns that the functions have parameters for."""
         import torch
@@ -70,15 +70,23 @@ class Reward:
 
         samples = Samples.of(batch)
         restarts = self.pool.restarts
-        scores = self._score(samples, self.on_failure)
+        scores = self._score(samples, self.on_failure, _trainer_state(ctx))
         failures = scores.failures()
         if failures and self.log and ctx.lead:
-            lines = [f"step {ctx.step}: {self._describe_failure(samples, *f)}" for f in failures]
-            _append_lines(self.log, lines)
+            described = [f"{self._describe_failure(samples, *f)}\n{samples.excerpt(f[0])}" for f in failures]
+            _append_lines(self.log, [f"step {ctx.step}: {text}" for text in described])
+        if self.log and ctx.lead and (lines := list(_marked_samples(ctx.step, samples, scores))):
+            _append_lines(self.log.with_name("suspicious.jsonl"), lines)
         if len(samples):
-            self._log_metrics(ctx.metrics, scores, samples.sources)
-        if ctx.lead:  # replicas of a sample fail alike and count once
-            ctx.metrics.log("reward/failures", len({i for i, _, _ in failures}), reduce="sum")
+            scores.log(ctx.metrics, samples.sources)
+            if ctx.held_out:
+                scores.log_held_out(ctx.metrics, samples.sources)
+        if missing := scores.not_applicable():
+            ctx.metrics.log("reward/not_applicable", len(missing), reduce="sum")
+            self._warn_not_applicable(samples.ids[missing[0]])
+        if columns := scores.columns():
+            ctx.record.sample(batch.ids, columns)
+        ctx.metrics.log("reward/failures", len({i for i, _, _ in failures}), reduce="sum")
         ctx.metrics.log("reward/restarts", self.pool.restarts - restarts, reduce="sum")
         return {"score": torch.tensor(scores.totals, dtype=torch.float32)}
 
@@ -86,15 +94,25 @@ class Reward:
         """Returns the score of one sample, a dict by column; a failure is an error that names the sample `label`."""
         from distflow.reward.samples import Samples
 
-        return self._score(Samples([label], {name: [value] for name, value in sample.items()}), "error").totals[0]
+        samples = Samples([label], {name: [value] for name, value in sample.items()})
+        return self._score(samples, "error", {"global_step": 0}).totals[0]
+
+    def check_fields(self, fields: Iterable[str], where: str = "") -> None:
+        """Raises if a function needs a field that is not among those it will get; `where` starts the message."""
+        from distflow.reward.samples import Samples
+
+        try:
+            self._calls(Samples([], {name: [] for name in fields}), {})
+        except RewardError as e:
+            raise RewardError(f"{where}{e}") from None
 
     def close(self) -> None:
         """Kills the processes and everything they have started."""
         self.pool.close()
 
-    def _score(self, samples: "Samples", on_failure: Literal["error"] | float) -> _Scores:
+    def _score(self, samples: "Samples", on_failure: Literal["error"] | float, state: Mapping[str, Any]) -> Scores:
         results: list[list[Result]] = [[Score(None, {})] * len(samples) for _ in self.functions]
-        calls, firsts = self._calls(samples)
+        calls, firsts = self._calls(samples, state)
         with closing(self.pool.run(calls)) as finished:
             for i, call_results in finished:
                 function, first = calls[i].function, firsts[i]
@@ -103,20 +121,19 @@ class Reward:
                 if failed and on_failure == "error":
                     raise self._error(samples, failed, function)
         totals = [self._total(row, on_failure) for row in zip(*results, strict=True)]
-        return _Scores(totals, results)
+        return Scores(totals, results, [f.name for f in self.functions])
 
-    def _calls(self, samples: "Samples") -> tuple[list[Call], list[int]]:
+    def _calls(self, samples: "Samples", state: Mapping[str, Any]) -> tuple[list[Call], list[int]]:
         """Returns the calls, those for many samples first, and the first sample of each."""
-        if not len(samples):
-            return [], []
         batched: list[tuple[Call, int]] = []
         single: list[tuple[Call, int]] = []
         for f, signature in enumerate(self.pool.signatures):
             if signature.kind == "trl":
-                batched.append((Call(f, samples.trl_arguments(signature, self._where(f)), len(samples)), 0))
+                arguments = samples.trl_arguments(signature, self._where(f), state)
+                batched += [(Call(f, arguments, len(samples)), 0)] if len(samples) else []
             else:
                 each = samples.verl_arguments(signature, self._where(f), self.answer)
-                single += [(Call(f, arguments), i) for i, arguments in enumerate(each)]
+                single += [(Call(f, values), i) for i, values in enumerate(each)]
         calls = batched + single
         return [call for call, _ in calls], [first for _, first in calls]
 
@@ -128,27 +145,17 @@ class Reward:
             total += function.weight * (result.value or 0.0)
         return total
 
-    def _log_metrics(self, metrics: "MetricLog", scores: _Scores, sources: list[str] | None) -> None:
-        def log_mean(name: str, values: Sequence[float]) -> None:
-            if values:
-                metrics.log(f"reward/{name}mean", sum(values) / len(values), len(values))
-
-        log_mean("", scores.totals)
-        metrics.log("reward/min", min(scores.totals), reduce="min")
-        metrics.log("reward/max", max(scores.totals), reduce="max")
-        several = len(self.functions) > 1
-        for function, results in zip(self.functions, scores.results, strict=True):
-            valid = [r for r in results if isinstance(r, Score)]
-            if several:
-                log_mean(f"{function.name}/", [s.value for s in valid if s.value is not None])
-            for key in dict.fromkeys(k for s in valid for k in s.extra):
-                # Two functions may both return, say, an accuracy.
-                prefix = f"{function.name}/" if several else ""
-                log_mean(f"{prefix}{key}/", [s.extra[key] for s in valid if key in s.extra])
-        names = [f.name for f in self.functions] if several else []
-        for source in filter(None, dict.fromkeys(sources or ())):
-            totals = [t for t, s in zip(scores.totals, sources or (), strict=True) if s == source]
-            log_mean(f"source/{source}/" if source in names else f"{source}/", totals)
+    def _warn_not_applicable(self, sample: Any) -> None:
+        """Warns once: such samples get the score 0, which may not be what was meant."""
+        if not self._warned:
+            names = ", ".join(f"'{f.name}'" for f in self.functions)
+            logger.warning(
+                "reward: no function applies to sample %s (%s returned None), which gets the score 0;"
+                " reward/not_applicable counts such samples",
+                sample,
+                names,
+            )
+        self._warned = True
 
     def _error(self, samples: "Samples", failed: Sequence[tuple[int, str]], function: int) -> RewardError:
         sample, reason = failed[0]
@@ -156,6 +163,7 @@ class Reward:
         return RewardError(
             f"{self._describe_failure(samples, sample, function, reason)}{more};"
             " fix the function, or set `reward.on_failure: 0.0` to give such samples that score"
+            f"\n{samples.excerpt(sample)}"
         )
 
     def _describe_failure(self, samples: "Samples", sample: int, function: int, reason: str) -> str:
@@ -163,6 +171,20 @@ class Reward:
 
     def _where(self, function: int) -> str:
         return f"reward '{self.functions[function].name}' ({self.functions[function].call})"
+
+
+def _trainer_state(ctx: "Context") -> dict[str, int]:
+    """Returns the attributes of TRL's `trainer_state`: updates so far, and of the whole run."""
+    return {"global_step": ctx.step if ctx.held_out else ctx.step - 1, "max_steps": ctx.steps}
+
+
+def _marked_samples(step: int, samples: "Samples", scores: Scores) -> Iterator[str]:
+    """Yields the suspicious samples of a step as lines of JSON, those with the highest scores first."""
+    reasons = scores.suspicious()
+    marked = [i for i, reason in enumerate(reasons) if reason]
+    for i in sorted(marked, key=lambda i: -scores.totals[i])[:_MARKED_PER_STEP]:
+        row = {"step": step, "sample": samples.ids[i], "score": scores.totals[i], "suspicious": reasons[i]}
+        yield json.dumps({**row, "response": samples["response"][i]}, ensure_ascii=False)
 
 
 def _append_lines(path: Path, lines: Sequence[str]) -> None:

@@ -1,5 +1,6 @@
 """Builds the arguments of reward functions from the columns of a batch."""
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -13,6 +14,7 @@ from distflow.reward.signature import Signature
 # Columns searched for the ground truth, in this order. `reward_model` holds a dict, as verl writes it.
 GROUND_TRUTH_COLUMNS = ("reward_model", "ground_truth", "answer", "solution", "label")
 
+EXCERPT = 600  # characters of a prompt, and of a response, in an error
 _RENAMED = ("prompt", "response", "response_tokens")  # passed to TRL's functions under TRL's names
 
 
@@ -42,6 +44,11 @@ class Samples:
             self._plain[name] = _plain(self._columns[name])
         return self._plain[name]
 
+    def excerpt(self, i: int) -> str:
+        """Returns what a sample consists of, for an error: its prompt and response, each cut in the middle."""
+        fields = [f for f in ("prompt", "response") if f in self]
+        return "\n".join(f"  {f}: {_cut_middle(json.dumps(self[f][i], ensure_ascii=False))}" for f in fields)
+
     def verl_arguments(self, signature: Signature, where: str, answer: str | None = None) -> Iterator[dict[str, Any]]:
         """Yields the arguments for each sample. The ground truth is column `answer`, or the first of
         GROUND_TRUTH_COLUMNS that exists.
@@ -62,8 +69,8 @@ class Samples:
             )
         return (dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True))
 
-    def trl_arguments(self, signature: Signature, where: str) -> dict[str, Any]:
-        """Returns the arguments of one call for all samples."""
+    def trl_arguments(self, signature: Signature, where: str, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns the arguments of one call for all samples; `state` are the attributes of `trainer_state`."""
         columns = {n: c for n, c in self._columns.items() if n not in _RENAMED}
         # `**kwargs` takes the columns of the data set, which are never ragged; ragged fields are passed by name only.
         by_kwargs = {n for n, c in columns.items() if signature.var_keyword and not isinstance(c, Ragged)}
@@ -73,6 +80,8 @@ class Samples:
                 raise RewardError(f"{where}: needs column '{name}', which the data lacks{suggest(name, columns)}")
         if signature.accepts("prompts"):
             arguments["prompts"] = self["prompt"]
+        if signature.accepts("trainer_state"):
+            arguments["trainer_state"] = dict(state)
         chat = [isinstance(p, list) for p in self["prompt"]]
         arguments["completions"] = [
             [{"role": "assistant", "content": text}] if c else text
@@ -102,6 +111,12 @@ class Samples:
                     " fix the row, or set `reward.answer` to another column"
                 )
         return [value["ground_truth"] for value in values]
+
+
+def _cut_middle(text: str) -> str:
+    if len(text) <= EXCERPT:
+        return text
+    return f"{text[: EXCERPT // 2]} … {len(text) - EXCERPT:,} characters … {text[-EXCERPT // 2 :]}"
 
 
 def _plain(column: Column) -> list[Any]:

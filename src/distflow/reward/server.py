@@ -14,11 +14,13 @@ import traceback
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from distflow.errors import DistflowError, cut
 from distflow.flow.importing import load
 from distflow.reward.die_with_parent import die_with_parent
+from distflow.reward.reward_log import RewardLog
 from distflow.reward.signature import Failure, Function, Result, Signature, parse_results, parse_signature
 
 
@@ -37,14 +39,20 @@ class Scorer:
 
     def results(self, function: int, arguments: Mapping[str, Any], samples: int) -> list[Result]:
         fn, signature, args = self.functions[function]
+        log = RewardLog(samples)
         try:
-            value = fn(**{**arguments, **args})
+            value = fn(**{**log.arguments(signature), **_with_state(arguments), **args})
             if inspect.isawaitable(value):
                 self._loop = self._loop or asyncio.Runner()
                 value = self._loop.run(_await(value))
-            return parse_results(signature, value, samples)
+            return log.add_to(parse_results(signature, value, samples))
         except BaseException as e:  # sys.exit() in a function is a failure, too, and must not end the process
             return [Failure(f"raised {_describe(e, fn)}")] * samples
+
+
+def _with_state(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Makes TRL's `trainer_state` an object with attributes."""
+    return {k: SimpleNamespace(**v) if k == "trainer_state" else v for k, v in arguments.items()}
 
 
 async def _await(value: Any) -> Any:
@@ -88,7 +96,7 @@ def serve(channel: socket.socket) -> None:
 
 
 def _to_json(result: Result) -> str | list[Any]:
-    return result.reason if isinstance(result, Failure) else [result.value, result.extra]
+    return result.reason if isinstance(result, Failure) else [result.value, result.extra, result.columns]
 
 
 def main() -> None:

@@ -4,21 +4,22 @@ import inspect
 import math
 import numbers
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from distflow.errors import shown, suggest
 from distflow.reward.errors import RewardError
 
 VERL = "compute_score(data_source, solution_str, ground_truth, extra_info=None, **kwargs) → number or dict (verl)"
-TRL = "fn(prompts, completions, **columns) → list of numbers (TRL)"
+TRL = "fn(prompts, completions, **columns) → list of numbers, or None where it does not apply (TRL)"
 
 Function = Callable[..., Any]
 
 _STANDARD_PARAMETERS = {
     "verl": ("data_source", "solution_str", "ground_truth", "extra_info"),
-    "trl": ("prompts", "completions", "completion_ids"),
+    "trl": ("prompts", "completions", "completion_ids", "trainer_state", "log_metric", "log_extra"),
 }
+SUSPICIOUS = "suspicious"  # the column in which a function says why a response looks like cheating
 _LARGEST_SCORE = 3.4e38  # scores travel as float32
 
 
@@ -42,10 +43,12 @@ class Signature:
 
 @dataclass(frozen=True)
 class Score:
-    """The score of a sample, None if the reward does not apply to it; `extra` holds further numbers to log."""
+    """The score of a sample, None if the reward does not apply to it; `extra` holds further numbers to log, and
+    `columns` what else the function has to say about the sample."""
 
     value: float | None
     extra: Mapping[str, float]
+    columns: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -107,20 +110,24 @@ def _parse_verl(value: Any) -> Result:
     if "score" not in value:
         return Failure(f"returned a dict without 'score'{suggest('score', map(str, value))}")
     # Only numbers can be averaged; verl's functions also return text such as the extracted prediction.
-    extra = {str(k): _to_float(v) for k, v in value.items() if k != "score"}
-    return _parse_score(value["score"], {k: v for k, v in extra.items() if v is not None and _is_finite(v)})
+    extra = {str(k): to_float(v) for k, v in value.items() if k not in ("score", SUSPICIOUS)}
+    numbers = {k: v for k, v in extra.items() if v is not None and _is_finite(v)}
+    columns = {SUSPICIOUS: str(value[SUSPICIOUS] or "")} if SUSPICIOUS in value else {}
+    return _parse_score(value["score"], numbers, columns)
 
 
-def _parse_score(value: Any, extra: Mapping[str, float] | None = None) -> Result:
-    number = _to_float(value)
+def _parse_score(
+    value: Any, extra: Mapping[str, float] | None = None, columns: Mapping[str, Any] | None = None
+) -> Result:
+    number = to_float(value)
     if number is None:
         return Failure(f"returned {_describe(value)} as a score; return a number")
     if not _is_finite(number):
         return Failure(f"returned {number:g}; return a finite score that fits in float32")
-    return Score(number, extra or {})
+    return Score(number, extra or {}, columns or {})
 
 
-def _to_float(value: Any) -> float | None:
+def to_float(value: Any) -> float | None:
     """Converts any kind of number to a float; returns None for anything else."""
     if getattr(value, "shape", None) == () and callable(getattr(value, "item", None)):  # a numpy or torch scalar
         value = value.item()

@@ -25,16 +25,10 @@ from typing import Any, Literal
 from distflow.errors import suggest
 from distflow.reward.errors import RewardError
 from distflow.reward.sandbox.jail import MEMORY_EXIT_CODE
+from distflow.reward.sandbox.walls import MECHANISMS, REQUIRED, explain_missing
 
 Status = Literal["ok", "error", "timeout", "memory", "killed", "output"]
 
-MECHANISMS = ("namespaces", "landlock", "seccomp")
-# The protections a sandbox must give: what each does, and what it needs.
-REQUIRED = {
-    "network": "keep code off the network; that needs seccomp or user namespaces",
-    "files": "keep code away from other files; that needs Landlock (Linux ≥ 5.13)",
-    "processes": "keep code from starting and signalling processes; that needs seccomp, on x86_64 or aarch64",
-}
 _START_S = 30.0  # for a jail to start
 _GRACE_S = 5.0  # for a jail to report how a program ended, after the program's time limit
 # Stands in for `distflow/__init__.py`, whose imports a jail does not have: it has the standard library alone.
@@ -99,14 +93,19 @@ class Sandbox:
         if missing:
             self.close()
             raise RewardError(
-                f"the sandbox for code cannot {REQUIRED[missing[0]]}; use a machine or container that has it,"
-                f" or accept the risk with `args: {{accept_missing: [{', '.join(missing)}]}}` of the reward function"
+                f"the sandbox for code {explain_missing(missing[0], self.refusals)}; or accept the risk with"
+                f" `args: {{accept_missing: [{', '.join(missing)}]}}` of the reward function"
             )
 
     @property
     def protections(self) -> Mapping[str, str]:
         """The protections that work here and the mechanism behind each; a program in the jail has tried them."""
         return self._jail.protections
+
+    @property
+    def refusals(self) -> Mapping[str, int]:
+        """For each mechanism that was tried, the number of the error with which this machine refuses it, or 0."""
+        return self._jail.refusals
 
     def run(self, program: str, stdin: str = "", limits: Limits | None = None) -> Result:
         """Runs a Python program to its end."""
@@ -167,11 +166,12 @@ class _Jail:
             child_end.close()
         setup = {"folder": self._folder, "mechanisms": mechanisms, "packages": packages}
         self.channel.send(json.dumps(setup).encode())
-        protections = self.receive(_START_S)
-        if protections is None:
+        walls = self.receive(_START_S)
+        if walls is None:
             self.close()
             raise RewardError("a sandbox did not start; see what it wrote to stderr")
-        self.protections: Mapping[str, str] = protections
+        self.protections: Mapping[str, str] = walls["protections"]
+        self.refusals: Mapping[str, int] = walls["refusals"]
 
     def receive(self, seconds: float) -> Any:
         """Returns its next message; None if it is gone or sends none in that time."""
@@ -192,7 +192,9 @@ class _Jail:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
-        shutil.rmtree(self._folder, ignore_errors=True)  # in case it was killed
+        with contextlib.suppress(OSError):  # in case it was killed
+            os.chmod(self._folder, 0o700)
+            shutil.rmtree(self._folder)
 
 
 class Run:

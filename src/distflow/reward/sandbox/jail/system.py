@@ -2,9 +2,10 @@
 
 import contextlib
 import ctypes
+import errno
 import os
 import resource
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 libc = ctypes.CDLL(None, use_errno=True)
 
@@ -26,27 +27,32 @@ def prctl(option: int, *arguments: int) -> None:
     check(libc.prctl(option, *padded), f"prctl({option})")
 
 
-def new_namespaces() -> bool:
-    """Moves this process to its own network, mount, IPC and host name namespaces; returns whether that worked."""
-    pid = os.fork()  # a child tries first: doing half of it would be worse than doing nothing
+def refusal(attempt: Callable[[], object]) -> int:
+    """Tries something in a fork, which then ends; returns the number of the error, 0 if there was none."""
+    pid = os.fork()
     if not pid:
-        os._exit(0 if _unshare() else 1)
-    return os.waitpid(pid, 0)[1] == 0 and _unshare()
+        number = errno.EPERM
+        try:
+            attempt()
+            number = 0
+        except OSError as e:
+            number = e.errno or number
+        finally:
+            os._exit(number)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
-def _unshare() -> bool:
+def new_namespaces() -> None:
+    """Moves this process to its own network, mount, IPC and host name namespaces."""
     uid, gid = os.getuid(), os.getgid()
     namespaces = _NEWNET | _NEWNS | _NEWIPC | _NEWUTS
     if libc.unshare(_NEWUSER | namespaces) == 0:
-        try:
-            for name, line in (("setgroups", "deny"), ("uid_map", f"{uid} {uid} 1"), ("gid_map", f"{gid} {gid} 1")):
-                with open(f"/proc/self/{name}", "w") as file:
-                    file.write(line)
-        except OSError:
-            return False
-    elif libc.unshare(namespaces) != 0:  # root in a container may have no user namespaces
-        return False
-    return bool(libc.mount(b"none", b"/", None, _MS_REC | _MS_PRIVATE, None) == 0)
+        for name, line in (("setgroups", "deny"), ("uid_map", f"{uid} {uid} 1"), ("gid_map", f"{gid} {gid} 1")):
+            with open(f"/proc/self/{name}", "w") as file:
+                file.write(line)
+    else:  # root in a container may have no user namespaces
+        check(libc.unshare(namespaces), "unshare")
+    check(libc.mount(b"none", b"/", None, _MS_REC | _MS_PRIVATE, None), "mount")
 
 
 def mount_tmpfs(folder: str, size: int, inodes: int) -> None:
@@ -71,12 +77,20 @@ def set_parent_death_signal(parent: int) -> None:
         os._exit(1)
 
 
-def drop_privileges() -> None:
-    """Gives up all capabilities for good. Root keeps the rights of a file's owner."""
-    prctl(_DUMPABLE, 0)  # RLIMIT_CORE does not apply when core dumps are piped to a program
+def forbid_new_privileges() -> None:
+    """A process that cannot gain privileges may restrict itself."""
     prctl(_NO_NEW_PRIVS, 1)
-    for capability in range(64):
-        with contextlib.suppress(OSError):  # not permitted, or no such capability
+
+
+def drop_privileges(visible: bool) -> None:
+    """Gives up all capabilities for good. Root keeps the rights of a file's owner.
+
+    If it is `visible`, processes of the same user see which files this one has open.
+    """
+    prctl(_DUMPABLE, int(visible))
+    forbid_new_privileges()
+    with contextlib.suppress(OSError):  # not permitted, or past the last capability
+        for capability in range(64):
             prctl(_CAPBSET_DROP, capability)
     header = (ctypes.c_uint32 * 2)(0x20080522, 0)
     check(libc.capset(header, (ctypes.c_uint32 * 6)()), "capset")
@@ -90,7 +104,7 @@ def set_limits(job: Mapping[str, float]) -> None:
         resource.RLIMIT_AS: job["memory"],
         resource.RLIMIT_FSIZE: job["disk"],
         resource.RLIMIT_NOFILE: job["open_files"],
-        resource.RLIMIT_CORE: 0,
+        resource.RLIMIT_CORE: 1,  # no core dump; with 0, there would be one if it is piped to a program
         resource.RLIMIT_MEMLOCK: 0,
         resource.RLIMIT_MSGQUEUE: 0,
         resource.RLIMIT_SIGPENDING: 256,
