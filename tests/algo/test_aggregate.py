@@ -9,13 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from distflow.algo.aggregate import Counts, Mode, token_weights
+from distflow.algo.aggregate import Counts, token_weights
 from distflow.algo.losses import policy
+from distflow.algo.options import Aggregation
 from distflow.algo.tokens import Tokens
 from distflow.errors import ConfigError
 
 BUSY = settings(deadline=None)  # the first example waits for torch
-MODES: tuple[Mode, ...] = get_args(Mode)
+MODES: tuple[Aggregation, ...] = get_args(Aggregation)
 LENGTHS = st.lists(st.integers(0, 5), max_size=8)
 
 
@@ -32,14 +33,14 @@ def counts(lengths: list[int], horizon: int = 8) -> Counts:
         ("seq-mean-token-sum-norm", [1 / 32, 1 / 32, 1 / 32, 1 / 32, 1 / 32]),
     ],
 )
-def test_by_hand(mode: Mode, want: list[float]) -> None:
+def test_by_hand(mode: Aggregation, want: list[float]) -> None:
     # Three samples here, of a step with 10 tokens in 4 samples and a horizon of 8.
     got = token_weights(mode, torch.tensor([4, 0, 1]), Counts(tokens=10, samples=4, horizon=8))
     assert got.dtype == torch.float32
     assert got.tolist() == pytest.approx(want)
 
 
-def reference(mode: Mode, rows: list[list[float]], horizon: int) -> float:
+def reference(mode: Aggregation, rows: list[list[float]], horizon: int) -> float:
     rows = [row for row in rows if row]
     if not rows:
         return 0.0
@@ -56,7 +57,7 @@ def reference(mode: Mode, rows: list[list[float]], horizon: int) -> float:
 
 @BUSY
 @given(st.lists(st.lists(st.floats(-5, 5), max_size=5), max_size=8), st.sampled_from(MODES), st.integers(5, 20))
-def test_matches_the_reference(rows: list[list[float]], mode: Mode, horizon: int) -> None:
+def test_matches_the_reference(rows: list[list[float]], mode: Aggregation, horizon: int) -> None:
     lengths = [len(row) for row in rows]
     weights = token_weights(mode, torch.tensor(lengths, dtype=torch.int64), counts(lengths, horizon))
     losses = torch.tensor([x for row in rows for x in row])
@@ -65,7 +66,7 @@ def test_matches_the_reference(rows: list[list[float]], mode: Mode, horizon: int
 
 @BUSY
 @given(LENGTHS, st.sampled_from(MODES), st.randoms(use_true_random=False))
-def test_the_order_of_samples_does_not_matter(lengths: list[int], mode: Mode, random) -> None:
+def test_the_order_of_samples_does_not_matter(lengths: list[int], mode: Aggregation, random) -> None:
     order = list(range(len(lengths)))
     random.shuffle(order)
 
@@ -99,7 +100,7 @@ class Step:
         self.advantage = torch.randn(len(lengths), generator=g, dtype=torch.float64)
         self.theta = torch.randn(3, generator=g, dtype=torch.float64)
 
-    def run(self, mode: Mode, micro_batches: list[list[int]]) -> tuple[float, Tensor]:
+    def run(self, mode: Aggregation, micro_batches: list[list[int]]) -> tuple[float, Tensor]:
         """The loss, and its gradient accumulated over micro-batches of samples."""
         theta = self.theta.clone().requires_grad_()
         total = 0.0
@@ -122,7 +123,7 @@ class Step:
 @settings(max_examples=80, deadline=None)
 @given(LENGTHS.filter(len), st.integers(0, 2**32), st.sampled_from(MODES), st.data())
 def test_any_split_gives_the_same_loss_and_gradient(
-    lengths: list[int], seed: int, mode: Mode, data: st.DataObject
+    lengths: list[int], seed: int, mode: Aggregation, data: st.DataObject
 ) -> None:
     step = Step(lengths, seed)
     n = len(lengths)
@@ -136,7 +137,7 @@ def test_any_split_gives_the_same_loss_and_gradient(
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_no_tokens_weigh_nothing(mode: Mode) -> None:
+def test_no_tokens_weigh_nothing(mode: Aggregation) -> None:
     for lengths in ([], [0], [0, 0]):
         for whole in (Counts(0, 0, 0), Counts(7, 3, 8)):  # nothing in the step, or nothing here
             weights = token_weights(mode, torch.tensor(lengths, dtype=torch.int64), whole)

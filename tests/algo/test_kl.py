@@ -1,5 +1,6 @@
 """Estimators of KL: numbers by hand, the true KL of small distributions, and no overflow."""
 
+import math
 from typing import get_args
 
 import numpy as np
@@ -8,7 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distflow.algo.kl import Estimator, kl
+from distflow.algo.kl import kl
+from distflow.algo.options import Estimator
 from distflow.errors import ConfigError
 
 BUSY = settings(deadline=None)  # the first example waits for torch
@@ -86,6 +88,37 @@ def test_k3_never_pushes_away_from_the_reference(x: float) -> None:
     kl("k3", logprobs, torch.zeros(1)).sum().backward()
     assert logprobs.grad is not None
     assert float(logprobs.grad) * x >= 0
+
+
+@BUSY
+@given(st.floats(-60, 60))
+def test_k3_has_the_tangent_as_its_tail(x: float) -> None:
+    """e^−x − 1 + x up to a slope of 20, at a ratio of 21; from there on a line, which always pulls back."""
+    logprobs = torch.tensor([x], dtype=torch.float64, requires_grad=True)
+    got = kl("k3", logprobs, torch.zeros(1, dtype=torch.float64))
+    got.sum().backward()
+    far = max(0.0, -x - math.log(21))
+    inner = max(x, -math.log(21))
+    assert float(got.detach()) == pytest.approx(math.exp(-inner) - 1 + inner + 20 * far, rel=1e-9, abs=1e-12)
+    assert logprobs.grad is not None
+    assert float(logprobs.grad) == pytest.approx(max(1 - math.exp(-x), -20), rel=1e-9, abs=1e-12)
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_minus_infinity_on_both_sides_is_agreement(estimator: Estimator) -> None:
+    logprobs = torch.tensor([-math.inf, -1.0], requires_grad=True)
+    got = kl(estimator, logprobs, torch.tensor([-math.inf, -1.0]))
+    got.sum().backward()
+    assert got.tolist() == [0, 0]
+    assert logprobs.grad is not None
+    assert logprobs.grad[0] == 0
+
+
+def test_k3_pulls_back_from_what_the_reference_rules_out() -> None:
+    logprobs = torch.tensor([-1.0, -math.inf], requires_grad=True)
+    kl("k3", logprobs, torch.tensor([-math.inf, -1.0])).sum().backward()
+    assert logprobs.grad is not None
+    assert logprobs.grad.tolist() == [1, -20]
 
 
 def test_an_unknown_estimator_is_refused() -> None:

@@ -1,6 +1,7 @@
 """Losses per token: numbers by hand, a reference in loops, gradients, and nothing that is not finite."""
 
 import math
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -9,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from distflow.algo.losses import nll, policy
+from distflow.algo.losses import Loss, gspo, nll, policy
 from distflow.algo.tokens import Tokens
 from distflow.errors import ConfigError
 
@@ -64,7 +65,60 @@ def test_policy_by_hand() -> None:
     assert loss.metrics["actor/pg_loss"].tolist() == pytest.approx(losses)
     assert loss.metrics["actor/ratio"].tolist() == pytest.approx(ratios)
     assert loss.metrics["actor/ppo_kl"].tolist() == pytest.approx([-math.log(r) for r in ratios])
-    assert set(loss.metrics) == {"actor/pg_loss", "actor/clip_frac", "actor/ppo_kl", "actor/ratio"}
+    assert set(loss.metrics) == {
+        "actor/pg_loss",
+        "actor/clip_frac",
+        "actor/dual_clip_frac",
+        "actor/ppo_kl",
+        "actor/ratio",
+    }
+
+
+#        ratio, advantage -> loss, gradient, bounded by dual_clip = 3
+DUAL_BY_HAND = [
+    (4.0, -2.0, 6.0, 0.0, 1),
+    (22026.0, -1.0, 3.0, 0.0, 1),
+    (2.9, -2.0, 5.8, 5.8, 0),
+    (4.0, 2.0, -2.4, 0.0, 0),
+    (0.1, -2.0, 1.6, 0.0, 0),
+    (4.0, 0.0, 0.0, 0.0, 0),
+]
+
+
+def test_dual_clip_by_hand() -> None:
+    ratios, advantages, losses, gradients, bounded = (list(column) for column in zip(*DUAL_BY_HAND, strict=True))
+    tokens, new = given_ratios(ratios, advantages)
+    loss = policy(tokens, dual_clip=3.0)
+    loss.per_token.sum().backward()
+    assert new.grad is not None
+    assert loss.per_token.tolist() == pytest.approx(losses)
+    assert loss.metrics["actor/pg_loss"].tolist() == pytest.approx(losses)
+    assert new.grad.tolist() == pytest.approx(gradients)
+    assert loss.metrics["actor/dual_clip_frac"].tolist() == bounded
+    assert policy(tokens).per_token.tolist() == loss.per_token.tolist()  # 3 is the default
+    unbounded = policy(tokens, dual_clip=0)
+    assert unbounded.per_token.tolist()[:2] == pytest.approx([8, 22026])
+    assert not unbounded.metrics["actor/dual_clip_frac"].any()
+
+
+@pytest.mark.parametrize("loss", [policy, gspo])
+def test_minus_infinity_gives_no_nan(loss: Callable[..., Loss]) -> None:
+    """Under the new policy only, under the old one only, under both; with finite tokens beside them."""
+    inf = math.inf
+    pairs = [(-inf, -1.0), (-1.0, -2.0), (-1.0, -inf), (-2.0, -2.5), (-inf, -inf), (-inf, -1.0), (-1.0, -inf)]
+    for advantage in (-1.0, 0.0, 1.0):
+        for dtype in (torch.float32, torch.float64):
+            new = torch.tensor([n for n, _ in pairs], dtype=dtype, requires_grad=True)
+            old = torch.tensor([o for _, o in pairs], dtype=dtype)
+            per_sample = {"advantage": torch.full((4,), advantage, dtype=dtype)}
+            result = loss(Tokens(new, torch.tensor([2, 2, 1, 2]), {"old_logprobs": old}, per_sample), kl=0.0)
+            result.per_token.sum().backward()
+            assert new.grad is not None
+            assert new.grad.isfinite().all()
+            assert result.per_token.isfinite().all()
+            assert not any(values.isnan().any() for values in result.metrics.values())
+            assert float(new.grad[4]) == 0  # minus infinity on both sides is agreement
+            assert float(result.metrics["actor/ratio"][4]) == 1
 
 
 def test_the_upper_bound_is_clip_unless_clip_high_is_set() -> None:
@@ -91,6 +145,8 @@ def test_kl_and_entropy_by_hand() -> None:
     assert entropy.grad is not None
     assert new.grad.tolist() == pytest.approx([-1 + 0.05, 1 - 0.1])
     assert entropy.grad.tolist() == pytest.approx([-0.01, -0.01])
+    assert loss.regularizer is not None
+    assert loss.regularizer.tolist() == pytest.approx([0.0125 - 0.005, 0.05 - 0.015])
     assert policy(tokens, kl=0.1).metrics["actor/kl"].tolist() == pytest.approx([0.10653066, 0.71828183])  # k3
 
 
@@ -152,9 +208,16 @@ def tokens_of(case: dict[str, list], new: Tensor | None = None, entropy: Tensor 
 
 
 @BUSY
-@given(cases(), st.floats(0, 0.5), st.none() | st.floats(0, 0.5), st.sampled_from([0.0, 0.1]), st.floats(-0.1, 0.1))
+@given(
+    cases(),
+    st.floats(0, 0.5),
+    st.none() | st.floats(0, 0.5),
+    st.floats(1.01, 10) | st.just(0.0),
+    st.sampled_from([0.0, 0.1]),
+    st.floats(-0.1, 0.1),
+)
 def test_policy_matches_the_reference(
-    case: dict[str, list], clip: float, clip_high: float | None, kl: float, bonus: float
+    case: dict[str, list], clip: float, clip_high: float | None, dual_clip: float, kl: float, bonus: float
 ) -> None:
     losses, clipped_at = [], []
     high = clip if clip_high is None else clip_high
@@ -163,12 +226,14 @@ def test_policy_matches_the_reference(
             ratio = math.exp(case["new"][i][t] - case["old"][i][t])
             bounded = min(max(ratio, 1 - clip), 1 + high)
             gain = min(ratio * advantage, bounded * advantage)
+            if advantage < 0 and dual_clip:
+                gain = max(gain, dual_clip * advantage)
             x = case["new"][i][t] - case["ref"][i][t]
             losses.append(-gain + kl * (math.exp(-x) - 1 + x) - bonus * case["entropy"][i][t])
             lost = (ratio - bounded) * advantage
             inside = 1 - clip + 1e-9 < ratio < 1 + high - 1e-9
             clipped_at.append(1 if lost > 1e-9 else 0 if lost < -1e-9 or inside else None)  # None: within rounding
-    got = policy(tokens_of(case), clip, clip_high, kl=kl, entropy=bonus)
+    got = policy(tokens_of(case), clip, clip_high, dual_clip, kl=kl, entropy=bonus)
     np.testing.assert_allclose(got.per_token.numpy(), losses, rtol=1e-10, atol=1e-12)
     flags = got.metrics["actor/clip_frac"].tolist()
     assert all(want in (flag, None) for want, flag in zip(clipped_at, flags, strict=True))
@@ -176,7 +241,7 @@ def test_policy_matches_the_reference(
 
 def away_from_kinks(case: dict[str, list]) -> bool:
     ratios = [math.exp(n - o) for a, b in zip(case["new"], case["old"], strict=True) for n, o in zip(a, b, strict=True)]
-    return len(ratios) > 0 and all(abs(r - bound) > 1e-3 for r in ratios for bound in (0.8, 1.3))
+    return len(ratios) > 0 and all(abs(r - bound) > 1e-3 for r in ratios for bound in (0.8, 1.3, 3))
 
 
 @settings(max_examples=40, deadline=None)
@@ -236,13 +301,38 @@ def test_huge_ratios_are_bounded(difference: float, advantage: float) -> None:
 
 
 @BUSY
+@given(cases(), st.sampled_from([0.0, 0.1]), st.sampled_from([0.0, 0.01]), st.floats(0, 3))
+def test_a_correction_weighs_the_policy_term_only(
+    case: dict[str, list], kl: float, bonus: float, factor: float
+) -> None:
+    """Values and gradients are factor · policy term + kl · divergence − entropy, term by term."""
+    weights = factor + torch.arange(sum(map(len, case["new"])), dtype=torch.float64) / 10
+    grads, values = [], []
+    for corrected in (True, False):
+        new, entropy = flat(case["new"]).requires_grad_(), flat(case["entropy"]).requires_grad_()
+        tokens = tokens_of(case, new, entropy)
+        if corrected:
+            total = policy(tokens, kl=kl, entropy=bonus).corrected(weights)
+        else:
+            x = new - flat(case["ref"])
+            total = weights * policy(tokens).per_token + kl * ((-x).exp() - 1 + x) - bonus * entropy
+        total.sum().backward()
+        values.append(total.detach().numpy())
+        grads.append([torch.zeros(0) if leaf.grad is None else leaf.grad for leaf in (new, entropy)])
+    np.testing.assert_allclose(values[0], values[1], rtol=1e-9, atol=1e-12)
+    np.testing.assert_allclose(grads[0][0], grads[1][0], rtol=1e-9, atol=1e-12)
+    if bonus:
+        np.testing.assert_allclose(grads[0][1], grads[1][1], rtol=1e-9, atol=1e-12)
+
+
+@BUSY
 @given(cases())
 def test_metrics_are_per_token_and_detached(case: dict[str, list]) -> None:
     new, entropy = flat(case["new"]).requires_grad_(), flat(case["entropy"]).requires_grad_()
     loss = policy(tokens_of(case, new, entropy), kl=0.1, entropy=0.01)
     assert loss.per_token.requires_grad
     assert loss.per_token.shape == new.shape
-    assert len(loss.metrics) == 6
+    assert len(loss.metrics) == 7
     for values in loss.metrics.values():
         assert values.shape == new.shape
         assert not values.requires_grad
@@ -259,3 +349,6 @@ def test_invalid_arguments_are_refused() -> None:
     for name in ("clip", "clip_high", "kl"):
         with pytest.raises(ConfigError, match=f"{name} = -0.1; it must be 0 or more"):
             policy(tokens, **{name: -0.1})  # type: ignore[arg-type]
+    for dual_clip in (1.0, 0.5, -3.0, math.nan):
+        with pytest.raises(ConfigError, match=r"dual_clip = .*; it must be above 1, or 0"):
+            policy(tokens, dual_clip=dual_clip)

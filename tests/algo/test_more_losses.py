@@ -1,5 +1,6 @@
 """Variants of the clipped objective: values and gradients as loops over samples and tokens give them."""
 
+import inspect
 import math
 from collections.abc import Callable
 from typing import Any
@@ -7,12 +8,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from algo.test_losses import cases, flat, tokens_of
 from distflow.algo.losses import Loss, cispo, cpgd, gspo, policy, reinforce
+from distflow.algo.tokens import Tokens
 from distflow.errors import ConfigError
+from distflow.flows.cpgd import cpgd as cpgd_flow
 
 BUSY = settings(deadline=None)
 Case = dict[str, list]
@@ -39,8 +43,11 @@ def by_gspo(case: Case) -> tuple[list[float], list[float]]:
         ratio = math.exp(math.fsum(log_ratio(case, i, t) for t in range(n)) / n)
         advantage = case["advantage"][i]
         bounded = min(max(ratio, 0.9), 1.2)
-        losses.append(-min(ratio * advantage, bounded * advantage))
-        slopes.append(0.0 if bounded * advantage < ratio * advantage else -ratio * advantage)
+        loss, slope = -min(ratio * advantage, bounded * advantage), -ratio * advantage
+        if bounded * advantage < ratio * advantage or (advantage < 0 and ratio > 3):
+            slope = 0.0
+        losses.append(min(loss, -3 * advantage) if advantage < 0 else loss)
+        slopes.append(slope)
     return losses, slopes
 
 
@@ -96,7 +103,7 @@ def test_matches_the_reference(
     )
 
 
-KINKS = {math.log(1.2), -math.log(0.8), math.log(1.3), -math.log(0.9), -math.log(0.5)}
+KINKS = {math.log(1.2), -math.log(0.8), math.log(1.3), -math.log(0.9), -math.log(0.5), math.log(3)}
 
 
 @pytest.mark.parametrize(("loss", "constants", "reference"), KINDS, ids=NAMES)
@@ -135,6 +142,71 @@ def test_kl_and_entropy_are_added(loss: Callable[..., Loss], case: Case, bonus: 
     want = plain.per_token + kl * x * x / 2 - bonus * flat(case["entropy"])
     assert torch.allclose(more.per_token, want, rtol=1e-10, atol=1e-12)
     assert ("actor/kl" in more.metrics) == (kl > 0)
+
+
+def gspo_tokens(log_ratios: list[float], advantage: float) -> tuple[Tokens, Tensor]:
+    old = torch.full((len(log_ratios),), -1.0, dtype=torch.float64)
+    new = (old + torch.tensor(log_ratios, dtype=torch.float64)).requires_grad_()
+    sample = {"advantage": torch.tensor([advantage], dtype=torch.float64)}
+    return Tokens(new, torch.tensor([len(log_ratios)]), {"old_logprobs": old}, sample), new
+
+
+def test_gspo_keeps_outliers_in_the_mean() -> None:
+    tokens, _ = gspo_tokens([-60.0] + [0.0] * 99, 1.0)
+    assert gspo(tokens).metrics["actor/ratio"].tolist() == pytest.approx([math.exp(-0.6)] * 100)  # 0.55, not e^−0.2
+
+
+@BUSY
+@given(st.lists(st.floats(-60, 60), min_size=1, max_size=5), st.sampled_from([-1.0, 1.0]), st.booleans())
+def test_gspo_is_clamped_at_the_mean(log_ratios: list[float], advantage: float, bounded: bool) -> None:
+    """The gradient over a response is that of its clamped ratio, as finite differences of the formula have it."""
+    dual_clip = 3.0 if bounded else math.inf
+    mean = math.fsum(log_ratios) / len(log_ratios)
+    tokens, new = gspo_tokens(log_ratios, advantage)
+    result = gspo(tokens, clip=0.1, clip_high=0.2, dual_clip=3.0 if bounded else 0.0)
+    (result.per_token / len(log_ratios)).sum().backward()
+    ratio = math.exp(min(max(mean, -20), 20))
+
+    def slope(low: float, high: float) -> float:  # −A · ratio between the bounds
+        return -advantage * ratio / len(log_ratios) if low < ratio < high else 0.0
+
+    inside = slope(-1, 1.2) if advantage > 0 else slope(0.9, dual_clip)
+    assert new.grad is not None
+    assume(all(abs(ratio - kink) > 1e-6 for kink in (0.9, 1.2, 3)))
+    want = [0.0 if abs(mean) > 20 else inside] * len(log_ratios)
+    np.testing.assert_allclose(new.grad.numpy(), want, rtol=1e-9, atol=1e-12)
+    gain = min(ratio * advantage, min(max(ratio, 0.9), 1.2) * advantage)
+    want_loss = -max(gain, dual_clip * advantage) if advantage < 0 else -gain
+    np.testing.assert_allclose(result.per_token.detach().numpy(), want_loss, rtol=1e-9)
+
+
+@pytest.mark.parametrize("log_ratio", [-1e3, -40.0, 40.0, 1e3])
+@pytest.mark.parametrize("advantage", [-1.0, 1.0])
+def test_cpgd_clamps_no_log_ratio(log_ratio: float, advantage: float) -> None:
+    tokens, new = gspo_tokens([log_ratio], advantage)
+    result = cpgd(tokens, drift=0.0)
+    result.per_token.sum().backward()
+    unclipped = log_ratio * advantage < 0  # the side that PPO does not clip
+    bound = math.log(1.2) if log_ratio > 0 else math.log(0.8)
+    assert result.per_token.tolist() == pytest.approx([-advantage * (log_ratio if unclipped else bound)])
+    assert new.grad is not None
+    assert new.grad.tolist() == [-advantage if unclipped else 0]
+    assert result.metrics["actor/ratio"].isfinite().all()
+
+
+@pytest.mark.parametrize("loss", [cispo, cpgd, reinforce])
+def test_minus_infinity_gives_finite_gradients(loss: Callable[..., Loss]) -> None:
+    pairs = [(-math.inf, -1.0), (-1.0, -math.inf), (-math.inf, -math.inf), (-1.0, -2.0)]
+    for advantage in (-1.0, 0.0, 1.0):
+        new = torch.tensor([n for n, _ in pairs], requires_grad=True)
+        old, sample = torch.tensor([o for _, o in pairs]), {"advantage": torch.tensor([advantage])}
+        loss(Tokens(new, torch.tensor([4]), {"old_logprobs": old}, sample)).per_token.sum().backward()
+        assert new.grad is not None
+        assert new.grad.isfinite().all()
+
+
+def test_both_defaults_of_the_drift_are_one() -> None:
+    assert inspect.signature(cpgd).parameters["drift"].default == cpgd_flow.constants["drift"] == 0.001
 
 
 def test_under_cpgd_the_gradient_does_not_grow_with_the_ratio() -> None:

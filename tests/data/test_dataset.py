@@ -3,6 +3,7 @@
 import json
 import multiprocessing
 import os
+import re
 import tracemalloc
 from pathlib import Path
 from typing import Any, Protocol
@@ -159,6 +160,21 @@ def test_parquet_dictionaries_become_values(tmp_path: Path, cache: Path) -> None
     assert [r["x"] for r in all_rows(Dataset([tmp_path / "a.parquet"], cache=cache))] == [
         f"c{i % 9}" for i in range(90)
     ]
+
+
+def test_parquet_that_would_fill_the_disk(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One value, written once and meant thousands of times: a small file of many rows."""
+    column = pa.DictionaryArray.from_arrays(pa.array([0] * 2000, pa.int32()), pa.array(["x" * 100_000]))
+    file = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"x": column}), file, compression="zstd")
+    assert file.stat().st_size < 100_000
+    message = error([file], cache=cache)
+    assert re.fullmatch(
+        rf"{file}: its [0-9]+ kB become more than 67 MB of rows; if they are meant to, write them as .jsonl", message
+    )
+    assert not [p for p in cache.iterdir() if p.suffix != ".lock"]
+    monkeypatch.setattr("distflow.data.dataset._SMALL", 1 << 30)
+    assert len(Dataset([file], cache=cache)) == 2000
 
 
 def test_only_the_given_columns_are_converted(parquet: WriteParquet, cache: Path) -> None:
@@ -489,7 +505,8 @@ def test_the_cache_is_in_the_users_directory_or_a_private_one(
     assert list(private.glob("a-*.lines"))
     assert private.stat().st_mode & 0o777 == 0o700
     assert error([file], cache=file / "no") == (
-        f"{file}/no: the cache of data files cannot be written there; choose another directory"
+        f"{file}/no: the cache of data files cannot be there: it cannot be written; choose another directory"
+        " (XDG_CACHE_HOME)"
     )
 
 

@@ -7,14 +7,18 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 import yaml
 
 from distflow.algo import losses
+from distflow.data.batch import Batch, Column, Ragged
 from distflow.engine.roles import Actor, Critic, Reference, RewardModel
 from distflow.flow import Flow, FlowFunction
 from distflow.flow.importing import load
 from distflow.flows import BUILT_IN
+from distflow.flows.nodes import discounted_returns
 from distflow.reward.reward import Reward
 
 ROLES = {"actor": Actor, "critic": Critic, "reference": Reference, "reward": Reward, "reward_model": RewardModel}
@@ -92,7 +96,8 @@ def test_later_updates_of_a_step_compare_with_the_log_probs_of_the_rollout() -> 
 
 
 def test_constants_reach_the_nodes_they_are_for() -> None:
-    constants = {"scale": "none", "clip": 0.1, "clip_high": 0.3, "kl": 0.5, "kl_estimator": "k2", "entropy": 0.01}
+    constants = {"scale": "none", "clip": 0.1, "clip_high": 0.3, "dual_clip": 5.0, "kl": 0.5, "kl_estimator": "k2"}
+    constants["entropy"] = 0.01
     flow = graph("grpo", "prompt", mini_batches=2, epochs=3, aggregate="seq-mean-token-mean", **constants)
     assert flow.node("group_advantage").params == {"scale": constants.pop("scale")}
     assert flow.node("actor.update").params == {
@@ -140,6 +145,7 @@ def test_what_distinguishes_each_policy_gradient_flow(name: str) -> None:
     update = flow.node("actor.update").params
     assert update["loss"] == loss
     assert {k: update[k] for k in of_update} == of_update
+    assert update.get("dual_clip") == (3.0 if loss in ("policy", "gspo") else None)
     assert (update["kl"], update["epochs"]) == (0.1, 2)
     assert "reference.logprobs" in {n.id for n in flow.nodes}
     accepted = set(inspect.signature(getattr(losses, loss)).parameters)
@@ -229,11 +235,38 @@ def test_pairs_are_compared_on_one_worker(name: str, role: str) -> None:
 def test_with_several_updates_a_rollout_correction_needs_log_probs_of_the_trainer() -> None:
     one_update = graph("grpo", "prompt", rollout_correction="token")
     assert "actor.logprobs" not in {n.id for n in one_update.nodes}  # the update computes them itself
-    flow = graph("grpo", "prompt", rollout_correction="token", correction_threshold=3.0, epochs=2)
+    bounds = {"correction_threshold": 3.0, "correction_lower": 0.5}
+    flow = graph("grpo", "prompt", rollout_correction="token", **bounds, epochs=2)
     assert ("actor.logprobs", "old_logprobs", "actor.update") in edges(flow)
     update = flow.node("actor.update").params
-    assert (update["rollout_correction"], update["correction_threshold"]) == ("token", 3.0)
+    assert {k: update[k] for k in ("rollout_correction", *bounds)} == {"rollout_correction": "token", **bounds}
     assert "old_logprobs" not in update
+
+
+@pytest.mark.parametrize(("name", "estimator"), [("ppo", "gae"), ("reinforce_pp", "discounted_returns")])
+def test_the_kl_in_the_reward_is_of_the_old_log_probs_of_the_update(name: str, estimator: str) -> None:
+    recomputed = graph(name, "prompt", kl_in_reward=0.1, recompute_old_logprobs=True, mini_batches=2)
+    old = {(reader, field) for writer, field, reader in edges(recomputed) if writer == "actor.logprobs"}
+    assert old == {(estimator, "old_logprobs"), ("actor.update", "old_logprobs")}
+    assert [n.id for n in recomputed.nodes].count("actor.logprobs") == 1
+    assert "old_logprobs" not in recomputed.node("actor.update").params
+    of_rollout = graph(name, "prompt", kl_in_reward=0.1)
+    assert ("actor.generate", "rollout_logprobs", estimator) in edges(of_rollout)
+    no_penalty = graph(name, "prompt", recompute_old_logprobs=True)
+    assert "old_logprobs" not in no_penalty.node(estimator).reads
+
+
+def test_the_kl_in_the_reward_is_of_the_trainers_log_probs_if_there_are_any() -> None:
+    columns: dict[str, Column] = {
+        "score": torch.tensor([1.0]),
+        "rollout_logprobs": Ragged.of([torch.tensor([-1.0, -2.0])]),
+        "ref_logprobs": Ragged.of([torch.tensor([-1.5, -2.5])]),
+    }
+    batch = Batch(np.arange(1), np.arange(1), columns)
+    assert discounted_returns(batch, kl=0.5)["raw_advantage"][0].tolist() == pytest.approx([0.5, 0.75])
+    old = Ragged.of([torch.tensor([-1.5, -3.5])])
+    recomputed = Batch(np.arange(1), np.arange(1), {**columns, "old_logprobs": old})
+    assert discounted_returns(recomputed, kl=0.5)["raw_advantage"][0].tolist() == pytest.approx([1.5, 1.5])
 
 
 @pytest.mark.parametrize("name", sorted(BUILT_IN))

@@ -5,10 +5,8 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
+from distflow.algo.options import Baseline, Scale
 from distflow.errors import ConfigError, suggest
-
-Scale = Literal["std", "none", "batch", "nonzero_std"]
-Baseline = Literal["mean", "leave_one_out", "length_weighted"]
 
 
 def group_advantages(

@@ -5,14 +5,13 @@ weighted losses, and of their gradients, is the same in any split.
 """
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import get_args
 
 import torch
 from torch import Tensor
 
+from distflow.algo.options import Aggregation
 from distflow.errors import ConfigError, suggest
-
-Mode = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"]
 
 
 @dataclass(frozen=True)
@@ -24,7 +23,7 @@ class Counts:
     horizon: int  # the longest response allowed, in tokens
 
 
-def token_weights(mode: Mode, lengths: Tensor, counts: Counts) -> Tensor:
+def token_weights(mode: Aggregation, lengths: Tensor, counts: Counts) -> Tensor:
     """Returns weights such that the loss of the update is Σ weight · token loss: [samples] int64 -> [tokens] float32.
 
     - token-mean: every token weighs the same, so long responses weigh more
@@ -49,5 +48,5 @@ def token_weights(mode: Mode, lengths: Tensor, counts: Counts) -> Tensor:
         case "seq-mean-token-sum-norm":
             weights = torch.full_like(own_length, 1 / (samples * horizon))
         case _:
-            raise ConfigError(f"unknown loss aggregation '{mode}'{suggest(mode, get_args(Mode))}")
+            raise ConfigError(f"unknown loss aggregation '{mode}'{suggest(mode, get_args(Aggregation))}")
     return weights.float()

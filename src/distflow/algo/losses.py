@@ -6,8 +6,9 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from distflow.algo.kl import Estimator
+from distflow.algo.kl import k3, log_ratio
 from distflow.algo.kl import kl as kl_estimate
+from distflow.algo.options import Estimator, NonNegative
 from distflow.algo.preferences import dpo, preference
 from distflow.algo.tokens import Loss, Tokens
 from distflow.errors import ConfigError
@@ -27,6 +28,7 @@ __all__ = [
 ]
 
 MAX_LOG_RATIO = 20.0  # keeps the ratio finite; beyond it the gradient is 0
+MAX_SUMMAND = 1e30  # keeps sums of log-ratios finite
 MAX_DRIFT = 2.0  # bounds the gradient of the drift penalty of a token
 
 
@@ -37,26 +39,30 @@ def nll(tokens: Tokens) -> Loss:
 
 def policy(
     tokens: Tokens,
-    clip: float = 0.2,
-    clip_high: float | None = None,
-    kl: float = 0.0,
+    clip: NonNegative = 0.2,
+    clip_high: NonNegative | None = None,
+    dual_clip: NonNegative = 3.0,
+    kl: NonNegative = 0.0,
     kl_estimator: Estimator = "k3",
     entropy: float = 0.0,
 ) -> Loss:
     """PPO's clipped objective, with a ratio per token. Reads `advantage`, `old_logprobs`, and `ref_logprobs` if kl > 0.
 
-    `clip` bounds the ratio to 1 − clip … 1 + clip_high (by default `clip`); `kl` and `entropy` are weights of the KL
-    divergence and of the entropy bonus. Without a field `old_logprobs` the update is on-policy: the ratio is 1.
+    `clip` bounds the ratio to 1 − clip … 1 + clip_high (by default `clip`), and `dual_clip` bounds it where the
+    advantage is negative, for which PPO has no upper bound (arXiv 1912.09729; 0: as in PPO). `kl` and `entropy` are
+    weights of the KL divergence and of the entropy bonus. Without a field `old_logprobs` the update is on-policy: the
+    ratio is 1.
     """
-    ratio = _log_ratio(tokens).exp()
-    return with_kl_and_entropy(tokens, *_clipped(tokens, ratio, clip, clip_high), kl, kl_estimator, entropy)
+    clipped = _clipped(tokens, _ratio(_log_ratio(tokens)), clip, clip_high, dual_clip)
+    return with_kl_and_entropy(tokens, *clipped, kl, kl_estimator, entropy)
 
 
 def gspo(
     tokens: Tokens,
-    clip: float = 3e-4,
-    clip_high: float | None = 4e-4,
-    kl: float = 0.0,
+    clip: NonNegative = 3e-4,
+    clip_high: NonNegative | None = 4e-4,
+    dual_clip: NonNegative = 3.0,
+    kl: NonNegative = 0.0,
     kl_estimator: Estimator = "k3",
     entropy: float = 0.0,
 ) -> Loss:
@@ -65,23 +71,25 @@ def gspo(
     Each token has the value of the response's ratio and the gradient of its own: if all tokens of a response weigh the
     same, these add up to the gradient of the response's ratio.
     """
-    log_ratio = _log_ratio(tokens)
-    mean = tokens.expand(tokens.sum_per_sample(log_ratio.detach()) / tokens.lengths.clamp(min=1))
-    ratio = (mean + tokens.logprobs - tokens.logprobs.detach()).exp()
-    return with_kl_and_entropy(tokens, *_clipped(tokens, ratio, clip, clip_high), kl, kl_estimator, entropy)
+    own = _log_ratio(tokens)
+    total = tokens.sum_per_sample(own.detach().clamp(-MAX_SUMMAND, MAX_SUMMAND))
+    mean = tokens.expand(total / tokens.lengths.clamp(min=1))
+    own = torch.where(own.isfinite(), own, 0.0)  # infinite ones are in the mean, and have no gradient
+    clipped = _clipped(tokens, _ratio(mean + (own - own.detach())), clip, clip_high, dual_clip)
+    return with_kl_and_entropy(tokens, *clipped, kl, kl_estimator, entropy)
 
 
 def cispo(
     tokens: Tokens,
-    clip: float = 1.0,
-    clip_high: float | None = 0.2,
-    kl: float = 0.0,
+    clip: NonNegative = 1.0,
+    clip_high: NonNegative | None = 0.2,
+    kl: NonNegative = 0.0,
     kl_estimator: Estimator = "k3",
     entropy: float = 0.0,
 ) -> Loss:
     """CISPO: the clipped ratio is a weight without gradient, so that every token is trained (arXiv 2506.13585)."""
     low, high = _bounds(clip, clip_high)
-    ratio = _log_ratio(tokens).exp().detach()
+    ratio = _ratio(_log_ratio(tokens)).detach()
     weight = ratio.clamp(low, high)
     per_token = -weight * tokens["advantage"] * tokens.logprobs
     metrics = {"actor/pg_loss": per_token, "actor/clip_frac": (weight != ratio).to(ratio.dtype), "actor/ratio": ratio}
@@ -90,10 +98,10 @@ def cispo(
 
 def cpgd(
     tokens: Tokens,
-    clip: float = 0.2,
-    clip_high: float | None = None,
-    drift: float = 0.1,
-    kl: float = 0.0,
+    clip: NonNegative = 0.2,
+    clip_high: NonNegative | None = None,
+    drift: NonNegative = 0.001,
+    kl: NonNegative = 0.0,
     kl_estimator: Estimator = "k3",
     entropy: float = 0.0,
 ) -> Loss:
@@ -102,30 +110,27 @@ def cpgd(
     The gradient of a token then does not grow with its ratio; that of its penalty is min(ratio − 1, 2).
     """
     low, high = _bounds(clip, clip_high)
-    log_ratio = _log_ratio(tokens)
-    advantage = tokens["advantage"]
-    unclipped = -log_ratio * advantage
-    clipped = -log_ratio.clamp(math.log(max(low, 1e-6)), math.log(high)) * advantage
+    x, advantage = _log_ratio(tokens), tokens["advantage"]
+    unclipped = -x * advantage
+    clipped = -x.clamp(math.log(max(low, 1e-6)), math.log(high)) * advantage
     per_token = torch.maximum(unclipped, clipped)
-    # The k3 estimate of KL(old‖new), as tokens are from the old policy; beyond a ratio of 3, its tangent.
-    bounded = log_ratio.clamp(max=math.log1p(MAX_DRIFT))
-    divergence = bounded.expm1() - bounded + MAX_DRIFT * (log_ratio - bounded)
+    divergence = k3(x, MAX_DRIFT)  # an estimate of KL(old‖new), as tokens are from the old policy
     metrics = {
         "actor/pg_loss": per_token,
-        "actor/clip_frac": (clipped > unclipped).to(log_ratio.dtype),
+        "actor/clip_frac": (clipped > unclipped).to(x.dtype),
         "actor/drift": divergence,
-        "actor/ratio": log_ratio.exp(),
+        "actor/ratio": _ratio(x),
     }
     return with_kl_and_entropy(tokens, per_token + drift * divergence, metrics, kl, kl_estimator, entropy)
 
 
-def reinforce(tokens: Tokens, kl: float = 0.0, kl_estimator: Estimator = "k3", entropy: float = 0.0) -> Loss:
+def reinforce(tokens: Tokens, kl: NonNegative = 0.0, kl_estimator: Estimator = "k3", entropy: float = 0.0) -> Loss:
     """The plain policy gradient, without ratio and clip, for tokens that the current weights generated."""
     per_token = -tokens["advantage"] * tokens.logprobs
     return with_kl_and_entropy(tokens, per_token, {"actor/pg_loss": per_token}, kl, kl_estimator, entropy)
 
 
-def value(tokens: Tokens, clip: float | None = None) -> Loss:
+def value(tokens: Tokens, clip: NonNegative | None = None) -> Loss:
     """The loss of a critic: half the squared error of `values`. Reads `returns`, and `old_values` if there is a clip.
 
     With `clip` it is the larger of that and the error of the value clipped to `old_values` ± clip.
@@ -145,13 +150,14 @@ def value(tokens: Tokens, clip: float | None = None) -> Loss:
     return Loss(per_token, {name: values.detach() for name, values in metrics.items()})
 
 
-def _old_logprobs(tokens: Tokens) -> Tensor:
-    return tokens["old_logprobs"] if "old_logprobs" in tokens else tokens.logprobs.detach()
-
-
 def _log_ratio(tokens: Tokens) -> Tensor:
     """Returns the log of the ratio of the new policy to the old one; 0 if there are no `old_logprobs`."""
-    return (tokens.logprobs - _old_logprobs(tokens)).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    old = tokens["old_logprobs"] if "old_logprobs" in tokens else tokens.logprobs.detach()
+    return log_ratio(tokens.logprobs, old)
+
+
+def _ratio(logarithm: Tensor) -> Tensor:
+    return logarithm.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
 def _bounds(clip: float, clip_high: float | None) -> tuple[float, float]:
@@ -162,17 +168,23 @@ def _bounds(clip: float, clip_high: float | None) -> tuple[float, float]:
 
 
 def _clipped(
-    tokens: Tokens, ratio: Tensor, clip: float, clip_high: float | None
+    tokens: Tokens, ratio: Tensor, clip: float, clip_high: float | None, dual_clip: float
 ) -> tuple[Tensor, Mapping[str, Tensor]]:
     """Returns PPO's loss, the larger of those with the ratio and with the clipped ratio, and its metrics."""
     low, high = _bounds(clip, clip_high)
+    if dual_clip and not dual_clip > 1:
+        raise ConfigError(f"the policy loss has dual_clip = {dual_clip}; it must be above 1, or 0 for no bound")
     advantage = tokens["advantage"]
     unclipped, clipped = -ratio * advantage, -ratio.clamp(low, high) * advantage
     per_token = torch.maximum(unclipped, clipped)
+    bound = -(dual_clip or math.inf) * advantage
+    beyond = (advantage < 0) & (per_token > bound)
+    per_token = torch.where(beyond, bound, per_token)
     metrics = {
         "actor/pg_loss": per_token,
         "actor/clip_frac": (clipped > unclipped).to(ratio.dtype),
-        "actor/ppo_kl": _old_logprobs(tokens) - tokens.logprobs,
+        "actor/dual_clip_frac": beyond.to(ratio.dtype),
+        "actor/ppo_kl": -_log_ratio(tokens),
         "actor/ratio": ratio,
     }
     return per_token, metrics
@@ -182,7 +194,7 @@ def with_kl_and_entropy(
     tokens: Tokens,
     per_token: Tensor,
     metrics: Mapping[str, Tensor],
-    kl: float = 0.0,
+    kl: NonNegative = 0.0,
     kl_estimator: Estimator = "k3",
     entropy: float = 0.0,
 ) -> Loss:
@@ -192,17 +204,19 @@ def with_kl_and_entropy(
     **rest)`. A field `kl_weight`, which a controller writes, multiplies `kl`.
     """
     logged = dict(metrics)
+    regularizer: Tensor | None = None
     if not kl >= 0:
         raise ConfigError(f"the policy loss has kl = {kl}; it must be 0 or more")
     if kl > 0:
         divergence = kl_estimate(kl_estimator, tokens.logprobs, tokens["ref_logprobs"])
-        weight = kl * tokens["kl_weight"] if "kl_weight" in tokens else kl
-        per_token = per_token + weight * divergence
+        regularizer = (kl * tokens["kl_weight"] if "kl_weight" in tokens else kl) * divergence
         logged["actor/kl"] = divergence
     if tokens.entropy is not None:
         logged["actor/entropy"] = tokens.entropy
     if entropy:
         if tokens.entropy is None:
             raise ConfigError(f"the policy loss has entropy = {entropy}, but the model computes none; set entropy to 0")
-        per_token = per_token - entropy * tokens.entropy
-    return Loss(per_token, {name: values.detach() for name, values in logged.items()})
+        bonus = entropy * tokens.entropy
+        regularizer = -bonus if regularizer is None else regularizer - bonus
+    total = per_token if regularizer is None else per_token + regularizer
+    return Loss(total, {name: values.detach() for name, values in logged.items()}, regularizer)

@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
+from distflow.algo.options import Positive, Smoothing
 from distflow.algo.tokens import Loss, Tokens
 from distflow.errors import ConfigError, DataError
 
 
-def dpo(tokens: Tokens, beta: float = 0.1, label_smoothing: float = 0.0) -> Loss:
+def dpo(tokens: Tokens, beta: Positive = 0.1, label_smoothing: Smoothing = 0.0) -> Loss:
     """Direct preference optimisation (arXiv 2305.18290). Reads `pair`, `preferred` and `ref_logprobs`.
 
     The margin of a pair is beta × (log-ratio of the policy to the reference for the preferred response, less that for

@@ -81,3 +81,13 @@ class Loss:
 
     per_token: Tensor  # [tokens]
     metrics: Mapping[str, Tensor] = field(default_factory=dict)  # [tokens] each, detached
+    regularizer: Tensor | None = None  # [tokens], the part of `per_token` that is KL and entropy
+
+    def corrected(self, weights: Tensor) -> Tensor:
+        """Returns the loss, its policy term (all but the regularizer) weighed by an off-policy correction: [tokens].
+
+        A token that the correction takes out of the objective is still held near the reference.
+        """
+        if self.regularizer is None:
+            return weights * self.per_token
+        return weights * (self.per_token - self.regularizer) + self.regularizer

@@ -172,6 +172,13 @@ def as_column(value: Any, samples: int, where: str) -> Column:
     return [_checked_object(v.item() if isinstance(v, np.generic) else v, where, i) for i, v in enumerate(values)]
 
 
+def floats_as_tensor(column: Column) -> Column:
+    """Returns a list of numbers as a tensor, as `torch.tensor` does, if any of them is a float."""
+    if isinstance(column, list) and set(map(type, column)) in ({float}, {float, int}):
+        return torch.tensor(column, dtype=torch.get_default_dtype())
+    return column
+
+
 def _from_numpy(array: Any, where: str) -> Tensor:
     try:
         return torch.from_numpy(np.require(array, array.dtype.newbyteorder("="), ["C", "W"]))

@@ -1,10 +1,13 @@
 """The context of a node's call, passed to a node that has a parameter named `ctx`."""
 
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from distflow.data.balance import Ints
+from distflow.data.batch import Column
 from distflow.plan.layout import Layout
 
 Reduce = Literal["mean", "sum", "max", "min"]
@@ -18,11 +21,49 @@ class MetricLog(Protocol):
         ...
 
 
+class Recording(Protocol):
+    """Records what a node does, for whoever looks at the run: see distflow.observe.recorder."""
+
+    def call(self, name: str, **details: Any) -> AbstractContextManager[dict[str, Any]]:
+        """Records what runs inside as a part of the node; further details may be added to the dict it gives."""
+        ...
+
+    def sample(self, ids: Ints, columns: Mapping[str, Column]) -> None:
+        """Records fields of these samples besides those that the node writes; only of the few that are recorded."""
+        ...
+
+
+class NotRecorded:
+    """A recording that keeps nothing."""
+
+    def call(self, name: str, **details: Any) -> AbstractContextManager[dict[str, Any]]:
+        return nullcontext(details)
+
+    def sample(self, ids: Ints, columns: Mapping[str, Column]) -> None:
+        return
+
+
+NOT_RECORDED = NotRecorded()
+
+
+class Chunks(Protocol):
+    """Parts of a node's samples that may leave before the others, one after the other."""
+
+    @property
+    def parts(self) -> Sequence[Ints]:
+        """The places of each part's samples in the batch."""
+        ...
+
+    def leave(self, columns: Mapping[str, Column]) -> None:
+        """Lets the next part leave, with what the node writes of its samples."""
+        ...
+
+
 @dataclass(frozen=True)
 class Context:
     """The step, the worker, and the layout of the node that is called."""
 
-    step: int
+    step: int  # counted from 1, as in the console, the metrics and the checkpoints; 0: before training
     rank: int
     workers: int
     layout: Layout
@@ -30,6 +71,10 @@ class Context:
     metrics: MetricLog
     folder: Path  # of the run
     groups: Ints  # ids of all prompts of the step, ascending
+    record: Recording = NOT_RECORDED
+    steps: int = 0  # of the whole run
+    held_out: bool = False  # the node is part of an evaluation
+    chunks: Chunks | None = None  # for a node whose samples may leave before all are done
 
     @property
     def lead(self) -> bool:

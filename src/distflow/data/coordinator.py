@@ -9,7 +9,18 @@ import torch
 
 from distflow.data.allocator import CachingAllocator
 from distflow.data.balance import Ints
-from distflow.data.batch import NO_SAMPLES, Batch, Column, Ragged, as_column, concat, copy_objects, nbytes, select
+from distflow.data.batch import (
+    NO_SAMPLES,
+    Batch,
+    Column,
+    Ragged,
+    as_column,
+    concat,
+    copy_objects,
+    floats_as_tensor,
+    nbytes,
+    select,
+)
 from distflow.data.buffer import Buffer, Key
 from distflow.data.collectives import Communication, all_gather
 from distflow.data.domains import Domains, contiguous_deal
@@ -17,7 +28,8 @@ from distflow.data.dynamic_sampling import DynamicSampling, SampledPrompts
 from distflow.data.exchange import Deal, exchange
 from distflow.data.loader import Loader
 from distflow.errors import DataError, cut, suggest
-from distflow.plan.tasks import Free, Load, Move, Partition, Plan, Refill, Run
+from distflow.flow.graph import SOURCE
+from distflow.plan.tasks import Free, Load, Merge, Move, Partition, Plan, Refill, Run, Split
 from distflow.plan.topology import Topology
 
 
@@ -31,6 +43,16 @@ class Traffic:
     imbalance: float | None = None
 
 
+class _StepState:
+    """What a rank knows about the samples of one step. Moves may be carried out in a thread of their own."""
+
+    def __init__(self) -> None:
+        self.slots: dict[str, Ints] = {}  # partition → the slots this rank has there
+        self.deals: dict[tuple[str, int], Ints] = {}  # (partition, samples) of a domain → cell of each slot
+        self.traffic = Traffic()  # of moves
+        self.local = 0  # bytes that nodes read where others wrote them
+
+
 class Coordinator:
     """Carries out the data tasks of one rank. Errors name the field; the worker adds node, step and rank."""
 
@@ -38,9 +60,7 @@ class Coordinator:
         self.rank, self.plan, self.loader, self.topology = rank, plan, loader, topology
         self.buffer = Buffer()
         self.allocator = CachingAllocator()
-        self.traffic = Traffic()
-        self._slots: dict[tuple[int, str], Ints] = {}  # (step, partition) → the slots this rank has there
-        self._deals: dict[tuple[int, str, int], Ints] = {}  # (step, partition, samples) of a domain → cell of each slot
+        self._steps: dict[int, _StepState] = {}  # those that are not over
         self._domains: dict[int, Domains] = {}  # by the number of samples
         self._moved: set[Key] = set()  # columns received by a move, not written by a node of this rank
         self.position = 0  # of the next step's first prompt in the loader's stream, if the plan has a refill
@@ -58,23 +78,45 @@ class Coordinator:
         else:
             ids, columns = self.loader.load(step, cell, layout.dp)
             self.loader.prefetch(step + 1, cell, layout.dp)
-        self._slots[step, task.partition.id] = ids - self.groups(step)[0] * self.plan.repeat
+        self._state(step).slots[task.partition.id] = ids - self.groups(step)[0] * self.plan.repeat
         for f in task.fields:
             self.buffer.put(Key(step, task.partition.id, f), as_column(columns[f], len(ids), f"data column '{f}'"))
 
     def move(self, step: int, task: Move) -> Communication[None]:
-        samples = len(self.groups(step)) * self.plan.repeat
+        """Moves fields from one partition to another."""
+        columns = yield from self.exchange(step, task, self.outgoing(step, task))
+        self.receive(step, task, columns)
+
+    def outgoing(self, step: int, task: Move) -> dict[str, Column] | None:
+        """Returns the columns that this rank has in the source of a move, None if it is not in it."""
+        if task.src.layout.cell_of(self.rank) is None:
+            return None
+        return {f: self.buffer.get(Key(step, task.src.id, f)) for f in task.fields}
+
+    def receive(self, step: int, task: Move, columns: Mapping[str, Column] | None) -> None:
+        """Keeps what a move has brought, if this rank is in its target."""
+        for f, column in (columns or {}).items():
+            self.buffer.put(Key(step, task.dst.id, f), column)
+            self._moved.add(Key(step, task.dst.id, f))
+
+    def exchange(
+        self, step: int, task: Move, columns: Mapping[str, Column] | None
+    ) -> Communication[dict[str, Column] | None]:
+        """Sends `columns`, those of `outgoing`; returns the columns for `receive`. Moves of a step are in order."""
+        state, span = self._state(step), self._span(step, task.src)
+        samples = len(span)
         if samples not in self._domains:
             self._domains[samples] = Domains(self.plan, samples)
         domain = self._domains[samples].of(task, self.rank)
         src, dst = domain.move.src, domain.move.dst
-        held = None
-        if src.layout.cell_of(self.rank) is not None:
-            columns = {f: self.buffer.get(Key(step, src.id, f)) for f in task.fields}
-            held = self.slots(step, task.src) - domain.first, columns
+
+        def within(partition: Partition) -> Ints:  # the slots of this rank, counted within the domain
+            return np.searchsorted(span, self.slots(step, partition)) - domain.first
+
+        held = None if columns is None else (within(task.src), columns)
         wanted = None
         if not task.assigns and dst.layout.cell_of(self.rank) is not None:
-            wanted = self.slots(step, task.dst) - domain.first
+            wanted = within(task.dst)
         deal = None
         if domain.known:
             deal = Deal(*(self._deal(step, p, domain.samples) for p in (src, dst)))
@@ -89,22 +131,53 @@ class Coordinator:
             self.topology,
             deal,
         )
-        self._deals[step, src.id, domain.samples] = moved.deal.old
-        self._deals[step, dst.id, domain.samples] = moved.deal.new
-        self.traffic.sent += moved.sent
-        self.traffic.received += moved.received
-        self.traffic.local += moved.kept
-        if moved.imbalance is not None:
-            self.traffic.imbalance = max(moved.imbalance, self.traffic.imbalance or 0.0)
-        if dst.layout.cell_of(self.rank) is not None:
-            self._slots[step, dst.id] = moved.slots + domain.first
-            for f in task.fields:
-                self.buffer.put(Key(step, dst.id, f), moved.columns.get(f, NO_SAMPLES))
-                self._moved.add(Key(step, dst.id, f))
+        state.deals[src.id, domain.samples] = moved.deal.old
+        state.deals[dst.id, domain.samples] = moved.deal.new
+        state.traffic.sent += moved.sent
+        state.traffic.received += moved.received
+        state.traffic.local += moved.kept
+        if moved.imbalance is not None and dst.chunk is None:
+            state.traffic.imbalance = max(moved.imbalance, state.traffic.imbalance or 0.0)
+        if dst.layout.cell_of(self.rank) is None:
+            return None
+        state.slots[dst.id] = span[moved.slots + domain.first]
+        return {f: moved.columns.get(f, NO_SAMPLES) for f in task.fields}
+
+    def _span(self, step: int, partition: Partition) -> Ints:
+        """Returns the slots of all ranks' samples in a partition, ascending: those of a chunk, or of the whole step."""
+        slots = np.arange(len(self.groups(step)) * self.plan.repeat, dtype=np.int64)
+        if partition.chunk is None:
+            return slots
+        i, count = partition.chunk
+        cells = self.plan.partition_of(SOURCE).layout.dp  # a chunk is an equal part of each of them
+        return slots.reshape(cells, count, -1)[:, i].reshape(-1)
+
+    def leave(self, step: int, task: Split, part: Partition, columns: Mapping[str, Column]) -> None:
+        """Lets a chunk leave: its fields are `columns`, and what else of it this rank has."""
+        own, i = self.slots(step, task.partition), part.chunk[0] if part.chunk else 0
+        size = len(own) // len(task.parts)
+        index = np.arange(i * size, (i + 1) * size)
+        self._state(step).slots[part.id] = own[index]
+        for f in task.fields:
+            if f in columns:
+                column = as_column(columns[f], size, f"field '{f}'")
+            else:
+                column = select(self.buffer.get(Key(step, task.partition.id, f)), index)
+            self.buffer.put(Key(step, part.id, f), column)
+
+    def merge(self, step: int, task: Merge) -> None:
+        """Joins the chunks of a partition, in the order of their samples."""
+        order = np.argsort(np.concatenate([self.slots(step, p) for p in task.parts]))
+        for f in task.fields:
+            columns = [self.buffer.pop(Key(step, p.id, f)) for p in task.parts]
+            if f in task.kept:
+                self.buffer.put(Key(step, task.partition.id, f), select(concat(columns), order))
+                self._moved.add(Key(step, task.partition.id, f))
+        self._moved.difference_update([Key(step, p.id, f) for p in task.parts for f in task.fields])
 
     def _deal(self, step: int, partition: Partition, samples: int) -> Ints:
         """Returns the cell of each slot of this rank's domain in a partition, which it knows from an earlier move."""
-        deal = self._deals.get((step, partition.id, samples))
+        deal = self._state(step).deals.get((partition.id, samples))
         return contiguous_deal(partition, samples, self.plan.repeat) if deal is None else deal
 
     def inputs(self, step: int, task: Run) -> Batch:
@@ -116,7 +189,7 @@ class Coordinator:
             key = Key(step, task.partition.id, f)
             column = self.buffer.get(key)
             if key not in self._moved:
-                self.traffic.local += nbytes(column)
+                self._state(step).local += nbytes(column)
             columns[f] = copy_objects(column) if isinstance(column, list) else column
         return Batch(ids, ids // self.plan.repeat, columns)
 
@@ -124,7 +197,7 @@ class Coordinator:
         """Checks what a node returned, and keeps the fields that a later node reads."""
         node = self.plan.flow.node(task.node)
         samples = len(self.slots(step, task.partition))
-        written = _by_field(value, node.writes)
+        written = by_field(value, node.writes)
         for f in written:
             if f not in node.writes:
                 raise DataError(f"returned field '{cut(str(f))}', which it does not declare{suggest(f, node.writes)}")
@@ -132,36 +205,45 @@ class Coordinator:
             if f not in written:
                 readers = "', '".join(self.plan.flow.readers[f])
                 raise DataError(f"returned no field '{f}', which '{readers}' reads")
-            column = as_column(written[f], samples, f"field '{f}'")
+            column = floats_as_tensor(as_column(written[f], samples, f"field '{f}'"))
             self.buffer.put(Key(step, task.partition.id, f), column)
 
     def free(self, step: int, task: Free) -> None:
         self.buffer.free(step, task.partition.id, task.fields)
         self._moved.difference_update([Key(step, task.partition.id, f) for f in task.fields])
 
-    def end_step(self, step: int) -> Traffic:
-        """Checks that every field of the step was freed, and returns the step's traffic."""
+    def _state(self, step: int) -> _StepState:
+        return self._steps.get(step) or self._steps.setdefault(step, _StepState())  # one for all threads
+
+    def check_freed(self, step: int) -> None:
+        """Raises unless every field of a step was freed."""
         remaining = self.buffer.remaining(step)
         if remaining:
             raise DataError(f"step {step} is over, but these fields were never freed: {remaining}")
-        self._forget_slots(step)
+
+    def end_step(self, step: int) -> Traffic:
+        """Forgets a step all of whose tasks are done, and returns its traffic."""
+        state = self._steps.pop(step, None) or _StepState()
         self.sampled_prompts = None
-        traffic, self.traffic = self.traffic, Traffic()
-        return traffic
+        state.traffic.local += state.local
+        return state.traffic
 
     def slots(self, step: int, partition: Partition) -> Ints:
-        """Returns the slots of this rank in a partition: contiguous shares, unless a move has assigned others."""
-        key = step, partition.id
-        if key not in self._slots:
+        """Returns the slots of this rank in a partition: contiguous shares, unless moves have assigned others."""
+        slots = self._state(step).slots
+        parts = [slots[i] for i in (f"{partition.id}#{i}" for i in range(self.plan.chunks)) if i in slots]
+        if partition.id not in slots and partition.uneven and len(parts) == self.plan.chunks:
+            slots[partition.id] = np.sort(np.concatenate(parts))
+        if partition.id not in slots:
             cells = contiguous_deal(partition, len(self.groups(step)) * self.plan.repeat, self.plan.repeat)
-            self._slots[key] = np.flatnonzero(cells == partition.layout.cell_of(self.rank))
-        return self._slots[key]
+            slots[partition.id] = np.flatnonzero(cells == partition.layout.cell_of(self.rank))
+        return slots[partition.id]
 
     def groups(self, step: int) -> Ints:
         """Returns the prompts of a step, ascending; during dynamic sampling, those of the current round."""
         if self.sampled_prompts:
             return self.sampled_prompts.positions
-        first, count = step * self.loader.prompts, self.loader.prompts
+        first, count = self.loader.position(step), self.loader.prompts
         if self._sampling:
             first, count = self._sampling.position, self._sampling.count
         return np.arange(first, first + count, dtype=np.int64)
@@ -185,7 +267,8 @@ class Coordinator:
                 selected = self._sampling.selected()
                 self._rounds[src.id] = [_only_prompts(part, selected, self.plan.repeat) for part in rounds]
         self.buffer.discard(Key(step, task.partition.id, task.field))  # popped above if a later node reads it
-        self._forget_slots(step)
+        self._state(step).slots.clear()
+        self._state(step).deals.clear()
         self._moved.clear()
         if full:
             self.sampled_prompts, self._sampling = self._sampling.result(), None
@@ -220,13 +303,9 @@ class Coordinator:
         ids = np.concatenate([ids for ids, _ in rounds])
         order = np.argsort(ids)
         groups, member = np.divmod(ids[order], self.plan.repeat)
-        self._slots[step, into.id] = np.searchsorted(self.groups(step), groups) * self.plan.repeat + member
+        self._state(step).slots[into.id] = np.searchsorted(self.groups(step), groups) * self.plan.repeat + member
         for f in fields:
             self.buffer.put(Key(step, into.id, f), select(concat([columns[f] for _, columns in rounds]), order))
-
-    def _forget_slots(self, step: int) -> None:
-        self._slots = {k: v for k, v in self._slots.items() if k[0] != step}
-        self._deals = {k: v for k, v in self._deals.items() if k[0] != step}
 
     def close(self) -> None:
         self.buffer.close()
@@ -241,7 +320,7 @@ def _only_prompts(part: tuple[Ints, dict[str, Column]], prompts: Ints, repeat: i
     return ids[index], {f: concat([select(c, index)]) for f, c in columns.items()}
 
 
-def _by_field(value: Any, writes: tuple[str, ...]) -> Mapping[str, Any]:
+def by_field(value: Any, writes: tuple[str, ...]) -> Mapping[str, Any]:
     """Returns field → column. A node returns a dict of fields, a Batch, None, or the one column it writes."""
     if value is None:
         return {}

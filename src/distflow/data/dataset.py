@@ -9,8 +9,8 @@ import os
 import weakref
 from abc import ABC, abstractmethod
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
-from itertools import accumulate
+from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate, islice
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
@@ -25,7 +25,8 @@ from distflow.errors import DataError, cut, suggest
 SUFFIXES = (".jsonl", ".json", ".ndjson", ".parquet")
 
 _CHUNK = 1 << 24  # bytes of a JSON Lines file scanned at a time
-_BATCH = 1024  # Parquet rows converted at a time
+_BATCH, _READ = 1024, 32  # Parquet rows converted at a time, and read
+_EXPANSION, _SMALL = 200, 64 << 20  # how many times as large as its file the rows of Parquet are at most, above so much
 _MAX_LISTED = 20  # skipped rows listed
 _WHITESPACE = b" \t\r\n"  # as JSON defines it
 
@@ -233,10 +234,24 @@ class _ParquetFile(_File):
             with pq.ParquetFile(self.path, pre_buffer=False) as source:  # pre-buffering would hold entire row groups
                 schema = self._schema(source.schema_arrow)
                 with pa.ipc.new_file(out, schema) as writer:
-                    for batch in source.iter_batches(_BATCH, columns=schema.names):
-                        writer.write_table(pa.Table.from_batches([batch]).cast(schema))
+                    rows = self._rows(source, schema)
+                    while tables := list(islice(rows, max(1, _BATCH // _READ))):
+                        writer.write_table(pa.concat_tables(tables).combine_chunks())
         except (pa.ArrowException, ValueError, LookupError, ArithmeticError, TypeError) as e:
             raise DataError(f"{self.path}: cannot be read as Parquet ({e}); write it again, or name it .jsonl") from e
+
+    def _rows(self, source: pq.ParquetFile, schema: pa.Schema) -> Iterator[pa.Table]:
+        """Yields a few rows at a time. Raises if they are far more than the file: it may be made to fill a disk."""
+        size, most = 0, max(_EXPANSION * self.stamp[0], _SMALL)
+        for batch in source.iter_batches(min(_READ, _BATCH), columns=schema.names):
+            rows = pa.Table.from_batches([batch]).cast(schema)
+            size += rows.nbytes
+            if size > most:
+                raise DataError(
+                    f"{self.path}: its {self.stamp[0] / 1e3:,.0f} kB become more than {most / 1e6:,.0f} MB of rows; if"
+                    " they are meant to, write them as .jsonl"
+                )
+            yield rows
 
     def _schema(self, columns: pa.Schema) -> pa.Schema:
         """Returns the given fields, or all, decoded: an Arrow file cannot have one dictionary per row group."""

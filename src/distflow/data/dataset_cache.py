@@ -14,13 +14,15 @@ import numpy as np
 
 from distflow.data.balance import Ints
 from distflow.errors import DataError
+from distflow.private_folder import make_private, open_lock, why_unsafe
 
 T = TypeVar("T")
 Build = Callable[[BinaryIO], None]
 
 
 class HostCache:
-    """Uses the given directory, or the user's cache, or a private temporary directory if that is not writable."""
+    """Uses the given directory, or the user's cache, or a private temporary directory if that is not writable, or if
+    other users could put files there."""
 
     def __init__(self, folder: Path | None = None) -> None:
         self.folder = _writable(folder)
@@ -33,7 +35,7 @@ class HostCache:
             return read(entry)
         part = entry.with_name(entry.name + ".part")
         try:
-            with open(entry.with_name(entry.name + ".lock"), "wb") as lock:
+            with open_lock(entry.with_name(entry.name + ".lock")) as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX)
                 with suppress(OSError, ValueError):  # another worker was first
                     return read(entry)
@@ -64,11 +66,15 @@ def mapped_ints(entry: Path, last: int) -> Ints:
 def _writable(folder: Path | None) -> Path:
     private = Path(tempfile.gettempdir()) / f"distflow-{os.getuid()}"
     user = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "distflow"
+    reason = "it cannot be written"
     for path in [folder] if folder else [user, private]:
         with suppress(OSError):
-            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            make_private(path)
             with tempfile.TemporaryFile(dir=path) as probe:
                 fcntl.flock(probe, fcntl.LOCK_EX)  # some network file systems cannot lock
-            if path != private or path.stat().st_uid == os.getuid():  # anybody can create a directory in /tmp
+            if not (reason := why_unsafe(path, parents=True)):  # rows could be planted there
                 return path
-    raise DataError(f"{folder or private}: the cache of data files cannot be written there; choose another directory")
+    raise DataError(
+        f"{folder or private}: the cache of data files cannot be there: {reason}; choose another directory"
+        " (XDG_CACHE_HOME)"
+    )

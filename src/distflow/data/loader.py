@@ -25,12 +25,17 @@ class Source(Protocol):
 class Loader:
     """Loads `prompts` per step, each `repeat` times. The stream crosses epoch boundaries: every row once per epoch.
 
-    The position p of a prompt in the stream is also its group id; the samples of group p are p * repeat + j.
+    The position p of a prompt in the stream is also its group id; the samples of group p are p * repeat + j. With
+    `rewind`, every step has the first prompts of the stream.
     """
 
-    def __init__(self, dataset: Source, prompts: int, repeat: int, seed: int) -> None:
-        self.dataset, self.prompts, self.repeat, self.seed = dataset, prompts, repeat, seed
+    def __init__(self, dataset: Source, prompts: int, repeat: int, seed: int, rewind: bool = False) -> None:
+        self.dataset, self.prompts, self.repeat, self.seed, self.rewind = dataset, prompts, repeat, seed, rewind
         self._prefetched: tuple[tuple[int, int, int], Future[_Loaded]] | None = None
+
+    def position(self, step: int) -> int:
+        """Returns the position of a step's first prompt."""
+        return 0 if self.rewind else step * self.prompts
 
     def epoch_of(self, step: int) -> int:
         """Returns the epoch in which a step begins; it may end in a later one."""
@@ -67,7 +72,7 @@ class Loader:
         Thread(target=fill, name=f"prefetch step {step}", daemon=True).start()  # daemon: does not delay the exit
 
     def _load(self, step: int, cell: int, cells: int) -> _Loaded:
-        return self.load_range(step * self.prompts, self.prompts, cell, cells)
+        return self.load_range(self.position(step), self.prompts, cell, cells)
 
     def load_range(self, position: int, prompts: int, cell: int, cells: int) -> _Loaded:
         """Returns the share of `cell` of any range of the stream."""

@@ -55,6 +55,7 @@ class Transport:
         raise_open_files_limit(workers)
         self.rank, self.workers, self.device, self.waiting = rank, workers, device, waiting
         self.messages = self.bytes = 0  # sent
+        self.sent: Counter[int] = Counter()  # bytes to each peer, since whoever reads it has cleared it
         self._store = dist.PrefixStore(f"transport/{name}", store)
         # Whoever comes first decides on the token.
         token = self._store.compare_set("token", "", secrets.token_hex(16))
@@ -101,7 +102,9 @@ class Transport:
     def execute(self, request: SendReceive) -> Tensor:
         """Returns the filled `out`. What was sent may be overwritten: `pack` is asked for it again."""
         self.messages += len(request.send)
-        self.bytes += sum(end - start for start, end in request.send.values())
+        for peer, (start, end) in request.send.items():
+            self.bytes += end - start
+            self.sent[peer] += end - start
         if request.out.device.type != "cpu":
             return self._execute_on_device(request)
         connections = {peer: self._outgoing.get(peer) or self._connect(peer) for peer in request.send}

@@ -1,7 +1,7 @@
 """DAPO: GRPO with clip-higher, dynamic sampling and an overlong penalty (arXiv 2503.14476)."""
 
 from distflow.flow import flow
-from distflow.flows.nodes import group_advantage, nonzero_std, overlong_penalty
+from distflow.flows.nodes import group_advantage, nonzero_std, overlong_penalty, response_mask
 from distflow.flows.policy_update import update_policy
 
 
@@ -14,6 +14,7 @@ def dapo(
     *,
     clip=0.2,
     clip_high=0.28,
+    dual_clip=3.0,
     max_gen_batches=10,  # generated at most to fill one batch
     overlong_limit=0,  # tokens of a response that gets the full penalty; 0: no penalty
     overlong_buffer=0,  # tokens before the limit over which the penalty rises from 0
@@ -25,6 +26,7 @@ def dapo(
     nonzero_std(score, refill=max_gen_batches)  # the nodes below see a full batch of groups with different scores
     if overlong_limit:
         limits = {"limit": overlong_limit, "buffer": overlong_buffer, "factor": overlong_penalty_factor}
-        score = overlong_penalty(score, rollout["response_tokens"], **limits)
+        score = overlong_penalty(score, rollout["response_tokens"], *response_mask(rollout), **limits)
     advantage = group_advantage(score, field="shaped_score" if overlong_limit else "score")
-    update_policy(actor, reference, rollout, advantage, loss="policy", clip=clip, clip_high=clip_high, **rest)
+    clips = {"clip": clip, "clip_high": clip_high, "dual_clip": dual_clip}
+    update_policy(actor, reference, rollout, advantage, loss="policy", **clips, **rest)

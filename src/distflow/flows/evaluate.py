@@ -1,4 +1,4 @@
-"""Evaluates a model on a held-out set: the flow of `eval` in a config and of `distflow eval`."""
+"""Evaluates a model on a held-out set: the flows of `eval` in a config and of `distflow eval`."""
 
 from distflow.flow import flow
 from distflow.flows.nodes import report
@@ -10,3 +10,9 @@ def evaluate(prompts, actor, reward, *, temperature=0.0, n=1):
     score = reward.score(prompts, rollout)
     source = [prompts["data_source"]] if "data_source" in prompts.fields else []
     report(score, rollout["response"], prompts["prompt"], *source, n=n)
+
+
+@flow
+def evaluate_by_own_reward(prompts, actor, eval_reward, *, temperature=0.0, n=1):
+    """The same with another reward than that of training (`eval.reward`)."""
+    evaluate.fn(prompts, actor, eval_reward, temperature=temperature, n=n)

@@ -1,20 +1,24 @@
 """Nodes that several flows share. They import torch when they run: flows are planned without it."""
 
-import json
 from typing import TYPE_CHECKING, Any
 
+from distflow.algo.options import Baseline, Count, Estimator, Fraction, NonNegative, Scale
 from distflow.flow import node
 
 if TYPE_CHECKING:
     from distflow.data.batch import Batch
     from distflow.data.context import Context
+    from distflow.data.response_mask import ModelTokens
 
-SAVED_PROMPTS = 8  # of the held-out set, a response to each of which goes to samples.jsonl
+
+def response_mask(rollout: Any) -> list[Any]:
+    """Selects the mask of a rollout, if an environment had a part in it; see distflow.data.response_mask."""
+    return [rollout["response_mask"]] if "response_mask" in rollout.fields else []
 
 
 @node(role="advantage", whole_groups=True, writes="advantage")
 def group_advantage(
-    batch: "Batch", ctx: "Context", scale: str = "std", baseline: str = "mean", field: str = "score"
+    batch: "Batch", ctx: "Context", scale: Scale = "std", baseline: Baseline = "mean", field: str = "score"
 ) -> Any:
     """Compares the score of each sample (`field`) with its group; see distflow.algo.advantages.
 
@@ -23,10 +27,11 @@ def group_advantage(
     import torch
 
     from distflow.algo.advantages import group_advantages, mean_group_std, zero_std_fraction
+    from distflow.data.response_mask import model_token_counts
 
     groups, score = torch.from_numpy(batch.groups), batch[field]
-    lengths = torch.from_numpy(batch["response_tokens"].lengths) if baseline == "length_weighted" else None
-    advantage = group_advantages(score, groups, scale, baseline, lengths)  # type: ignore[arg-type]
+    lengths = model_token_counts(batch) if baseline == "length_weighted" else None
+    advantage = group_advantages(score, groups, scale, baseline, lengths)
     ctx.metrics.log("advantage/mean", float(advantage.mean()), len(batch))
     # Under dynamic sampling reward/mean is over all responses that were generated.
     ctx.metrics.log("reward/trained_mean", float(score.mean()), len(batch))
@@ -53,13 +58,12 @@ def nonzero_std(batch: "Batch") -> Any:
 
 
 @node(role="reward", writes="shaped_score")
-def overlong_penalty(batch: "Batch", ctx: "Context", limit: int, buffer: int = 0, factor: float = 1.0) -> Any:
+def overlong_penalty(batch: "Batch", ctx: "Context", limit: Count, buffer: Count = 0, factor: NonNegative = 1.0) -> Any:
     """Adds DAPO's overlong penalty to the score; see distflow.algo.reward_shaping."""
-    import torch
-
     from distflow.algo.reward_shaping import overlong_penalty
+    from distflow.data.response_mask import model_token_counts
 
-    penalty = overlong_penalty(torch.from_numpy(batch["response_tokens"].lengths), limit, buffer, factor)
+    penalty = overlong_penalty(model_token_counts(batch), limit, buffer, factor)
     ctx.metrics.log("reward/overlong_penalty", float(penalty.mean()), len(batch))
     return batch["score"] + penalty
 
@@ -73,64 +77,74 @@ def greedy_baseline_advantage(batch: "Batch", ctx: "Context") -> Any:
 
 
 @node(role="advantage", writes="kl_divergence")
-def kl_divergence(batch: "Batch", estimator: str = "k3") -> Any:
+def kl_divergence(batch: "Batch", estimator: Estimator = "k3") -> Any:
     """Estimates the KL divergence of each response from the reference model, as the mean over its tokens."""
     import torch
 
     from distflow.algo.kl import kl
+    from distflow.data.response_mask import ModelTokens
 
-    logprobs, ref_logprobs = batch["rollout_logprobs"], batch["ref_logprobs"]
-    lengths = torch.from_numpy(logprobs.lengths)
-    per_token = kl(estimator, logprobs.joined(), ref_logprobs.joined())  # type: ignore[arg-type]
+    model = ModelTokens.of(batch, "ref_logprobs")
+    lengths = torch.from_numpy(model.lengths)
+    per_token = kl(estimator, *(model.select(x.joined()) for x in (_policy_logprobs(batch), batch["ref_logprobs"])))
     sample = torch.arange(len(batch)).repeat_interleave(lengths)
     return per_token.new_zeros(len(batch)).index_add(0, sample, per_token) / lengths.clamp(min=1)
 
 
 @node(role="advantage", writes=("raw_advantage", "returns", "moments"))
-def gae(batch: "Batch", gamma: float = 1.0, lam: float = 0.95, kl: float = 0.0) -> dict[str, Any]:
+def gae(batch: "Batch", gamma: Fraction = 1.0, lam: Fraction = 0.95, kl: float = 0.0) -> dict[str, Any]:
     """Computes the advantage and return of each token from `score` and `old_values`; `kl` weighs a KL penalty."""
     import torch
 
     from distflow.algo.returns import gae, moments
-    from distflow.data.batch import Ragged
+    from distflow.data.response_mask import ModelTokens
 
-    values = batch["old_values"]
-    lengths = torch.from_numpy(values.lengths)
-    advantage, returns = gae(_token_rewards(batch, lengths, kl), values.joined(), lengths, gamma, lam)
+    model = ModelTokens.of(batch, "old_values")
+    values, lengths = model.select(batch["old_values"].joined()), torch.from_numpy(model.lengths)
+    advantage, returns = gae(_token_rewards(batch, model, kl), values, lengths, gamma, lam)
     return {
-        "raw_advantage": Ragged.packed(advantage, values.lengths),
-        "returns": Ragged.packed(returns, values.lengths),
-        "moments": torch.stack([moments(x, lengths) for x in (advantage, returns, returns - values.joined())], 1),
+        "raw_advantage": model.spread(advantage),
+        "returns": model.spread(returns),
+        "moments": torch.stack([moments(x, lengths) for x in (advantage, returns, returns - values)], 1),
     }
 
 
 @node(role="advantage", writes=("raw_advantage", "moments"))
-def discounted_returns(batch: "Batch", gamma: float = 1.0, kl: float = 0.0) -> dict[str, Any]:
+def discounted_returns(batch: "Batch", gamma: Fraction = 1.0, kl: float = 0.0) -> dict[str, Any]:
     """Computes the return of each token from `score`, as its advantage; `kl` weighs a KL penalty."""
     import torch
 
     from distflow.algo.returns import discounted_returns, moments
-    from distflow.data.batch import Ragged
+    from distflow.data.response_mask import ModelTokens
 
-    counts = batch["rollout_logprobs"].lengths
-    lengths = torch.from_numpy(counts)
-    returns = discounted_returns(_token_rewards(batch, lengths, kl), lengths, gamma)
-    return {"raw_advantage": Ragged.packed(returns, counts), "moments": moments(returns, lengths)[:, None]}
+    model = ModelTokens.of(batch, "rollout_logprobs")
+    lengths = torch.from_numpy(model.lengths)
+    returns = discounted_returns(_token_rewards(batch, model, kl), lengths, gamma)
+    return {"raw_advantage": model.spread(returns), "moments": moments(returns, lengths)[:, None]}
 
 
-def _token_rewards(batch: "Batch", lengths: Any, kl_weight: float) -> Any:
+def _token_rewards(batch: "Batch", model: "ModelTokens", kl_weight: float) -> Any:
+    """Returns the rewards of the model's tokens: the score at the last of each response, less the KL penalty."""
+    import torch
+
     from distflow.algo.kl import kl
     from distflow.algo.returns import token_rewards
 
+    lengths = torch.from_numpy(model.lengths)
     if not kl_weight:
         return token_rewards(batch["score"], lengths)
-    divergence = kl("k1", batch["rollout_logprobs"].joined(), batch["ref_logprobs"].joined())
-    return token_rewards(batch["score"], lengths, kl_weight * divergence)
+    divergence = kl("k1", _policy_logprobs(batch).joined(), batch["ref_logprobs"].joined())
+    return token_rewards(batch["score"], lengths, kl_weight * model.select(divergence))
 
 
-def whiten_over_batch(estimates: Any) -> Any:
+def _policy_logprobs(batch: "Batch") -> Any:
+    """Returns the log-probs that the trainer computed before the update, if a flow has them, else the rollout's."""
+    return batch["old_logprobs" if "old_logprobs" in batch else "rollout_logprobs"]
+
+
+def whiten_over_batch(estimates: Any, *mask: Any) -> Any:
     """Whitens `raw_advantage` over all tokens of the step. Only `moments` are gathered, a few bytes a sample."""
-    return whiten(estimates["raw_advantage"], merge_moments(estimates["moments"]))
+    return whiten(estimates["raw_advantage"], merge_moments(estimates["moments"]), *mask)
 
 
 @node(role="advantage", whole_batch=True, writes="batch_moments")
@@ -154,13 +168,13 @@ def merge_moments(batch: "Batch", ctx: "Context") -> Any:
 def whiten(batch: "Batch", ctx: "Context") -> Any:
     """Whitens `raw_advantage` with `batch_moments`, which are the same for all samples."""
     from distflow.algo.returns import whiten
-    from distflow.data.batch import Ragged
+    from distflow.data.response_mask import ModelTokens
 
-    raw = batch["raw_advantage"]
-    advantage = whiten(raw.joined(), batch["batch_moments"][:1])
+    model = ModelTokens.of(batch, "raw_advantage")
+    advantage = whiten(model.select(batch["raw_advantage"].joined()), batch["batch_moments"][:1])
     if len(advantage):
         ctx.metrics.log("advantage/mean", float(advantage.mean()), len(advantage))
-    return Ragged.packed(advantage, raw.lengths)
+    return model.spread(advantage)
 
 
 @node(role="report", whole_groups=True, writes=())
@@ -178,12 +192,3 @@ def report(batch: "Batch", ctx: "Context", n: int) -> None:
         ctx.metrics.log(f"val/{source}/score", float(score[samples].mean()), len(samples))
         for k in reported_ks(n):
             ctx.metrics.log(f"val/{source}/pass@{k}", pass_at_k(score[samples].tolist(), k))
-        if group < SAVED_PROMPTS and ctx.lead:
-            _save_sample(ctx, batch, samples[0])
-
-
-def _save_sample(ctx: "Context", batch: "Batch", i: int) -> None:
-    row = {"step": ctx.step, **{f: batch[f][i] for f in ("prompt", "response")}, "score": float(batch["score"][i])}
-    # All workers append to this file: a line is one unbuffered write, so that lines do not interleave.
-    with open(ctx.folder / "samples.jsonl", "ab", buffering=0) as file:
-        file.write((json.dumps(row, ensure_ascii=False) + "\n").encode())

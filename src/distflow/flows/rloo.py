@@ -6,8 +6,9 @@ from distflow.flows.policy_update import update_policy
 
 
 @flow(constants_of=update_policy)
-def rloo(prompts, actor, reference, reward, *, clip=0.2, aggregate="seq-mean-token-sum", **rest):
+def rloo(prompts, actor, reference, reward, *, clip=0.2, dual_clip=3.0, aggregate="seq-mean-token-sum", **rest):
     rollout = actor.generate(prompts["prompt"])
     score = reward.score(prompts, rollout)
     advantage = group_advantage(score, baseline="leave_one_out", scale="none")
-    update_policy(actor, reference, rollout, advantage, loss="policy", clip=clip, aggregate=aggregate, **rest)
+    constants = {"clip": clip, "dual_clip": dual_clip, "aggregate": aggregate}
+    update_policy(actor, reference, rollout, advantage, loss="policy", **constants, **rest)
