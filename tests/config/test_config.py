@@ -9,6 +9,7 @@ import yaml
 
 from distflow.config import Config, load_config
 from distflow.config.schema import RoleConfig
+from distflow.config.yaml import parse
 from distflow.errors import ConfigError
 
 MINIMAL: dict[str, Any] = {
@@ -102,7 +103,7 @@ def test_an_unknown_key_is_refused_with_the_nearest_one(tmp_path: Path, changed:
         ({"flow": 5}, "'flow' is 5: input should be a valid string"),
         ({"flow": ["a"]}, "'flow.0' is 'a': input should be a valid dictionary"),
         ({"data": {"batch": 3}}, "'data.files' is missing; it is required"),
-        ({"roles": {"judge": {"args": {}}}}, "'roles.judge.call' is missing; it is required"),
+        ({"roles": {"judge": {"args": {}}}}, "'roles.judge' is {'args': {}}: value error, give one of `call`"),
     ],
 )
 def test_a_wrong_value_is_refused_with_its_key(tmp_path: Path, changed: Any, message: str) -> None:
@@ -237,3 +238,14 @@ def test_yaml_without_a_plain_value_is_refused(tmp_path: Path, text: str) -> Non
     (tmp_path / "run.yaml").write_text(text)
     with pytest.raises(ConfigError, match=r"run\.yaml"):
         load_config(tmp_path / "run.yaml")
+
+
+def test_a_number_of_many_digits_is_not_even_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`1:59:59…` is a number in base 60: 900 kB of it would take PyYAML half a minute."""
+
+    def read(*_: object) -> None:
+        raise AssertionError("this takes long")
+
+    monkeypatch.setattr("yaml.constructor.SafeConstructor.construct_yaml_int", read)
+    with pytest.raises(ValueError, match=r"the number 1:59:59:59:59:59:59:59:59:59:… is too large"):
+        parse("steps: 1" + ":59" * 1000)

@@ -15,6 +15,7 @@ from distflow.plan import (
     Free,
     Layout,
     Load,
+    Merge,
     Move,
     Partition,
     Place,
@@ -22,6 +23,7 @@ from distflow.plan import (
     Plan,
     Refill,
     Run,
+    Split,
     Weights,
     Workload,
     plan,
@@ -95,7 +97,7 @@ def test_every_reader_has_its_fields_and_every_field_is_freed_once_after_its_las
         held: set[tuple[str, str]] = set()
         freed: set[tuple[str, str]] = set()
         ran: set[str] = set()
-        latest: Load | Move | Run | Refill | None = None
+        latest: Load | Move | Run | Refill | Split | Merge | None = None
         for t in p.tasks:
             match t:
                 case Load():
@@ -443,3 +445,25 @@ def test_a_thousand_workers_are_planned_without_torch() -> None:
     assert many[1:] == few[1:]  # as many tasks and different chains as for four, and nothing heavy imported
     assert len(many) == 4
     assert many[0] != few[0]
+
+
+@pytest.mark.parametrize(
+    ("generate", "update", "expected"),
+    [
+        (Place("low"), Place("high"), 2 * 1000),  # each of two ranks needs a copy
+        (Place("low", tp=2), Place("high"), 1000),  # two ranks share one
+        (Place(), Place(), 4 * 750),  # each has a quarter itself
+        (Place("low", tp=2), Place("low", tp=2), 0),
+    ],
+)
+def test_the_expected_bytes_of_a_hand_over(generate: Place, update: Place, expected: int) -> None:
+    nodes = (
+        Node("generate", "actor", reads=("prompt",), writes=("response",), hand_over=True, method=True),
+        Node("update", "actor", "train", reads=("response",), method=True),
+    )
+    placement = Placement(4, {"low": "0-1", "high": "2-3"}, nodes={"generate": generate, "update": update})
+    flow = Flow("f", ("prompt",), nodes)
+    known, unknown = (plan(flow, placement, Workload(8, weights=w)) for w in ({"actor": 1000}, {}))
+    (task,) = (t for t in known.tasks if isinstance(t, Weights))
+    assert task.expected_bytes == expected
+    assert known.hash == unknown.hash  # estimates are no part of what the workers agree on

@@ -65,7 +65,8 @@ def plans(draw: st.DrawFn) -> Plan:
         after = tuple(draw(st.lists(st.sampled_from([n.id for n in nodes]), max_size=1))) if nodes else ()
         balance = draw(st.sampled_from([None, *reads]))
         kind = draw(st.sampled_from(NODE_TYPES))
-        nodes.append(Node(f"n{i}", "r", kind, reads, (f"f{i}",), "", after, {}, draw(st.booleans()), balance))
+        options = draw(st.booleans()), balance, draw(st.booleans())
+        nodes.append(Node(f"n{i}", f"r{i % 3}", kind, reads, (f"f{i}",), "", after, {}, *options))
     where = {n.id: draw(st.sampled_from(PLACES)) for n in nodes}
     return plan(Flow("random", ("x", "y"), tuple(nodes)), Placement(8, rank_sets=RANK_SETS, nodes=where), Workload(24))
 
@@ -90,7 +91,7 @@ def test_nothing_overlaps_and_nothing_is_missing(p: Plan) -> None:
     for (kind, name), b in shapes.items():
         around = [r for r, lane in zip(ranks, lanes, strict=True) if lane.overlaps(b)]
         assert len(around) <= 1
-        assert kind == "move" or around == [frozenset(p.partition_of(name).layout.ranks)]
+        assert kind in ("move", "weights") or around == [frozenset(p.partition_of(name).layout.ranks)]
 
 
 @settings(max_examples=60, deadline=None)
@@ -115,6 +116,24 @@ def test_lines_pass_beside_boxes(p: Plan) -> None:
             straight = Box(float(a), float(level), float(b) - float(a), 0)
             assert not any(straight.overlaps(shape) for shape in shapes.values())
         assert float(x1) < float(x)  # bends lie between columns, where there is no box
+
+
+def test_a_hand_over_of_weights_is_drawn_before_the_node_that_generates_with_them() -> None:
+    flow = Flow(
+        "f",
+        ("prompt",),
+        (
+            Node("generate", "actor", reads=("prompt",), writes=("response",), hand_over=True, method=True),
+            Node("update", "actor", "train", reads=("response",), method=True),
+        ),
+    )
+    places = {"generate": Place("rollout", tp=2), "update": Place("train")}
+    placement = Placement(4, rank_sets={"rollout": "0-1", "train": "2-3"}, nodes=places)
+    root, shapes, _ = read(plan(flow, placement, Workload(8, weights={"actor": 1 << 20})))
+    assert "actor weights · 1.0 MiB" in texts(root)
+    assert "dp2 → dp1·tp2" in texts(root)
+    assert shapes["node", "data"].x < shapes["weights", "actor"].x < shapes["node", "generate"].x
+    assert "actor weights · model not known here" in texts(read(plan(flow, placement, Workload(8)))[0])
 
 
 def test_moves_show_fields_and_bytes_and_lanes_show_rank_sets() -> None:

@@ -27,6 +27,18 @@ def diamond(workers: int = 4, source: tuple[str, ...] = ("prompt", "answer"), na
     return plan(Flow(name, source, nodes), placement, Workload(1024, 4, {"response": 4096}))
 
 
+def test_the_hand_over_of_weights_is_listed_with_its_layouts_and_bytes() -> None:
+    nodes = (
+        Node("generate", "actor", "inference", ("prompt",), ("response",), hand_over=True, method=True),
+        Node("update", "actor", "train", ("response",), method=True),
+    )
+    placement = Placement(4, {"rollout": "0-1", "train": "2-3"}, Place("train"), {}, {"generate": Place("rollout")})
+    shown = text(plan(Flow("f", ("prompt",), nodes), placement, Workload(8, weights={"actor": 3 << 20})))
+    (row,) = (line for line in section(shown, "Weights, handed over") if line.startswith("actor"))
+    assert row.split() == ["actor", "train", "2-3", "dp2", "rollout", "0-1", "dp2", "6.0", "MiB"]
+    assert "Weights, handed over" not in text(diamond())
+
+
 def text(p: Plan, width: int = 110) -> str:
     out = io.StringIO()
     Console(file=out, width=width).print(render(p))

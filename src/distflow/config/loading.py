@@ -13,11 +13,18 @@ from distflow.errors import ConfigError, cut, shown, suggest
 
 # Keys under names that are not ours and not similar enough to be suggested.
 SYNONYMS = {"group": "ranks", "groups": "ranks"}
+# Sections that may be given by the value of one of their keys: `data: train.jsonl`.
+SHORT_FORMS = {"data": "files", "eval": "files", "model": "path", "reward": "functions"}
 
 
-def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
-    """Reads a file and applies overrides such as `data.batch=64`."""
+def load_config(path: str | Path, overrides: Sequence[str] = (), base: Path | None = None) -> Config:
+    """Reads a file and applies overrides such as `data.batch=64`. Paths are relative to `base`, or to its folder."""
     path = Path(path)
+    return make_config(read_config(path), overrides, base or path.parent, str(path), path.stem)
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """Returns what a file has, not validated."""
     try:
         with open(path, "rb") as file:
             content = file.read(MAX_BYTES + 1)
@@ -32,16 +39,28 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
         raise ConfigError(f"{path} is not YAML: {cut(str(e), 400)}") from None
     if not isinstance(raw, dict):
         raise ConfigError(f"{path} is {'empty' if raw is None else shown(raw, 40)}, not a mapping of keys")
+    return raw
+
+
+def make_config(raw: dict[str, Any], overrides: Sequence[str], base: Path, where: str, name: str) -> Config:
+    """Applies overrides and validates; `where` starts errors, `name` is that of a flow without one."""
     for text in overrides:
         _override(raw, text)
     flow = raw.get("flow")
-    raw.setdefault("name", flow.rpartition(":")[2] if isinstance(flow, str) else path.stem)
+    raw.setdefault("name", flow.rpartition(":")[2] if isinstance(flow, str) else name)
     if "base" in raw:
-        raise ConfigError(f"{path}: unknown key 'base'")
+        raise ConfigError(f"{where}: unknown key 'base'")
     try:
-        return Config.model_validate(raw | {"base": path.parent})
+        return Config.model_validate(raw | {"base": base})
     except ValidationError as e:
-        raise ConfigError(f"{path}: {_explain(e)}") from None
+        raise ConfigError(f"{where}: {_explain(e)}") from None
+
+
+def long_form(key: str, value: Any) -> Any:
+    """Returns a section that was given in its short form as a mapping of keys."""
+    if isinstance(value, str | list) and key in SHORT_FORMS:
+        return {SHORT_FORMS[key]: value}
+    return value
 
 
 def _override(raw: dict[str, Any], text: str) -> None:
@@ -51,7 +70,7 @@ def _override(raw: dict[str, Any], text: str) -> None:
     *parents, last = key.split(".")
     section = raw
     for name in parents:
-        inner = section[name] = {} if section.get(name) is None else section[name]
+        inner = section[name] = {} if section.get(name) is None else long_form(name, section[name])
         if not isinstance(inner, dict):
             raise ConfigError(f"override '{cut(text)}': '{cut(name)}' is not a section, it is {shown(inner)}")
         section = inner

@@ -18,15 +18,9 @@ Names = Annotated[list[str], BeforeValidator(_as_list)]
 Pair = Annotated[tuple[float, float], BeforeValidator(lambda v: tuple(v) if isinstance(v, list) else v)]
 Size = Annotated[int, Field(ge=0)]
 Dtype = Literal["float32", "bfloat16"]
+TrackerName = Literal["tensorboard", "wandb", "mlflow", "trackio"]
 ALL_LINEAR = "all-linear"
 MAX_SECONDS = 1e9  # the longest time that the system can wait
-
-
-class RoleConfig(Section):
-    """The implementation of a role: a function, or a class that each worker instantiates with `args`."""
-
-    call: str
-    args: dict[str, Any] = {}
 
 
 class DataConfig(Section):
@@ -91,9 +85,32 @@ def _model(value: Any) -> Any:
     return {"path": value} if isinstance(value, str) else value
 
 
+class RoleConfig(Section):
+    """The implementation of a role: a function, or a class that each worker instantiates with `args`; or another model
+    than the actor's, which is never trained."""
+
+    call: str | None = None
+    args: dict[str, Any] = {}
+    model: ModelConfig | None = None
+
+    @field_validator("model", mode="before")
+    @classmethod
+    def _model_by_path(cls, value: Any) -> Any:
+        return _model(value)
+
+    @model_validator(mode="after")
+    def _one_of_two(self) -> "RoleConfig":
+        if (self.call is None) == (self.model is None):
+            raise ValueError("give one of `call` (file.py:name) and `model` (a directory, or a name on the hub)")
+        if self.model is not None and self.args:
+            raise ValueError("`args` are those of `call`; a `model` has none")
+        return self
+
+
 class RolloutConfig(Section):
     """How responses are generated."""
 
+    engine: Literal["builtin", "vllm"] = "builtin"
     n: int = Field(8, gt=0)  # responses per prompt
     max_tokens: int = Field(256, gt=0)
     min_tokens: int = Field(0, ge=0)  # a response does not end earlier
@@ -103,6 +120,9 @@ class RolloutConfig(Section):
     stop: Names = []  # tokens that end a response, besides the end-of-sequence token
     kv_cache_gb: float = Field(2.0, gt=0, le=1e6)
     max_sequences: int = Field(256, gt=0)  # generated at the same time
+    verify_every: int = Field(10, ge=0)  # hand-overs; compares the engine's weights with the trained ones; 0: never
+    staleness: int = Field(0, ge=0, le=64)  # steps that the weights of a rollout are behind
+    chunk: int | None = Field(None, gt=0)  # prompts that leave the workers that generate together; default: all
 
 
 class TrainerConfig(Section):
@@ -133,6 +153,7 @@ class TrainConfig(TrainerConfig):
     """How the actor is trained."""
 
     lora: LoraConfig | None = None  # default: all weights are trained
+    ema: float | None = Field(None, gt=0, lt=1)  # decay of a moving average of the weights; default: there is none
 
 
 class CriticConfig(TrainerConfig):
@@ -189,6 +210,12 @@ class RewardConfig(Section):
         return float(value) if isinstance(value, int) and not isinstance(value, bool) else value
 
 
+def _reward(value: Any) -> Any:
+    """Lets a reward be given by its functions alone."""
+    functions = isinstance(value, str | list) or (isinstance(value, dict) and "call" in value)
+    return {"functions": value} if functions else value
+
+
 class CheckpointConfig(Section):
     """When a run saves its state, and which checkpoints are kept."""
 
@@ -199,13 +226,27 @@ class CheckpointConfig(Section):
 
 
 class EvalConfig(Section):
-    """A held-out set, scored by the same reward before training, every few steps, and at the end."""
+    """A held-out set, scored before training, every few steps, and at the end."""
 
     files: Names = Field(min_length=1)
     every: int = Field(10, gt=0)  # steps
     n: int = Field(1, gt=0)  # responses per prompt; above 1 also pass@2, pass@4, … pass@n
     temperature: float = Field(0.0, ge=0)  # 0: greedy
     limit: int | None = Field(None, gt=0)  # rows
+    reward: RewardConfig | None = None  # default: the reward of the config
+    rename: dict[str, str] | None = None  # default: data.rename
+
+    @field_validator("reward", mode="before")
+    @classmethod
+    def _reward_by_functions(cls, value: Any) -> Any:
+        return _reward(value)
+
+
+class RecordConfig(Section):
+    """What workers write to the run's folder for `distflow show`, besides the metrics. Its size is bounded."""
+
+    spans: bool = True  # what every worker did when, and for whom it waited
+    samples: int = Field(32, ge=0)  # of every step, on all workers together; all responses of some prompts
 
 
 class RayConfig(Section):
@@ -231,6 +272,8 @@ class Config(Section):
     reward: RewardConfig | None = None
     eval: EvalConfig | None = None
     checkpoint: CheckpointConfig = CheckpointConfig()
+    record: RecordConfig = RecordConfig()
+    track: Annotated[list[TrackerName], BeforeValidator(_as_list)] = []  # further sinks of the metrics
     workers: int | None = Field(None, gt=0)
     roles: dict[str, RoleConfig] = Field(default_factory=dict)
     placement: PlacementConfig = PlacementConfig()
@@ -265,8 +308,7 @@ class Config(Section):
     @field_validator("reward", mode="before")
     @classmethod
     def _reward_by_functions(cls, value: Any) -> Any:
-        functions = isinstance(value, str | list) or (isinstance(value, dict) and "call" in value)
-        return {"functions": value} if functions else value
+        return _reward(value)
 
     @property
     def run_folder(self) -> Path:

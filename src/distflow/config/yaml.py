@@ -8,14 +8,26 @@ import yaml
 from distflow.errors import cut, shown
 
 MAX_BYTES = 1 << 20  # of a config
-_MAX_VALUES = 100_000  # of a config, with aliases expanded
+_MAX_VALUES = 20_000  # of a config, with aliases expanded
+_MAX_DIGITS = 400  # of a number: `1:59:59…`, which is in base 60, takes time that grows with their square
 
 
 class _Loader(yaml.SafeLoader):
     """PyYAML alone reads 1e-6 as a string, and integers of any size."""
 
+    values = 0  # so far
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        self.values += 1
+        if self.values > _MAX_VALUES:
+            raise yaml.MarkedYAMLError(
+                problem=f"there are more than {_MAX_VALUES:,} values",
+                problem_mark=self.get_mark(),
+            )
+        return super().compose_node(parent, index)
+
     def construct_yaml_int(self, node: Any) -> int:
-        number = int(super().construct_yaml_int(node))
+        number = int(super().construct_yaml_int(node)) if len(node.value) <= _MAX_DIGITS else 2**63
         if not -(2**63) <= number < 2**63:
             raise _error(f"the number {cut(node.value, 30)} is too large", node)
         return number

@@ -12,6 +12,7 @@ from distflow.errors import FlowError, cut, suggest
 
 _modules: dict[Path, ModuleType] = {}
 _FILE = "__distflow_file__"  # set in modules that were loaded from a file
+_loading: list[Path] = []  # files that are being loaded at this moment
 
 
 def load(ref: str, where: str, base: Path | None = None) -> Any:
@@ -41,6 +42,15 @@ def loaded_files() -> list[Path]:
     return list(_modules)
 
 
+def refuse_while_loading(what: str) -> None:
+    """Raises if it is a file's import that calls this: what is meant for a script would run again in every worker."""
+    if _loading:
+        raise FlowError(
+            f"{_loading[-1].name} calls {what} when it is imported, as every worker does; put the call under"
+            ' `if __name__ == "__main__":`'
+        )
+
+
 def _import(name: str, ref: str, where: str) -> ModuleType:
     try:
         return importlib.import_module(name)
@@ -65,11 +75,14 @@ def _from_file(path: Path, ref: str, where: str) -> ModuleType:
         sys.path.append(str(path.parent))
     setattr(module, _FILE, path.name)
     sys.modules[name] = module
+    _loading.append(path)
     try:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as e:
         del sys.modules[name]
         raise FlowError(f"{where}: '{cut(ref)}' does not import: {reason(e)}") from e
+    finally:
+        _loading.remove(path)
     _modules[path] = module
     return module
 

@@ -2,7 +2,6 @@
 
 import functools
 import inspect
-import json
 import traceback
 from collections.abc import Callable, Iterable, Mapping
 from contextvars import ContextVar
@@ -12,6 +11,7 @@ from types import MappingProxyType
 from typing import Any, NoReturn
 
 from distflow.errors import FlowError, cut, shown, suggest
+from distflow.flow.constants import check_constant
 from distflow.flow.graph import SOURCE, Flow, Node, NodeType
 from distflow.flow.importing import reference
 
@@ -44,6 +44,10 @@ class NodeSpec:
         if self.reads is not None:
             return tuple(prefix + f if prefix + f in fields else f for f in self.reads)
         return tuple(f for f in fields if f.removeprefix(prefix) not in (self.ignores or ()))
+
+    def of_role(self, role: str) -> "NodeSpec":
+        """Returns the spec of a role's method: `{role}` in a field that it writes is the name of the role."""
+        return self if self.writes is None else replace(self, writes=tuple(w.format(role=role) for w in self.writes))
 
     def fields_written(self, node_id: str, prefix: str = "") -> tuple[str, ...]:
         """Returns the fields that a node writes: unless declared, one field with the name of the node."""
@@ -202,6 +206,14 @@ class FlowFunction:
         shared = inspect.signature(self.constants_of).parameters.values() if self.constants_of else ()
         return {p.name: p.default for p in (*shared, *self._parameters[1:]) if p.default is not p.empty}
 
+    def _typed_by(self, constant: str) -> Callable[..., Any]:
+        """Returns the function whose parameter types a constant: `constants_of` if that alone has an annotation."""
+        owners = [f for f in (self.fn, self.constants_of) if f and constant in inspect.signature(f).parameters]
+        annotated = [
+            f for f in owners if inspect.signature(f).parameters[constant].annotation is not inspect.Parameter.empty
+        ]
+        return (annotated or owners)[0]
+
     @property
     def _parameters(self) -> list[inspect.Parameter]:
         return list(inspect.signature(self.fn).parameters.values())
@@ -221,6 +233,8 @@ class FlowFunction:
         for c in constants or {}:
             if c not in self.constants:
                 raise FlowError(f"algo: flow '{name}' has no constant '{cut(c)}'{suggest(c, self.constants)}")
+        for c, value in (constants or {}).items():
+            check_constant(self._typed_by(c), c, value, f"algo.{cut(c)}")
         for r in roles:
             if r not in self.roles:
                 raise FlowError(f"flow '{name}' has no role '{cut(r)}'{suggest(r, self.roles)}")
@@ -228,7 +242,7 @@ class FlowFunction:
         if missing:
             raise FlowError(
                 f"flow '{name}': role '{missing[0]}' has no implementation; name one:"
-                f" `roles: {{{missing[0]}: file.py:function}}`"
+                f" `roles: {{{missing[0]}: file.py:function}}`, or `{{model: …}}` for a model that is not trained"
             )
         columns = tuple(source)
         nodes: list[Node] = []
@@ -293,7 +307,7 @@ class _Role:
 
 def _call_method(role: str, cls: type, method: str, *args: Any, **kwargs: Any) -> Value:
     fn = method_of(role, cls, method, f"node '{role}.{method}'")
-    spec = spec_of(fn)
+    spec = spec_of(fn).of_role(role)
     return _record(
         inspect.unwrap(fn), spec, spec.id or f"{role}.{method}", args, kwargs, {"role": role, "method": True}
     )
@@ -364,9 +378,4 @@ def _check_constants(node_id: str, fn: Callable[..., Any], params: Mapping[str, 
             raise FlowError(f"node '{node_id}': the name of constant {shown(key)} must be a string")
         if key not in known and not open_ended:
             raise FlowError(f"node '{node_id}': {reference(fn)} has no parameter '{cut(key)}'{suggest(key, known)}")
-        try:
-            json.dumps(value, sort_keys=True)
-        except (TypeError, ValueError, RecursionError):
-            raise FlowError(
-                f"node '{node_id}': constant '{cut(key)}' is a {type(value).__name__}; constants are plain JSON values"
-            ) from None
+        check_constant(fn, key, value, f"node '{node_id}': constant '{cut(key)}'")

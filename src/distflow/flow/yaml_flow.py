@@ -103,7 +103,7 @@ def _parse(entry: Mapping[str, Any], index: int, roles: Mapping[str, Any], base:
             raise FlowError(f"{where}: '{key}' is {shown(entry[key])}, not {expected}")
 
     fn, role, method = _function(entry["call"], where, roles, base)
-    spec = spec_of(fn)
+    spec = spec_of(fn).of_role(role) if method else spec_of(fn)
     arguments: dict[str, Any] = {
         "type": entry.get("type"),
         "reads": _names(entry, "reads", where),

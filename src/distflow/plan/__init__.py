@@ -3,13 +3,14 @@
 from distflow.plan.layout import Layout, format_ranks, parse_ranks
 from distflow.plan.placement import Place, Placement
 from distflow.plan.planner import Workload, plan
-from distflow.plan.tasks import Edge, Free, Load, Move, Partition, Plan, Refill, Run, Task, Weights
+from distflow.plan.tasks import Edge, Free, Load, Merge, Move, Partition, Plan, Refill, Run, Split, Task, Weights
 
 __all__ = [
     "Edge",
     "Free",
     "Layout",
     "Load",
+    "Merge",
     "Move",
     "Partition",
     "Place",
@@ -17,6 +18,7 @@ __all__ = [
     "Plan",
     "Refill",
     "Run",
+    "Split",
     "Task",
     "Weights",
     "Workload",

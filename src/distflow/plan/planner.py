@@ -10,18 +10,21 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from distflow.flow.graph import SOURCE, Flow, Node
+from distflow.plan.chunks import in_chunks
 from distflow.plan.layout import Layout, contiguous_share
 from distflow.plan.placement import Placement
-from distflow.plan.tasks import Free, Load, Move, Partition, Plan, Refill, Run, Task, Weights
+from distflow.plan.staleness import check_apart
+from distflow.plan.tasks import Free, Load, Merge, Move, Partition, Plan, Refill, Run, Task, Weights
 
 
 @dataclass(frozen=True)
 class Workload:
-    """The size of a step: `prompts` × `repeat` samples; `bytes` are a field's expected bytes per sample."""
+    """The size of a step: `prompts` × `repeat` samples; expected `bytes` of a field per sample, `weights` of a role."""
 
     prompts: int = 1
     repeat: int = 1
     bytes: Mapping[str, int] = field(default_factory=dict)
+    weights: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def samples(self) -> int:
@@ -36,19 +39,36 @@ def plan(
     placement: Placement,
     workload: Workload,
     model_ranks: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
+    staleness: int = 0,
+    chunk: int | None = None,
 ) -> Plan:
-    """Plans a step. `model_ranks`: role → ranks that hold its model although no node of this flow runs there."""
+    """Plans a step. `model_ranks`: role → ranks that hold its model although no node of this flow runs there.
+
+    With `staleness` d, the weights that a step generates with are those of d steps before. With `chunk`, samples leave
+    the ranks that generate in parts of so many prompts.
+    """
     placement.check(flow)
-    return _Planner(flow, placement, workload, model_ranks).plan()
+    if staleness:
+        check_apart(flow, placement, "rollout.staleness")
+    if chunk:
+        check_apart(flow, placement, "rollout.chunk")
+    return _Planner(flow, placement, workload, model_ranks, staleness, chunk).plan()
 
 
 class _Planner:
     """Walks the nodes in global order and tracks which partitions hold each field."""
 
     def __init__(
-        self, flow: Flow, placement: Placement, workload: Workload, model_ranks: Mapping[str, tuple[int, ...]]
+        self,
+        flow: Flow,
+        placement: Placement,
+        workload: Workload,
+        model_ranks: Mapping[str, tuple[int, ...]],
+        staleness: int,
+        chunk: int | None,
     ) -> None:
         self.flow, self.placement, self.workload, self.model_ranks = flow, placement, workload, model_ranks
+        self.staleness, self.chunk = staleness, chunk
         self.partitions: list[Partition] = []
         self.home: dict[str, Partition] = {}  # node → the partition it runs in
         self.held: dict[str, list[Partition]] = {}  # field → the partitions that hold it, its writer's first
@@ -69,13 +89,15 @@ class _Planner:
         for i, n in enumerate(self.flow.order):
             self._move_inputs(n, self.flow.order[i:])
             if n.hand_over:
-                own = (r for m in self.flow.nodes if m.role == n.role and m.method for r in self._layout(m).ranks)
-                self.tasks.append(Weights(n.role, tuple(sorted({*own, *self.model_ranks.get(n.role, ())}))))
+                self.tasks.append(self._hand_over(n))
             writes = n.writes if n.refill else self._with_readers(n.writes)
             self.tasks.append(Run(n.id, self.home[n.id], n.reads, writes))
             self._hold(n.writes, self.home[n.id])
             if n.refill:
                 self._refill(n, self.flow.order[i + 1 :])
+        tasks = self.tasks
+        if self.chunk:
+            tasks = in_chunks(tasks, self.flow, self.home, self.chunk, self.workload.prompts, self.workload.repeat)
         return Plan(
             flow=self.flow,
             workers=self.placement.workers,
@@ -83,10 +105,18 @@ class _Planner:
             samples=self.workload.samples,
             repeat=self.workload.repeat,
             bytes={f: self.workload.bytes_of((f,)) for f in self.flow.writer},
-            partitions=tuple(self.partitions),
+            partitions=tuple({p.id: p for p in (*self.partitions, *_partitions(tasks))}.values()),
             home={k: p.id for k, p in self.home.items()},
-            tasks=_with_frees(self.tasks),
+            tasks=_with_frees(tasks),
         )
+
+    def _hand_over(self, n: Node) -> Weights:
+        own = (r for m in self.flow.nodes if m.role == n.role and m.method for r in self._layout(m).ranks)
+        trained = (self._layout(m) for m in self.flow.nodes if m.role == n.role and m.type == "train")
+        source, target, size = next(trained, None), self._layout(n), self.workload.weights.get(n.role)
+        ranks = tuple(sorted({*own, *self.model_ranks.get(n.role, ())}))
+        expected = None if size is None else _weight_bytes(size, source, target)
+        return Weights(n.role, ranks, source, target, expected, self.staleness)
 
     def _refill(self, n: Node, later: tuple[Node, ...]) -> None:
         """Adds the refill: every field that is still read stays where it was written, in uneven shares."""
@@ -217,6 +247,14 @@ def _expected_bytes(src: Partition, dst: Partition, local_first: bool, work: Wor
     return round(total * work.bytes_of(fields))
 
 
+def _weight_bytes(size: int, source: Layout | None, target: Layout) -> int:
+    """Returns the bytes that generating ranks need of a model less those that they train themselves."""
+    if source is None:
+        return 0
+    held = size / len(source.ranks)  # a rank's shard, if parameters are sharded over all of dp
+    return round(sum(size / target.tp - (held if source.cell_of(r) is not None else 0) for r in target.ranks))
+
+
 def _cell_sizes(partition: Partition, work: Workload) -> list[int]:
     """Returns how many samples each cell has if all have contiguous shares."""
     units, size = (work.prompts, work.repeat) if partition.whole_groups else (work.samples, 1)
@@ -224,6 +262,10 @@ def _cell_sizes(partition: Partition, work: Workload) -> list[int]:
     if units % cells == 0:
         return [units // cells * size] * cells
     return [(last - first) * size for first, last in (contiguous_share(units, cells, d) for d in range(cells))]
+
+
+def _partitions(tasks: list[Task]) -> list[Partition]:
+    return [p for t in tasks for p, _ in t.touches()]
 
 
 def _with_frees(tasks: list[Task]) -> tuple[Task, ...]:
@@ -239,7 +281,7 @@ def _with_frees(tasks: list[Task]) -> tuple[Task, ...]:
         out.append(t)
         dead: dict[str, list[str]] = {}
         for p, f in dict.fromkeys(t.touches()):
-            if last[p.id, f] == i and not (isinstance(t, Refill) and (p.id, f) in t.consumed()):
+            if last[p.id, f] == i and not (isinstance(t, Refill | Merge) and (p.id, f) in t.consumed()):
                 dead.setdefault(p.id, []).append(f)
         out += [Free(partitions[p], tuple(fields)) for p, fields in dead.items()]
     return tuple(out)

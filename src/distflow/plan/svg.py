@@ -8,14 +8,14 @@ nothing overlaps, whatever the graph.
 import textwrap
 from collections import defaultdict
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from xml.sax.saxutils import escape
 
 from rich.cells import cell_len
 
 from distflow.flow.graph import SOURCE
-from distflow.plan.table import headline, origins, rank_set_names, role_and_type
-from distflow.plan.tasks import Move, Plan
+from distflow.plan.table import headline, origins, rank_set_names, role_and_type, shown_moves, weight_bytes
+from distflow.plan.tasks import Move, Plan, Run, Weights
 from distflow.plan.units import clean, human_bytes, names, ranks_text
 
 _BACKGROUND = ("#eaf2fd", "#fef3e0", "#e7f6ec", "#f3ecfd", "#fdeaf1", "#e3f5f6")  # lanes take turns
@@ -26,10 +26,11 @@ _MARGIN, _GUTTER, _GAP, _PAD, _LINE, _ARROW, _SWEEPS = 20, 42, 12, 16, 15, 8, 16
 _LINES = {  # kind of line → its style, its text in the legend
     "local": ('stroke-width="1.4"', "local: stays on its ranks"),
     "move": ('stroke-width="3"', "a move: one all-to-all, expected bytes per step"),
+    "weights": ('stroke-width="3" stroke-dasharray="9 4"', "weights, as the step before left them"),
     "order": ('stroke-width="1.4" stroke-dasharray="4 3"', "order only"),
 }
 
-Vertex = str | Move  # the id of a node, or a move
+Vertex = str | Move | Weights  # the id of a node, a move, or a hand-over of weights
 Arcs = dict[tuple[Vertex, Vertex], str]  # (from, to) → kind of line
 Segment = tuple["_Item", "_Item", str]  # a line from one column to the next, and its kind
 Span = tuple[float, float]  # top and bottom
@@ -60,10 +61,10 @@ def svg(plan: Plan) -> str:
     items = _items(plan, lanes, _columns(plan, arcs))
     segments = _segments(items, arcs)
     placed = list(dict.fromkeys([*items.values(), *(b for _, b, _ in segments)]))
-    labels = [[*rank_set_names(plan, r), f"ranks {ranks_text(tuple(sorted(r)))}"] for r in lanes]
+    labels = [_label(plan, r) for r in lanes]
     right = _place_x(placed, 2 * _MARGIN + 14 + max(_width(t, 13) for label in labels for t in label))
-    spans = _place_y(placed, [_LINE * len(label) for label in labels], 92 + _PAD)
     title, *lines = headline(plan)
+    spans = _place_y(placed, [_LINE * len(label) for label in labels], 56 + 18 * len(lines) + _PAD)
     width = max(right, 600, _width(title, 20), *(_width(t, 12) for t in lines)) + 2 * _MARGIN
     end = spans[-1][1] + _PAD + 28
     w, h = round(width), round(end + 14)
@@ -81,33 +82,52 @@ def svg(plan: Plan) -> str:
     return "\n".join(parts) + "\n"
 
 
+def _label(plan: Plan, ranks: frozenset[int]) -> list[str]:
+    """Returns the names of a lane's rank sets, its ranks, and with staleness the step that they are in."""
+    names = [*rank_set_names(plan, ranks), f"ranks {ranks_text(tuple(sorted(ranks)))}"]
+    if plan.staleness:
+        names.insert(-1, f"step k … k+{plan.staleness}" if ranks <= plan.ahead else "step k")
+    return names
+
+
 def _arcs(plan: Plan) -> Arcs:
     """Returns local edges, edges into and out of moves, and `after` without data."""
     arcs: Arcs = {}
     for vertex, sources in origins(plan).items():
         for source in sources.values():
             arcs[source, vertex] = "move" if isinstance(source, Move) or isinstance(vertex, Move) else "local"
+    arcs |= dict.fromkeys(_hand_overs(plan), "weights")
     data = {(e.writer, e.reader) for e in plan.edges}
     orders = ((a, n.id) for n in plan.flow.nodes for a in n.after if a != SOURCE)
     return arcs | {pair: "order" for pair in orders if pair not in data}
 
 
+def _hand_overs(plan: Plan) -> list[tuple[Weights, str]]:
+    """Returns the hand-overs of weights, each with the node that generates with them."""
+    tasks = [t for t in plan.tasks if isinstance(t, Weights | Run)]
+    return [(a, b.node) for a, b in pairwise(tasks) if isinstance(a, Weights) and isinstance(b, Run)]
+
+
 def _columns(plan: Plan, arcs: Arcs) -> dict[Vertex, int]:
     """Puts nodes of equal depth in one column, except those whose move waits for another node of that depth."""
     depth = plan.flow.depth
-    before: dict[Vertex, list[Vertex]] = {v: [a for a, b in arcs if b == v] for v in origins(plan)}
-    upstream: dict[Vertex, int] = {SOURCE: -1}  # the greatest depth upstream
+    before: dict[str | Move, list[str | Move]] = {
+        v: [a for a, b in arcs if b == v and not isinstance(a, Weights)] for v in origins(plan)
+    }
+    upstream: dict[str | Move, int] = {SOURCE: -1}  # the greatest depth upstream
     for v, parents in before.items():
         upstream[v] = max((depth[p] if p in depth else upstream[p] for p in parents), default=-1)
-    column: dict[Vertex, int] = {}
-    floor = [0] * (max(depth.values(), default=0) + 2)
+    column: dict[Vertex, float] = {}
+    floor = [0.0] * (max(depth.values(), default=0) + 2)
     for d in range(len(floor)):
-        column = {SOURCE: 0}
+        column = {SOURCE: 0.0}
         for v, parents in before.items():
             column[v] = max([column[p] + 1 for p in parents] + [1 if isinstance(v, Move) else max(1, floor[depth[v]])])
         floor[d] = max((column[i] for i in depth if depth[i] == d and upstream[i] < d), default=0)
-    for m in reversed(plan.moves):  # a move happens when its first reader needs it
+    for m in reversed(shown_moves(plan)):  # a move happens when its first reader needs it
         column[m] = min(column[b] for a, b in arcs if a == m) - 1
+    for weights, node in _hand_overs(plan):
+        column[weights] = min(column.get(weights, column[node]), column[node] - 0.5)  # in a column of its own
     used = sorted(set(column.values()))
     return {v: used.index(c) for v, c in column.items()}
 
@@ -115,7 +135,13 @@ def _columns(plan: Plan, arcs: Arcs) -> dict[Vertex, int]:
 def _items(plan: Plan, lanes: list[frozenset[int]], columns: dict[Vertex, int]) -> dict[Vertex, _Item]:
     items: dict[Vertex, _Item] = {}
     for v, column in columns.items():
-        if isinstance(v, Move):
+        if isinstance(v, Weights):
+            dst = lanes.index(frozenset(v.target.ranks))
+            trained = frozenset(v.source.ranks) if v.source else None
+            src = lanes.index(trained) if trained in lanes else dst
+            band, color = 2 * dst - (src < dst) + (src > dst), _FOREGROUND[src % len(_FOREGROUND)]
+            lines = [f"{clean(v.role)} weights · {weight_bytes(v)}", f"{v.source or 'untrained'} → {v.target}"]
+        elif isinstance(v, Move):
             src, dst = lanes.index(frozenset(v.src.layout.ranks)), lanes.index(frozenset(v.dst.layout.ranks))
             band, color = 2 * dst - (src < dst) + (src > dst), _FOREGROUND[src % len(_FOREGROUND)]
             fields = textwrap.wrap(names(v.fields), 20, break_long_words=False, break_on_hyphens=False)
@@ -239,7 +265,8 @@ def _shape(plan: Plan, vertex: Vertex, i: _Item) -> str:
     texts += [_text(x, y + 18 + _LINE * k, t, 11, soft, middle=True) for k, t in enumerate(i.lines) if k]
     size = f'x="{i.x:.1f}" y="{y:.1f}" width="{i.width:.1f}" height="{i.height:.1f}" rx="{8 if i.box else 16}"'
     paint = f'fill="{i.color if train else _WHITE}" stroke="{i.color}" stroke-width="{1.5 if i.box else 2.5}"'
-    return f'<g class="{"node" if i.box else "move"}"><rect {size} {paint}/>{"".join(texts)}</g>'
+    kind = "weights" if isinstance(vertex, Weights) else "node" if i.box else "move"
+    return f'<g class="{kind}"><rect {size} {paint}/>{"".join(texts)}</g>'
 
 
 def _legend(y: float, used: set[str]) -> str:

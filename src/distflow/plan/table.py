@@ -9,24 +9,28 @@ from rich.text import Text
 
 from distflow.flow.graph import SOURCE, Node
 from distflow.plan.layout import Layout
-from distflow.plan.tasks import Free, Load, Move, Plan, Refill, Run, Task, Weights
+from distflow.plan.tasks import Free, Load, Merge, Move, Plan, Refill, Run, Split, Task, Weights
 from distflow.plan.units import clean, human_bytes, names, ranks_text
 
 
 def render(plan: Plan) -> RenderableType:
     """Returns the tables of a plan; they wrap to the width of the console and never cut a name."""
     title, *lines = headline(plan)
-    return Group(
-        Text(title, "bold"), *map(Text, lines), Text(), _nodes(plan), Text(), _moves(plan), Text(), _chains(plan)
-    )
+    tables = [_nodes(plan), _moves(plan), _weights(plan), _chains(plan)]
+    parts = [part for table in tables if table for part in (Text(), table)]
+    return Group(Text(title, "bold"), *map(Text, lines), *parts)
 
 
 def origins(plan: Plan) -> dict[str | Move, dict[str, str | Move]]:
     """Returns for each node and each move: field → where it comes from, a move or (if local) the node that wrote it."""
     latest: dict[tuple[str, str], str | Move] = {}
     origins: dict[str | Move, dict[str, str | Move]] = {}
-    for t in plan.tasks:
+    for t in (t for t in plan.tasks if not _is_repeated(t)):
         match t:
+            case Split() | Merge():
+                parts = [(t.partition, t.parts[0])] if isinstance(t, Split) else [(t.parts[0], t.partition)]
+                fields = t.fields if isinstance(t, Split) else t.kept
+                latest.update(((dst.id, f), latest[src.id, f]) for src, dst in parts for f in fields)
             case Load():
                 latest.update(((t.partition.id, f), SOURCE) for f in t.fields)
             case Move():
@@ -40,14 +44,25 @@ def origins(plan: Plan) -> dict[str | Move, dict[str, str | Move]]:
     return origins
 
 
+def _is_repeated(t: Task) -> bool:
+    """Whether a task does for a further chunk what another one does for the first."""
+    part = t.dst if isinstance(t, Move) else t.partition if isinstance(t, Run | Free) else None
+    return bool(part and part.chunk and part.chunk[0] > 0)
+
+
+def shown_moves(plan: Plan) -> tuple[Move, ...]:
+    """Returns the moves of a step; of those that are repeated for every chunk, the first."""
+    return tuple(m for m in plan.moves if not _is_repeated(m))
+
+
 def rank_set_names(plan: Plan, ranks: Iterable[int]) -> list[str]:
     """Returns the names of the rank sets that consist of exactly these ranks."""
     wanted = set(ranks)
     return [clean(name) for name, r in plan.rank_sets.items() if len(r) == len(wanted) and wanted.issuperset(r)]
 
 
-def headline(plan: Plan) -> tuple[str, str, str]:
-    """Returns the title, the numbers and the rank sets of a plan."""
+def headline(plan: Plan) -> tuple[str, ...]:
+    """Returns the title, the numbers and the rank sets of a plan; and with staleness, who is ahead of whom."""
     moved = human_bytes(sum(m.expected_bytes for m in plan.moves))
     cells = max(p.layout.dp for p in plan.partitions)
     numbers = (
@@ -59,7 +74,21 @@ def headline(plan: Plan) -> tuple[str, str, str]:
         f"plan {plan.hash[:8]}",
     )
     rank_sets = " · ".join(f"{clean(name)} {ranks_text(ranks)}" for name, ranks in plan.rank_sets.items())
-    return clean(plan.flow.name), " · ".join(numbers), f"rank sets: {rank_sets}"
+    ahead = [staleness_text(plan)] if plan.staleness else []
+    if plan.chunks > 1:
+        by_chunk = dict.fromkeys(t.node for t in plan.tasks if isinstance(t, Run) and t.partition.chunk)
+        ahead.append(f"{plan.chunks} chunks per step: {names(by_chunk)} run chunk by chunk, while others are generated")
+    return clean(plan.flow.name), " · ".join(numbers), f"rank sets: {rank_sets}", *ahead
+
+
+def staleness_text(plan: Plan) -> str:
+    """Returns what the ranks that generate do while the others work."""
+    ahead = tuple(sorted(plan.ahead))
+    others = tuple(r for r in range(plan.workers) if r not in plan.ahead)
+    return (
+        f"staleness {plan.staleness}: while {_ranks(plan, others)} run step k, {_ranks(plan, ahead)} generate as far as"
+        f" step k+{plan.staleness}, each step with the weights of {plan.staleness} before"
+    )
 
 
 def role_and_type(n: Node) -> str:
@@ -114,7 +143,7 @@ def _moves(plan: Plan) -> Table | Text:
         return Text("No moves: all fields are read where they are written.")
     sources = origins(plan)
     table = _table("Moves", "move", "fields", "from", "to", "expected", "assignment")
-    for m in plan.moves:
+    for m in shown_moves(plan):
         senders = dict.fromkeys(s.id if isinstance(s, Move) else s for s in sources[m].values())
         receivers = [r.id if isinstance(r, Move) else r for r, fields in sources.items() if m in fields.values()]
         ends = [
@@ -129,10 +158,25 @@ def _moves(plan: Plan) -> Table | Text:
     return table
 
 
+def _weights(plan: Plan) -> Table | None:
+    """Returns the hand-overs of weights, None if there are none."""
+    tasks = dict.fromkeys(t for t in plan.tasks if isinstance(t, Weights))
+    table = _table("Weights, handed over before each generation", "role", "from", "to", "expected")
+    for t in tasks:
+        ends = [Text(_layout(plan, layout) if layout else "where it is, untrained") for layout in (t.source, t.target)]
+        table.add_row(Text(t.role, "bold"), *ends, weight_bytes(t))
+    return table if tasks else None
+
+
+def weight_bytes(t: Weights) -> str:
+    """Formats what a hand-over of weights moves."""
+    return "model not known here" if t.expected_bytes is None else human_bytes(t.expected_bytes)
+
+
 def _chains(plan: Plan) -> Table:
     table = _table("Chains   ⇢ send  ⇠ receive  ⇄ both", "ranks", "tasks of each rank")
     for ranks, tasks in plan.chains().items():
-        chain = Text(" → ", "dim").join(_task(t, ranks[0]) for t in tasks)
+        chain = Text(" → ", "dim").join(_task(t, ranks[0]) for t in tasks if not _is_repeated(t))
         table.add_row(Text(_ranks(plan, ranks)), chain if tasks else Text("none: no node is placed here", "yellow"))
     return table
 
@@ -147,6 +191,8 @@ def _task(t: Task, rank: int) -> Text:
         case Load() | Run():
             return Text(t.name, "bold")
         case Weights():
+            return Text(t.name + (f" of step k−{t.delay}" if t.delay else ""), "cyan")
+        case Split() | Merge():
             return Text(t.name, "cyan")
         case Refill():
             return Text(f"↺ up to {t.rounds} times", "cyan")

@@ -19,7 +19,8 @@ class Partition:
     layout: Layout
     whole_groups: bool  # all samples of a prompt are in one cell
     balance: str | None  # the field whose lengths are evened out over the cells
-    uneven: bool = False  # after a refill: which cells have how many samples depends on which were dropped
+    uneven: bool = False  # after a refill or chunks: which cells have how many samples depends on what was moved
+    chunk: tuple[int, int] | None = None  # (i, n): only the samples of the i-th of n chunks
 
     def largest_share(self, samples: int, group_size: int) -> int:
         """Returns the number of samples of the largest cell, unless the partition is uneven."""
@@ -97,10 +98,15 @@ class Run:
 
 @dataclass(frozen=True)
 class Weights:
-    """Hands the newest weights of a role over, from the ranks that train it to those that generate with it."""
+    """Hands weights of a role over, from the ranks that train it to those that generate with it: the newest, or those
+    of `delay` steps before."""
 
     role: str
     ranks: tuple[int, ...]
+    source: Layout | None  # None: nobody trains it
+    target: Layout
+    expected_bytes: int | None  # that ranks receive together; None: the model is not known
+    delay: int = 0
 
     @property
     def name(self) -> str:
@@ -160,7 +166,54 @@ class Refill:
         return {(self.partition.id, self.field), *((p.id, f) for p, _, fields in self.carried for f in fields)}
 
 
-Task = Load | Move | Run | Weights | Refill | Free
+@dataclass(frozen=True)
+class Split:
+    """Lets the samples of a partition leave in chunks, each as soon as its responses are complete."""
+
+    partition: Partition
+    parts: tuple[Partition, ...]
+    fields: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        return f"split into {len(self.parts)} chunks"
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        return self.partition.layout.ranks
+
+    def touches(self) -> Iterator[Touch]:
+        for f in self.fields:
+            yield from ((p, f) for p in (self.partition, *self.parts))
+
+
+@dataclass(frozen=True)
+class Merge:
+    """Joins the chunks of a partition: of `fields`, those that the whole step needs are `kept`."""
+
+    parts: tuple[Partition, ...]
+    partition: Partition
+    fields: tuple[str, ...]
+    kept: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        return f"merge {len(self.parts)} chunks"
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        return self.partition.layout.ranks
+
+    def touches(self) -> Iterator[Touch]:
+        yield from ((p, f) for f in self.fields for p in self.parts)
+        yield from ((self.partition, f) for f in self.kept)
+
+    def consumed(self) -> set[tuple[str, str]]:
+        """Returns the (partition, field) pairs that no longer exist after this task."""
+        return {(p.id, f) for p in self.parts for f in self.fields}
+
+
+Task = Load | Move | Run | Weights | Refill | Split | Merge | Free
 
 
 @dataclass(frozen=True)
@@ -187,6 +240,27 @@ class Plan:
     partitions: tuple[Partition, ...]
     home: Mapping[str, str]  # node → partition
     tasks: tuple[Task, ...]
+
+    @cached_property
+    def staleness(self) -> int:
+        """Steps that the weights of a rollout are behind: the delay of the loop-carried edge."""
+        return max((t.delay for t in self.tasks if isinstance(t, Weights)), default=0)
+
+    @cached_property
+    def ahead(self) -> frozenset[int]:
+        """The ranks that generate, if they may be `staleness` steps ahead of the others."""
+        nodes = [n for n in self.flow.nodes if n.hand_over and self.staleness]
+        return frozenset(r for n in nodes for r in self.partition_of(n.id).layout.ranks)
+
+    @cached_property
+    def chunks(self) -> int:
+        """Parts in which the samples of a step leave the ranks that generate; 1: all at once."""
+        return next((len(t.parts) for t in self.tasks if isinstance(t, Split)), 1)
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether ranks that generate go on while what they have made is sent."""
+        return self.staleness > 0 or self.chunks > 1
 
     def chain(self, rank: int) -> tuple[Task, ...]:
         return tuple(t for t in self.tasks if rank in _as_set(t.ranks))
@@ -227,6 +301,7 @@ class Plan:
             "workers": self.workers,
             "samples": self.samples,
             "samples_per_prompt": self.repeat,
+            "staleness": self.staleness,
             "rank_sets": {name: format_ranks(ranks) for name, ranks in self.rank_sets.items()},
             "partitions": [
                 {
@@ -278,8 +353,15 @@ class Plan:
 
     @cached_property
     def hash(self) -> str:
-        text = json.dumps(self.to_json(), sort_keys=True, separators=(",", ":"))
+        text = json.dumps(_without_estimates(self.to_json()), sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _without_estimates(value: Any) -> Any:
+    """Returns the plan without expected bytes: they depend on what a host knows of the model."""
+    if isinstance(value, dict):
+        return {k: _without_estimates(v) for k, v in value.items() if k != "expected_bytes"}
+    return [_without_estimates(v) for v in value] if isinstance(value, list) else value
 
 
 def _task_json(t: Task) -> dict[str, Any]:
@@ -299,9 +381,16 @@ def _task_json(t: Task) -> dict[str, Any]:
         case Run():
             return {"do": "run", "node": t.node, "partition": t.partition.id}
         case Weights():
-            return {"do": "weights", "role": t.role, "ranks": format_ranks(t.ranks)}
+            ends = {name: str(layout) for name, layout in (("from", t.source), ("to", t.target)) if layout}
+            task = {"do": "weights", "role": t.role, "ranks": format_ranks(t.ranks)}
+            delay = {"delay": t.delay} if t.delay else {}
+            return task | ends | {"expected_bytes": t.expected_bytes} | delay
         case Refill():
             return {"do": "refill", "keep": t.field, "rounds": t.rounds, "unit": t.unit}
+        case Split():
+            return {"do": "split", "partition": t.partition.id, "chunks": len(t.parts), "fields": list(t.fields)}
+        case Merge():
+            return {"do": "merge", "partition": t.partition.id, "chunks": len(t.parts), "fields": list(t.kept)}
         case Free():
             return {"do": "free", "partition": t.partition.id, "fields": list(t.fields)}
 

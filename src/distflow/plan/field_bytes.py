@@ -1,0 +1,44 @@
+"""Expected sizes of the fields that the built-in roles read and write."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class FieldBytes:
+    """The bytes of a field: per sample, per token of its prompt and per token of its response."""
+
+    sample: float = 0.0
+    prompt_token: float = 0.0
+    response_token: float = 0.0
+
+    def of(self, prompt_tokens: float, response_tokens: float) -> int:
+        """Returns the bytes of a sample with so many tokens."""
+        return round(self.sample + self.prompt_token * prompt_tokens + self.response_token * response_tokens)
+
+
+_PER_TOKEN = FieldBytes(response_token=4)
+# As they are stored: int64 tokens, float32 numbers, text of 4 bytes a token.
+KNOWN_FIELDS: Mapping[str, FieldBytes] = {
+    "prompt": FieldBytes(prompt_token=4),
+    "prompt_tokens": FieldBytes(prompt_token=8),
+    "response": _PER_TOKEN,
+    "response_tokens": FieldBytes(response_token=8),
+    "rollout_logprobs": _PER_TOKEN,
+    "old_logprobs": _PER_TOKEN,
+    "ref_logprobs": _PER_TOKEN,
+    "ema_logprobs": _PER_TOKEN,
+    "old_values": _PER_TOKEN,
+    "returns": _PER_TOKEN,
+    "raw_advantage": _PER_TOKEN,
+}
+PROMPT_TOKENS = 512  # of a prompt, unless the config says that it has fewer
+
+
+def known_field(name: str) -> FieldBytes | None:
+    """Returns the size of a field, also of one with a prefix (`greedy_response`) or of a role (`teacher_logprobs`)."""
+    if name in KNOWN_FIELDS:
+        return KNOWN_FIELDS[name]
+    if name.endswith("_logprobs"):
+        return _PER_TOKEN
+    return next((size for known, size in KNOWN_FIELDS.items() if name.endswith(f"_{known}")), None)

@@ -1,0 +1,54 @@
+"""Staleness: generation may use weights of some steps before, and so run ahead of training.
+
+It is the delay of the one edge that is carried from step to step: from the node that trains a role to the one that
+generates with it. Every rank still runs its own chain, step after step; ranks that generate are at most `delay` steps
+ahead of those that train, as they wait for their weights. The order of all that several ranks do together is that of
+steps, then of tasks, whatever the delay: each rank does its part of it in that order, so nobody waits in a circle.
+"""
+
+from distflow.errors import PlacementError
+from distflow.flow.graph import Flow, Node
+from distflow.plan.layout import format_ranks
+from distflow.plan.placement import Placement
+
+
+def weight_version(step: int, delay: int, first: int) -> int:
+    """Returns which weights a step, counted from 1, generates with: those that this many steps have made.
+
+    `first`: the steps before the run, which made the weights that it starts with.
+    """
+    return max(first, step - 1 - delay)
+
+
+def check_apart(flow: Flow, placement: Placement, key: str) -> None:
+    """Raises unless the ranks that generate with a role train nothing of it, which the option `key` needs."""
+    loops = [(n, _model_nodes(flow, n)) for n in flow.nodes if n.hand_over and _is_trained(flow, n.role)]
+    if not loops:
+        raise PlacementError(
+            f"{key}: the flow '{flow.name}' has no node that generates with weights that another one trains;"
+            " leave it out"
+        )
+    if flow.refill:
+        raise PlacementError(
+            f"{key}: '{flow.refill.id}' refills the batch, which every worker waits for in every step; leave it out, or"
+            " use a flow without dynamic sampling"
+        )
+    for n, others in loops:
+        own = set(placement.layout(n.id, n.role).ranks)
+        for other in others:
+            shared = own.intersection(placement.layout(other.id, other.role).ranks)
+            if shared:
+                raise PlacementError(
+                    f"{key}: '{n.id}' and '{other.id}' share ranks {format_ranks(tuple(sorted(shared)))}, so one cannot"
+                    " run ahead of the other; place them on rank sets that do not overlap, such as"
+                    f" placement.nodes.{n.id}: {{ranks: rollout}}, or leave it out"
+                )
+
+
+def _is_trained(flow: Flow, role: str) -> bool:
+    return any(n.role == role and n.type == "train" for n in flow.nodes)
+
+
+def _model_nodes(flow: Flow, generates: Node) -> list[Node]:
+    """Returns the other nodes that run the role's model where it is trained."""
+    return [n for n in flow.nodes if n.role == generates.role and n.method and not n.hand_over]
