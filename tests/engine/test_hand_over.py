@@ -59,7 +59,12 @@ def cases(draw: st.DrawFn) -> Case:
         specs.append(Spec(f"p{i}", tuple(shape), dim))
     shard = draw(st.sampled_from([n for n in range(1, source.dp + 1) if source.dp % n == 0]))
     hosts = draw(st.lists(st.integers(0, 3), min_size=WORLD, max_size=WORLD))
-    return Case(tuple(specs), Shards(source, shard), Shards(target, 1), Topology(tuple(hosts)))
+    # Of parameters that the source does not cut, the target may want a block of rows per tensor-parallel rank.
+    whole = [s for s in specs if s.tp_dim is None and s.shape]
+    blocks = {
+        s.name: draw(st.integers(-(-s.shape[0] // target.tp), s.shape[0] + 3)) for s in whole if draw(st.booleans())
+    }
+    return Case(tuple(specs), Shards(source, shard), Shards(target, 1, blocks), Topology(tuple(hosts)))
 
 
 def whole(specs: tuple[Spec, ...]) -> dict[str, Tensor]:
@@ -167,12 +172,13 @@ def padded(case: Case, spec: Spec, t: int) -> int:
     source, target = case.source, case.target
     wanted = target.box(spec, target.layout.ranks[t])
     cells = source.layout.cells[: source.shard]
-    pieces = [overlap(wanted, source.box(spec, rank)) for cell in cells for rank in cell]
-    widths = [size(p) // max(1, p[0][1] - p[0][0]) if spec.shape else 1 for p in pieces if p is not None]
+    overlaps = [overlap(wanted, source.box(spec, rank)) for cell in cells for rank in cell]
+    pieces = [p for p in overlaps if p is not None]
+    widths = [size(p) // max(1, p[0][1] - p[0][0]) if spec.shape else 1 for p in pieces]
     rows = spec.shape[0] if spec.shape else 1
     chunk = -(-(rows // source.layout.tp if spec.tp_dim == 0 else rows) // source.shard)
-    givers = len(widths) if spec.tp_dim is not None else -(-rows // chunk)
-    return givers * chunk * max(widths)
+    givers = len(widths) if spec.tp_dim is not None else len({p[:1] for p in pieces})
+    return givers * chunk * max(widths, default=0)
 
 
 @BUSY

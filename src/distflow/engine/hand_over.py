@@ -18,7 +18,7 @@ from distflow.engine.relay import Write, collect, gather, pieces_per_message
 from distflow.engine.weights import Shards, Spec
 from distflow.plan.topology import Topology
 
-_BUCKET = 1 << 26  # bytes of parameters, in float32, that are sent together
+_BUCKET = 1 << 24  # bytes of parameters, in float32, that are sent together: they stay in a cache
 _HOST_RADIX, _LOCAL_RADIX = 2, 8  # ranks of a host all read the same memory; a link carries a copy for each
 
 Parts = tuple[Part, ...]
@@ -70,12 +70,12 @@ class HandOver:
         topology: Topology,
     ) -> None:
         assert target.shard == 1
-        self.rank, self.dtype = rank, dtype
+        self.rank, self.dtype, self.target = rank, dtype, target
         self.zone, self.cuts = Zone.of(rank, source, target.layout, topology), Cuts.of(source, target)
         limit = _BUCKET * min(8, max(1, len(self.zone.givers) // 128))  # of many givers nobody sends crumbs
         self._parts, self._given_of = cache(self.cuts.parts), cache(self._given)
         self._routed_of, self._arrivals_on = cache(self._routed), cache(self._arrivals)
-        self.buckets = [self._bucket(i, bucket) for i, bucket in enumerate(_divide(specs, limit))]
+        self.buckets = [self._bucket(i, bucket) for i, bucket in enumerate(_divide(specs, target, limit))]
 
     def run(self, held: Mapping[str, Tensor], filled: Mapping[str, Tensor]) -> Iterator[SendReceive]:
         """Fills `filled`, this rank's parameters in the target layout, from everybody's `held` in the source layout.
@@ -89,11 +89,13 @@ class HandOver:
                 yield from self._move(bucket, parts, filled)
 
     def _bucket(self, number: int, specs: Sequence[Spec]) -> _Bucket:
-        gifts, share, cut = [], None, Cut.of(specs[0])
+        gifts, share, cut = [], None, Cut.of(specs[0], self.target)
         for t, column in enumerate(self.zone.columns):
             if column is None:
                 continue
             parts = self._parts(cut, t, number % self.cuts.source_tp)
+            if not parts:
+                continue
             given = self._given_of(t, parts)
             if given is None and t != self.zone.column:
                 continue
@@ -188,12 +190,12 @@ def _write_all(writes: Sequence[tuple[int, int, Write]], out: Tensor) -> None:
         write(out[begin:end])
 
 
-def _divide(specs: Sequence[Spec], limit: int) -> Iterator[list[Spec]]:
+def _divide(specs: Sequence[Spec], target: Shards, limit: int) -> Iterator[list[Spec]]:
     """Yields parameters that are cut alike and sent together: so their pieces have the same size on all givers."""
     alike: dict[Cut, list[Spec]] = {}
     for spec in specs:
         if prod(spec.shape):
-            alike.setdefault(Cut.of(spec), []).append(spec)
+            alike.setdefault(Cut.of(spec, target), []).append(spec)
     for group in alike.values():
         bucket, size = [], 0
         for spec in group:

@@ -10,23 +10,26 @@ import torch
 from torch import Tensor
 
 from distflow.engine.columns import Ints, Mask
-from distflow.engine.weights import Shards, Spec
+from distflow.engine.weights import Shards, Spec, block_of
 
 
 @dataclass(frozen=True)
 class Cut:
     """What the parameters of a bucket have in common: so many rows, and tensor parallelism cuts `along` them, or not.
 
-    Parameters that it does not cut at all are `replicated`.
+    Parameters that it does not cut at all are `replicated`. Of those, the target may all the same want a `block` of
+    rows per column.
     """
 
     rows: int
     along: bool
     replicated: bool
+    block: int | None = None
 
     @classmethod
-    def of(cls, spec: Spec) -> "Cut":
-        return cls(spec.shape[0] if spec.shape else 1, spec.tp_dim == 0, spec.tp_dim is None)
+    def of(cls, spec: Spec, target: Shards) -> "Cut":
+        rows = spec.shape[0] if spec.shape else 1
+        return cls(rows, spec.tp_dim == 0, spec.tp_dim is None, target.blocks.get(spec.name))
 
 
 @dataclass(frozen=True)
@@ -75,7 +78,7 @@ class Cuts:
         return cls(source.shard, source.layout.tp, target.layout.tp)
 
     def parts(self, cut: Cut, column: int, turn: int) -> tuple[Part, ...]:
-        """Returns the parts that make up what a column wants of such parameters.
+        """Returns the parts that make up what a column wants of such parameters; none, if that is nothing.
 
         Replicas take turns in sending: with every `turn` it is another one, and columns begin with different ones.
         """
@@ -83,7 +86,8 @@ class Cuts:
             chunk = -(-cut.rows // self.shard)
             one = (column + self.target_tp * turn) % self.source_tp
             indices = [one] if cut.replicated else list(self._overlapping(column))
-            return tuple(Part(t, chunk, 0, cut.rows, 0) for t in indices)
+            low, high = block_of(cut.rows, cut.block or cut.rows, column if cut.block else 0)
+            return tuple(Part(t, chunk, low, high, -low) for t in indices if low < high)
         have, want = cut.rows // self.source_tp, cut.rows // self.target_tp
         chunk, first = -(-have // self.shard), column * want
         bounds = [(t, max(0, first - t * have), min(have, first + want - t * have)) for t in range(self.source_tp)]

@@ -53,6 +53,11 @@ class RoleContext:
         return next(iter(layouts.values()), None)
 
 
+def eval_seed(seed: int) -> int:
+    """Returns the seed of the sampling noise of evaluation, which is not that of training."""
+    return seed ^ 0x5EED
+
+
 def shard_degree(config: TrainerConfig, layout: Layout, user: str) -> int:
     """Returns over how many dp ranks of a layout, that of `user`, parameters are sharded."""
     degree = layout.dp if config.shard_degree is None else config.shard_degree

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from distflow.engine.weights import Box, Shards, Spec
 from distflow.errors import CheckpointError, shown
 
-WEIGHTS = "weights."  # prefix of the names of a model's parameters
+WEIGHTS, EMA = "weights.", "ema."  # prefixes of the names of a model's parameters, and of their moving averages
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from distflow.config.schema import TrainConfig
-from distflow.engine.role_context import RoleContext, shard_degree
+from distflow.engine.role_context import RoleContext, eval_seed, shard_degree
 from distflow.errors import ConfigError
 from distflow.flow.trace import node
 from distflow.plan.layout import Layout
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from distflow.engine.train.trainer import Trainer
 
 TOKENS = ("prompt_tokens", "response_tokens")
-_HELD_OUT = 0x5EED  # evaluation has its own sampling noise
+ROLLOUT = (*TOKENS, "rollout_logprobs", "response", "finished", "weight_version")  # what generation writes
 
 
 class _Trained:
@@ -67,27 +67,42 @@ class Actor(_Trained):
                 f" for it, and for generation any tp: placement.nodes.{role}.generate"
             )
 
-    def hand_over(self) -> "Iterator[SendReceive]":
-        """Moves the newest weights to where responses are generated."""
-        return self.policy.hand_over()
+    def hand_over(self, version: int, weights: Any = None) -> "Iterator[SendReceive]":
+        """Moves weights to where responses are generated; `version`: the steps that have trained them.
 
-    @node(type="inference", writes=[*TOKENS, "rollout_logprobs", "response", "finished"], hand_over=True)
+        They are the newest ones, or those of which `copy_weights` returned a copy.
+        """
+        return self.policy.hand_over(version, weights)
+
+    def copy_weights(self) -> Any:
+        """Returns a copy of this rank's part of the weights, for a hand-over after they were trained further."""
+        return self.policy.copy_weights()
+
+    @node(type="inference", writes=ROLLOUT, hand_over=True)
     def generate(
         self, batch: "Batch", ctx: "Context", temperature: float | None = None, held_out: bool = False
     ) -> dict[str, Any]:
         """Generates responses to the field `prompt`: text or chat messages."""
+        from distflow.engine.rollout.engine_load import EngineLoad
         from distflow.engine.rollout.responses import generate_responses, log_lengths
 
         policy, sampling = self.policy, self.policy.sampling
         assert policy.engine is not None
         if temperature is not None:
             sampling = replace(sampling, temperature=temperature)
-        seed = ctx.seed ^ _HELD_OUT if held_out else ctx.seed
-        rollout = generate_responses(policy.engine, policy.text, batch, sampling, seed)
+        seed = eval_seed(ctx.seed) if held_out else ctx.seed
+        with ctx.record.call("engine") as details:
+            load = EngineLoad()
+            version = policy.weight_version
+            where = policy.engine, policy.text
+            rollout = generate_responses(*where, batch, sampling, seed, version, load.add, ctx.chunks)
+            details["left"] = load.points()
         policy.release_engine_memory()
         log_lengths(rollout, ctx.metrics, "val/" if held_out else "")
-        if ctx.lead:
-            ctx.metrics.log("perf/tokens", int(rollout["response_tokens"].lengths.sum()), reduce="sum")
+        if not held_out and len(batch):
+            staleness = ctx.step - 1 - rollout["weight_version"].double().mean()
+            ctx.metrics.log("rollout/staleness", float(staleness), len(batch))
+        ctx.metrics.log("perf/tokens", int(rollout["response_tokens"].lengths.sum()), reduce="sum")
         return rollout
 
     @node(type="inference", writes="old_logprobs")
@@ -95,6 +110,14 @@ class Actor(_Trained):
         """Computes log-probs of the response tokens under the weights of this step."""
         assert self.trainer is not None
         return self.trainer.infer(batch)
+
+    @node(type="inference", writes="ema_logprobs")
+    def ema_logprobs(self, batch: "Batch") -> "Ragged":
+        """Computes the same under the moving average of the weights (`train.ema`)."""
+        assert self.trainer is not None
+        assert self.trainer.ema is not None
+        with self.trainer.ema.in_place():
+            return self.trainer.infer(batch)
 
     @node(writes=TOKENS)
     def encode(self, batch: "Batch") -> dict[str, Any]:
@@ -122,15 +145,26 @@ class Actor(_Trained):
         self._update(batch, ctx, loss=loss, whole_groups=True, **params)
 
 
-class Reference:
-    """The model as it was at the start, frozen."""
+class FrozenModel:
+    """A model that is not trained, such as a teacher: `roles: {teacher: {model: …}}`."""
 
-    def __init__(self, role: RoleContext) -> None:
+    def __init__(self, role: RoleContext, model: Mapping[str, Any] | None = None) -> None:
+        """`model`: a model section as in a config; by default the model of the config."""
+        from distflow.engine.second_model import source_of
         from distflow.engine.train.trainer import make_trainer
 
         layout = role.layout("logprobs")
         assert layout is not None
-        self.trainer = make_trainer(role, role.model, layout, role.train, trainable=False)
+        self.trainer = make_trainer(role, source_of(role, model), layout, role.train, trainable=False)
+
+    @node(type="inference", writes="{role}_logprobs")
+    def logprobs(self, batch: "Batch") -> "Ragged":
+        """Computes log-probs of the response tokens; a role called `teacher` writes `teacher_logprobs`."""
+        return self.trainer.infer(batch)
+
+
+class Reference(FrozenModel):
+    """The model as it was at the start, or another one."""
 
     @node(type="inference", writes="ref_logprobs")
     def logprobs(self, batch: "Batch") -> "Ragged":

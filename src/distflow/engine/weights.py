@@ -3,7 +3,8 @@
 Tensor parallelism cuts a parameter along one dimension, or not at all; FSDP cuts what is left along the first one.
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from math import prod
 
 from distflow.plan.layout import Layout
@@ -25,21 +26,29 @@ class Shards:
     """Which part of a parameter each rank of a layout has.
 
     FSDP cuts it over `shard` consecutive dp ranks and replicates it beyond (hybrid sharding): with `shard == layout.dp`
-    every rank has a part of its own, with `shard == 1` every cell has it all.
+    every rank has a part of its own, with `shard == 1` every cell has it all. `blocks` names parameters that tensor
+    parallelism cuts by so many rows in this layout alone, although `tp_dim` is None; the last ranks may have none.
     """
 
     layout: Layout
     shard: int
+    blocks: Mapping[str, int] = field(default_factory=dict, hash=False)
 
     @property
     def replicas(self) -> int:
         return self.layout.dp // self.shard
+
+    def cuts(self, spec: Spec) -> bool:
+        """Returns whether the ranks of a cell have different parts of a parameter."""
+        return spec.tp_dim is not None or spec.name in self.blocks
 
     def box(self, spec: Spec, rank: int) -> Box:
         """Returns the part of a parameter that this rank has."""
         d = self.layout.cell_of(rank)
         assert d is not None
         t = self.layout.cells[d].index(rank)
+        if block := self.blocks.get(spec.name):
+            return (block_of(spec.shape[0], block, t), *((0, n) for n in spec.shape[1:]))
         return part_of(spec.shape, spec.tp_dim, t, self.layout.tp, d % self.shard, self.shard)
 
 
@@ -54,6 +63,11 @@ def part_of(shape: tuple[int, ...], tp_dim: int | None, t: int, tp: int, s: int,
         size = -(-(end - first) // shard)  # as torch.chunk cuts
         box[0] = min(first + s * size, end), min(first + (s + 1) * size, end)
     return tuple(box)
+
+
+def block_of(rows: int, block: int, t: int) -> tuple[int, int]:
+    """Returns the rows of block t."""
+    return min(t * block, rows), min((t + 1) * block, rows)
 
 
 def overlap(a: Box, b: Box) -> Box | None:

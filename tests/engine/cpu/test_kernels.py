@@ -140,20 +140,23 @@ def test_attention(
     queries, keys = heads
     torch.manual_seed(0)
     positions = torch.tensor([0, 5, 11, 3, 8])
-    caches = [KVCache(7, 16), KVCache(7, 16)]
+    caches = [KVCache(20, 4), KVCache(20, 4)]
     for cache in caches:
         for layer in range(2):
-            cache.layer(layer, torch.zeros(keys, 1, 8)).copy_(torch.randn(2, 7, keys, 16, 8, generator=seeded(layer)))
+            cache.layer(layer, torch.zeros(keys, 1, 8)).copy_(torch.randn(2, 20, keys, 4, 8, generator=seeded(layer)))
     for step in range(3):
         for layer in range(2):
             q, k, v = (torch.randn(n, 5, 8) for n in (queries, keys, keys))
             params = AttentionParams(scale, window)
-            got = CpuDecode(caches[0], positions + step, CPU)(layer, q, k, v, params)
+            got = CpuDecode(caches[0], positions + step, TABLES, CPU)(layer, q, k, v, params)
             with monkeypatch.context() as patch:
                 patch.setattr(cpu, "_kernels", lambda: None)
-                want = CpuDecode(caches[1], positions + step, CPU)(layer, q, k, v, params)
+                want = CpuDecode(caches[1], positions + step, TABLES, CPU)(layer, q, k, v, params)
             torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
             assert torch.equal(caches[0].layers[layer], caches[1].layers[layer])
+
+
+TABLES = np.random.default_rng(0).permutation(20).reshape(5, 4)  # the pages of five sequences
 
 
 def seeded(seed: int) -> torch.Generator:
@@ -200,8 +203,9 @@ def test_nan_is_passed_on_and_does_not_crash(where: slice | int) -> None:
     cache = KVCache(1, 8)
     q, k, v = torch.randn(2, 1, 8), torch.randn(1, 1, 8), torch.randn(1, 1, 8)
     cache.layer(0, k)[0, 0, 0, 3, 2] = torch.nan
-    assert CpuDecode(cache, torch.tensor([5]), CPU)(0, q, k, v, AttentionParams()).isnan().all()
-    assert not CpuDecode(cache, torch.tensor([2]), CPU)(0, q, k, v, AttentionParams()).isnan().any()
+    table = np.zeros((1, 1), np.int64)
+    assert CpuDecode(cache, torch.tensor([5]), table, CPU)(0, q, k, v, AttentionParams()).isnan().all()
+    assert not CpuDecode(cache, torch.tensor([2]), table, CPU)(0, q, k, v, AttentionParams()).isnan().any()
 
 
 @pytest.mark.parametrize("target", [-1, 7])

@@ -2,6 +2,7 @@
 
 import json
 import random
+import time
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from transformers import AutoConfig, PreTrainedTokenizerFast
 
 from distflow.engine.model.source import Source
 from distflow.engine.model.text import Prompt, Text, ragged
+from distflow.engine.model.time_limit import OutOfTimeError, time_limit
 from distflow.engine.model.tokenizer import SMALLEST, train_tokenizer
 from distflow.errors import ConfigError, DataError
 
@@ -41,6 +43,20 @@ def test_any_text_is_decoded_to_itself(tokenizer: PreTrainedTokenizerFast, text:
     tokens = tokenizer(text)["input_ids"]
     assert tokenizer.decode(tokens) == text
     assert all(0 <= t < len(tokenizer) for t in tokens)
+
+
+def test_what_is_too_long_in_any_tokens_is_not_tokenized(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = text_of(limit=10)
+    longest = max(map(len, text.tokenizer.get_vocab()))
+    message = "has 1,000 characters, which are more than 10 tokens, the longest allowed"
+    with pytest.raises(DataError, match="has 11 tokens, the longest allowed is 10"):
+        text.encode("!" * 11)
+    assert len(text.encode("!" * 10)) == 10
+    monkeypatch.setattr(Text, "_encode", None)
+    for prompt in ("x" * 1000, [{"role": "user", "content": "x" * 400}, {"role": "user", "content": "x" * 600}]):
+        with pytest.raises(DataError, match=message):
+            text.encode(prompt)
+    assert 1000 // longest > 10
 
 
 def test_a_vocabulary_holds_every_byte_and_no_more_than_asked() -> None:
@@ -140,3 +156,25 @@ def test_stop_tokens_are_those_of_tokenizer_model_and_user(tmp_path: Path) -> No
         assert text.stop_tokens(source, []) == {eos, *more}
     with pytest.raises(ConfigError, match=r"rollout\.stop: 'xyz' is 3 tokens; a text that is one token"):
         text.stop_tokens(source, ["xyz"])
+
+
+def test_a_chat_template_that_does_not_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("distflow.engine.model.text._TEMPLATE_S", 0.3)
+    loop = "".join(f"{{% for i{n} in range(99999) %}}" for n in range(4))
+    text = text_of(template=loop + "{% endfor %}" * 4 + "{{ messages[0].content }}")
+    with pytest.raises(
+        ConfigError, match=r"the chat template of 'tiny/model' takes longer than 0\.3 s for a prompt; give"
+    ):
+        text.encode([{"role": "user", "content": "hi"}])
+    assert text_of().encode([{"role": "user", "content": "hi"}])  # the next one is not late
+
+
+def test_a_time_limit_that_is_kept_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("distflow.engine.model.time_limit._CHECK_S", 0.01)
+    for _ in range(20):
+        with time_limit(0.02):
+            pass
+    time.sleep(0.1)
+    with pytest.raises(OutOfTimeError), time_limit(0.02):
+        sum(1 for _ in iter(int, 1))  # for ever
+    time.sleep(0.1)

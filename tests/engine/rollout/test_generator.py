@@ -149,7 +149,6 @@ def test_the_cache_grows_with_the_longest_request() -> None:
         assert same(generate(qwen2, samples), expected("qwen2", samples))
         longest = max(len(PROMPTS[PROMPT_OF[i]]) for i in samples) + PARAMS.max_tokens
         assert qwen2.caches[0].longest >= longest
-    assert qwen2.caches[0].slots == 8
 
 
 @pytest.mark.usefixtures("backend")
@@ -237,7 +236,7 @@ def test_the_memory_of_the_cache_limits_the_batch() -> None:
     llama = generator("llama", cache_tokens=2 * longest + 5)
     with passes() as computed:
         responses = generate(llama)
-    assert llama.caches[0].slots == 2
+    assert llama.caches[0].pages == 2
     assert cache_bytes(llama) <= llama.limits.cache_bytes
     assert max(computed["CpuDecode"]) == 2
     assert same(responses, expected("llama"))
@@ -248,7 +247,7 @@ def test_a_token_takes_the_memory_that_is_planned_for_it(arch: str) -> None:
     limited = generator(arch, 4)
     generate(limited)
     (cache,) = limited.caches
-    assert cache_bytes(limited) == cache.slots * cache.longest * limited.limits.bytes_per_token
+    assert cache_bytes(limited) == cache.longest * limited.limits.bytes_per_token
 
 
 def test_a_cache_too_small_for_one_sequence_is_an_error() -> None:

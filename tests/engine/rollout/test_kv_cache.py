@@ -1,5 +1,9 @@
 """The KV cache: decoding with it attends to what was written, in the version for any device and in that for CPUs."""
 
+import resource
+from pathlib import Path
+
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -10,7 +14,8 @@ from distflow.engine.cpu.decode_attention import CpuDecode
 from distflow.engine.model.attention import AttentionParams, PackedAttention
 from distflow.engine.rollout.kv_cache import Decode, KVCache, Prefill
 
-LONGEST, DIM, CPU = 16, 8, torch.device("cpu")
+PAGE, DIM, CPU = 4, 8, torch.device("cpu")
+TABLES = np.random.default_rng(0).permutation(20).reshape(5, 4)  # the pages of five sequences of up to 16 tokens
 PARAMS = [
     AttentionParams(),
     AttentionParams(scale=0.3),
@@ -22,10 +27,10 @@ PARAMS = [
 ]
 
 
-def filled_cache(slots: int, kv_heads: int, dtype: torch.dtype = torch.float32) -> KVCache:
-    cache, noise = KVCache(slots, LONGEST), torch.Generator().manual_seed(1)
+def filled_cache(pages: int, kv_heads: int, dtype: torch.dtype = torch.float32) -> KVCache:
+    cache, noise = KVCache(pages, PAGE), torch.Generator().manual_seed(1)
     for layer in range(2):
-        contents = torch.randn(2, slots, kv_heads, LONGEST, DIM, generator=noise)
+        contents = torch.randn(2, pages, kv_heads, PAGE, DIM, generator=noise)
         cache.layer(layer, torch.zeros(kv_heads, 1, DIM, dtype=dtype)).copy_(contents)
     return cache
 
@@ -41,10 +46,11 @@ def test_decoding_gives_the_same_on_any_device(
     queries, keys = heads
     torch.manual_seed(0)
     positions = torch.tensor([0, 5, 11, 3, 8])
-    caches = [filled_cache(7, keys, dtype) for _ in range(2)]
+    caches = [filled_cache(20, keys, dtype) for _ in range(2)]
     close = 1e-5 if dtype == torch.float32 else 2e-2
     for step in range(3):
-        attentions = Decode(caches[0], positions + step, CPU), CpuDecode(caches[1], positions + step, CPU)
+        at = positions + step
+        attentions = Decode(caches[0], at, TABLES, CPU), CpuDecode(caches[1], at, TABLES, CPU)
         for layer in range(2):
             q, k, v = (torch.randn(n, 5, DIM).to(dtype) for n in (queries, keys, keys))
             got, want = (attention(layer, q, k, v, params) for attention in attentions)
@@ -62,33 +68,49 @@ def test_prefill_and_decode_give_what_a_pass_over_the_sequence_gives(
     torch.manual_seed(2)
     prompts, responses = [5, 1, 3], 6
     rows = [[torch.randn(heads, n + responses, DIM) for heads in (4, 2, 2)] for n in prompts]
-    cache, outputs = KVCache(4, LONGEST), list[Tensor]()
+    cache, outputs, tables = KVCache(20, PAGE), list[Tensor](), TABLES[:3]
 
     def packed(lengths: list[int], starts: list[int]) -> tuple[Tensor, Tensor, Tensor]:
         parts = [[x[:, a : a + n] for x in row] for row, a, n in zip(rows, starts, lengths, strict=True)]
         q, k, v = (torch.cat(x, 1) for x in zip(*parts, strict=True))
         return q, k, v
 
-    prefill = Prefill(cache, prompts, [0, 1, 2])
+    prefill = Prefill(cache, prompts, tables.tolist())
     outputs = list(prefill(0, *packed(prompts, [0, 0, 0]), params).split(prompts))
     for step in range(responses):
         positions = [n + step for n in prompts]
-        new = kind(cache, torch.tensor(positions), CPU)(0, *packed([1, 1, 1], positions), params)
+        new = kind(cache, torch.tensor(positions), tables, CPU)(0, *packed([1, 1, 1], positions), params)
         outputs = [torch.cat((before, one[None])) for before, one in zip(outputs, new, strict=True)]
     for (q, k, v), got in zip(rows, outputs, strict=True):
         want = PackedAttention([q.shape[1]])(0, q, k, v, params)
         torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
 
 
-@given(st.permutations(range(6)), st.integers(0, 6), st.integers(1, LONGEST))
+@given(st.permutations(range(12)), st.integers(0, 3), st.integers(1, 2 * PAGE))
 @settings(deadline=None, max_examples=30)
-def test_slots_are_copied_up_to_a_length(order: list[int], count: int, length: int) -> None:
-    cache = filled_cache(6, 2)
+def test_sequences_are_copied_up_to_a_length(order: list[int], count: int, length: int) -> None:
+    """Each has two pages, anywhere in the cache."""
+    cache = filled_cache(12, 2)
     before = {layer: both.clone() for layer, both in cache.layers.items()}
-    sources, targets = torch.tensor(order[:count], dtype=torch.int64), torch.tensor(order[6 - count :])
-    cache.copy(sources, targets.to(torch.int64), length)
+    pairs = [(order[4 * i : 4 * i + 2], order[4 * i + 2 : 4 * i + 4]) for i in range(count)]
+    cache.copy((source, target, length) for source, target in pairs)
     for layer, both in cache.layers.items():
         want = before[layer].clone()
-        for source, target in zip(order[:count], order[6 - count :], strict=True):
-            want[:, target, :, :length] = before[layer][:, source, :, :length]
+        for source, target in pairs:
+            for t in range(length):
+                want[:, target[t // PAGE], :, t % PAGE] = before[layer][:, source[t // PAGE], :, t % PAGE]
         assert torch.equal(both, want)
+
+
+def test_memory_is_taken_as_pages_are_written() -> None:
+    """A cache of 1 GiB, of which one page in a thousand is used."""
+    cache = KVCache(4096, 256)
+    before = resident_bytes()
+    keys, values = cache.layer(0, torch.zeros(2, 1, 64))
+    assert keys.nbytes + values.nbytes == 1 << 30
+    keys[:4] = 1.0
+    assert resident_bytes() - before < 64 << 20
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()

@@ -16,7 +16,7 @@ from distflow.engine.model.tokenizer import train_tokenizer
 from distflow.engine.rollout.engine import Completion, Request, RolloutEngine, SamplingParams
 from distflow.engine.rollout.responses import complete, generate_responses
 from distflow.engine.weights import Spec
-from distflow.errors import DataError
+from distflow.errors import DataError, WeightsError
 
 PARAMS = SamplingParams(max_tokens=4)
 PROMPTS = {3: "one", 5: "two", 9: "three"}  # by group
@@ -28,10 +28,13 @@ def text() -> Text:
     return Text(Source("tiny", AutoConfig.for_model("qwen2"), train_tokenizer(iter(["one two three"]), 0)), 100)
 
 
+VERSION = 2  # of the weights
+
+
 class EchoEngine:
     """Another engine than the built-in one: responds with the prompt reversed, last request first."""
 
-    weight_version = 2
+    weight_version = VERSION
 
     def __init__(self) -> None:
         self.requests: list[Request] = []
@@ -40,6 +43,13 @@ class EchoEngine:
     @property
     def weight_specs(self) -> Sequence[Spec]:
         return []
+
+    @property
+    def adapter_specs(self) -> Sequence[Spec]:
+        return ()
+
+    def held_weights(self) -> Mapping[str, Tensor]:
+        return {}
 
     def read_weights(self, source: Source) -> None: ...
 
@@ -78,7 +88,7 @@ def batch(ids: list[int] = IDS, groups: list[int] = GROUPS) -> Batch:
 
 def test_each_sample_gets_the_response_to_its_request() -> None:
     engine = EchoEngine()
-    columns = generate_responses(engine, text(), batch(), PARAMS, seed=7)
+    columns = generate_responses(engine, text(), batch(), PARAMS, seed=7, version=VERSION)
     prompts = [text().encode(PROMPTS[g]) for g in GROUPS]
     assert [t.tolist() for t in columns["prompt_tokens"]] == prompts
     assert [t.tolist() for t in columns["response_tokens"]] == [p[::-1] for p in prompts]
@@ -93,7 +103,7 @@ def test_each_sample_gets_the_response_to_its_request() -> None:
 
 def test_there_is_one_request_per_sample_and_those_of_a_group_follow_each_other() -> None:
     engine = EchoEngine()
-    generate_responses(engine, text(), batch(), PARAMS, seed=7)
+    generate_responses(engine, text(), batch(), PARAMS, seed=7, version=VERSION)
     assert [r.sample_id for r in engine.requests] == [6, 7, 10, 11, 19, 18]
     assert {(r.params, r.seed, r.position) for r in engine.requests} == {(PARAMS, 7, 0)}
     for a, b in zip(engine.requests[::2], engine.requests[1::2], strict=True):
@@ -102,7 +112,7 @@ def test_there_is_one_request_per_sample_and_those_of_a_group_follow_each_other(
 
 def test_a_greedy_response_is_generated_once_per_prompt() -> None:
     engine = EchoEngine()
-    columns = generate_responses(engine, text(), batch(), SamplingParams(4, temperature=0.0), seed=7)
+    columns = generate_responses(engine, text(), batch(), SamplingParams(4, temperature=0.0), seed=7, version=VERSION)
     assert [r.sample_id for r in engine.requests] == [6, 10, 19]
     assert columns["response"] == [PROMPTS[g][::-1] for g in GROUPS]
     assert columns["rollout_logprobs"][0].tolist() == columns["rollout_logprobs"][4].tolist()
@@ -111,9 +121,9 @@ def test_a_greedy_response_is_generated_once_per_prompt() -> None:
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_without_samples_there_are_no_requests_and_the_columns_have_the_same_types(temperature: float) -> None:
     engine, params = EchoEngine(), SamplingParams(4, temperature=temperature)
-    some = generate_responses(engine, text(), batch(), params, seed=7)
+    some = generate_responses(engine, text(), batch(), params, seed=7, version=VERSION)
     engine.requests.clear()
-    none = generate_responses(engine, text(), batch([], []), params, seed=7)
+    none = generate_responses(engine, text(), batch([], []), params, seed=7, version=VERSION)
     assert engine.requests == []
     assert {f: len(c) for f, c in none.items()} == dict.fromkeys(some, 0)
     assert [(type(c), getattr(c, "dtype", None)) for c in none.values()] == [
@@ -125,7 +135,7 @@ def test_a_prompt_that_cannot_be_encoded_is_refused_before_anything_is_generated
     engine = EchoEngine()
     bad = Batch(np.arange(2), np.arange(2), {"prompt": ["fine", ""]})
     with pytest.raises(DataError, match="the prompt is empty"):
-        generate_responses(engine, text(), bad, PARAMS, seed=7)
+        generate_responses(engine, text(), bad, PARAMS, seed=7, version=VERSION)
     assert engine.requests == []
 
 
@@ -135,3 +145,8 @@ def test_completions_are_by_sample_id() -> None:
     completions = complete(engine, requests)
     assert {i: c.tokens.tolist() for i, c in completions.items()} == {i: [i + 1, i] for i in range(5)}
     assert {c.weight_version for c in completions.values()} == {2}
+
+
+def test_responses_with_other_weights_than_the_plan_says_are_refused() -> None:
+    with pytest.raises(WeightsError, match=r"sample \d+ was generated with weights of version 2, and the plan says 3"):
+        generate_responses(EchoEngine(), text(), batch(), PARAMS, seed=7, version=3)

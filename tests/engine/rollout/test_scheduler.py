@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distflow.engine.rollout.engine import Request, SamplingParams
+from distflow.engine.rollout.page_pool import PagePool
 from distflow.engine.rollout.scheduler import Scheduler
 from distflow.engine.rollout.sequence import Sequence
 
@@ -27,6 +28,11 @@ def prompt(length: int, first: int = 0) -> Prompt:
     return tuple(range(first, first + length))
 
 
+def scheduler_of(slots: int, prefill_tokens: int = 100) -> Scheduler:
+    """A scheduler with pages for all."""
+    return Scheduler(slots, prefill_tokens, PagePool(100 * slots, 8))
+
+
 def ids(some: Iterable[Sequence]) -> list[int]:
     return [s.request.sample_id for s in some]
 
@@ -42,7 +48,7 @@ def finish(*some: Sequence) -> None:
 
 
 def test_free_slots_are_given_in_order() -> None:
-    scheduler = Scheduler(3, prefill_tokens=100)
+    scheduler = scheduler_of(3)
     scheduler.add(sequences(5))
     assert admit(scheduler) == [[[0, 1, 2]]]
     assert [s.slot for s in scheduler.running] == [0, 1, 2]
@@ -52,7 +58,7 @@ def test_free_slots_are_given_in_order() -> None:
 
 @pytest.mark.parametrize(("slots", "threshold"), [(1, 1), (7, 1), (8, 1), (16, 2), (64, 8)])
 def test_nothing_is_admitted_before_an_eighth_of_the_slots_is_free(slots: int, threshold: int) -> None:
-    scheduler = Scheduler(slots, prefill_tokens=100)
+    scheduler = scheduler_of(slots)
     scheduler.add(sequences(3 * slots))
     admit(scheduler)
     for free in range(1, threshold + 1):
@@ -64,7 +70,7 @@ def test_nothing_is_admitted_before_an_eighth_of_the_slots_is_free(slots: int, t
 
 
 def test_the_last_waiting_sequences_are_admitted_as_soon_as_all_of_them_fit() -> None:
-    scheduler = Scheduler(64, prefill_tokens=100)
+    scheduler = scheduler_of(64)
     scheduler.add(sequences(66))
     admit(scheduler)
     for admitted in ([], [[[64, 65]]]):
@@ -74,90 +80,86 @@ def test_the_last_waiting_sequences_are_admitted_as_soon_as_all_of_them_fit() ->
 
 
 def test_sequences_with_the_same_prompt_are_prefilled_as_one() -> None:
-    scheduler = Scheduler(8, prefill_tokens=100)
+    scheduler = scheduler_of(8)
     a, b = prompt(4), prompt(4, first=10)
     scheduler.add(sequence(i, (a, b, tuple(a))[i % 3]) for i in range(6))
     assert admit(scheduler) == [[[0, 2, 3, 5], [1, 4]]]
 
 
 def test_prompts_of_one_length_are_prefilled_together() -> None:
-    scheduler = Scheduler(8, prefill_tokens=10)
+    scheduler = scheduler_of(8, 10)
     lengths = (5, 2, 5, 2, 2)
     scheduler.add(sequence(i, prompt(n, first=10 * i)) for i, n in enumerate(lengths))
     assert admit(scheduler) == [[[1], [3], [4]], [[0], [2]]]
 
 
 def test_a_prefill_batch_stays_within_its_budget_unless_one_prompt_exceeds_it() -> None:
-    scheduler = Scheduler(8, prefill_tokens=10)
+    scheduler = scheduler_of(8, 10)
     scheduler.add(sequence(i, prompt(n, first=30 * i)) for i, n in enumerate((25, 6, 4, 7)))
     assert admit(scheduler) == [[[2], [1]], [[3]], [[0]]]
 
 
 def test_a_shared_prompt_counts_once_in_the_budget() -> None:
-    scheduler = Scheduler(8, prefill_tokens=10)
+    scheduler = scheduler_of(8, 10)
     a, b = prompt(5), prompt(5, first=10)
     scheduler.add(sequence(i, (a, b)[i // 3]) for i in range(6))
     assert admit(scheduler) == [[[0, 1, 2], [3, 4, 5]]]
 
 
 def test_the_last_sequences_take_the_slots_of_finished_ones() -> None:
-    scheduler = Scheduler(6, prefill_tokens=100)
+    scheduler = scheduler_of(6)
     everybody = sequences(6)
     scheduler.add(everybody)
     admit(scheduler)
     finish(everybody[0], everybody[3], everybody[5])
-    finished, movers, old_slots = scheduler.retire()
-    assert ids(finished) == [0, 3, 5]
-    assert ids(movers) == [4]
-    assert old_slots == [4]
+    assert ids(scheduler.retire()) == [0, 3, 5]
     assert ids(scheduler.running) == [4, 1, 2]
     assert [s.slot for s in scheduler.running] == [0, 1, 2]
-    assert scheduler.retire() == ([], [], [])
+    assert scheduler.retire() == []
 
 
 def test_nothing_moves_if_the_last_ones_finish() -> None:
-    scheduler = Scheduler(4, prefill_tokens=100)
+    scheduler = scheduler_of(4)
     everybody = sequences(4)
     scheduler.add(everybody)
     admit(scheduler)
     finish(*everybody[2:])
-    assert scheduler.retire() == (everybody[2:], [], [])
+    assert scheduler.retire() == everybody[2:]
     assert ids(scheduler.running) == [0, 1]
 
 
 @settings(deadline=None)
-@given(st.integers(1, 20), st.integers(1, 12), st.data())
-def test_slots_are_contiguous_and_every_sequence_is_returned_once(
-    slots: int, prefill_tokens: int, data: st.DataObject
+@given(st.integers(1, 20), st.integers(1, 12), st.integers(1, 5), st.integers(0, 40), st.data())
+def test_every_sequence_is_returned_once_and_has_its_own_pages(
+    slots: int, prefill_tokens: int, page: int, more_pages: int, data: st.DataObject
 ) -> None:
-    """Whenever sequences are added and however long they are. `cache` holds whose keys and values each slot has."""
-    scheduler = Scheduler(slots, prefill_tokens)
+    """Whenever sequences are added, however long they are, and with as few pages as one of them needs.
+
+    `cache` holds whose token each place of each page has, as the model would write it.
+    """
+    limit, longest = 12, 17
+    pool = PagePool(-(-longest // page) + more_pages, page)
+    scheduler = Scheduler(slots, prefill_tokens, pool)
     added: list[Sequence] = []
     finished: list[Sequence] = []
-    cache: dict[int, Sequence] = {}
+    cache: dict[tuple[int, int], tuple[int, int]] = {}
 
-    def retire() -> None:
-        done, movers, old_slots = scheduler.retire()
-        assert all(s.finished for s in done)
-        for mover, old in zip(movers, old_slots, strict=True):
-            assert cache[old] is mover
-        cache.update({mover.slot: mover for mover in movers})
-        finished.extend(done)
-        check()
+    def write(s: Sequence, position: int) -> None:
+        cache[s.pages[position // page], position % page] = s.request.sample_id, position
 
-    def check() -> None:
-        assert [s.slot for s in scheduler.running] == list(range(len(scheduler.running)))
-        assert all(cache[s.slot] is s for s in scheduler.running)
-        assert len(scheduler.running) <= slots
+    def check(s: Sequence, length: int) -> None:
+        for t in range(length):
+            assert cache[s.pages[t // page], t % page] == (s.request.sample_id, t)
 
     arrivals = data.draw(st.lists(st.integers(0, 15), max_size=6), label="arrivals")
     while arrivals or scheduler.has_unfinished:
         new: list[Sequence] = []
         for _ in range(arrivals.pop() if arrivals else 0):
             text = prompt(data.draw(st.integers(1, 5)), first=data.draw(st.integers(0, 2)))
-            new.append(sequence(len(added) + len(new), text, data.draw(st.integers(1, 6))))
+            new.append(sequence(len(added) + len(new), text, data.draw(st.integers(1, limit))))
         scheduler.add(new)
         added += new
+        progress = False
         for batch in scheduler.admit():
             lengths = [len(shared[0].request.prompt) for shared in batch]
             assert sum(lengths) <= prefill_tokens or len(batch) == 1
@@ -165,11 +167,49 @@ def test_slots_are_contiguous_and_every_sequence_is_returned_once(
                 assert len({s.request.prompt for s in shared}) == 1
                 for s in shared:
                     assert not s.tokens
-                    cache[s.slot] = s
+                    for t in range(len(s.request.prompt)):
+                        write(s, t)
                     s.append(END if data.draw(st.booleans()) else 0, 0.0)
-        check()
-        retire()
-        for s in scheduler.running:
-            s.append(END if data.draw(st.booleans()) else 0, 0.0)
-        retire()
+                    progress = True
+        finished += scheduler.retire()
+        if scheduler.running:
+            ready, tables = scheduler.ready()
+            assert len(scheduler.running) <= slots
+            assert [s.slot for s in scheduler.running] == list(range(len(scheduler.running)))
+            for s, row in zip(ready, tables, strict=True):
+                assert row[: len(s.pages)].tolist() == s.pages
+                write(s, s.length - 1)
+                progress = True
+            for s in ready:
+                check(s, s.length)
+                s.append(END if data.draw(st.booleans()) else 0, 0.0)
+            finished += scheduler.retire()
+        assert progress or not scheduler.has_unfinished  # some sequence always goes on
     assert sorted(ids(finished)) == ids(added)
+    assert sorted(pool._free) == list(range(pool.pages))  # all were given back, once
+
+
+def test_the_oldest_goes_on_while_others_wait_for_its_pages() -> None:
+    scheduler = Scheduler(8, 100, PagePool(5, 4))
+    old, young = sequence(0, prompt(4), max_tokens=9), sequence(1, prompt(4, first=9), max_tokens=9)
+    scheduler.add([old, young])
+    list(scheduler.admit())
+    assert scheduler.running == [old, young]  # with a page each; the old one may need three more
+    for s in (old, young):
+        s.append(0, 0.0)
+    assert scheduler.ready()[0] == [old]
+    finish(old)
+    assert scheduler.retire() == [old]
+    assert scheduler.ready()[0] == [young]
+
+
+def test_who_waits_is_admitted_when_there_are_pages_for_it_and_for_the_oldest() -> None:
+    scheduler = Scheduler(8, 100, PagePool(5, 4))
+    everybody = [sequence(i, prompt(4, first=9 * i), max_tokens=9) for i in range(3)]
+    scheduler.add(everybody)
+    list(scheduler.admit())
+    assert scheduler.running == everybody[:2]
+    finish(everybody[0])
+    scheduler.retire()
+    list(scheduler.admit())
+    assert scheduler.running == everybody[1:]

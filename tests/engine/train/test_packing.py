@@ -136,6 +136,28 @@ def test_fields_go_with_their_tokens_and_samples(samples: Samples, data: st.Data
 
 @BUSY
 @given(SAMPLES, st.data())
+def test_masked_tokens_are_context_only(samples: Samples, data: st.DataObject) -> None:
+    """The same rows with or without a mask; only what is predicted, and all fields of tokens, are the model's."""
+    batch, index = batch_of(samples), np.arange(len(samples))
+    mask = [data.draw(st.lists(st.sampled_from([0, 1]), min_size=r, max_size=r)) for _, r in samples]
+    column = Ragged.of([torch.tensor(m, dtype=torch.int8) for m in mask])
+    masked, plain = pack(Batch(index, index, {**batch.columns, "response_mask": column}), index), pack(batch, index)
+    assert masked.tokens.tolist() == plain.tokens.tolist()
+    assert masked.positions.tolist() == plain.positions.tolist()
+    assert masked.lengths == plain.lengths
+    own = [bool(m) for i in plain.index.tolist() for m in mask[i]]
+    assert masked.targets.tolist() == [t for t, m in zip(plain.targets.tolist(), own, strict=True) if m]
+    assert masked.keep.tolist() == [t for t, m in zip(plain.keep.tolist(), own, strict=True) if m]
+    assert masked.responses.tolist() == [sum(mask[i]) for i in plain.index.tolist()]
+    assert torch.equal(masked.per_token["old_logprobs"], -masked.targets.float())
+    assert torch.equal(masked.per_sample["advantage"], plain.per_sample["advantage"])
+    assert masked.per_token.keys() | masked.per_sample.keys() == {"old_logprobs", "advantage"}
+    want = [[t * m for t, m in zip(batch["response_tokens"][i].tolist(), mask[i], strict=True)] for i in plain.index]
+    assert [row.tolist() for row in masked.model_tokens.spread(masked.targets)] == want
+
+
+@BUSY
+@given(SAMPLES, st.data())
 def test_sequences_of_one_length_are_side_by_side(samples: Samples, data: st.DataObject) -> None:
     packed, _ = pack_some(samples, data)
     assert packed.lengths == sorted(packed.lengths, reverse=True)

@@ -1,5 +1,6 @@
 """Attention of one new token per sequence on a CPU: in a kernel, or else as few, small products."""
 
+import sys
 from functools import cached_property
 from types import ModuleType
 from typing import Protocol
@@ -17,8 +18,8 @@ _CALL, _SMALLEST = 512, 16  # a call of attention costs as much as reading so ma
 
 
 class Cache(Protocol):
-    slots: int
-    longest: int
+    pages: int
+    page: int
 
     def layer(self, index: int, like: Tensor) -> Tensor: ...
 
@@ -26,8 +27,9 @@ class Cache(Protocol):
 class CpuDecode:
     """The same as `rollout.kv_cache.Decode`."""
 
-    def __init__(self, cache: Cache, positions: Tensor, device: torch.device) -> None:
+    def __init__(self, cache: Cache, positions: Tensor, tables: Ints, device: torch.device) -> None:
         self.cache, self.positions, self.places = cache, positions, positions.numpy()
+        self.tables = np.ascontiguousarray(tables)
         self._rows: Tensor | None = None
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, params: AttentionParams) -> Tensor:
@@ -44,21 +46,23 @@ class CpuDecode:
     ) -> Tensor:
         out = q.new_empty(q.shape[1], q.shape[0], q.shape[2])
         new = [x.transpose(0, 1).numpy() for x in (q, k, v)]
-        window, scale = params.window or self.cache.longest, params.scale or q.shape[-1] ** -0.5
-        kernels.attend(*new, both.numpy(), self.places, window, np.float32(scale), out.numpy())
+        window, scale = params.window or sys.maxsize, params.scale or q.shape[-1] ** -0.5
+        kernels.attend(*new, both.numpy(), self.tables, self.places, window, np.float32(scale), out.numpy())
         return out
 
     @cached_property
     def blocks(self) -> list["_Block"]:
         _, bounds = split_slots(self.places + 1, 0, len(self.places))
-        return [_Block(lo, hi, self.positions[lo:hi]) for lo, hi in bounds]
+        tables = torch.from_numpy(self.tables)
+        return [_Block(lo, hi, self.positions[lo:hi], tables[lo:hi], self.cache.page) for lo, hi in bounds]
 
     def _new_rows(self, heads: int) -> Tensor:
-        """The row of each (key or value, head, slot) in the cache seen as one list of vectors."""
+        """The row of each (key or value, head, sequence) in the cache seen as one list of vectors."""
         if self._rows is None or len(self._rows) != 2 * heads * len(self.positions):
-            part, head, slot = (torch.arange(n) for n in (2, heads, len(self.positions)))
-            first = (part[:, None, None] * self.cache.slots + slot) * heads + head[:, None]
-            self._rows = (first * self.cache.longest + self.positions).flatten()
+            size, (part, head) = self.cache.page, (torch.arange(n) for n in (2, heads))
+            page = torch.from_numpy(np.take_along_axis(self.tables, self.places[:, None] // size, 1)[:, 0])
+            first = (part[:, None, None] * self.cache.pages + page) * heads + head[:, None]
+            self._rows = (first * size + self.positions % size).flatten()
         return self._rows
 
 
@@ -75,12 +79,20 @@ def split_slots(lengths: Ints, lo: int, hi: int) -> tuple[int, list[tuple[int, i
     return (whole, [(lo, hi)]) if whole <= one + other else (one + other, first + second)
 
 
-class _Block:
-    """Some slots, and as many keys as the longest of them has."""
+def gather_pages(x: Tensor, table: Tensor, keys: int) -> Tensor:
+    """Returns [sequences, heads, keys, dim] of x [pages, heads, page, dim]; row i of `table` has the pages of i."""
+    pages = x[table]  # [sequences, pages, heads, page, dim]
+    joined = pages[:, 0] if table.shape[1] == 1 else pages.transpose(1, 2).flatten(2, 3)
+    return joined[:, :, :keys]
 
-    def __init__(self, lo: int, hi: int, positions: Tensor) -> None:
-        self.lo, self.hi, self.positions = lo, hi, positions
+
+class _Block:
+    """Some sequences, and as many keys as the longest of them has."""
+
+    def __init__(self, lo: int, hi: int, positions: Tensor, tables: Tensor, page: int) -> None:
+        self.lo, self.hi, self.positions, self.page = lo, hi, positions, page
         self.keys = int(positions.max()) + 1
+        self.table = tables[:, : -(-self.keys // page)]
         self.even = int(positions.min()) + 1 == self.keys
         # Made by the first layer, for all of its kind.
         self._masks: dict[tuple[int | None, int], Tensor] = {}
@@ -94,17 +106,17 @@ class _Block:
         return torch.bmm(weights, self._seen(values)).view(q.shape)
 
     def _seen(self, x: Tensor) -> Tensor:
-        """[slots and heads, keys, dim]"""
-        return x[self.lo : self.hi, :, : self.keys].flatten(0, 1)
+        """[sequences and heads, keys, dim]"""
+        return gather_pages(x, self.table, self.keys).flatten(0, 1)
 
     def _sum(self, weights: Tensor, values: Tensor) -> Tensor:
         """Weighted sums of vectors are what bags of embeddings are; a CPU is faster at them than at thin products."""
-        each, (_, heads, longest, _) = weights.shape[1], values.shape
+        each, heads = weights.shape[1], values.shape[1]
         if (heads, each) not in self._bags:
-            first = torch.arange(self.lo * heads, self.hi * heads, dtype=torch.int32).mul_(longest)
-            vectors = first.repeat_interleave(each)[:, None] + torch.arange(self.keys, dtype=torch.int32)
-            starts = torch.arange(len(vectors), dtype=torch.int32).mul_(self.keys)
-            self._bags[heads, each] = vectors.flatten(), starts
+            key, head = torch.arange(self.keys), torch.arange(heads)[:, None]
+            places = (self.table[:, None, key // self.page] * heads + head) * self.page + key % self.page
+            vectors = places.flatten(0, 1).repeat_interleave(each, 0)  # [sequences, heads and each, keys]
+            self._bags[heads, each] = vectors.flatten(), torch.arange(0, vectors.numel(), self.keys)
         vectors, starts = self._bags[heads, each]
         rows = values.view(-1, values.shape[-1])
         return embedding_bag(vectors, rows, starts, mode="sum", per_sample_weights=weights.flatten())

@@ -340,32 +340,39 @@ def after_attention(x, y, out, out_bias, weight, epsilon, gate_up, gate_up_bias,
     add_linear(gated, down, down_bias, x)
 
 
+# Unsigned: of a signed index that it cannot see to be positive, numba tests the sign for every key.
+_1, _2, _3 = np.uintp(1), np.uintp(2), np.uintp(3)
+
+
 @_compile(_SUMS)
-def attend(q, k, v, cache, positions, window, scale, out):
-    """Attention of one token of each of n sequences: writes its k and v [n, kv heads, dim] to `cache` [2, slots, kv
-    heads, longest, dim], and the output for its q [n, heads, dim] to `out`."""
+def attend(q, k, v, cache, tables, positions, window, scale, out):
+    """Attention of one token of each of n sequences: writes its k and v [n, kv heads, dim] to `cache` [2, pages, kv
+    heads, page, dim], and the output for its q [n, heads, dim] to `out`. Row i of `tables` has the pages of i."""
     n, heads, dim = q.shape
-    groups = k.shape[1]
+    groups, size = k.shape[1], cache.shape[3]
     each = heads // groups
-    query, weights = np.empty(dim, _F), np.empty(cache.shape[3], _F)
+    query, weights = np.empty(dim, _F), np.empty(positions.max() + 1, _F)
     for i in range(n):
         end = positions[i] + 1
         start = max(0, end - window)
+        first, last = start // size, (end - 1) // size  # pages
+        newest, place = tables[i, last], end - 1 - last * size
         for g in range(groups):
-            keys, values = cache[0, i, g], cache[1, i, g]
             for d in range(dim):
-                keys[end - 1, d] = k[i, g, d]
-                values[end - 1, d] = v[i, g, d]
+                cache[0, newest, g, place, d] = k[i, g, d]
+                cache[1, newest, g, place, d] = v[i, g, d]
             for h in range(g * each, (g + 1) * each):
                 for d in range(dim):
                     query[d] = q[i, h, d] * scale
                 peak = _F(-np.inf)
-                for t in range(start, end):
-                    key, score = keys[t], _F(0)
-                    for d in range(dim):
-                        score += query[d] * key[d]
-                    weights[t] = score
-                    peak = score if score > peak else peak
+                for p in range(first, last + 1):
+                    page, base = tables[i, p], p * size
+                    for t in range(max(start, base), min(end, base + size)):
+                        key, score = cache[0, page, g, np.uintp(t - base)], _F(0)
+                        for d in range(dim):
+                            score += query[d] * key[d]
+                        weights[t] = score
+                        peak = score if score > peak else peak
                 total = _F(0)
                 for t in range(start, end):
                     weights[t] = exp(weights[t] - peak)
@@ -373,18 +380,22 @@ def attend(q, k, v, cache, positions, window, scale, out):
                 to = out[i, h]
                 for d in range(dim):
                     to[d] = _F(0)
-                t = start
-                while t + 4 <= end:  # four at a time, so that `to` is read and written once for them
-                    a0, a1, a2, a3 = weights[t], weights[t + 1], weights[t + 2], weights[t + 3]
-                    v0, v1, v2, v3 = values[t], values[t + 1], values[t + 2], values[t + 3]
-                    for d in range(dim):
-                        to[d] += a0 * v0[d] + a1 * v1[d] + a2 * v2[d] + a3 * v3[d]
-                    t += 4
-                while t < end:
-                    a0, v0 = weights[t], values[t]
-                    for d in range(dim):
-                        to[d] += a0 * v0[d]
-                    t += 1
+                for p in range(first, last + 1):
+                    page, base = tables[i, p], p * size
+                    values = cache[1, page, g]
+                    t, stop = max(start, base), min(end, base + size)
+                    while t + 4 <= stop:  # four at a time, so that `to` is read and written once for them
+                        a0, a1, a2, a3 = weights[t], weights[t + 1], weights[t + 2], weights[t + 3]
+                        u = np.uintp(t - base)
+                        v0, v1, v2, v3 = values[u], values[u + _1], values[u + _2], values[u + _3]
+                        for d in range(dim):
+                            to[d] += a0 * v0[d] + a1 * v1[d] + a2 * v2[d] + a3 * v3[d]
+                        t += 4
+                    while t < stop:
+                        a0, v0 = weights[t], values[np.uintp(t - base)]
+                        for d in range(dim):
+                            to[d] += a0 * v0[d]
+                        t += 1
                 factor = _F(1) / total
                 for d in range(dim):
                     to[d] *= factor

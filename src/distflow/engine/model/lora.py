@@ -26,9 +26,12 @@ Pairs = Mapping[str, tuple[Tensor, Tensor]]  # weight → B and A
 
 
 class Adapter:
-    """Injects an adapter into `lm`, which is on the meta device, and freezes the rest."""
+    """Injects an adapter into `lm`, which is on the meta device, and freezes the rest.
 
-    def __init__(self, lm: PreTrainedModel, given: LoraConfig) -> None:
+    `styles`: how tensor parallelism cuts the layers of an engine that has the adapter apart.
+    """
+
+    def __init__(self, lm: PreTrainedModel, given: LoraConfig, styles: Mapping[str, str] | None = None) -> None:
         peft = _peft()
         layers, named = _targets(lm, given.targets)
         alpha = given.alpha or 2.0 * given.rank
@@ -40,7 +43,8 @@ class Adapter:
             task_type="CAUSAL_LM",
         )
         peft.inject_adapter_in_model(self.config, lm, low_cpu_mem_usage=True)
-        self.specs = [Spec(name, tuple(p.shape)) for name, p in lm.named_parameters() if p.requires_grad]
+        trained = [(name, p) for name, p in lm.named_parameters() if p.requires_grad]
+        self.specs = [Spec(name, tuple(p.shape), _tp_dim(name, styles or {})) for name, p in trained]
         # Anything else would not be merged.
         assert {spec.name for spec in self.specs} == {layer + end for layer in layers for end in (_A, _B)}
 
@@ -68,6 +72,10 @@ class Adapter:
         all_gather(everybody.view(-1), torch.cat(mine), group=process_group)
         pieces = zip(names, everybody.split([len(a) for a in mine], 1), strict=True)
         return {**parts, **{name: a.reshape(rows * ranks, -1)[: self.rank] for name, a in pieces}}
+
+    def scaled(self, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Returns matrices whose product B @ A is what is added to a weight."""
+        return {name: part * self.scale if name.endswith(_B) else part for name, part in parts.items()}
 
     def save(self, folder: Path, base: str | None) -> None:
         """Writes PEFT's config of it, which names the base model."""
@@ -112,6 +120,13 @@ def base_name(name: str) -> str:
 def peft_name(name: str) -> str:
     """Returns the name of an adapter's matrix in PEFT's files."""
     return "base_model.model." + name.replace(".default.", ".")
+
+
+def _tp_dim(name: str, styles: Mapping[str, str]) -> int | None:
+    """Returns the dimension of a matrix that is cut with its layer: rows of B, columns of A."""
+    layer, _, _ = name.partition(".lora_")
+    uncut = {"colwise": _A, "rowwise": _B}.get(styles.get(layer, ""))
+    return None if uncut is None or name.endswith(uncut) else int(uncut == _B)
 
 
 def _targets(lm: PreTrainedModel, given: list[str]) -> tuple[set[str], list[str]]:

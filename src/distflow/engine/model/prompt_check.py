@@ -14,6 +14,7 @@ from distflow.engine.model.text import Text
 from distflow.errors import DataError
 
 _LISTED = 20
+_CHARACTERS = 1 << 20  # of one text that a tokenizer is trained on
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,7 @@ def texts(rows: DatasetView, most: int = 20_000) -> Iterator[str]:
 
 def _text_in(value: Any) -> Iterator[str]:
     if isinstance(value, str):
-        yield value.encode(errors="replace").decode()  # JSON can have lone surrogates
+        yield value[:_CHARACTERS].encode(errors="replace").decode()  # JSON can have lone surrogates
     elif isinstance(value, list):
         for v in value:
             yield from _text_in(v)

@@ -6,7 +6,7 @@ Weights are read in parts, so that a worker never holds more than its own shard.
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from copy import copy
+from copy import copy, deepcopy
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -48,6 +48,7 @@ class Source:
     seed: int = 0
     remote_code: bool = False
     head: Head = "lm"
+    weights: Read | None = None  # reads them from elsewhere, such as a checkpoint
 
     def with_value_head(self) -> "Source":
         """Returns the same model with a value head; one that the model does not come with outputs 0 at first."""
@@ -73,8 +74,11 @@ class Source:
     def skeleton(self) -> PreTrainedModel:
         """Returns the model with its parameters on the meta device."""
         with _parameters_on_meta():
-            model = self._class.from_config(
-                self.config, attn_implementation=attention.NAME, dtype=torch.float32, trust_remote_code=self.remote_code
+            model = self._class.from_config(  # which changes the config's dtype
+                deepcopy(self.config),
+                attn_implementation=attention.NAME,
+                dtype=torch.float32,
+                trust_remote_code=self.remote_code,
             )
         if not getattr(model, "_supports_attention_backend", False):
             raise ConfigError(f"model: '{self.name}' is a {self.config.model_type}, which brings its own attention")
@@ -85,6 +89,8 @@ class Source:
 
     def reader(self, names: Sequence[str]) -> Read:
         """Returns a function that reads a part of a parameter, by its name in the skeleton."""
+        if self.weights is not None:
+            return self.weights
         files = self._files if self.folder else {}
         if self.head == "value" and VALUE_HEAD not in files:
             rest = replace(self, head="lm").reader([n for n in names if n != VALUE_HEAD])
@@ -103,6 +109,9 @@ class Source:
         index = self.folder / "model.safetensors.index.json"
         if index.exists():
             places: Mapping[str, str] = json.loads(index.read_text())["weight_map"]
+            for file in set(places.values()):
+                if "/" in file or not (self.folder / file).is_file():
+                    raise ConfigError(f"model: {index} names a file that is not beside it, '{cut(file)}'")
             return {name: str(self.folder / file) for name, file in places.items()}
         single = self.folder / "model.safetensors"
         if not single.exists():
@@ -115,7 +124,7 @@ class Source:
         if self.folder is None:
             state = torch.get_rng_state()
             torch.manual_seed(self.seed)
-            model = AutoModelForCausalLM.from_config(self.config, dtype=torch.float32)
+            model = AutoModelForCausalLM.from_config(deepcopy(self.config), dtype=torch.float32)
             torch.set_rng_state(state)
         else:
             model = AutoModelForCausalLM.from_pretrained(

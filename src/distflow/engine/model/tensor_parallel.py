@@ -14,12 +14,14 @@ from distflow.errors import ConfigError
 
 # A whole weight that each rank uses for its own heads only: its gradients are parts of a sum.
 REPLICATED = "replicated_with_grad_allreduce"
+EMBEDDING = "embedding_rowwise"  # some versions of transformers plan to cut tied embeddings, which are left whole here
 
 
 def tp_styles(model: PreTrainedModel, tp: int, where: str) -> dict[str, str]:
     """Returns module → `colwise`, `rowwise` or REPLICATED, as transformers plans it for this model."""
     config = model.config.get_text_config()
-    given: Mapping[str, str] | None = getattr(config, "base_model_tp_plan", None)
+    plan: Mapping[str, str] = getattr(config, "base_model_tp_plan", None) or {}
+    given = {name: style for name, style in plan.items() if style != EMBEDDING}
     known = {"colwise", "rowwise", REPLICATED}
     if not given or not set(given.values()) <= known:
         if tp == 1:

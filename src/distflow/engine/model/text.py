@@ -1,6 +1,7 @@
 """Text to tokens and back, once each: what the model generated stays tokens."""
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -10,8 +11,10 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from distflow.data.batch import Batch, Ragged
 from distflow.engine.model.source import Source
+from distflow.engine.model.time_limit import OutOfTimeError, time_limit
 from distflow.errors import ConfigError, DataError, shown
 
+_TEMPLATE_S = 10.0  # for a prompt; usual ones take less than a thousandth of that
 Prompt = str | list[dict[str, Any]]
 
 
@@ -24,6 +27,7 @@ class Text:
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Encodes a prompt; chat messages go through the tokenizer's chat template."""
+        self._check_size(prompt)
         tokens = self._encode(prompt)
         if not tokens:
             raise DataError("the prompt is empty; it needs at least one token")
@@ -33,6 +37,20 @@ class Text:
                 " (data.max_prompt, or the model's positions less rollout.max_tokens)"
             )
         return tokens
+
+    def _check_size(self, prompt: Prompt) -> None:
+        """Refuses at once what is too long in any tokens: to tokenize 100 MB takes minutes, and all memory."""
+        characters = _count_characters(prompt)
+        if characters > self.limit and characters // self._longest_token > self.limit:
+            raise DataError(
+                f"the prompt has {characters:,} characters, which are more than {self.limit} tokens, the longest"
+                " allowed (data.max_prompt, or the model's positions less rollout.max_tokens)"
+            )
+
+    @cached_property
+    def _longest_token(self) -> int:
+        """The most characters that one token can stand for."""
+        return max(map(len, self.tokenizer.get_vocab()))
 
     def _encode(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):
@@ -50,7 +68,13 @@ class Text:
         if not prompt:
             return []
         try:
-            return self.tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False)  # type: ignore
+            with time_limit(_TEMPLATE_S):
+                return self.tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False)  # type: ignore
+        except OutOfTimeError:  # all rows would take as long, so none is skipped
+            raise ConfigError(
+                f"model: the chat template of '{self.name}' takes longer than {_TEMPLATE_S:g} s for a prompt; give"
+                " a model with another one, or prompts as text"
+            ) from None
         except Exception as e:  # a template is a program: it refuses roles and content as it likes
             raise DataError(
                 f"the chat template of '{self.name}' does not accept the prompt: {e}; fix its messages"
@@ -90,6 +114,12 @@ class Text:
                 )
             ends.add(ids[0])
         return frozenset(ends)
+
+
+def _count_characters(prompt: Any) -> int:
+    if isinstance(prompt, list):
+        return sum(_count_characters(m.get("content") if isinstance(m, dict) else m) for m in prompt)
+    return len(prompt) if isinstance(prompt, str) else 0
 
 
 def _text(response: Any) -> str:

@@ -27,13 +27,8 @@ class ContinuousBatch:
         while self.scheduler.has_unfinished and not finished:
             for prompts in self.scheduler.admit():
                 self.runner.prefill(prompts)
-            finished += self._retire()  # a response may be one token long
+            finished += self.scheduler.retire()  # a response may be one token long
             if self.scheduler.running:
-                self.runner.decode(self.scheduler.running)
-                finished += self._retire()
-        return finished
-
-    def _retire(self) -> list[Sequence]:
-        finished, movers, old_slots = self.scheduler.retire()
-        self.runner.move(movers, old_slots)
+                self.runner.decode(*self.scheduler.ready())
+                finished += self.scheduler.retire()
         return finished

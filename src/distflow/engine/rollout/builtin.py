@@ -8,15 +8,14 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from distflow.config.schema import RolloutConfig
+from distflow.engine.model.memory import check_kv_cache
 from distflow.engine.model.source import Source, kv_bytes
 from distflow.engine.model.tensor_parallel import RowwiseAllReduce, parameter_specs, tp_styles
 from distflow.engine.rollout.engine import Completion, Request
 from distflow.engine.rollout.generator import CacheLimits, Generator
 from distflow.engine.rollout.weight_buffers import WeightBuffers
 from distflow.engine.weights import Shards, Spec
-from distflow.errors import ConfigError
 from distflow.plan.layout import Layout
-from distflow.plan.units import human_bytes
 
 
 class BuiltinEngine:
@@ -50,7 +49,7 @@ class BuiltinEngine:
             return tokens
 
         cache_bytes = int(config.kv_cache_gb * (1 << 30))
-        _check_device_memory(cache_bytes, device)
+        check_kv_cache(cache_bytes, device)
         limits = CacheLimits(kv_bytes(source.config, dtype, layout.tp), cache_bytes, config.max_sequences)
         # Tensor-parallel ranks meet in every layer, which they would do in different lanes.
         lanes = torch.get_num_threads() if tp_group is None and device.type == "cpu" else 1
@@ -59,6 +58,10 @@ class BuiltinEngine:
     @property
     def weight_specs(self) -> Sequence[Spec]:
         return self.weights.specs
+
+    @property
+    def adapter_specs(self) -> Sequence[Spec]:
+        return ()  # an adapter is merged
 
     def read_weights(self, source: Source) -> None:
         self.weights.read(source)
@@ -70,7 +73,11 @@ class BuiltinEngine:
         return True
 
     def weight_targets(self) -> Mapping[str, Tensor]:
+        self.weights.release()  # before there is new memory, unless that was done already
         return self.weights.allocate()
+
+    def held_weights(self) -> Mapping[str, Tensor]:
+        return {s.name: self.weights.model.get_parameter(s.name).detach() for s in self.weights.specs}
 
     def commit_weights(self, version: int) -> None:
         assert not self.has_unfinished
@@ -91,14 +98,3 @@ class BuiltinEngine:
             self.weights.release()
         if self.weights.device.type != "cpu":  # where clearing the pages again would cost more than keeping them
             self.generator.caches = []
-
-
-def _check_device_memory(cache_bytes: int, device: torch.device) -> None:
-    if device.type == "cpu" or not hasattr(torch.accelerator, "get_memory_info"):
-        return
-    _, total = torch.accelerator.get_memory_info(device)
-    if cache_bytes > total:
-        raise ConfigError(
-            f"rollout.kv_cache_gb: {human_bytes(cache_bytes)} of KV cache do not fit on {device}, which has"
-            f" {human_bytes(total)}; lower it"
-        )

@@ -65,6 +65,11 @@ class RolloutEngine(Protocol):
         """The parameters that a hand-over fills, in its order."""
         ...
 
+    @property
+    def adapter_specs(self) -> Sequence[Spec]:
+        """The matrices of an adapter that the engine has apart from the parameters; it gets them like these."""
+        ...
+
     def read_weights(self, source: Source) -> None:
         """Fills the weights from where the model comes from: nobody trains it."""
         ...
@@ -75,6 +80,10 @@ class RolloutEngine(Protocol):
 
     def weight_targets(self) -> Mapping[str, Tensor]:
         """Returns this rank's tensors for the next weights, allocated where they were released, to be filled."""
+        ...
+
+    def held_weights(self) -> Mapping[str, Tensor]:
+        """Returns the tensors that this rank computes with, wherever they came from, by the names of `weight_specs`."""
         ...
 
     def commit_weights(self, version: int) -> None:

@@ -1,65 +1,118 @@
-"""The KV cache: a fixed number of slots, one sequence each. Slots in use are always the first ones."""
+"""The KV cache: keys and values in pages of a pool, so that a sequence holds as much of it as it has tokens."""
 
+from collections.abc import Iterable
+from collections.abc import Sequence as Rows
+from itertools import accumulate
+
+import numpy as np
 import torch
 from torch import Tensor
 
+from distflow.data.balance import Ints
+from distflow.engine.cpu.decode_attention import gather_pages, split_slots
 from distflow.engine.model.attention import AttentionParams, PackedAttention, attend
 
 
 class KVCache:
-    """Keys and values, [2, slots, kv heads, longest, dim] per layer; memory is allocated once and kept."""
+    """Keys and values, [2, pages, kv heads, page, dim] per layer. Where the memory is the CPU's, the system gives it as
+    pages are first written."""
 
-    def __init__(self, slots: int, longest: int) -> None:
-        self.slots, self.longest = slots, longest
+    def __init__(self, pages: int, page: int) -> None:
+        self.pages, self.page, self.longest = pages, page, pages * page
         self.layers: dict[int, Tensor] = {}  # made when a layer first writes, which is when its shape is known
 
     def layer(self, index: int, like: Tensor) -> Tensor:
         if index not in self.layers:
             # Zeros: what lies behind a sequence's end has weight 0, and 0 × NaN would be NaN.
-            self.layers[index] = like.new_zeros(2, self.slots, like.shape[0], self.longest, like.shape[2])
+            self.layers[index] = _zeros((2, self.pages, like.shape[0], self.page, like.shape[2]), like)
         return self.layers[index]
 
-    def copy(self, sources: Tensor, targets: Tensor, length: int) -> None:
-        """Copies the first `length` positions of some slots to others."""
-        for both in self.layers.values():
-            sources, targets = sources.to(both.device), targets.to(both.device)  # the first layer moves them for all
-            both[:, targets, :, :length] = both[:, sources, :, :length]
+    def copy(self, copies: Iterable[tuple[Rows[int], Rows[int], int]]) -> None:
+        """Copies sequences, each given by its pages, those of its copy, and its length."""
+        whole, last, rest = list[tuple[int, int]](), list[tuple[int, int]](), 0
+        for source, target, length in copies:
+            count, left = divmod(length, self.page)
+            whole += zip(source[:count], target[:count], strict=True)
+            if left:
+                last.append((source[count], target[count]))
+                rest = max(rest, left)  # what is copied beyond an end is not read
+        for pages, positions in ((whole, self.page), (last, rest)):
+            if not pages:
+                continue
+            sources, targets = torch.tensor(pages).T
+            for both in self.layers.values():
+                sources, targets = sources.to(both.device), targets.to(both.device)  # the first layer moves them
+                both[:, targets, :, :positions] = both[:, sources, :, :positions]
+
+
+def _zeros(shape: tuple[int, ...], like: Tensor) -> Tensor:
+    """Returns zeros; on a CPU in memory that was never touched, which torch's own would be."""
+    if like.device.type != "cpu":
+        return like.new_zeros(shape)
+    size = like.dtype.itemsize * int(np.prod(shape, dtype=np.int64))
+    return torch.from_numpy(np.zeros(size, np.uint8)).view(like.dtype).view(shape)
 
 
 class Prefill(PackedAttention):
-    """Attention of whole prompts to themselves; their keys and values are written to a slot each."""
+    """Attention of whole prompts to themselves; their keys and values are written to pages of their own."""
 
-    def __init__(self, cache: KVCache, lengths: list[int], slots: list[int]) -> None:
+    def __init__(self, cache: KVCache, lengths: list[int], tables: Rows[Rows[int]]) -> None:
         super().__init__(lengths)
-        self.cache, self.prompt_lengths, self.prompt_slots = cache, lengths, slots
+        self.cache, size = cache, cache.page
+        starts = accumulate(lengths, initial=0)
+        self.parts = [  # (page, first token, end of tokens)
+            (page, start + first, start + min(first + size, length))
+            for start, length, table in zip(starts, lengths, tables, strict=False)
+            for page, first in zip(table, range(0, length, size), strict=False)
+        ]
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, params: AttentionParams) -> Tensor:
         keys, values = self.cache.layer(layer, k)
-        start = 0
-        for slot, length in zip(self.prompt_slots, self.prompt_lengths, strict=True):
-            keys[slot, :, :length] = k[:, start : start + length]
-            values[slot, :, :length] = v[:, start : start + length]
-            start += length
+        for page, first, end in self.parts:
+            keys[page, :, : end - first] = k[:, first:end]
+            values[page, :, : end - first] = v[:, first:end]
         return super().__call__(layer, q, k, v, params)
 
 
 class Decode:
-    """Attention of one new token for each of the first slots, at these positions, which are in host memory."""
+    """Attention of one new token for each sequence, at these positions, of which `tables` has the pages.
 
-    def __init__(self, cache: KVCache, positions: Tensor, device: torch.device) -> None:
+    Both are in host memory. Pages are gathered for sequences of similar length together, so that one that is long does
+    not make all others long.
+    """
+
+    def __init__(self, cache: KVCache, positions: Tensor, tables: Ints, device: torch.device) -> None:
         self.cache, self.positions = cache, positions.to(device)
-        self.slots = torch.arange(len(positions), device=device)
-        self.keys = int(positions.max()) + 1
-        self._masks: dict[int | None, Tensor] = {}  # by window, made by the first layer that has it
+        self.tables, places = torch.from_numpy(tables).to(device), positions.numpy()
+        order = np.argsort(places, kind="stable")
+        _, bounds = split_slots(places[order] + 1, 0, len(order))
+        self.blocks = [_Block(self, order[lo:hi], int(places[order[hi - 1]]) + 1) for lo, hi in bounds]
+        rows = torch.arange(len(places), device=device)
+        self.pages, self.offsets = self.tables[rows, self.positions // cache.page], self.positions % cache.page
+        self.back = torch.from_numpy(np.argsort(order, kind="stable")).to(device)  # from the order of the blocks
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, params: AttentionParams) -> Tensor:
         keys, values = self.cache.layer(layer, k)
-        keys[self.slots, :, self.positions] = k.transpose(0, 1)
-        values[self.slots, :, self.positions] = v.transpose(0, 1)
-        count = len(self.positions)
-        k_seen, v_seen = keys[:count, :, : self.keys], values[:count, :, : self.keys]
+        keys[self.pages, :, self.offsets] = k.transpose(0, 1)
+        values[self.pages, :, self.offsets] = v.transpose(0, 1)
         query = q.transpose(0, 1)[:, :, None]  # [sequences, heads, 1, dim]
-        return attend(query, k_seen, v_seen, params, mask=self._mask(params.window, q.dtype))[:, :, 0]
+        parts = [block(query, keys, values, params) for block in self.blocks]
+        return (parts[0] if len(parts) == 1 else torch.cat(parts))[self.back]
+
+
+class _Block:
+    """Some sequences, and as many keys as the longest of them has."""
+
+    def __init__(self, decode: Decode, rows: Ints, keys: int) -> None:
+        device = decode.positions.device
+        self.rows, self.keys = torch.from_numpy(rows).to(device), keys
+        self.positions = decode.positions[self.rows]
+        self.table = decode.tables[self.rows, : -(-keys // decode.cache.page)]
+        self._masks: dict[int | None, Tensor] = {}  # by window, made by the first layer that has it
+
+    def __call__(self, query: Tensor, keys: Tensor, values: Tensor, params: AttentionParams) -> Tensor:
+        k_seen, v_seen = (gather_pages(x, self.table, self.keys) for x in (keys, values))
+        return attend(query[self.rows], k_seen, v_seen, params, mask=self._mask(params.window, query.dtype))[:, :, 0]
 
     def _mask(self, window: int | None, dtype: torch.dtype) -> Tensor:
         if window not in self._masks:

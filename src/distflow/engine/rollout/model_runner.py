@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from distflow.data.balance import Ints
 from distflow.engine.cpu.decode_attention import CpuDecode
 from distflow.engine.model.attention import Attention
 from distflow.engine.rollout.engine import SamplingParams
@@ -30,27 +31,19 @@ class ModelRunner:
         lengths = [len(sequences[0].request.prompt) for sequences in prompts]
         tokens = torch.tensor([t for sequences in prompts for t in sequences[0].request.prompt])
         positions = torch.cat([torch.arange(n) for n in lengths])
-        attention = Prefill(self.cache, lengths, [sequences[0].slot for sequences in prompts])
+        attention = Prefill(self.cache, lengths, [sequences[0].pages for sequences in prompts])
         logits = self._logits(tokens, positions, attention, torch.tensor(lengths).cumsum(0) - 1)
-        pairs = [(sequences[0].slot, s.slot) for sequences in prompts for s in sequences[1:]]
-        if pairs:
-            sources, targets = torch.tensor(pairs).T
-            self.cache.copy(sources, targets, max(lengths))
+        shared = ((sequences[0], s) for sequences in prompts for s in sequences[1:])
+        self.cache.copy((first.pages, s.pages, len(s.request.prompt)) for first, s in shared)
         row_of = torch.tensor([row for row, sequences in enumerate(prompts) for _ in sequences])
         self._sample([s for sequences in prompts for s in sequences], logits[row_of.to(self.device)])
 
-    def decode(self, running: list[Sequence]) -> None:
-        """Samples one more token for each running sequence; they are in the first slots, in their order."""
-        tokens = torch.tensor([s.tokens[-1] for s in running])
-        positions = torch.tensor([s.length - 1 for s in running])
-        attention = self.decode_attention(self.cache, positions, self.device)
-        self._sample(running, self._logits(tokens, positions, attention))
-
-    def move(self, movers: list[Sequence], old_slots: list[int]) -> None:
-        """Copies the keys and values of sequences from their old slots to their new ones."""
-        if movers:
-            slots = torch.tensor([s.slot for s in movers])
-            self.cache.copy(torch.tensor(old_slots), slots, max(s.length for s in movers))
+    def decode(self, sequences: list[Sequence], tables: Ints) -> None:
+        """Samples one more token for each sequence; row i of `tables` has the pages of sequence i."""
+        tokens = torch.tensor([s.tokens[-1] for s in sequences])
+        positions = torch.tensor([s.length - 1 for s in sequences])
+        attention = self.decode_attention(self.cache, positions, tables, self.device)
+        self._sample(sequences, self._logits(tokens, positions, attention))
 
     def _logits(self, tokens: Tensor, positions: Tensor, attention: Attention, keep: Tensor | None = None) -> Tensor:
         kept = None if keep is None else keep.to(self.device)

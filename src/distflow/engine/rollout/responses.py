@@ -1,5 +1,6 @@
 """Responses to the prompts of a batch: requests to a rollout engine, its completions as columns of the batch."""
 
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -7,33 +8,62 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from distflow.data.balance import Ints
 from distflow.data.batch import Batch, Ragged
-from distflow.data.context import MetricLog
+from distflow.data.context import Chunks, MetricLog
 from distflow.engine.model.text import Text, ragged
 from distflow.engine.rollout.engine import Completion, Request, RolloutEngine, SamplingParams
+from distflow.errors import WeightsError
 
 
 def generate_responses(
-    engine: RolloutEngine, text: Text, batch: Batch, params: SamplingParams, seed: int
+    engine: RolloutEngine,
+    text: Text,
+    batch: Batch,
+    params: SamplingParams,
+    seed: int,
+    version: int,
+    on_step: Callable[[int], None] = lambda left: None,
+    chunks: Chunks | None = None,
 ) -> dict[str, Any]:
-    """Generates a response for each sample of the field `prompt`; samples of one group share a prompt."""
+    """Generates a response for each sample of the field `prompt`; samples of one group share a prompt.
+
+    `version` is that of the weights which the plan wants. `on_step` is told how many are left; `chunks` leave as soon
+    as they are complete.
+    """
     _, first, prompt_of = np.unique(batch.groups, return_index=True, return_inverse=True)
     prompts = [tuple(text.encode(batch["prompt"][i])) for i in first.tolist()]
     greedy = params.temperature == 0  # then all responses to a prompt are the same one
     samples = first if greedy else np.argsort(prompt_of, kind="stable")
     requests = [Request(int(batch.ids[i]), prompts[prompt_of[i]], params, seed) for i in samples.tolist()]
-    completions = complete(engine, requests)
     own = (batch.ids[first] if greedy else batch.ids)[prompt_of if greedy else slice(None)]
-    ordered = [completions[i] for i in own.tolist()]
+
+    def columns(places: Ints, completions: Mapping[int, Completion]) -> dict[str, Any]:
+        ordered = [completions[i] for i in own[places].tolist()]
+        _check_version(ordered, version)
+        return _columns(ordered, [prompts[i] for i in prompt_of[places]], text)
+
+    waiting = [(places, set(own[places].tolist())) for places in chunks.parts] if chunks else []
+
+    def progress(completions: Mapping[int, Completion]) -> None:
+        on_step(len(requests) - len(completions))
+        while chunks and waiting and waiting[0][1] <= completions.keys():
+            chunks.leave(columns(waiting.pop(0)[0], completions))
+
+    return columns(np.arange(len(batch)), complete(engine, requests, progress))
+
+
+def _columns(ordered: Sequence[Completion], prompts: list[tuple[int, ...]], text: Text) -> dict[str, Any]:
     lengths = np.array([len(c.tokens) for c in ordered], np.int64)
     tokens = Ragged.packed(_joined([c.tokens for c in ordered], np.int64), lengths)
     logprobs = Ragged.packed(_joined([c.logprobs for c in ordered], np.float32), lengths)
     return {
-        "prompt_tokens": ragged([prompts[i] for i in prompt_of]),
+        "prompt_tokens": ragged(prompts),
         "response_tokens": tokens,
         "rollout_logprobs": logprobs,
         "response": text.decode(tokens),
         "finished": torch.tensor([c.finished for c in ordered], dtype=torch.bool),
+        "weight_version": torch.tensor([c.weight_version for c in ordered], dtype=torch.int64),
     }
 
 
@@ -41,13 +71,27 @@ def _joined(arrays: list[NDArray[Any]], dtype: type) -> Tensor:
     return torch.from_numpy(np.concatenate([np.empty(0, dtype), *arrays]))  # a worker may have no responses
 
 
-def complete(engine: RolloutEngine, requests: list[Request]) -> dict[int, Completion]:
-    """Returns the completion of each request, by sample id."""
+def _check_version(completions: Sequence[Completion], version: int) -> None:
+    for c in completions:
+        if c.weight_version != version:
+            raise WeightsError(
+                f"the response of sample {c.sample_id} was generated with weights of version {c.weight_version}, and"
+                f" the plan says {version}: the engine has missed a hand-over"
+            )
+
+
+def complete(
+    engine: RolloutEngine,
+    requests: list[Request],
+    progress: Callable[[Mapping[int, Completion]], None] = lambda completions: None,
+) -> dict[int, Completion]:
+    """Returns the completion of each request, by sample id; `progress` sees those that there are so far."""
     for request in requests:
         engine.add_request(request)
     completions: dict[int, Completion] = {}
     while engine.has_unfinished:
         completions |= {c.sample_id: c for c in engine.step()}
+        progress(completions)
     return completions
 
 

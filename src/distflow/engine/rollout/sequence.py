@@ -10,7 +10,9 @@ from distflow.engine.rollout.engine import Completion, Request
 @dataclass(eq=False)
 class Sequence:
     request: Request
-    slot: int = -1  # in the KV cache, while it is running
+    slot: int = -1  # its place among those that run
+    order: int = -1  # in which it was admitted
+    pages: list[int] = field(default_factory=list)  # of the KV cache, while it is running
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     stopped: bool = False  # by a stop token

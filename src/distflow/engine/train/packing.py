@@ -1,6 +1,6 @@
 """Packs samples into micro-batches, and a micro-batch into one row of tokens, without padding.
 
-The tokens of a prompt are in it once, for all of its responses.
+The tokens of a prompt are in it once, for all of its responses. Tokens that the model did not sample are context only.
 """
 
 from collections.abc import Mapping
@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from distflow.data.balance import Ints
-from distflow.data.batch import Batch, Ragged, select
+from distflow.data.batch import Batch, Ragged
+from distflow.data.response_mask import MASK, ModelTokens
 from distflow.engine.model.attention import SharedPrompts
 
 PROMPT, RESPONSE, ROLLOUT = "prompt_tokens", "response_tokens", "rollout_logprobs"
@@ -67,11 +68,12 @@ class Pack:
     positions: Tensor  # [rows]
     lengths: list[int]  # of the sequences, prompts included
     shared: SharedPrompts | None  # rows to whole sequences; None where they are the same
-    keep: Tensor  # [responses]: the row that predicts each response token
+    keep: Tensor  # [responses]: the row that predicts each response token of the model's own
     targets: Tensor  # [responses]: these tokens
-    responses: Tensor  # [samples]: tokens of each response
+    responses: Tensor  # [samples]: how many they are
     per_token: Mapping[str, Tensor]  # [responses]
     per_sample: Mapping[str, Tensor]  # [samples]
+    model_tokens: ModelTokens  # of the whole responses
 
     def to(self, device: torch.device) -> "Pack":
         if device.type == "cpu":
@@ -88,20 +90,22 @@ class Pack:
 def pack(batch: Batch, index: Ints) -> Pack:
     """Packs some samples, those of one length side by side: attention computes them together."""
     index = index[np.argsort(-(batch[PROMPT].lengths + batch[RESPONSE].lengths)[index], kind="stable")]
-    responses: Ragged = batch[RESPONSE].select(index)
-    columns = {f: select(c, index) for f, c in batch.columns.items() if f not in (PROMPT, RESPONSE)}
-    rows = _Rows(batch[PROMPT].select(index), responses)
+    chosen = batch.select(index)
+    responses: Ragged = chosen[RESPONSE]
+    columns = {f: c for f, c in chosen.columns.items() if f not in (PROMPT, RESPONSE, MASK)}
+    rows, model = _Rows(chosen[PROMPT], responses), ModelTokens.of(chosen)
     return Pack(
         index=index,
         tokens=rows.tokens(),
         positions=rows.positions(),
         lengths=rows.lengths(),
         shared=rows.shared(),
-        keep=rows.keep(),
-        targets=responses.joined(),
-        responses=torch.from_numpy(responses.lengths),
-        per_token={f: c.joined() for f, c in columns.items() if isinstance(c, Ragged)},
+        keep=model.select(rows.keep()),
+        targets=model.select(responses.joined()),
+        responses=torch.from_numpy(model.lengths),
+        per_token={f: model.select(c.joined()) for f, c in columns.items() if isinstance(c, Ragged)},
         per_sample={f: c for f, c in columns.items() if isinstance(c, Tensor)},
+        model_tokens=model,
     )
 
 
@@ -175,4 +179,4 @@ def _ranges(starts: Ints, counts: Ints) -> Tensor:
 def empty_pack() -> Pack:
     """Returns a pack without samples: a rank that has no more of them still takes part in the collectives."""
     one, none = torch.zeros(1, dtype=torch.int64), torch.zeros(0, dtype=torch.int64)
-    return Pack(none.numpy(), one, one, [1], None, none, none, none, {}, {})
+    return Pack(none.numpy(), one, one, [1], None, none, none, none, {}, {}, ModelTokens(none.numpy()))

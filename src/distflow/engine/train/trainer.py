@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from distflow.algo.aggregate import Counts, token_weights
-from distflow.algo.correction import correction
 from distflow.algo.kl import kl
 from distflow.algo.losses import Loss
 from distflow.algo.tokens import Tokens
@@ -19,13 +18,15 @@ from distflow.config.schema import LoraConfig, TrainerConfig
 from distflow.data.balance import Ints
 from distflow.data.batch import Batch, Ragged
 from distflow.data.context import Context, MetricLog
+from distflow.data.response_mask import ModelTokens
 from distflow.engine.cpu.train_ops import use_cpu_modules
 from distflow.engine.model.lora import Adapter, MergedWeights, adapter_pairs, base_name
 from distflow.engine.model.source import DTYPES, Read, Source
 from distflow.engine.model.tensor_parallel import parallelize_for_training, parameter_specs, tp_styles
 from distflow.engine.role_context import RoleContext, shard_degree
-from distflow.engine.role_state import WEIGHTS, LoadTensors, RoleState
+from distflow.engine.role_state import EMA, WEIGHTS, LoadTensors, RoleState
 from distflow.engine.train import fsdp
+from distflow.engine.train.ema import Ema
 from distflow.engine.train.heads import HEADS
 from distflow.engine.train.lr_schedule import learning_rate
 from distflow.engine.train.packing import RESPONSE, ROLLOUT, Pack, empty_pack, micro_batches, pack
@@ -41,7 +42,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")  # AdamW's
 class Trainer:
     """One rank's part of a model that `layout` trains, or only runs (`trainable` False). Parameters are float32 shards.
 
-    `name` is the prefix of its metrics. With `lora`, only the adapter is trained.
+    `name` is the prefix of its metrics. With `lora`, only the adapter is trained. `ema`: the decay of a moving average.
     """
 
     def __init__(
@@ -56,12 +57,12 @@ class Trainer:
         temperature: float = 1.0,
         trainable: bool = True,
         lora: LoraConfig | None = None,
+        ema: float | None = None,
     ) -> None:
         self.name, self.source, self.layout, self.mesh, self.config = name, source, layout, mesh, config
         self.trainable, self.temperature = trainable, temperature
         self.device = torch.device(mesh.device_type)
         self.dp = layout.dp
-        self.lead = layout.ranks.index(rank) % layout.tp == 0  # logs for its tensor-parallel cell
         lm = source.skeleton()
         if self.device.type == "cpu":
             use_cpu_modules(lm)
@@ -69,7 +70,7 @@ class Trainer:
         self.specs = parameter_specs(lm, self.tp_styles)  # of the model, with or without an adapter
         self.shards = Shards(layout, fsdp.sharding(mesh).size())
         assert not (lora and layout.tp > 1)
-        self.adapter = Adapter(lm, lora) if lora else None
+        self.adapter = Adapter(lm, lora, self.tp_styles) if lora else None
         parallelize_for_training(lm, self.tp_styles, mesh)
         if config.gradient_checkpointing and trainable:
             lm.gradient_checkpointing_enable({"use_reentrant": False})
@@ -81,6 +82,9 @@ class Trainer:
         self._materialize(rank)
         self.updates = 0  # optimiser steps so far
         self.optimizer = self._make_optimizer() if trainable else None
+        self.ema: Ema | None = None
+        if ema is not None:
+            self.ema = Ema(ema, {spec.name: fsdp.local(p.detach()) for spec, p in self.trained})
 
     def _materialize(self, rank: int) -> None:
         """Allocates this rank's shards and reads the weights into them."""
@@ -115,9 +119,18 @@ class Trainer:
     def weights(self) -> Mapping[str, Tensor]:
         """Returns this rank's shard of each parameter, with the adapter merged. All ranks call it together."""
         if self.adapter is None:
-            return fsdp.local_shards(self.base)
+            return self.base_weights()
         shards = self.adapter.gather_a(fsdp.local_shards(self.trained), fsdp.sharding(self.mesh).get_group())
-        return MergedWeights(fsdp.local_shards(self.base), adapter_pairs(shards), self.adapter.scale)
+        return MergedWeights(self.base_weights(), adapter_pairs(shards), self.adapter.scale)
+
+    def base_weights(self) -> Mapping[str, Tensor]:
+        """Returns this rank's shard of each parameter, without the adapter."""
+        return fsdp.local_shards(self.base)
+
+    def adapter_weights(self) -> Mapping[str, Tensor]:
+        """Returns this rank's shards of the adapter alone, as engines add it: B is scaled."""
+        assert self.adapter is not None
+        return self.adapter.scaled(fsdp.local_shards(self.trained))
 
     def state(self) -> RoleState:
         """Returns what a checkpoint keeps: numbers, and this rank's shards of what is trained and of the moments."""
@@ -130,6 +143,8 @@ class Trainer:
             if state := self.optimizer.state.get(shard):
                 steps = int(state["step"])
                 shards |= {f"{key}.": state[key] for key in MOMENTS}
+            if self.ema:
+                shards[EMA] = self.ema.shards[spec.name]
             tensors |= {prefix + spec.name: tensor for prefix, tensor in shards.items()}
             specs |= {prefix + spec.name: spec for prefix in shards}
         return RoleState({"updates": self.updates, "optimizer_steps": steps}, tensors, specs, self.shards)
@@ -148,7 +163,7 @@ class Trainer:
 
     @torch.no_grad()
     def infer(self, batch: Batch) -> Ragged:
-        """Returns the log-prob of every response token, or its value, in the order of the batch."""
+        """Returns the log-prob of every response token, or its value, in the order of the batch; 0 for masked ones."""
         lengths = batch[RESPONSE].lengths
         starts = np.cumsum(lengths) - lengths
         result = torch.empty(int(lengths.sum()))
@@ -157,7 +172,7 @@ class Trainer:
             packed = self._pack(batch, index)
             count = len(packed.targets)  # a pack without a response has an output all the same
             outputs = self.model(packed, self.temperature)[0][:count].cpu()
-            for i, part in zip(packed.index, outputs.split(packed.responses.tolist()), strict=True):
+            for i, part in zip(packed.index, packed.model_tokens.spread(outputs), strict=True):
                 result[starts[i] : starts[i] + len(part)] = part
         self.model.reshard()  # type: ignore[operator]
         return Ragged.packed(result, lengths)
@@ -173,7 +188,8 @@ class Trainer:
             for k, (micros, (tokens, samples)) in enumerate(agreed):
                 counts, on_policy = Counts(tokens, samples, spec.horizon), epoch == k == 0
                 for index in micros:
-                    self._accumulate(self._pack(batch, index), counts, spec, on_policy, ctx.metrics)
+                    packed = self._pack(batch, index)
+                    self._accumulate(packed, counts, spec, on_policy, ctx, batch.ids[packed.index])
                 self._step(spec.total_updates, ctx.metrics)
 
     def _pack(self, batch: Batch, index: Ints) -> Pack:
@@ -183,7 +199,7 @@ class Trainer:
         self, batch: Batch, minis: list[Ints], whole_groups: bool = False
     ) -> list[tuple[list[Ints], tuple[int, int]]]:
         """Splits each mini-batch into as many micro-batches on every rank; counts its tokens and samples on all."""
-        responses, budget = batch[RESPONSE].lengths, self.config.micro_tokens
+        responses, budget = ModelTokens.of(batch).lengths, self.config.micro_tokens
         micros = [micro_batches(batch, m, budget, whole_groups) for m in minis]
         sums = torch.tensor([[int(responses[m].sum()), int((responses[m] > 0).sum())] for m in minis])
         most = torch.tensor([max(1, len(parts)) for parts in micros])
@@ -198,8 +214,11 @@ class Trainer:
             for parts, n, (tokens, samples) in zip(micros, most.tolist(), sums.tolist(), strict=True)
         ]
 
-    def _accumulate(self, packed: Pack, counts: Counts, spec: UpdateSpec, on_policy: bool, metrics: MetricLog) -> None:
-        """Adds the gradient of one micro-batch."""
+    def _accumulate(
+        self, packed: Pack, counts: Counts, spec: UpdateSpec, on_policy: bool, ctx: Context, ids: Ints
+    ) -> None:
+        """Adds the gradient of one micro-batch, of the samples `ids`."""
+        metrics = ctx.metrics
         outputs, *more = self.model(packed, self.temperature)
         count = len(packed.targets)
         if not count:
@@ -209,20 +228,21 @@ class Trainer:
         tokens = Tokens(outputs, packed.responses, packed.per_token, packed.per_sample, entropy)
         loss = _checked(spec.loss(tokens, **spec.constants), count)
         weights = token_weights(spec.aggregate, packed.responses, counts).to(outputs.device)
-        per_token = dict(loss.metrics)
+        per_token, logged = loss.per_token, dict(loss.metrics)
         if spec.correction:
-            kind, limit = spec.correction
             old = tokens[OLD] if OLD in tokens else outputs.detach()
-            factor, correction_metrics = correction(kind, old, tokens[ROLLOUT], packed.responses, limit)
-            weights, per_token = weights * factor, {**per_token, **correction_metrics}
-        total = (weights * loss.per_token).sum()
+            factor, correction_metrics = spec.correction.weights(old, tokens[ROLLOUT], packed.responses)
+            per_token, logged = loss.corrected(factor), {**logged, **correction_metrics}
+        total = (weights * per_token).sum()
         (total * self.dp).backward()  # FSDP takes the mean over ranks, and the weights are already global
         if entropy is not None:
-            per_token = {f"{self.name}/entropy": entropy.detach()} | per_token
-        for name, values in per_token.items():
+            if on_policy:
+                per_sample = {"entropy": entropy.detach(), "trainer_logprobs": outputs.detach()}
+                ctx.record.sample(ids, {f: packed.model_tokens.spread(v) for f, v in per_sample.items()})
+            logged = {f"{self.name}/entropy": entropy.detach()} | logged
+        for name, values in logged.items():
             metrics.log(name, float(values.mean()), count)
-        if self.lead:
-            metrics.log(f"{self.name}/loss", float(total.detach()), reduce="sum")
+        metrics.log(f"{self.name}/loss", float(total.detach()), reduce="sum")
         if on_policy and ROLLOUT in packed.per_token:
             theirs, ours = packed.per_token[ROLLOUT], outputs.detach()
             metrics.log("rollout/mismatch_kl", float(kl("k3", theirs, ours).mean()), count)
@@ -246,8 +266,10 @@ class Trainer:
             for group in self.optimizer.param_groups:
                 group["lr"] = lr
             self.optimizer.step()
+            if self.ema:
+                self.ema.update()
         else:
-            metrics.log(f"{self.name}/skipped_updates", 1 / len(self.layout.ranks), reduce="sum")
+            metrics.log(f"{self.name}/skipped_updates", 1 / self.dp, reduce="sum")
         self.updates += 1
         self.model.zero_grad()
 
@@ -259,6 +281,7 @@ def make_trainer(
     config: TrainerConfig,
     trainable: bool,
     lora: LoraConfig | None = None,
+    ema: float | None = None,
 ) -> Trainer:
     """Makes the trainer of a role on this rank."""
     degree = shard_degree(config, layout, role.name)
@@ -272,6 +295,7 @@ def make_trainer(
         temperature=role.rollout.temperature or 1.0,
         trainable=trainable,
         lora=lora,
+        ema=ema,
     )
 
 

@@ -1,0 +1,253 @@
+"""vLLM behind the interface of rollout engines: the tokens of a plain loop, with the weights that were filled in.
+
+`make test-vllm` runs this, in an environment of its own.
+"""
+
+import os
+import random
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import cache
+from importlib.util import find_spec
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from distflow.config.schema import LoraConfig, RolloutConfig
+from distflow.engine.hand_over import HandOver
+from distflow.engine.model.source import Source
+from distflow.engine.model.tokenizer import train_tokenizer
+from distflow.engine.rollout.engine import Completion, Request, RolloutEngine, SamplingParams
+from distflow.engine.rollout.responses import complete
+from distflow.engine.rollout.vllm import VllmEngine, cut_rows
+from distflow.engine.weight_check import WeightCheck
+from distflow.engine.weights import Shards, slices
+from distflow.errors import WeightsError
+from distflow.plan.layout import Layout
+from distflow.plan.topology import Topology
+from engine import tiny
+from engine.rollout.plain_loop import IDS, PARAMS, as_response, expected, plain_loop, requests_for, same
+from engine.tiny import config_of, pair
+from spawn import make_transport, spawn
+
+if find_spec("vllm") is None:
+    pytest.skip("vLLM is not installed here: `make test-vllm`", allow_module_level=True)
+
+tiny._BASE.update(hidden_size=128, head_dim=32)  # vLLM for CPU knows no smaller heads
+ALONE = Layout((0,), 1)
+CPU = torch.device("cpu")
+CONFIG = RolloutConfig(engine="vllm", kv_cache_gb=0.05, max_sequences=8)
+
+
+@cache
+def source(arch: str) -> Source:
+    return Source(arch, config_of(arch), train_tokenizer(iter(["a text"]), 0))
+
+
+def make_engine(arch: str = "qwen2", layout: Layout = ALONE, lora: LoraConfig | None = None) -> RolloutEngine:
+    """The return type is the protocol: mypy checks that the engine satisfies it."""
+    return VllmEngine(source(arch), layout, dist.get_rank(), CONFIG, torch.float32, CPU, 64, lora)
+
+
+def weights(arch: str) -> dict[str, Tensor]:
+    return {name: p.detach() for name, p in pair(arch).ours.named_parameters()}
+
+
+def fill(engine: RolloutEngine, tensors: Mapping[str, Tensor], version: int = 0) -> None:
+    targets = engine.weight_targets()
+    for name, tensor in tensors.items():
+        targets[name].copy_(tensor)
+    engine.commit_weights(version)
+
+
+# Each of these starts vLLM in a process of its own, where several things are looked at: it takes seconds.
+
+
+def as_the_plain_loop(rank: int, arch: str) -> None:
+    engine = make_engine(arch)
+    assert {s.name: s.shape for s in engine.weight_specs} == {n: tuple(p.shape) for n, p in weights(arch).items()}
+    fill(engine, weights(arch))
+    completions = complete(engine, requests_for())
+    assert same([as_response(completions[i]) for i in IDS], expected(arch))
+
+
+@pytest.mark.parametrize("arch", ["llama", "mistral", "qwen3"])
+def test_it_generates_with_the_weights_that_were_filled_in(arch: str) -> None:
+    spawn(1, as_the_plain_loop, arch)
+
+
+def everything_about_one_engine(rank: int) -> None:
+    before = _process_state()
+    engine = make_engine()
+    _is_unchanged(before, _process_state())
+    _weights_are_seen(engine)
+    _sampling_parameters_are_kept(engine)
+    _completions_come_as_they_finish(engine)
+    _a_prefix_is_not_kept_over_an_update(engine)
+    assert _process_state()["threads"] == before["threads"]
+
+
+def test_an_engine_does_what_the_interface_says() -> None:
+    spawn(1, everything_about_one_engine)
+
+
+def _process_state() -> dict[str, Any]:
+    return {
+        "environment": {k: v for k, v in os.environ.items() if not k.startswith("VLLM_")},
+        "set_num_threads": torch.set_num_threads,
+        "threads": torch.get_num_threads(),
+        "affinity": os.sched_getaffinity(0),
+        "dtype": torch.get_default_dtype(),
+        "python": random.getstate(),
+        "numpy": np.random.get_state()[1].tolist(),  # type: ignore[index]
+        "torch": torch.get_rng_state().tolist(),
+    }
+
+
+def _is_unchanged(before: dict[str, Any], after: dict[str, Any]) -> None:
+    assert [key for key in before if before[key] != after[key]] == []
+
+
+def _weights_are_seen(engine: RolloutEngine) -> None:
+    """An update in place is used by the next request, as is the next."""
+    assert engine.weight_version == -1
+    changed = {name: t * 0.9 for name, t in weights("qwen2").items()}
+    for version, tensors in enumerate((weights("qwen2"), changed, weights("qwen2"))):
+        fill(engine, tensors, version)
+        held = engine.held_weights()
+        assert all(torch.equal(held[name], t) for name, t in tensors.items())
+        completions = complete(engine, requests_for())
+        assert {c.weight_version for c in completions.values()} == {version}
+        is_expected = same([as_response(completions[i]) for i in IDS], expected("qwen2"))
+        assert is_expected == (version != 1)
+
+
+def _sampling_parameters_are_kept(engine: RolloutEngine) -> None:
+    for params in (
+        replace(PARAMS, temperature=0.0),
+        replace(PARAMS, top_p=0.8),
+        replace(PARAMS, top_k=5, min_tokens=4),
+    ):
+        completions = complete(engine, requests_for(params=params))
+        assert same([as_response(completions[i]) for i in IDS], expected("qwen2", params=params)), params
+    whole = as_response(complete(engine, requests_for([0]))[IDS[0]])
+    begun = Request(IDS[0], requests_for([0])[0].prompt + tuple(whole[0][:2]), PARAMS, requests_for([0])[0].seed, 2)
+    rest = as_response(complete(engine, [begun])[IDS[0]])
+    assert same([rest], [plain_loop("qwen2", begun)])
+    assert whole[0] == [*whole[0][:2], *rest[0]]
+
+
+def _completions_come_as_they_finish(engine: RolloutEngine) -> None:
+    short, long = SamplingParams(2), SamplingParams(20)
+    prompt = requests_for([0])[0].prompt
+    engine.add_request(Request(1, prompt, long, 0))
+    engine.add_request(Request(2, prompt, short, 0))
+    first = engine.step()
+    assert [c.sample_id for c in first] == [2]
+    with pytest.raises(AssertionError):
+        engine.commit_weights(9)
+    engine.add_request(Request(3, prompt, short, 0))  # joins while another is unfinished
+    order: list[Completion] = []
+    while engine.has_unfinished:
+        order += engine.step()
+    assert [c.sample_id for c in order] == [3, 1]
+    assert not any(c.finished for c in [*first, *order])
+    assert engine.step() == []
+
+
+def _a_prefix_is_not_kept_over_an_update(engine: RolloutEngine) -> None:
+    """A prompt of several blocks of the cache is read again after an update."""
+    prompt = tuple(int(i) % 60 for i in range(50))
+    request = Request(7, prompt, SamplingParams(8), 3)
+    for arch_scale in (1.0, 0.9):
+        tensors = {name: t * arch_scale for name, t in weights("qwen2").items()}
+        fill(engine, tensors, 5)
+        alone = complete(engine, [request])[7]
+        again = complete(engine, [replace(request, sample_id=8)])[8]  # the prompt's keys and values are in the cache
+        logits = _logits(tensors, [*prompt, *alone.tokens.tolist()])[len(prompt) - 1 : -1]
+        wanted = logits.log_softmax(-1).gather(1, torch.from_numpy(alone.tokens)[:, None])[:, 0]
+        assert alone.logprobs.tolist() == pytest.approx(wanted.tolist(), abs=1e-4)
+        logits = _logits(tensors, [*prompt, *again.tokens.tolist()])[len(prompt) - 1 : -1]
+        wanted = logits.log_softmax(-1).gather(1, torch.from_numpy(again.tokens)[:, None])[:, 0]
+        assert again.logprobs.tolist() == pytest.approx(wanted.tolist(), abs=1e-4)
+
+
+def _logits(tensors: Mapping[str, Tensor], tokens: list[int]) -> Tensor:
+    with torch.no_grad():
+        model = pair("qwen2").eager
+        out = torch.func.functional_call(model, dict(tensors), kwargs={"input_ids": torch.tensor([tokens])})
+    return out.logits[0]
+
+
+def two_ranks(rank: int, arch: str) -> list[float]:
+    """Trains dp 2, sharded; generates tp 2. A weight that does not come over is named."""
+    both, specs = Layout((0, 1), 1, 2), make_engine_specs(arch)
+    trained, generates = Shards(Layout((0, 1), 2), 2), Shards(both, 1, cut_rows(specs, 2))
+    engine, transport = make_engine(arch, both), make_transport(rank, 2)
+    full = weights(arch)
+    held = {s.name: full[s.name][slices(trained.box(s, rank))].clone() for s in specs}
+    transfer = HandOver(specs, trained, generates, rank, torch.float32, Topology.single(2))
+    check = WeightCheck(trained, generates, rank, torch.float32)
+    targets = engine.weight_targets()
+    transport.run(transfer.run(held, targets))
+    transport.run(check.compare(specs, held, engine.held_weights(), 0))
+    engine.commit_weights(0)
+    completions = complete(engine, requests_for())
+    got, want = [as_response(completions[i]) for i in IDS], expected(arch)
+    assert same(got, want)
+    missed = "model.layers.1.mlp.up_proj.weight"
+    held[missed] += 1.0
+    rest = dict(targets)
+    rest[missed] = torch.empty_like(targets[missed])  # the hand-over goes nowhere
+    transport.run(transfer.run(held, rest))
+    with pytest.raises(WeightsError, match=rf"version 1: {missed} differs"):
+        transport.run(check.compare(specs, held, engine.held_weights(), 1))
+    transport.close()
+    return [abs(a - b) for g, w in zip(got, want, strict=True) for a, b in zip(g[1], w[1], strict=True)]
+
+
+def make_engine_specs(arch: str) -> Any:
+    from distflow.engine.model.tensor_parallel import parameter_specs, tp_styles
+
+    skeleton = source(arch).skeleton()
+    return parameter_specs(skeleton, tp_styles(skeleton, 2, "here"))
+
+
+@pytest.mark.parametrize("arch", ["qwen2", "llama"])  # tied and untied embeddings
+def test_two_ranks_generate_together_from_the_shards_of_a_trainer(arch: str) -> None:
+    differences = spawn(2, two_ranks, arch)
+    assert max(map(max, differences)) < 1e-4
+
+
+def with_adapter(rank: int, layout: Layout) -> None:
+    """An adapter is apart from the weights, and both together are what a merged model would be."""
+    lora = LoraConfig(rank=4)
+    engine = make_engine("qwen2", layout, lora)
+    assert isinstance(engine, VllmEngine)
+    noise = torch.Generator().manual_seed(3)
+    adapter = {s.name: 0.3 * torch.randn(s.shape, generator=noise) for s in engine.adapter_specs}
+    full, base = weights("qwen2"), dict[str, Tensor]()
+    for name in full:
+        b, a = (adapter.get(name.removesuffix(".weight") + f".lora_{m}.default.weight") for m in "BA")
+        base[name] = full[name] if a is None or b is None else full[name] - b @ a
+    parts = base | adapter
+    specs = [*engine.weight_specs, *engine.adapter_specs]
+    fill(engine, {s.name: parts[s.name][slices(engine.shards.box(s, rank))] for s in specs})
+    completions = complete(engine, requests_for())
+    assert same([as_response(completions[i]) for i in IDS], expected("qwen2"))
+    if layout == ALONE:
+        check = WeightCheck(engine.shards, engine.shards, rank, torch.float32)
+        list(check.compare(engine.adapter_specs, adapter, engine.held_weights(), 1))
+        missed = engine.adapter_specs[3].name
+        adapter[missed] += 1.0  # trained, and not handed over
+        with pytest.raises(WeightsError, match=rf"version 2: {missed} differs"):
+            list(check.compare(engine.adapter_specs, adapter, engine.held_weights(), 2))
+
+
+@pytest.mark.parametrize("layout", [ALONE, Layout((0, 1), 1, 2)], ids=["tp1", "tp2"])
+def test_an_adapter_is_held_apart(layout: Layout) -> None:
+    spawn(len(layout.ranks), with_adapter, layout)
