@@ -18,4 +18,6 @@ def test_the_numbers_worth_a_glance_come_first() -> None:
 
 def test_a_rollout_of_another_model_than_is_trained_shows() -> None:
     assert "mismatch" not in step_line(METRICS | {"rollout/mismatch_kl": 0.001})
+    assert step_line(METRICS | {"reward/failures": 0.0}) == step_line(METRICS)
+    assert step_line(METRICS | {"reward/failures": 3.0}).endswith("actor/grad_norm 2  reward/failures 3")
     assert step_line(METRICS | {"rollout/mismatch_kl": 3.1}).endswith("actor/grad_norm 2  rollout/mismatch_kl 3.1")

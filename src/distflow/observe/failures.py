@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal
 
 from distflow.data.transport import is_peer_lost, short_message
 from distflow.errors import DistflowError, NodeError, PeerLostError, StuckError
-from distflow.observe.heartbeat import read_record
+from distflow.observe.heartbeat import read_record, step_name
 from distflow.observe.watchdog import PACKAGE
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ class Failure:
 
     kind: Kind
     message: str
-    step: int = -1  # −1: before the first one
+    step: int = -1  # −1: before evaluation and the first one
     rank: int = field(default=-1, compare=False)
     time: float = field(default=0.0, compare=False)
 
@@ -106,7 +106,7 @@ def find_cause(folder: Path, exits: "Mapping[int, ProcessFailure]") -> Failure:
     killed = f"was killed by {signal.Signals(-dead.exitcode).name}" if dead.exitcode < 0 else None
     hint = " (by hand, or by the system for lack of memory)" if dead.exitcode == -signal.SIGKILL else ""
     record = read_record(folder, dead.local_rank)
-    where = f" in step {record.step}, task '{record.task}'" if record else " before it started"
+    where = f" in {step_name(record.step)}, task '{record.task}'" if record else " before it started"
     noticed = "".join(f"\n  noticed by rank {f.rank}: {f.message}" for f in reported[:3])
     ended = f"{killed or f'exited with {dead.exitcode}'}{hint}{where}{noticed}"
     return Failure("died", f"rank {dead.local_rank} (pid {dead.pid}) {ended}", record.step if record else -1)

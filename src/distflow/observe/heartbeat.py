@@ -8,7 +8,7 @@ import mmap
 import os
 import socket
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -26,7 +26,7 @@ class Record:
     rank: int
     pid: int
     host: str
-    step: int = -1
+    step: int = -1  # 0: evaluation before the first one; −1: before that
     task: str = "starting"
     waits_for: str = ""  # ranks, while in a collective
     since: float = 0.0  # when the task or the wait began
@@ -51,6 +51,7 @@ class Heartbeat:
         self.rank, self.pid, self.host = rank, os.getpid(), socket.gethostname()
         self.folder = folder
         self.peers: Sequence[Peer] = ()  # by rank, once they are known
+        self.on_wait: Callable[[tuple[int, ...], float], None] | None = None  # told the ranks and seconds of each wait
         self._map: mmap.mmap | None = None
         # Replaced as a whole: the watchdog reads it in its own thread.
         self._state: tuple[int, str, tuple[int, ...], float] = (-1, "starting", (), time.time())
@@ -82,9 +83,12 @@ class Heartbeat:
         """Records that this worker waits for the others of `ranks`."""
         step, task, before, _ = self._state
         self._state = (step, task, ranks, time.time())
+        start = time.perf_counter()
         yield
         step, task, _, _ = self._state
         self._state = (step, task, before, time.time())
+        if self.on_wait:
+            self.on_wait(ranks, time.perf_counter() - start)
 
     def beat(self) -> None:
         self._beat = time.time()
@@ -120,6 +124,17 @@ def read_record(folder: Path, rank: int) -> Record | None:
         except (json.JSONDecodeError, UnicodeDecodeError, TypeError):
             time.sleep(0.002)
     return None
+
+
+def pids(folder: Path) -> list[int]:
+    """Returns the processes of a launcher's workers, as far as they have started."""
+    records = (read_record(folder, int(path.stem)) for path in folder.glob("*.heartbeat"))
+    return [record.pid for record in records if record]
+
+
+def step_name(step: int) -> str:
+    """Names a record's step in a message."""
+    return f"step {step}" if step >= 0 else "the start of the run"
 
 
 def _cut_ranks(text: str) -> str:

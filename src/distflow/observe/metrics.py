@@ -3,7 +3,7 @@
 import json
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import get_args
 
@@ -47,6 +47,13 @@ class StepMetrics:
                 total += float(value)
         self.totals[name, reduce] = total, n + count
 
+    def merge(self, totals: Mapping[Key, tuple[float, float]]) -> None:
+        """Adds what other metrics have logged."""
+        for key, (value, count) in totals.items():
+            total, n = self.totals.get(key, (_neutral(key[1]), 0))
+            combined = {"max": max, "min": min}.get(key[1], float.__add__)(float(total), float(value))
+            self.totals[key] = combined, n + count
+
     def time(self, name: str, seconds: float) -> None:
         self.log(f"timing_s/{name}", seconds)
         self.log(f"timing_max_s/{name}", seconds, reduce="max")
@@ -59,6 +66,10 @@ class StepMetrics:
     def with_prefix(self, prefix: str) -> "StepMetrics":
         """Returns a view of these metrics that puts `prefix` before the names of those that it logs."""
         return _Prefixed(self, prefix)
+
+    def without_sums(self) -> "StepMetrics":
+        """Returns a view that drops sums, for a replica whose samples another worker counts."""
+        return _WithoutSums(self)
 
     def sampling(self, prompts: SampledPrompts | None) -> None:
         """Logs how dynamic sampling filled the step; every worker has the same numbers."""
@@ -81,6 +92,15 @@ class _Prefixed(StepMetrics):
 
     def log(self, name: str, value: float, count: float = 1, reduce: Reduce = "mean") -> None:
         super().log(self.prefix + name, value, count, reduce)
+
+
+class _WithoutSums(StepMetrics):
+    def __init__(self, metrics: StepMetrics) -> None:
+        self.totals, self.metrics = metrics.totals, metrics
+
+    def log(self, name: str, value: float, count: float = 1, reduce: Reduce = "mean") -> None:
+        if reduce != "sum":
+            self.metrics.log(name, value, count, reduce)
 
 
 Sink = Callable[[int, dict[str, float]], None]

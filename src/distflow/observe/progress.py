@@ -5,18 +5,25 @@ import math
 import sys
 import time
 from collections.abc import Sequence
+from itertools import count
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 
+from distflow.errors import printable
+from distflow.observe.findings import LONGER, findings
+from distflow.observe.names import SAMPLES, SPANS
 from distflow.observe.stragglers import Stragglers
+from distflow.observe.trackers.thread import TrackerThread
 from distflow.plan.units import human_bytes
 
 SHOWN = 4  # metrics in a step's line, in the order of PREFERRED
 PREFERRED = ("reward/mean", "val/", "actor/loss", "response_length/mean", "actor/grad_norm")
-MISMATCH, MISMATCH_SHOWN_FROM = "rollout/mismatch_kl", 0.01  # above this, rollout and trainer differ: always shown
+# Always shown above these values: rollout and trainer differ; rewards, or updates, have failed.
+ALARMS = {"rollout/mismatch_kl": 0.01, "reward/failures": 0, "actor/skipped_updates": 0, "critic/skipped_updates": 0}
 
 
 class Progress:
@@ -30,21 +37,29 @@ class Progress:
         skipped_count: int = 0,
         first: int = 0,
         hosts: Sequence[str] = (),
+        trackers: Sequence[TrackerThread] = (),
     ) -> None:
-        """`first`: the step that a resumed run starts with; lines of that step and later are removed from the logs.
+        """`first`: the step after which a resumed run continues; lines of later steps are removed from the logs.
         `hosts`: the name of each rank's host."""
-        self.steps = steps
+        self.steps, self.trackers, self.folder = steps, trackers, folder
         self.console = Console()
         path = folder / "metrics.jsonl"
-        for name in ("metrics.jsonl", "samples.jsonl"):
-            _truncate_log(folder / name, first) if first else _archive_log(folder / name)
+        for name in ("metrics.jsonl", "suspicious.jsonl"):
+            _truncate_log(folder / name, first) if first else _archive(folder / name)
+        for name in (SPANS, SAMPLES):  # of a run that is continued, each worker truncates its own
+            if not first:
+                _archive(folder / name)
         self._log = open(path, "a", buffering=1)  # noqa: SIM115 (closed by `close`)
+        self._state = folder / "state.json"
+        self._write_state("running")
         if skipped_count:
             self._print(f"skipped {skipped_count} bad rows" + "".join(f"\n  {row}" for row in skipped))
             if skipped_count > len(skipped):
                 self._print(f"  … and {skipped_count - len(skipped)} more")
         self._stragglers = Stragglers(hosts)
         self._sums: dict[str, float] = {}
+        self._recent: list[dict[str, float | None]] = []  # metrics of the last steps
+        self._warned: set[str] = set()  # metrics that the last step's warnings are about
         self._count = 0
         self._bar: Bar | None = None
         if sys.stdout.isatty():
@@ -65,30 +80,55 @@ class Progress:
         self._stragglers.update(step, metrics)
         finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}  # JSON has no NaN
         self._log.write(json.dumps({"step": step, "time": time.time(), **finite}) + "\n")
-        self._count += step >= 0
-        for name, value in metrics.items() if step >= 0 else ():
+        for tracker in self.trackers:
+            tracker.log(step, metrics)
+        self._warn(step, finite)
+        trained = 0 < step <= self.steps
+        self._count += trained
+        for name, value in metrics.items() if trained else ():
             self._sums[name] = self._sums.get(name, 0.0) + value
         line = step_line(metrics)
-        if step < 0:
-            self._print(f"{'before training' if self.steps else 'held out'}  {line}")
+        if not trained:
+            self._print(f"{'before training' if self.steps else f'held out, step {step}'}  {line}")
         elif self._bar:
             self._bar.update(self._task, advance=1, description=line)
         else:
-            print(f"step {step + 1}/{self.steps}  {line}", flush=True)
+            print(f"step {step}/{self.steps}  {line}", flush=True)
+
+    def on_samples(self, step: int, rows: list[dict[str, Any]]) -> None:
+        """Tells the trackers of samples that this worker has recorded."""
+        for tracker in self.trackers:
+            tracker.samples(step, rows)
 
     def close(self) -> None:
         if self._bar:
             self._bar.stop()
         self._log.close()
+        self._write_state("ended")
+        for tracker in self.trackers:
+            tracker.close()
         if self._count:
             means = {name: total / self._count for name, total in self._sums.items()}
             self._print(run_summary(means, self._count))
             if line := self._stragglers.summary():
                 self._print(line)
-            self._print(f"metrics: {self._log.name}")
+            self._print(f"metrics: {self._log.name}; see it all: distflow show {self.folder}")
+
+    def _warn(self, step: int, metrics: dict[str, float | None]) -> None:
+        """Says what is wrong when it becomes so, and again only if it was well in between."""
+        self._recent = [*self._recent, {"step": step, **metrics}][-LONGER:]
+        found = findings(self._recent) if step else []
+        for finding in found:
+            if finding.metric not in self._warned:
+                self._print(f"warning, step {step}: {finding.text}")
+        self._warned = {finding.metric for finding in found}
+
+    def _write_state(self, state: str) -> None:
+        """Says how far the run means to go; a run that is killed never says that it has ended."""
+        self._state.write_text(json.dumps({"state": state, "steps": self.steps, "time": time.time()}) + "\n")
 
     def _print(self, text: str) -> None:
-        self.console.print(text, highlight=False, markup=False, soft_wrap=True)
+        self.console.print(printable(text), highlight=False, markup=False, soft_wrap=True)
 
 
 def step_line(metrics: dict[str, float]) -> str:
@@ -98,8 +138,9 @@ def step_line(metrics: dict[str, float]) -> str:
         parts.append(f"{metrics['timing_max_s/step']:.3g} s")
         parts.append(f"{human_bytes(metrics['data/bytes_sent_max'])} sent by the busiest worker")
     names = [k for k in metrics if k.partition("/")[0] not in ("timing_s", "timing_max_s", "data", "perf")]
+    names.sort(key=lambda k: not k.endswith("/score"))  # before what else is known of the same source
     names.sort(key=lambda k: next((i for i, prefix in enumerate(PREFERRED) if k.startswith(prefix)), len(PREFERRED)))
-    names = names[:SHOWN] + [k for k in names[SHOWN:] if k == MISMATCH and metrics[k] > MISMATCH_SHOWN_FROM]
+    names = names[:SHOWN] + [k for k in names[SHOWN:] if metrics[k] > ALARMS.get(k, math.inf)]
     parts += [f"{k} {metrics[k]:.4g}" for k in names]
     return "  ".join(parts)
 
@@ -121,16 +162,16 @@ def run_summary(means: dict[str, float], steps: int) -> str:
     return "\n".join(lines)
 
 
-def _archive_log(path: Path) -> None:
-    """Keeps the log of an earlier run in this folder under another name."""
+def _archive(path: Path) -> None:
+    """Keeps a log of an earlier run in this folder under another name."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.exists():
-        n = next(n for n in range(1, 1 << 30) if not path.with_suffix(f".{n}.jsonl").exists())
-        path.rename(path.with_suffix(f".{n}.jsonl"))
+        names = (path.with_name(f"{path.stem}.{n}{path.suffix}") for n in count(1))
+        path.rename(next(name for name in names if not name.exists()))
 
 
 def _truncate_log(path: Path, step: int) -> None:
-    """Keeps only complete lines of earlier steps."""
+    """Keeps only complete lines of steps up to this one."""
     if not path.exists():
         return
     kept = []
@@ -139,7 +180,7 @@ def _truncate_log(path: Path, step: int) -> None:
             row = json.loads(line)
         except ValueError:
             continue
-        if row["step"] < step and line.endswith("\n"):
+        if row["step"] <= step and line.endswith("\n"):
             kept.append(line)
     temporary = path.with_name(path.name + ".part")
     temporary.write_text("".join(kept), encoding="utf-8")

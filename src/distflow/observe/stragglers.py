@@ -27,7 +27,7 @@ class Stragglers:
         units, rank = divmod(int(metrics.pop(BUSIEST)), MAX_RANKS)
         seconds, mean = units / 10_000, metrics["perf/work_s"]
         metrics["perf/slowest_rank"], metrics["perf/straggle"] = rank, max(1.0, seconds / mean) if mean else 1.0
-        if step < 0:
+        if step == 0:
             return
         self.steps += 1
         self._slowest[rank] += 1

@@ -4,7 +4,7 @@ import time
 from collections.abc import Mapping, Sequence
 
 from distflow.observe.beacon import Answer
-from distflow.observe.heartbeat import Peer, Record
+from distflow.observe.heartbeat import Peer, Record, step_name
 from distflow.plan.layout import format_ranks, parse_ranks
 
 MAX_ROWS = 64  # above this, ranks that do the same share a row
@@ -60,13 +60,13 @@ def _describe(
             return f"rank {rank}{where} did not answer: it is gone, or the network to its host is cut"
         return (
             f"rank {rank} has had no heartbeat for {now - record.beat:.0f} s: it was stopped or its machine is gone;"
-            f" it was in step {record.step}, '{record.task}' on {record.host}"
+            f" it was in {step_name(record.step)}, '{record.task}' on {record.host}"
         )
     record, stack = answers[rank].record, answers[rank].stack
     if record.waits_for or record.done:
         return None
     at = f", at:\n{stack.rstrip()}" if stack else ""
-    return f"rank {rank} waits for no other rank: it is busy with '{record.task}' of step {record.step}{at}"
+    return f"rank {rank} waits for no other rank: it is busy with '{record.task}' of {step_name(record.step)}{at}"
 
 
 def _grouped(rows: Sequence[tuple[str, ...]]) -> list[str]:

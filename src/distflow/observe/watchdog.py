@@ -94,7 +94,7 @@ class Watchdog:
         record = self.heartbeat.record
         if self.beacon:
             self.beacon.send_beat(record)
-        limit_s = self.limit_s if record.step >= 0 else max(self.limit_s, START_LIMIT_S)
+        limit_s = self.limit_s if record.step > 0 else max(self.limit_s, START_LIMIT_S)
         silent_s = self._next.silent_s(now)
         self._warn_unheard(now)
         if self._stop_requested() and self._local_peer_is_gone():

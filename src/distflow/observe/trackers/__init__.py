@@ -1,0 +1,30 @@
+"""Trackers that people already use, as further sinks of the metrics: named by `track` in a config, each an extra."""
+
+from collections.abc import Sequence
+from functools import partial
+from importlib import import_module
+from importlib.util import find_spec
+
+from distflow.errors import ConfigError
+from distflow.observe.trackers.thread import TrackerThread
+from distflow.observe.trackers.tracker import RunInfo, Tracker
+
+NAMES = ("tensorboard", "wandb", "mlflow", "trackio")
+
+
+def check_installed(names: Sequence[str]) -> None:
+    """Refuses trackers whose package is not installed."""
+    for name in names:
+        if find_spec(name) is None:
+            raise ConfigError(f"track: {name} is not installed; pip install 'distflow-rl[{name}]', or remove it")
+
+
+def start_trackers(names: Sequence[str], run: RunInfo) -> list[TrackerThread]:
+    """Starts a thread for each tracker, in which it is opened."""
+    return [TrackerThread(name, partial(_open, name, run)) for name in names]
+
+
+def _open(name: str, run: RunInfo) -> Tracker:
+    """Opens a tracker; its module imports the package."""
+    tracker: Tracker = import_module(f"{__name__}.to_{name}").open_tracker(run)
+    return tracker

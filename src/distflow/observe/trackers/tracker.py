@@ -1,0 +1,40 @@
+"""What a tracker is to a run."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+COLUMNS = ("split", "id", "prompt", "response", "score", "advantage")  # of a table of samples
+
+
+@dataclass(frozen=True)
+class RunInfo:
+    """What a tracker is told of the run when it is opened; `first`: the step after which a resumed run goes on."""
+
+    name: str
+    folder: Path
+    config: Mapping[str, Any]
+    first: int = 0
+
+
+class Tracker(Protocol):
+    """Called by one thread. Whatever it raises ends it, and nothing else."""
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
+
+    def samples(self, step: int, rows: Sequence[Sequence[Any]]) -> None:
+        """Takes some samples of a step, with the values of COLUMNS."""
+        ...
+
+    def close(self) -> None: ...
+
+
+def sample_rows(samples: Sequence[Mapping[str, Any]]) -> list[list[Any]]:
+    """Returns recorded samples as rows of COLUMNS."""
+    rows = []
+    for sample in samples:
+        values = {**sample, **sample["fields"]}
+        cells = [values.get(column) for column in COLUMNS]
+        rows.append([c if isinstance(c, int | float | str | None) else str(c)[:2000] for c in cells])
+    return rows

@@ -1,0 +1,178 @@
+"""Trackers get our metrics, and never get in the way. Each real one is tested where its package is installed."""
+
+import json
+import logging
+import struct
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+
+from distflow.config.schema import TrackerName
+from distflow.errors import ConfigError
+from distflow.observe.trackers import NAMES, check_installed, start_trackers
+from distflow.observe.trackers import thread as tracker_thread
+from distflow.observe.trackers.thread import TrackerThread
+from distflow.observe.trackers.tracker import RunInfo, sample_rows
+
+METRICS = [{"reward/mean": 0.125 * step, "val/all/pass@2": 0.5, "actor/lr": 1e-6} for step in (1, 2, 3)]
+SAMPLE = {"step": 3, "id": 7, "group": 1, "split": "train", "fields": {"prompt": "p", "response": "r|\n", "score": 1.0}}
+
+
+class Recorded:
+    def __init__(self) -> None:
+        self.logged: list[tuple[int, dict[str, float]]] = []
+        self.closed = False
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self.logged.append((step, dict(metrics)))
+
+    def samples(self, step: int, rows: Sequence[Sequence[Any]]) -> None:
+        pass
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def test_the_names_of_the_config_are_those_that_there_are() -> None:
+    assert get_args(TrackerName) == NAMES
+
+
+def test_a_tracker_gets_all_that_is_a_number() -> None:
+    tracker = Recorded()
+    thread = TrackerThread("mine", lambda: tracker)
+    thread.log(1, {"a": 1.0, "b": float("nan")})
+    thread.close()
+    assert tracker.logged == [(1, {"a": 1.0})]
+    assert tracker.closed
+
+
+@pytest.fixture
+def warned() -> Iterator[list[str]]:
+    """What trackers warn of; wherever earlier tests have sent the messages of the package."""
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    tracker_thread.logger.addHandler(handler)
+    yield messages
+    tracker_thread.logger.removeHandler(handler)
+
+
+def test_a_tracker_that_fails_is_left_behind(warned: list[str]) -> None:
+    def opens() -> Recorded:
+        raise ConnectionError("no route to the tracker")
+
+    thread = TrackerThread("mine", opens)
+    for step in range(1000):
+        thread.log(step, {"a": 1.0})
+    thread.close()
+    assert warned == ["track: mine failed, the run goes on without it: ConnectionError: no route to the tracker"]
+
+
+def test_a_tracker_that_is_slow_is_not_waited_for(warned: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tracker_thread, "CLOSE_LIMIT_S", 0.1)
+    stuck, entered = threading.Event(), threading.Event()
+
+    class Stuck(Recorded):
+        def log(self, step: int, metrics: Mapping[str, float]) -> None:
+            entered.set()
+            stuck.wait(60)
+
+    thread = TrackerThread("mine", Stuck)
+    thread.log(0, {"a": 1.0})
+    assert entered.wait(10)
+    for step in range(tracker_thread.MAX_BACKLOG + 5):
+        thread.log(step, {"a": 1.0})  # returns at once
+    thread.close()
+    stuck.set()
+    assert warned == [
+        "track: mine has not finished in 0 s; what is left is lost",
+        "track: mine was too slow; 5 entries were dropped",
+    ]
+
+
+def test_a_package_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("distflow.observe.trackers.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"track: wandb is not installed; pip install 'distflow-rl\[wandb\]'"):
+        check_installed(["wandb"])
+
+
+def test_a_sample_is_a_row_of_plain_values() -> None:
+    rows = sample_rows([{**SAMPLE, "fields": {"prompt": [{"role": "user"}], "score": None, "advantage": [1.0]}}])
+    assert rows == [["train", 7, "[{'role': 'user'}]", None, None, "[1.0]"]]
+
+
+def track(name: str, folder: Path) -> None:
+    pytest.importorskip(name, reason=f"{name} is not installed")
+    (thread,) = start_trackers([name], RunInfo("a run", folder, {"flow": "grpo", "data": {"batch": 4}}))
+    for step, metrics in enumerate(METRICS, 1):
+        thread.log(step, metrics)
+    thread.samples(3, [SAMPLE])
+    thread.close()
+
+
+def test_tensorboard_has_our_values(tmp_path: Path) -> None:
+    track("tensorboard", tmp_path)
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    for name in METRICS[0]:
+        expected = [(step, pytest.approx(m[name])) for step, m in enumerate(METRICS, 1)]
+        assert [(e.step, e.value) for e in events.Scalars(name)] == expected
+    assert "samples/text_summary" in events.Tags()["tensors"]
+
+
+def test_wandb_has_our_values_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    track("wandb", tmp_path)
+    from wandb.proto import wandb_internal_pb2
+
+    (path,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
+    rows: list[dict[str, Any]] = []
+    for data in wandb_records(path.read_bytes()):
+        record = wandb_internal_pb2.Record()
+        record.ParseFromString(data)
+        if record.WhichOneof("record_type") == "history":
+            rows.append({i.key or "/".join(i.nested_key): json.loads(i.value_json) for i in record.history.item})
+    assert [{k: row[k] for k in METRICS[0]} for row in rows] == METRICS
+    assert list(tmp_path.glob("wandb/offline-run-*/files/media/table/*.json"))
+
+
+def wandb_records(data: bytes) -> Iterator[bytes]:
+    """The records of W&B's file: blocks of 32 KiB, in them parts with a checksum, a length and which part it is."""
+    at, record = 7, b""
+    while at + 7 <= len(data):
+        if 32768 - at % 32768 < 7:
+            at += 32768 - at % 32768
+            continue
+        length, kind = struct.unpack("<4xHB", data[at : at + 7])
+        record += data[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):  # whole, or the last part
+            yield record
+            record = b""
+
+
+def test_mlflow_has_our_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    track("mlflow", tmp_path)
+    from mlflow.tracking import MlflowClient
+
+    client = MlflowClient(f"sqlite:///{tmp_path.resolve() / 'mlflow.db'}")
+    (run,) = client.search_runs([client.get_experiment_by_name("distflow").experiment_id])
+    for name in METRICS[0]:
+        history = client.get_metric_history(run.info.run_id, name.replace("@", "_at_"))
+        assert [(m.step, m.value) for m in history] == [(step, m[name]) for step, m in enumerate(METRICS, 1)]
+    assert list(tmp_path.glob("mlflow/**/samples/step_3.json"))
+
+
+def test_trackio_has_our_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path))
+    track("trackio", tmp_path)
+    from trackio.sqlite_storage import SQLiteStorage
+
+    rows = [row for row in SQLiteStorage.get_logs("distflow", "a run") if "reward/mean" in row]
+    assert [(row["step"], {k: row[k] for k in METRICS[0]}) for row in rows] == list(enumerate(METRICS, 1))
