@@ -3,7 +3,7 @@
 import json
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,10 +40,10 @@ def write_config(folder: Path, **changes: Any) -> Path:
     return path
 
 
-def curve(run_dir: Path) -> list[list[float]]:
-    """Returns step and curves of a run, bit for bit."""
+def curve(run_dir: Path, names: Sequence[str] = CURVES) -> list[list[Any]]:
+    """Returns step and curves of a run, bit for bit; None where a step has no value."""
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    return [[row["step"], *(row[name] for name in CURVES)] for row in rows]
+    return [[row["step"], *(row.get(name) for name in names)] for row in rows]
 
 
 def saved_step(run_dir: Path) -> int:

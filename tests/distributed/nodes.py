@@ -38,7 +38,7 @@ def judge(batch, ctx, how="well", rank=1, step=1):
 
 @node(writes=())
 def use(batch, ctx):
-    assert batch["c"] == [float(i) for i in batch.ids]
+    assert batch["c"].tolist() == [float(i) for i in batch.ids]
     ctx.metrics.log("use/samples", len(batch), reduce="sum")
 
 

@@ -1,8 +1,9 @@
 """The trainer on real workers: any layout has the gradient of a plain model, and an exported model agrees."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -15,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from distflow import cli
+from distflow.algo.correction import Correction
 from distflow.algo.losses import policy
 from distflow.config.schema import TrainConfig
 from distflow.data.batch import Batch, Column, Ragged
@@ -39,8 +41,8 @@ WHOLE = 1 << 20  # tokens: all samples at once
 ALL = 1 << 40  # bytes: the whole model
 
 
-def samples() -> Batch:
-    """Of unequal lengths, one of them without a response."""
+def samples(masked: bool = False) -> Batch:
+    """Of unequal lengths, one of them without a response; `masked`: some of their tokens are context only."""
     draw = np.random.default_rng(3)
     prompts, responses = draw.integers(1, 9, 10), draw.integers(1, 12, 10)
     responses[4] = 0
@@ -55,7 +57,10 @@ def samples() -> Batch:
         "old_logprobs": ragged(responses, lambda n: -4 - draw.random(n, np.float32)),
         "ref_logprobs": ragged(responses, lambda n: -4 - draw.random(n, np.float32)),
         "advantage": torch.tensor(draw.normal(size=10), dtype=torch.float32),
+        "rollout_logprobs": ragged(responses, lambda n: -4 - draw.random(n, np.float32)),
     }
+    if masked:
+        columns["response_mask"] = ragged(responses, lambda n: draw.integers(0, 2, n))
     return Batch(np.arange(10), np.arange(10) // 2, columns)
 
 
@@ -70,9 +75,13 @@ class Case:
     dtype: str = "float32"
     gradient_checkpointing: bool = False
     unit: int = 1  # bytes of parameters that are gathered together, at least; so few that each layer is by itself
+    correction: Correction | None = None
+    masked: bool = False
 
     def __str__(self) -> str:
         more = f"{' gradient checkpointing' * self.gradient_checkpointing}{' bfloat16' * (self.dtype != 'float32')}"
+        more += f" {self.correction.kind}" if self.correction else ""
+        more += " masked" * self.masked
         more += "" if self.unit == 1 else " at once" if self.unit == ALL else " two by two"
         return (
             f"{self.arch} dp{self.dp} tp{self.tp} {'whole' if self.micro_tokens == WHOLE else self.micro_tokens}{more}"
@@ -91,6 +100,9 @@ CASES = [
     Case("qwen3", 2, 2, 16, gradient_checkpointing=True),
     *(Case("qwen2", 2, 1, 24, gradient_checkpointing=g, unit=u) for u in (TWO, ALL) for g in (False, True)),
 ]
+CORRECTIONS = [Correction("sequence", 1.5), Correction("icepop-token", 1.5, 0.5)]
+CASES += [Case("qwen2", dp, 1, 24, correction=c) for dp, c in zip((1, 2), CORRECTIONS, strict=True)]
+CASES += [Case("qwen2", masked=True), Case("qwen3", 2, 2, 16, masked=True, correction=CORRECTIONS[0])]
 BFLOAT16 = [Case("qwen3", dtype="bfloat16"), Case("qwen2", 2, 2, 24, dtype="bfloat16")]
 
 Parts = dict[str, tuple[tuple[slice, ...], Any]]  # of a worker: which part of a parameter, and its values
@@ -118,9 +130,9 @@ def share_of(rank: int, batch: Batch, layout: Layout) -> Batch:
     return batch if cells == 1 else batch.select(np.arange(7) if cell == 0 else np.arange(7, 10))
 
 
-def update_spec(mini_batches: int = 1, epochs: int = 1) -> UpdateSpec:
+def update_spec(mini_batches: int = 1, epochs: int = 1, correction: Correction | None = None) -> UpdateSpec:
     total = 2 * mini_batches * epochs  # of two steps
-    return UpdateSpec(policy, CONSTANTS, "token-mean", 12, total, mini_batches, epochs)
+    return UpdateSpec(policy, CONSTANTS, "token-mean", 12, total, mini_batches, epochs, correction=correction)
 
 
 def context(rank: int, layout: Layout, folder: Path) -> Context:
@@ -147,7 +159,8 @@ def gradient(rank: int, case: Case, folder: Path) -> tuple[Parts, list[str], flo
     assert trainer.optimizer is not None
     trainer.optimizer.step = keep  # type: ignore[method-assign, assignment]
     ctx = context(rank, case.layout, folder)
-    trainer.update(share_of(rank, samples(), case.layout), update_spec(), ctx)
+    batch = share_of(rank, samples(case.masked), case.layout)
+    trainer.update(batch, update_spec(correction=case.correction), ctx)
     norm, count = ctx.metrics.totals["actor/grad_norm", "mean"]  # type: ignore[attr-defined]
     dtypes = [str(t.dtype) for t in (*fsdp.local_shards(trainer.trained).values(), *grads)]
     return in_parts(trainer, rank, grads), dtypes, norm / count
@@ -173,7 +186,7 @@ def save_checkpoints(trainer: Trainer, rank: int, folder: Path) -> None:
     writer = CheckpointWriter(folder, rank, ranks, {"actor": ranks}, make_transport(rank, 4).run)
     state = replace(trainer.state(), describe=partial(describe, source=trainer.source, adapter=None))
     for step in (3, 7):
-        writer.save(step, {"actor": state}, {}, lambda place: None)
+        writer.save(step, writer.copy({"actor": state}), {}, lambda place: None)
     writer.wait()
 
 
@@ -216,32 +229,46 @@ def whole(shapes: dict[str, Any], parts: list[Parts], rtol: float = 1e-5) -> dic
     return parameters
 
 
-def by_hand(arch: str, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
+def by_hand(
+    arch: str, dtype: torch.dtype = torch.float64, correction: Correction | None = None, masked: bool = False
+) -> dict[str, Tensor]:
     """The gradient of a plain model that computes in `dtype`, sample by sample."""
     model = AutoModelForCausalLM.from_config(config_of(arch), attn_implementation="eager", dtype=dtype).eval()
     model.load_state_dict(pair(arch).eager.state_dict())
-    batch = samples()
-    loss = torch.zeros((), dtype=torch.float64)
+    batch = samples(masked)
+    loss, tokens = torch.zeros((), dtype=torch.float64), 0
     for i in range(len(batch)):
         prompt, response = batch["prompt_tokens"][i], batch["response_tokens"][i]
         if not len(response):
             continue
         logits = model(torch.cat((prompt, response))[None], use_cache=False).logits[0, len(prompt) - 1 : -1]
         log_p = torch.log_softmax(logits.double() / TEMPERATURE, -1)
-        new = log_p.gather(1, response[:, None])[:, 0]
-        ratio = torch.exp(new - batch["old_logprobs"][i])
+        own = batch["response_mask"][i].bool() if masked else torch.ones(len(response), dtype=torch.bool)
+        tokens += int(own.sum())
+        log_p = log_p[own]
+        new = log_p.gather(1, response[own, None])[:, 0]
+        old, ref, rollout = (batch[f"{policy}_logprobs"][i][own] for policy in ("old", "ref", "rollout"))
+        ratio = torch.exp(new - old)
         advantage = batch["advantage"][i]
         gain = torch.minimum(ratio * advantage, ratio.clamp(0.9, 1.1) * advantage)
-        far = batch["ref_logprobs"][i] - new
+        gain = torch.maximum(gain, 3 * advantage) if advantage < 0 else gain
+        if correction:  # of the policy term only
+            ratio = (old.double() - rollout).exp()
+            if correction.kind == "sequence":
+                gain = gain * ratio.prod().clamp(max=1.5)
+            else:
+                gain = gain * torch.where((ratio >= 0.5) & (ratio <= 1.5), ratio, 0)
+        far = ref - new
+        near = far.clamp(max=math.log(21))
         entropy = -(log_p.exp() * log_p).sum(-1)
-        loss = loss + (-gain + 0.05 * (far.exp() - 1 - far) - 0.02 * entropy).sum()
-    (loss / int(batch["response_tokens"].lengths.sum())).backward()
+        loss = loss + (-gain + 0.05 * (near.exp() - 1 - near + 20 * (far - near)) - 0.02 * entropy).sum()
+    (loss / tokens).backward()
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
 @pytest.fixture(scope="module")
-def expected() -> dict[str, dict[str, Tensor]]:
-    return {arch: by_hand(arch) for arch in ARCHITECTURES}
+def expected() -> Callable[..., dict[str, Tensor]]:
+    return cache(by_hand)
 
 
 def shapes(arch: str) -> dict[str, Any]:
@@ -263,11 +290,12 @@ def test_small_layers_are_gathered_together(monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_the_gradient_of_any_layout_is_that_of_a_plain_model(
-    results: Results, expected: dict[str, dict[str, Tensor]], case: Case
+    results: Results, expected: Callable[..., dict[str, Tensor]], case: Case
 ) -> None:
     workers = results.gradients[case]
     assert len(workers) == case.dp * case.tp
-    got, want = whole(shapes(case.arch), [parts for parts, _, _ in workers]), expected[case.arch]
+    got = whole(shapes(case.arch), [parts for parts, _, _ in workers])
+    want = expected(case.arch, correction=case.correction, masked=case.masked)
     assert got.keys() == want.keys()
     for name, grad in want.items():
         assert grad.abs().max() > 0, name
@@ -278,12 +306,12 @@ def test_the_gradient_of_any_layout_is_that_of_a_plain_model(
 
 @pytest.mark.parametrize("case", BFLOAT16, ids=str)
 def test_in_bfloat16_only_the_computation_is_inexact(
-    results: Results, expected: dict[str, dict[str, Tensor]], case: Case
+    results: Results, expected: Callable[..., dict[str, Tensor]], case: Case
 ) -> None:
     workers = results.gradients[case]
     assert {d for _, dtypes, _ in workers for d in dtypes} == {"torch.float32"}
     joined = whole(shapes(case.arch), [parts for parts, _, _ in workers], rtol=1e-2)
-    three = joined, expected[case.arch], by_hand(case.arch, torch.bfloat16)
+    three = joined, expected(case.arch, correction=None), by_hand(case.arch, torch.bfloat16)
     got, want, plain = (torch.cat([g[n].double().flatten() for n in joined]) for g in three)
     # No less exact than Hugging Face's own, which differs by CPU.
     assert float((got - want).norm() / (plain - want).norm()) < 1.1

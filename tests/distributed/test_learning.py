@@ -9,8 +9,14 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
+from distflow import cli
+from distflow.config.schema import ModelConfig
+from distflow.engine.model.source import open_model
+from distflow.observe.names import HELD_OUT
+from distflow.observe.page.sample_index import SampleIndex
+from distflow.run.export import export
 from distributed.test_gradients import exported
 from warm import distflow_run
 
@@ -38,11 +44,13 @@ CONFIG: dict[str, Any] = {
 }
 
 
-def run(folder: Path, name: str, *overrides: str, workers: int, **config: Any) -> list[dict[str, Any]]:
+def run(
+    folder: Path, name: str, *overrides: str, workers: int, resume: str | None = None, **config: Any
+) -> list[dict[str, Any]]:
     """Runs a config to its end and returns the metrics of its steps."""
     path = folder / f"{name}.yaml"
     path.write_text(yaml.safe_dump({**CONFIG, "run_dir": str(folder / name), **config}))
-    ended = distflow_run(path, *overrides, workers=workers)
+    ended = distflow_run(path, *overrides, workers=workers, resume=resume)
     assert ended.codes == [0] * workers, ended.err
     return read(folder / name / "metrics.jsonl")
 
@@ -70,11 +78,11 @@ def test_a_model_learns_from_examples_and_the_exported_one_knows_them(tmp_path: 
         reward="rewards.py:same",
         eval={"files": "pairs.jsonl", "every": 100},
     )
-    assert [m["step"] for m in metrics] == [-1, *range(60)]
+    assert [m["step"] for m in metrics] == [*range(61)]
     losses = [m["actor/loss"] for m in metrics[1:]]
     assert losses[0] > 4
     assert losses[-1] < 0.2
-    assert [m["step"] for m in metrics if "val/all/score" in m] == [-1, 59]
+    assert [m["step"] for m in metrics if "val/all/score" in m] == [0, 60]
     assert metrics[0]["val/all/score"] == 0
     assert metrics[-1]["val/all/score"] == 1
 
@@ -119,7 +127,7 @@ def evaluations(metrics: list[dict[str, Any]]) -> dict[int, dict[str, float]]:
 
 def test_a_held_out_set_is_evaluated_before_during_and_after_training(evaluated: Path) -> None:
     by_step = evaluations(read(evaluated / "alone" / "metrics.jsonl"))
-    assert list(by_step) == [-1, 1, 3, 4]
+    assert list(by_step) == [0, 2, 4, 5]
     scored = [(int(truth), score) for truth, score in read(evaluated / "scores.jsonl") if truth != "train"]
     assert len(scored) == 4 * 5 * 3
     for k, numbers in enumerate(by_step.values()):
@@ -158,16 +166,95 @@ def test_every_held_out_row_counts_once_on_any_number_of_workers(
     assert got.keys() == want.keys()
     for step, numbers in want.items():
         assert {n: got[step][n] for n in names} == pytest.approx({n: numbers[n] for n in names})
-    shown = [(row["step"], row["prompt"]) for row in read(evaluated / name / "samples.jsonl")]
-    assert sorted(shown) == [(step, f"tell {i}") for step in want for i in range(5)]
+    samples = SampleIndex(evaluated / name).table()
+    held_out = [i for i, split in enumerate(samples["split"]) if split == HELD_OUT]
+    shown = {(samples["step"][i], samples["prompt"][i]) for i in held_out}
+    assert shown == {(step, f"tell {i}") for step in want for i in range(5)}
+    assert all(samples["score"][i] is not None and samples["response"][i] is not None for i in held_out)
 
 
 def test_a_model_is_evaluated_without_training(evaluated: Path) -> None:
     """As `distflow eval` does it; the metrics are those before training."""
-    before = evaluations(read(evaluated / "alone" / "metrics.jsonl"))[-1]
+    before = evaluations(read(evaluated / "alone" / "metrics.jsonl"))[0]
     metrics = run(evaluated, "eval", "steps=0", workers=2, **GRPO)
-    assert [m["step"] for m in metrics] == [-1]
-    numbers = evaluations(metrics)[-1]
+    assert [m["step"] for m in metrics] == [0]
+    numbers = evaluations(metrics)[0]
     for name in ("val/even/score", "val/odd/score", "val/even/pass@3"):
         assert numbers[name] == pytest.approx(before[name])
     assert not (evaluated / "eval" / "checkpoints").exists()
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_a_checkpoint_is_evaluated_without_an_export(evaluated: Path, lora: bool) -> None:
+    """As `distflow eval --checkpoint` does it: on another number of workers, each of which reads its own part."""
+    config, trained = dict(GRPO), "alone"
+    if lora:
+        trained, config["train"] = "adapter", {"lr": 1e-2, "lora": {"rank": 2}}
+        run(evaluated, trained, workers=1, **config)
+    after = evaluations(read(evaluated / trained / "metrics.jsonl"))[5]
+    name = f"{trained}-eval"
+    placement = {"nodes": {"actor.generate": {"tp": 2}}}
+    metrics = run(evaluated, name, "steps=0", workers=2, resume=str(evaluated / trained), **config, placement=placement)
+    assert [m["step"] for m in metrics] == [5]
+    for metric in ("val/even/score", "val/odd/score", "val/even/pass@3"):
+        assert evaluations(metrics)[5][metric] == pytest.approx(after[metric])
+    assert not (evaluated / name / "checkpoints").exists()
+
+
+def test_eval_takes_a_checkpoint_or_the_newest_of_the_run(
+    evaluated: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen: list[tuple[str | None, list[str]]] = []
+
+    def start(args: Any, resume: str | None) -> int:
+        seen.append((resume, args.overrides))
+        return 0
+
+    monkeypatch.setattr(cli, "_start", start)
+    config, step = str(evaluated / "alone.yaml"), str(evaluated / "alone" / "checkpoints" / "step_5")
+    for words in (["--checkpoint"], ["--checkpoint", "eval.n=1"], ["--checkpoint", step], []):
+        with pytest.raises(SystemExit, match="0"):
+            cli.main(["eval", config, *words])
+    run_dir = str(evaluated / "alone")
+    assert [resume for resume, _ in seen] == [run_dir, run_dir, step, None]
+    assert all(f"run_dir={run_dir}-eval" in overrides for _, overrides in seen)
+    assert "eval.n=1" in seen[1][1]
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["eval", config, "--checkpoint", str(evaluated / "nothing")])
+    assert "nothing: there is no checkpoint here; name a run's folder" in capsys.readouterr().err
+
+
+def test_an_export_has_the_dtype_of_the_model(tmp_path: Path) -> None:
+    write(tmp_path / "pairs.jsonl", ({"prompt": p, "response": r} for p, r in PAIRS.items()))
+    given = ModelConfig(**CONFIG["model"])
+    source = open_model(given, lambda: iter(()), tmp_path, 0)
+    AutoModelForCausalLM.from_config(source.config, dtype=torch.bfloat16).save_pretrained(tmp_path / "half")
+    source.tokenizer.save_pretrained(tmp_path / "half")
+    data = {"files": "pairs.jsonl", "batch": len(PAIRS)}
+    run(tmp_path, "sft", workers=1, flow="sft", steps=1, data=data, model="half", checkpoint={"export": True})
+    assert exported(tmp_path / "sft", tmp_path / "own") == 0
+    assert exported(tmp_path / "sft", tmp_path / "full", "--dtype", "float32") == 0
+    beside = tmp_path / "sft" / "checkpoints" / "step_1" / "huggingface"
+    for folder, dtype in (
+        (tmp_path / "own", torch.bfloat16),
+        (tmp_path / "full", torch.float32),
+        (beside, torch.bfloat16),
+    ):
+        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
+        assert model.dtype == dtype
+        assert not (folder / ".part").exists()
+    assert exported(tmp_path / "sft", tmp_path / "ema", "--ema") == 2
+
+
+def test_an_export_that_was_interrupted_is_not_taken_for_a_model(
+    evaluated: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    with monkeypatch.context() as patched:
+        patched.setattr(PreTrainedTokenizerBase, "save_pretrained", lambda *_, **__: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            export(evaluated / "alone", out)
+    assert [p.name for p in out.iterdir()] == [".part"]
+    export(evaluated / "alone", out)
+    assert (out / "config.json").exists()
+    assert not (out / ".part").exists()

@@ -89,17 +89,17 @@ def metrics(folder: Path, name: str) -> list[dict[str, float]]:
         (
             ["rollout.kv_cache_gb=1e-6"],
             1,
-            r"step 0, node 'actor.generate': rollout.kv_cache_gb: a sequence of \d+ tokens",
+            r"step 1, node 'actor.generate': rollout.kv_cache_gb: a sequence of \d+ tokens",
         ),
         (
             ["reward={functions: rewards.py:hangs, time_limit_s: 0.3}"],
             2,
-            r"rank \d, step 0, node 'reward.score': sample \d: reward 'hangs' .* took longer than 0.3 s; raise",
+            r"rank \d, step 1, node 'reward.score': sample \d: reward 'hangs' .* took longer than 0.3 s; raise",
         ),
         (
             ["algo.scale=stdd"],
             1,
-            "step 0, node 'group_advantage': unknown scale of advantages 'stdd'; did you mean 'std'?",
+            "algo.scale: 'stdd' is not one of std, none; did you mean 'std'?",
         ),
         (
             ["algo.recompute_old_logprobs=true", "placement.nodes={actor.logprobs: {tp: 2}}"],
@@ -131,6 +131,7 @@ def test_the_launcher_prints_an_error_once(folder: Path) -> None:
         r"distflow: rank [01], step \d, node 'reward.score': sample \d+: reward 'refuses_seven' "
         r"\(rewards.py:refuses_seven\) raised ValueError: not seven, please \(.*rewards.py:9\) \(and 3 more of the"
         r" same call\); fix the function, or set `reward.on_failure: 0.0` to give such samples that score\n"
+        r"  prompt: .*\n  response: \".*\"\n"
     )
     assert re.fullmatch(message, done.stderr), done.stderr
 

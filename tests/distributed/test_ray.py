@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from distflow.cli import main
 from distflow.config import Config, load_config
-from distributed.cluster import STEPS, curve, saved_step, wait_until, write_config
+from distributed.cluster import CURVES, STEPS, curve, saved_step, wait_until, write_config
 from hosts import Host, Hosts, why_not
 
 try:
@@ -122,7 +123,7 @@ def start_node(host: Host, *options: str) -> None:
     host.run([*ray, "--disable-usage-stats", *options], ENV, timeout_s=180)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def cluster() -> Iterator[Hosts]:
     """Three nodes, two CPUs each: four workers leave one to spare. Rank 0 and the launcher are not where it is lost."""
     with Hosts(3, rate="1gbit", private=["/tmp/ray"]) as hosts:
@@ -182,17 +183,53 @@ def test_a_run_that_loses_a_node_ends_with_the_undisturbed_curve(cluster: Hosts,
     expected = curve(tmp_path / "calm")
     assert [row[0] for row in expected] == list(range(STEPS))
 
-    log = tmp_path / "log"
+    lose_a_node(cluster, tmp_path)
+    assert curve(tmp_path / "lost") == expected
+
+
+@needs_ray
+@needs_hosts
+@pytest.mark.slow
+def test_the_demo_survives_the_loss_of_a_node(cluster: Hosts, tmp_path: Path) -> None:
+    python = [sys.executable, "-m", "distflow"]
+    sorting = Path(__file__).parents[2] / "examples" / "sorting"
+    model, data = tmp_path / "model", tmp_path / "data"
+    subprocess.run([sys.executable, str(sorting / "data.py"), str(data)], check=True)
+    warmup = [str(sorting / "warmup.yaml"), f"data.files={data}/warmup.jsonl", f"eval.files={data}/held_out.jsonl"]
+    subprocess.run([*python, "run", *warmup, f"run_dir={tmp_path}/warmup"], check=True, env=os.environ | ENV)
+    subprocess.run([*python, "export", str(tmp_path / "warmup"), str(model)], check=True)
+    config = yaml.safe_load((sorting / "grpo.yaml").read_text())
+    config |= {
+        "model": str(model),
+        "data": config["data"] | {"files": str(data / "train.jsonl")},
+        "eval": config["eval"] | {"files": str(data / "held_out.jsonl")},
+        "reward": f"{sorting}/reward.py:compute_score",
+        "workers": 4,
+        "checkpoint": {"every": 1},
+        "placement": {"ranks": {"first": "0-1", "second": "2-3"}},
+        "ray": {"resources": {"first": {"CPU": 1, "head": 1}, "second": {"CPU": 1, "other": 1}}},
+    }
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
+    cluster[0].run(["sh", "-c", f"cd {tmp_path} && exec {' '.join(command(cluster, 'calm'))}"], ENV, timeout_s=900)
+    lose_a_node(cluster, tmp_path, after=20)
+    calm, lost = (curve(tmp_path / name, (*CURVES, "val/all/score")) for name in ("calm", "lost"))
+    assert len(calm) == config["steps"] + 1  # and the evaluation before training
+    assert lost == calm
+    assert calm[-1][-1] > 0.9
+
+
+def lose_a_node(hosts: Hosts, folder: Path, after: int = 2) -> None:
+    """Runs config.yaml in `lost`, kills the host of ranks 2-3 after that many steps, and waits for the end."""
+    log = folder / "log"
     with open(log, "w") as f:
-        launcher = cluster[0].popen(command(cluster, "lost"), ENV, cwd=str(tmp_path), stdout=f, stderr=f)
-    wait_until(lambda: saved_step(tmp_path / "lost") >= 2, [launcher], log)
+        launcher = hosts[0].popen(command(hosts, "lost"), ENV, cwd=str(folder), stdout=f, stderr=f)
+    wait_until(lambda: saved_step(folder / "lost") >= after, [launcher], log)
     (name,) = set(re.findall(r"ranks 2-3 on (host\d)", log.read_text()))
-    victim = next(host for host in cluster if host.name == name)
+    victim = next(host for host in hosts if host.name == name)
     victim.kill()
-    assert launcher.wait(400) == 0, log.read_text()
+    assert launcher.wait(600) == 0, log.read_text()
     text = log.read_text()
     assert re.search(rf"^distflow: .*{victim.name}", text.partition("restart 1")[0], re.M), text
     assert re.search(r"^distflow: restart 1 of 3 in 1 s, from step \d", text, re.M), text
     (spare,) = set(re.findall(r"ranks 2-3 on (host\d)", text)) - {victim.name}
     assert spare != "host0"
-    assert curve(tmp_path / "lost") == expected

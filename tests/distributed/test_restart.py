@@ -15,6 +15,7 @@ import pytest
 import yaml
 
 from distflow.observe.heartbeat import read_record
+from distflow.run.checkpoint import list_checkpoints
 from distributed.test_run import orphans
 from warm_launch import Launch
 
@@ -46,9 +47,9 @@ def messages(launch: Launch) -> list[str]:
     return re.findall(r"^distflow: (?!resumed)(.*)", launch.err, re.M)
 
 
-def finished(folder: Path) -> bool:
+def finished(folder: Path, steps: int = 4) -> bool:
     lines = (folder / "run" / "metrics.jsonl").read_text().splitlines()
-    return [json.loads(line)["step"] for line in lines] == [0, 1, 2, 3]
+    return [json.loads(line)["step"] for line in lines] == list(range(1, steps + 1))
 
 
 def test_all_workers_are_restarted_after_one_was_killed(tmp_path: Path) -> None:
@@ -177,7 +178,7 @@ def test_a_launcher_that_is_asked_to_stop_does_not_restart(
     launch.wait_until(lambda: sign in launch.out + launch.err)
     os.kill(launch.pid, sig)
     assert launch.wait(10) == 128 + sig
-    assert messages(launch)[-1] == f"stopped by {sig.name}"
+    assert messages(launch)[-1].startswith(f"stopped by {sig.name}; ")
     assert not orphans(path)
 
 
@@ -190,7 +191,9 @@ def test_workers_that_were_asked_to_end_are_not_restarted(tmp_path: Path) -> Non
     assert launch.wait() == 128 + signal.SIGTERM
     saved, stopped = messages(launch)
     assert "is saved" in saved
-    assert stopped == "stopped by SIGTERM"
+    step = list_checkpoints(tmp_path / "run" / "checkpoints")[0]
+    command = f"distflow run {tmp_path / 'config.yaml'} --workers=2 --resume"
+    assert stopped == f"stopped by SIGTERM; continue from step {step}: {command}"
 
 
 def test_a_worker_that_does_not_end_on_request_is_killed_after_the_limit(tmp_path: Path) -> None:
@@ -201,4 +204,31 @@ def test_a_worker_that_does_not_end_on_request_is_killed_after_the_limit(tmp_pat
     os.kill(launch.pid, signal.SIGTERM)
     assert launch.wait(20) == 128 + signal.SIGTERM
     assert 1 < time.monotonic() - began < 10
+    assert not orphans(path)
+
+
+def test_ctrl_c_ends_the_run_after_its_step_and_says_how_to_resume(tmp_path: Path) -> None:
+    path = write_config(tmp_path, {"nap_s": 0.1}, steps=1000)
+    launch = Launch(path, "seed=3")
+    launch.wait_until(lambda: "step 2/" in launch.out)
+    os.kill(launch.pid, signal.SIGINT)
+    assert launch.wait() == 128 + signal.SIGINT
+    again, saved, stopped = messages(launch)
+    assert "press Ctrl-C again" in again
+    step = list_checkpoints(tmp_path / "run" / "checkpoints")[0]
+    assert saved.startswith(f"stopped on request after step {step} of 1000, which is saved")
+    assert stopped == f"stopped by SIGINT; continue from step {step}: distflow run {path} seed=3 --workers=2 --resume"
+    assert finished(tmp_path, step)
+    assert not orphans(path)
+
+
+def test_a_second_ctrl_c_ends_the_workers_at_once(tmp_path: Path) -> None:
+    path = write_config(tmp_path, {"how": "kill alone", "rank": -1}, steps=1000, stop_limit_s=3000)
+    launch = Launch(path)  # in step 2 all workers wait for ever
+    launch.wait_until(lambda: "step 1/" in launch.out)
+    os.kill(launch.pid, signal.SIGINT)
+    launch.wait_until(lambda: "press Ctrl-C again" in launch.err)
+    os.kill(launch.pid, signal.SIGINT)
+    assert launch.wait(20) == 128 + signal.SIGINT
+    assert messages(launch)[-1] == "stopped by SIGINT; no step was saved"
     assert not orphans(path)

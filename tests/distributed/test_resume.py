@@ -93,7 +93,7 @@ def complete(folder: Path) -> dict[str, Path]:
 
 def same(got: Path, want: Path, rel: float) -> None:
     ours, theirs = rows(got), rows(want)
-    assert [r["step"] for r in ours] == [r["step"] for r in theirs] == list(range(-1, 8))
+    assert [r["step"] for r in ours] == [r["step"] for r in theirs] == list(range(9))
     for a, b in zip(ours[1:], theirs[1:], strict=True):
         for curve in (c for c in (*CURVES, "critic/loss", "sampling/discarded", "val/all/score") if c in b):
             assert a[curve] == (b[curve] if not rel else pytest.approx(b[curve], rel=rel, abs=1e-6)), (curve, b["step"])
@@ -230,7 +230,7 @@ def test_the_newest_and_the_best_are_kept(folder: Path) -> None:
     checkpoint = {"every": 1, "keep": 2, "best": "actor/entropy", "export": True}
     run_dir, ended = run(folder, "kept", 2, checkpoint=checkpoint, steps=5, eval=None)
     assert ended.codes == [0, 0], ended.err
-    entropy = {r["step"] + 1: r["actor/entropy"] for r in rows(run_dir)}
+    entropy = {r["step"]: r["actor/entropy"] for r in rows(run_dir)}
     best = max(entropy, key=lambda s: entropy[s])
     steps = list_checkpoints(run_dir / "checkpoints")
     assert {5, 4, best} >= set(steps) >= {5, 4}

@@ -86,7 +86,7 @@ def test_a_run_writes_metrics_of_every_step(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert re.search(r"^step 3/3 ", done.stdout, re.M)
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert [m["step"] for m in lines] == [0, 1, 2]
+    assert [m["step"] for m in lines] == [1, 2, 3]
     assert [m["use/samples"] for m in lines] == [4, 4, 4]
     assert [m["counter/value"] for m in lines] == [102, 104, 106]
     for name in (
@@ -155,9 +155,9 @@ def test_stopping_the_launcher_leaves_no_process_behind(tmp_path: Path, sig: sig
     _, err = launcher.communicate(timeout=30)
     assert launcher.returncode == (-sig if sig == signal.SIGKILL else 128 + sig)
     if sig != signal.SIGKILL:
-        *saved, last = err.splitlines()
-        assert last == f"distflow: stopped by {sig.name}"
-        assert len(saved) == (sig == signal.SIGTERM), err  # which step is saved
+        *_, saved, last = err.splitlines()
+        assert "which is saved" in saved
+        assert last.startswith(f"distflow: stopped by {sig.name}; continue from step ")
     for _ in range(50):
         if not orphans(path):
             return

@@ -88,7 +88,7 @@ def test_a_run_on_several_hosts(hosts: Hosts, folder: Path) -> None:
     where = "; ".join(f"{h.name} ({h.address}): rank {r}" for r, h in enumerate(hosts))
     assert f"distflow: 3 workers on 3 hosts: {where}\n" in run.log(0)
     steps = [json.loads(line) for line in (folder / "shared" / "metrics.jsonl").read_text().splitlines()]
-    assert [m["step"] for m in steps] == [0, 1, 2]
+    assert [m["step"] for m in steps] == [1, 2, 3]
     assert not (folder / "shared" / "workers").exists()
 
 

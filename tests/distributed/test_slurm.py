@@ -38,7 +38,7 @@ def test_the_tasks_of_a_step_are_the_workers(cluster: dict[str, str], tmp_path: 
     assert done.returncode == 0, done.stderr
     assert re.search(r"^distflow: 2 workers on 1 host: \S+ \([\d.]+\): ranks 0-1$", done.stderr, re.M), done.stderr
     steps = [json.loads(line)["step"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert steps == [0, 1, 2]
+    assert steps == [1, 2, 3]
     assert not list((tmp_path / "run").glob("metrics.*.jsonl"))  # one run, not two that fight for the folder
 
 

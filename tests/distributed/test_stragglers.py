@@ -41,7 +41,7 @@ def test_only_a_rank_that_is_clearly_and_mostly_the_slowest_is_reported() -> Non
         ([], None),
     ):
         stragglers = Stragglers()
-        for i, seconds in enumerate(steps):
+        for i, seconds in enumerate(steps, 1):
             stragglers.update(i, reduced(*seconds))
         assert stragglers.summary() == (line and f"{line}; mostly in 'node'")
 

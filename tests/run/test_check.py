@@ -11,6 +11,7 @@ from transformers import AutoConfig
 
 from distflow import cli
 from distflow.engine.model.tokenizer import train_tokenizer
+from warm import distflow_run
 
 Output = pytest.CaptureFixture[str]
 REWARDS = """
@@ -33,6 +34,13 @@ def nan(solution_str):
 
 def text(solution_str):
     return "good"
+
+def ids(prompts, completions, completion_ids, trainer_state, log_metric, **kwargs):
+    log_metric("tokens", sum(map(len, completion_ids)))
+    return [float(trainer_state.global_step) for _ in completions]
+
+def labelled(completions, answer):
+    return [0.5 if a else 0.0 for a in answer]
 
 def many(completions):
     return [1.0] * (len(completions) + 1)
@@ -59,6 +67,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     write("data.jsonl", texts)
     write("pairs.jsonl", texts, "response")
+    write("other.jsonl", texts, "truth")
     rows = ({"prompt": t, "chosen": "yes", "rejected": "no"} for t in texts)
     (folder / "preferred.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
     write("chat.jsonl", [[{"role": "user", "content": t}] for t in texts])
@@ -93,10 +102,11 @@ def lines(capsys: Output) -> dict[str, str]:
 
 
 def error(capsys: Output) -> str:
-    """Returns the one line of an error."""
+    """Returns an error: one line, and what a reward failed on."""
     err = capsys.readouterr().err
     assert err.startswith("distflow: ")
-    assert err.index("\n") == len(err) - 1
+    _, *rest = err.splitlines()
+    assert [line.partition(":")[0] for line in rest] in ([], ["  prompt", "  response"])  # of a reward that failed
     return err.removeprefix("distflow: ").rstrip("\n")
 
 
@@ -111,6 +121,7 @@ def test_a_good_config_is_described_line_by_line(folder: Path, capsys: Output) -
         "prompts": "all 12 have at most 4088 tokens, 0 skipped; the first has 10",
         "kv cache": "2.0 GiB, 1.0 MiB for the longest sequence allowed",
         "reward": "0.25 for an empty response to the first prompt",
+        "held-out": "0.25 for an empty response to the first held-out prompt",
     }
 
 
@@ -141,6 +152,11 @@ def test_peft_is_needed_only_for_adapters(folder: Path, capsys: Output, monkeypa
         ["data.files=chat.jsonl", "model=chatty"],
         ["model=plain"],
         ["reward=rewards.py:truth"],
+        ["reward=rewards.py:ids"],
+        ["placement.roles.reference.tp=2"],  # which there is with algo.kl only
+        ["reward.time_limit_s=10", "data=data.jsonl", "data.batch=2", "eval=data.jsonl", "eval.limit=2"],
+        ["reward=rewards.py:truth", "eval={files: other.jsonl, rename: {truth: answer}}"],
+        ["reward=rewards.py:truth", "eval={files: other.jsonl, reward: rewards.py:fine}"],
         ["algo.kl=1e-3", "workers=4", "placement.roles={actor: {tp: 2}, reference: {tp: 2}}"],
         ["train.lr=1e-6", "algo.mini_batches=2", "algo.epochs=3"],  # PyYAML alone reads 1e-6 as a string
         ["rollout.kv_cache_gb=3e-6", "placement.roles.actor.tp=2"],  # half of the heads, half of the memory
@@ -218,6 +234,19 @@ LONG = "long.jsonl:1: the prompt has 60 tokens, the longest allowed is 20 (data.
             ["'lm_head' is no linear layer in the model's blocks; known: all-linear, down"],
         ),
         (["train.lora.targets=[norm]"], ["'norm' is no linear layer in the model's blocks; known: all-linear, down"]),
+        (["rollout.kv_cache_gb=100000"], ["rollout.kv_cache_gb: 97.7 TiB of KV cache do not fit on cpu"]),
+        (
+            ["reward=rewards.py:labelled", "eval=other.jsonl"],
+            ["eval: reward 'labelled' (rewards.py:labelled): needs column 'answer', which the data lacks"],
+        ),
+        (["reward=rewards.py:truth", "eval=other.jsonl"], ["eval: reward 'truth' (rewards.py:truth): needs a ground"]),
+        (["eval={files: other.jsonl, reward: rewards.py:raises}"], ["sample of the first row: ", "no idea"]),
+        (["eval={files: other.jsonl, rename: {x: y}}"], ["eval.rename: there is no column 'x'"]),
+        (
+            ["data.rename={answer: truth}", "eval=other.jsonl"],
+            ["eval.rename: there is no column 'answer'", "its default is data.rename, set {} for none"],
+        ),
+        (["algo.clip=-1"], ["node 'actor.update': loss: constant 'clip': -1: input should be greater than or equal"]),
         (["eval=missing.jsonl"], ["missing.jsonl: no such file"]),
     ],
 )
@@ -239,7 +268,12 @@ def test_what_is_wrong_is_reported_in_one_line(
             "algo.mini_batches: 3 does not divide the 4 prompts of data.batch; use one of 1, 2, 4",
         ),
         (["algo.mini_batches=0"], "", "algo.mini_batches: 0; set it to 1 or more"),
-        (["algo.epochs=many"], "", "algo.epochs: 'many'; set it to 1 or more"),
+        (["algo.epochs=many"], "", "algo.epochs: 'many' is not an integer"),
+        (["algo.scale=batch"], "", "algo.scale: 'batch' is not one of std, none"),
+        (["algo.clip=x"], "", "algo.clip: 'x' is not a number"),
+        (["algo.aggregate=tokenmean"], "", "algo.aggregate: 'tokenmean' is not one of token-mean, "),
+        (["flow=reinforce_pp", "algo.gamma=hello"], "", "algo.gamma: 'hello' is not a number"),
+        (["flow=reinforce_pp", "algo.gamma=2"], "", "constant 'gamma': 2: input should be less than or equal to 1"),
         (["algo.cilp=0.1"], "", "algo: flow 'grpo' has no constant 'cilp'; did you mean 'clip'?"),
         (["flow=grpoo"], "", "flow: there is no built-in flow 'grpoo'; did you mean 'grpo'?"),
         ([], "model", "'model' is missing; the flow 'grpo' needs one: `model: "),
@@ -247,7 +281,7 @@ def test_what_is_wrong_is_reported_in_one_line(
         (["data.rename={prompt: question}"], "", "the data has no column 'prompt'"),
         (["data.files=pairs.jsonl"], "", "give the column another name with `data.rename: {response: "),
         (["flow=sft"], "", "the data has no column 'response'"),
-        (["placement.roles.reference.tp=2"], "", "placement.roles: no node has the role 'reference'"),
+        (["placement.roles.critic.tp=2"], "", "placement.roles: no node has the role 'critic'"),
         (["placement.roles.actor.tp=3"], "", "placement.roles.actor: tp 3 does not fit rank set 'all' of 2 ranks"),
         (
             ["train.lora={}", "placement.roles.actor.tp=2"],
@@ -317,6 +351,20 @@ def test_a_loss_has_the_parameters_that_the_flow_passes(folder: Path, capsys: Ou
     assert code == (2 if message else 0)
     if message:
         assert error(capsys).startswith(f"node 'actor.update': loss: {message}")
+
+
+def test_a_run_refuses_before_it_generates_what_a_check_refuses(folder: Path) -> None:
+    """The worker itself does: it is not told what a check has found."""
+    path = folder / "refused.yaml"
+    path.write_text(yaml.safe_dump(CONFIG | {"reward": "rewards.py:labelled", "eval": "other.jsonl", "workers": 1}))
+    for overrides, message in (
+        ([], "eval: reward 'labelled' (rewards.py:labelled): needs column 'answer', which the data lacks"),
+        (["rollout.kv_cache_gb=100000"], "rollout.kv_cache_gb: 97.7 TiB of KV cache do not fit on cpu"),
+    ):
+        ended = distflow_run(path, f"run_dir={folder}/runs", *overrides)
+        assert ended.codes == [1]
+        assert message in ended.err
+        assert "step" not in ended.out
 
 
 def test_evaluation_needs_a_held_out_set(folder: Path, capsys: Output) -> None:

@@ -19,6 +19,7 @@ from distflow.engine.role_state import RoleState
 from distflow.engine.weights import Shards, Spec, slices
 from distflow.errors import CheckpointError, ConfigError
 from distflow.plan.layout import Layout
+from distflow.run import checkpoint, checkpoint_writer, shared_folder
 from distflow.run.checkpoint import (
     _share,
     checkpoint_dir,
@@ -75,7 +76,7 @@ def write(
         writer = CheckpointWriter(folder, rank, ranks, {"actor": ranks, "judge": ranks[-1:], "none": ranks}, run)
         states = {"actor": state_of(shards, rank)} | ({"judge": RoleState([1, 2])} if rank == ranks[-1] else {})
         for step in steps:
-            writer.save(step, states, {"position": 0}, on_complete)
+            writer.save(step, writer.copy(states), {"position": 0}, on_complete)
         try:
             writer.wait()
         finally:
@@ -137,7 +138,7 @@ def test_a_check_reads_its_share_only(tmp_path: Path, monkeypatch: pytest.Monkey
         read.append(file.name)
         return sha256(file)
 
-    monkeypatch.setattr("distflow.run.checkpoint.sha256", counted)
+    monkeypatch.setattr(checkpoint, "sha256", counted)
     counts = []
     for share in range(4):
         read.clear()
@@ -195,7 +196,7 @@ def test_if_one_worker_cannot_write_there_is_no_checkpoint_on_any(tmp_path: Path
             raise OSError(28, "No space left on device")
         save_file(tensors, file)
 
-    monkeypatch.setattr("distflow.run.checkpoint_writer.save_file", full)
+    monkeypatch.setattr(checkpoint_writer, "save_file", full)
     errors = write(tmp_path, LAYOUTS["dp4"], steps=(2,))
     assert all(isinstance(e, CheckpointError) for e in errors)
     assert str(errors[2]) == f"{tmp_path}/step_2: could not be written: No space left on device"
@@ -213,7 +214,7 @@ def test_what_is_saved_is_the_state_at_that_moment(tmp_path: Path) -> None:
     values, tensor = {"seen": 1}, torch.zeros(3)
     state = RoleState.of({"counts": tensor, **values, "list": (seen := [1])}, "judge")
     writer = CheckpointWriter(tmp_path, 0, (0,), {"judge": (0,)}, alone)
-    writer.save(1, {"judge": state}, {}, lambda path: None)
+    writer.save(1, writer.copy({"judge": state}), {}, lambda path: None)
     tensor += 1
     seen.append(2)
     writer.wait()
@@ -227,19 +228,19 @@ def test_a_state_that_cannot_be_saved_is_refused_with_its_role(tmp_path: Path) -
     writer = CheckpointWriter(tmp_path, 0, (0,), {"judge": (0,)}, alone)
     for values in ({"seen": {1, 2}}, {"inner": {"tensor": torch.zeros(2)}}):
         with pytest.raises(CheckpointError, match="the state of the role 'judge' is not made of plain JSON values"):
-            writer.save(1, {"judge": RoleState.of(values, "judge")}, {}, lambda path: None)
+            writer.save(1, writer.copy({"judge": RoleState.of(values, "judge")}), {}, lambda path: None)
     with pytest.raises(
         CheckpointError, match=r"role 'judge': state.. returns a tensor 3 that is sharded or has no name"
     ):
         RoleState.of({3: torch.zeros(2)}, "judge")
     state = RoleState({}, {"a": torch.zeros(2, dtype=torch.complex128)})
     with pytest.raises(CheckpointError, match=r"the tensor 'a' is torch[.]complex128, which cannot be saved"):
-        writer.save(1, {"judge": state}, {}, lambda path: None)
+        writer.save(1, writer.copy({"judge": state}), {}, lambda path: None)
     writer.close()
 
 
 def test_hosts_without_a_common_folder_are_told_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("distflow.run.shared_folder._LAG_S", 0.1)
+    monkeypatch.setattr(shared_folder, "_LAG_S", 0.1)
     folders = [tmp_path / "a", tmp_path / "b"]
     for folder in folders:
         folder.mkdir()

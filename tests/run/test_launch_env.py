@@ -34,8 +34,8 @@ def test_torchrun_says_where_a_worker_is() -> None:
     assert read_launch_env(TORCHRUN) == LaunchEnv(3, 8, 1, 2, "a", 29500, True, "torchrun")
     agent = TORCHRUN | {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "2"}
     assert read_launch_env(agent) == LaunchEnv(3, 8, 1, 2, "a", 29500, False, "torchrun", "2")
-    ours = TORCHRUN | {"DISTFLOW_LAUNCHER_STORE": "127.0.0.1:4711"}
-    assert read_launch_env(ours) == LaunchEnv(3, 8, 1, 2, "127.0.0.1", 4711, False, "distflow")
+    ours = TORCHRUN | {"DISTFLOW_LAUNCHER_STORE": "/shm/store"}
+    assert read_launch_env(ours) == LaunchEnv(3, 8, 1, 2, "127.0.0.1", 0, False, "distflow", store_file="/shm/store")
 
 
 def test_a_task_of_srun_is_a_worker() -> None:

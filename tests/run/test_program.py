@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from distflow.errors import ConfigError, DataError, DistflowError, FlowError
+from distflow.plan import Weights
 from distflow.run.program import Program
 
 ROOT = Path(__file__).parents[2]
@@ -162,3 +163,24 @@ def test_every_example_config_parses_and_plans(path: Path) -> None:
     plan = program.plan(config.workers or 1)
     assert {n.id for n in program.flow.nodes} <= set(plan.home)
     assert json.loads(json.dumps(plan.to_json()))["samples"] == config.data.batch * program.repeat
+
+
+def test_expected_bytes_follow_from_the_model_and_the_longest_response(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "x"}) + "\n")
+    config = {
+        "flow": "grpo",
+        "data": {"files": "rows.jsonl", "max_prompt": 100},
+        "model": {"arch": "qwen2", "hidden": 64, "layers": 2, "vocab": 300},
+        "rollout": {"max_tokens": 2000},
+        "reward": "reward.py:f",
+        "bytes": {"rollout_logprobs": 7},
+    }
+    path = tmp_path / "grpo.yaml"
+    path.write_text(yaml.safe_dump(config))
+    plan = Program.load(path).plan(2)
+    assert plan.bytes["response_tokens"] == 8 * 1000  # half of what is allowed
+    assert plan.bytes["prompt_tokens"] == 8 * 100
+    assert plan.bytes["rollout_logprobs"] == 7
+    parameters = 300 * 64 + 2 * (4 * 64 * 64 + 3 * 64 * 256 + 2 * 64) + 64
+    (task,) = (t for t in plan.tasks if isinstance(t, Weights))
+    assert task.expected_bytes == 4 * parameters  # two ranks need a copy each and have a half of one each

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -65,6 +66,17 @@ def test_workers_learn_what_the_others_publish(env: LaunchEnv) -> None:
     assert len({m.token for m in meetings}) == 1
     assert len(meetings[0].token) == 16
     assert {m.address for m in meetings} == {"127.0.0.1"}
+
+
+def test_workers_of_one_host_meet_in_a_file(env: LaunchEnv, tmp_path: Path) -> None:
+    """Nothing listens, so no other user can read the token, or remove what workers wait for."""
+    local = replace(env, hosts_store=False, launcher="distflow", local_workers=3, store_file=str(tmp_path / "store"))
+    meetings = meet(*ranks(local, 0, 1, 2), prepare=lambda r: r.publish("heartbeat", f"port of {r.rank}"))
+    assert [m.lookup("heartbeat", (m.rank + 1) % 3) for m in meetings] == ["port of 1", "port of 2", "port of 0"]
+    assert len({m.token for m in meetings}) == 1
+    errors = meet(*ranks(replace(local, store_file=str(tmp_path / "other")), 0, 2))
+    assert f"2 of 3 workers have joined at {tmp_path}/other, on" in str(errors[0])
+    assert "start the missing ones" in str(errors[0])
 
 
 def test_a_single_worker_needs_no_port() -> None:

@@ -52,7 +52,7 @@ def test_a_node_that_changes_a_tensor_in_place_is_stopped() -> None:
         batch["rows"][0].zero_()
 
     for fn, field in ((spoil_dense, "tokens"), (spoil_ragged, "rows")):
-        with pytest.raises(NodeError, match=f"rank 0, step 0, node 'spoil': changed field '{field}' in place"):
+        with pytest.raises(NodeError, match=f"rank 0, step 1, node 'spoil': changed field '{field}' in place"):
             run(WRITE, Node("spoil", reads=("tokens", "rows"), fn=fn))
 
 
@@ -70,6 +70,19 @@ def test_a_node_may_change_objects_without_anybody_noticing() -> None:
     run(Node("scribble", reads=("prompt",), fn=scribble), Node("check", reads=("prompt",), fn=check))
 
 
+def test_a_list_of_floats_is_a_tensor_to_its_readers() -> None:
+    written = {"floats": [0.5, 1.0, 0.25, 0.0], "mixed": [1, 0.5, 0, 1], "whole": [1, 2, 3, 4], "some": [None, 0.5] * 2}
+
+    def look(batch: Batch) -> None:
+        for field in ("floats", "mixed"):
+            assert batch[field].dtype is torch.float32
+            assert batch[field].tolist() == written[field]
+        assert (batch["whole"], batch["some"]) == (written["whole"], written["some"])
+
+    write = Node("write", reads=("prompt",), writes=tuple(written), fn=lambda batch: written)
+    run(write, Node("look", reads=tuple(written), fn=look))
+
+
 def test_the_context_has_step_rank_and_layout() -> None:
     contexts: list[Context] = []
 
@@ -78,13 +91,13 @@ def test_the_context_has_step_rank_and_layout() -> None:
         contexts.append(ctx)
 
     run(Node("look", reads=("prompt",), params={"more": 3}, fn=look))
-    assert [(c.step, c.rank, c.workers, c.layout.dp, c.seed) for c in contexts] == [(0, 0, 1, 1, 7), (1, 0, 1, 1, 7)]
+    assert [(c.step, c.rank, c.workers, c.layout.dp, c.seed) for c in contexts] == [(1, 0, 1, 1, 7), (2, 0, 1, 1, 7)]
 
 
 def test_every_field_is_gone_when_its_step_is_over() -> None:
     _, data = run(WRITE, Node("use", reads=("tokens", "rows"), fn=lambda batch: None))
     assert not data.buffer._columns
-    assert not data._slots
+    assert not data._steps
     assert not data._moved
 
 

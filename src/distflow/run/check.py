@@ -1,6 +1,6 @@
 """Checks in one process everything that can go wrong before the first step: what `distflow check` prints."""
 
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -8,6 +8,7 @@ from typing import Any
 from distflow.config import Config
 from distflow.data.dataset_view import DatasetView
 from distflow.errors import ConfigError
+from distflow.observe.trackers import check_installed
 from distflow.plan import Plan
 from distflow.plan.units import human_bytes
 from distflow.run.program import MODEL_ROLES, REWARD_FUNCTIONS, Program
@@ -15,9 +16,10 @@ from distflow.run.program import MODEL_ROLES, REWARD_FUNCTIONS, Program
 
 def check(program: Program) -> Iterator[str]:
     """Yields a line for each thing that is right; raises the first one that is wrong."""
-    from distflow.engine.train.update_spec import find_loss
+    from distflow.engine.train.update_spec import check_losses
 
     config = program.config
+    check_installed(config.track)
     workers = config.workers or 1
     plan = program.plan(workers)
     nodes = ", ".join(n.id for n in plan.flow.order)
@@ -26,18 +28,15 @@ def check(program: Program) -> Iterator[str]:
     yield f"plan      {workers} workers, {samples}"
     rows = program.dataset(plan)
     yield f"data      {len(rows)} rows, {rows.dataset.skipped_count} skipped; columns {', '.join(rows.column_names)}"
-    held_out = program.eval_dataset()
+    held_out, plans = program.eval_dataset(), [plan]
     if config.eval and held_out:
-        program.eval_plan(workers, len(held_out))
+        plans.append(program.eval_plan(workers, len(held_out)))
         yield f"eval      {len(held_out)} rows every {config.eval.every} steps"
     first = rows[0]
     if config.model:
         first = yield from _check_model(config, plan, rows, held_out)
-    for n in plan.flow.nodes:
-        if isinstance(n.params.get("loss"), str):
-            find_loss(n.params["loss"], f"node '{n.id}': loss", config.base, n.params)
-    if config.reward and program.role_bindings["reward"].call == REWARD_FUNCTIONS:
-        yield from _check_reward(program, first)
+    check_losses(plan.flow, config.base)
+    yield from _check_rewards(program, plans, [first, *([held_out[0]] if held_out else [])])
 
 
 def _check_model(
@@ -45,10 +44,13 @@ def _check_model(
 ) -> Generator[str, None, dict[str, Any]]:
     """Checks the model and all prompts; returns the first row whose prompt the model can read."""
     from distflow.engine.model.lora import Adapter
+    from distflow.engine.model.memory import check_kv_cache
     from distflow.engine.model.prompt_check import check_prompts, texts
     from distflow.engine.model.source import DTYPES, kv_bytes, open_model
     from distflow.engine.model.tensor_parallel import tp_styles
     from distflow.engine.model.text import Text, prompt_limit
+    from distflow.engine.policy import check_engine
+    from distflow.run.network import own_device
 
     assert config.model is not None
     source = open_model(config.model, lambda: texts(rows), config.base, config.seed)
@@ -74,8 +76,10 @@ def _check_model(
     lengths = f"have at most {text.limit} tokens, {checked.count} skipped; the first has {tokens}"
     yield f"prompts   all {len(checked.rows)} {lengths}"
     if generates := layouts.get("actor.generate"):
+        check_engine(config.rollout, source, own_device(), config.train.lora)
         per_token = kv_bytes(source.config, DTYPES[config.train.dtype], generates.tp)
         size = int(config.rollout.kv_cache_gb * (1 << 30))
+        check_kv_cache(size, own_device())
         needed = per_token * (tokens + config.rollout.max_tokens)
         if needed > size:
             raise ConfigError(
@@ -89,9 +93,13 @@ def _check_model(
 
 def _check_other_models(config: Config, plan: Plan, main: Any) -> Iterator[str]:
     """Checks the models of the critic and the reward, if they have their own."""
-    from distflow.engine.value_model import check_reward_model, open_second_model
+    from distflow.engine.second_model import open_second_model
+    from distflow.engine.value_model import check_reward_model
 
     roles = {n.role for n in plan.flow.nodes}
+    for name, role in config.roles.items():
+        if name in roles and role.model:
+            yield f"{name:<10}{open_second_model(name, role.model, config.base, config.seed, main).name}, not trained"
     if "critic" in roles and config.critic.model:
         yield f"critic    {open_second_model('critic', config.critic.model, config.base, config.seed, main).name}"
     if "reward" in roles and config.reward and config.reward.model:
@@ -100,14 +108,26 @@ def _check_other_models(config: Config, plan: Plan, main: Any) -> Iterator[str]:
         yield f"reward    the model {reward.name}"
 
 
-def _check_reward(program: Program, row: dict[str, Any]) -> Iterator[str]:
-    """Scores an empty response to a row's prompt."""
+def _check_rewards(program: Program, plans: Sequence[Plan], rows: Sequence[dict[str, Any]]) -> Iterator[str]:
+    """Scores an empty response to the first row of each plan, with the rewards of its flow."""
     from distflow.reward.reward import Reward
 
-    args = program.role_bindings["reward"].args | {"log": None, "base": Path(program.config.base)}
-    reward = Reward(**args)
+    rewards: dict[str, Reward] = {}
     try:
-        score = reward.score_one({**row, "response": ""})
+        for plan, row, where in zip(plans, rows, ("", "eval: "), strict=False):
+            for node in (n for n in plan.flow.nodes if n.method):
+                binding = program.role_bindings[node.role]
+                if binding.call != REWARD_FUNCTIONS:
+                    continue
+                if node.role not in rewards:
+                    rewards[node.role] = Reward(**binding.args | {"log": None, "base": Path(program.config.base)})
+                fields = [node.local_name(f) for f in node.reads]
+                rewards[node.role].check_fields(fields, where)
+                generated = {"response": "", "response_tokens": []}
+                sample = {f: v for f, v in {**row, **generated}.items() if f in fields}
+                score = rewards[node.role].score_one(sample, "of the first row")
+                kind, of = ("held-out", "held-out prompt") if where else ("reward", "prompt")
+                yield f"{kind:10}{score:g} for an empty response to the first {of}"
     finally:
-        reward.close()
-    yield f"reward    {score:g} for an empty response to the first prompt"
+        for reward in rewards.values():
+            reward.close()

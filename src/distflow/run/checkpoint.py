@@ -10,7 +10,8 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import stat
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from distflow.run.tensor_index import Piece, TensorIndex, file_name
 FORMAT = 3  # raised when a checkpoint of before can no longer be read; the first one had no number
 COMPLETE, STATE, VALUES, TENSORS, INDEX = "complete.json", "state.json", "values.json", "tensors", "index.json"
 LATEST, BEST = "latest", "best"  # files beside the checkpoints, each with the number of a step
+_Files = Mapping[int, Sequence[tuple[str, Piece]]]  # by place in the layout: what the file has of which tensor
 _NAME = re.compile(r"step_([0-9]{1,18})\Z")
 
 
@@ -48,10 +50,18 @@ def _step_of(name: str) -> int | None:
     return int(match[1]) if match else None
 
 
+def names_of_checkpoints(folder: Path) -> list[str]:
+    """Returns the checkpoints below a folder, newest first: itself, or what is in it, or in `checkpoints` in it."""
+    if (folder / COMPLETE).exists():
+        return ["."]
+    inner = "checkpoints" if (folder / "checkpoints").is_dir() else "."
+    return [f"{inner}/step_{step}" for step in list_checkpoints(folder / inner)]
+
+
 def format_problem(path: Path) -> str | None:
     """Returns why this version cannot read a checkpoint; None if it can, or if the checkpoint is damaged."""
     try:
-        complete = json.loads((path / COMPLETE).read_text())
+        complete = _read_complete(path)
     except (OSError, ValueError, RecursionError):
         return None
     number = complete.get("format") if isinstance(complete, dict) else None
@@ -80,7 +90,7 @@ def _checksum(contents: Mapping[str, Any]) -> str:
 def verify(path: Path, share: int = 0, shares: int = 1) -> str | None:
     """Returns what is wrong with a checkpoint, None if nothing is. Each of `shares` workers can check its share."""
     try:
-        contents = json.loads((path / COMPLETE).read_text())
+        contents = _read_complete(path)
         if contents.pop("checksum") != _checksum(contents):
             return f"{path / COMPLETE} has changed since it was written"
         files = {name: (int(size), str(checksum)) for name, (size, checksum) in contents["files"].items()}
@@ -88,10 +98,36 @@ def verify(path: Path, share: int = 0, shares: int = 1) -> str | None:
         return f"{path}: its list of files cannot be read ({describe_error(e)})"
     if STATE not in files:
         return f"{path}: its list of files is not complete"
+    for name in files:
+        if name.startswith("/") or ".." in name.split("/"):
+            return f"{path}: its list names a file that is not in it, {cut(name)}"
     for name in _share(files, share, shares):
         if problem := _file_problem(path / name, *files[name]):
             return problem
     return None
+
+
+def _read_complete(path: Path) -> Any:
+    if problem := _kind_problem(path / COMPLETE):  # a device or a pipe might never end
+        raise ValueError(problem)
+    return json.loads((path / COMPLETE).read_text())
+
+
+def foreign_file(path: Path) -> str | None:
+    """Returns what in a checkpoint is neither a file nor a folder, such as a link out of it; None if nothing is."""
+    for folder, names, files in os.walk(path):
+        for name in (*names, *files):
+            file = Path(folder, name)
+            if problem := _kind_problem(file, folders=True):
+                return problem
+    return None
+
+
+def _kind_problem(file: Path, folders: bool = False) -> str | None:
+    mode = file.lstat().st_mode
+    if stat.S_ISREG(mode) or (folders and stat.S_ISDIR(mode)):
+        return None
+    return f"{file} is {'a symbolic link' if stat.S_ISLNK(mode) else 'not a regular file'}, which no checkpoint has"
 
 
 def _share(names: Iterable[str], share: int, shares: int) -> list[str]:
@@ -104,8 +140,10 @@ def _share(names: Iterable[str], share: int, shares: int) -> list[str]:
 
 def _file_problem(file: Path, size: int, checksum: str) -> str | None:
     try:
-        if not file.is_file():
+        if not os.path.lexists(file):
             return f"{file} is missing"
+        if problem := _kind_problem(file):
+            return problem
         if file.stat().st_size != size:
             return f"{file} has {file.stat().st_size} bytes of {size}"
         return f"{file} has changed since it was written" if sha256(file) != checksum else None
@@ -146,7 +184,8 @@ def load_tensors(folder: Path, state: RoleState, rank: int) -> None:
             if stored != shape:
                 raise ValueError(f"the tensor '{cut(name)}' has the shape {stored}, and should have {shape}")
             wanted[name] = (state.box(name, rank), tensor)
-        _fill(folder / TENSORS, index, wanted)
+        files = _locate(folder / TENSORS, index, {name: box for name, (box, _) in wanted.items()})
+        _fill(folder / TENSORS, index, wanted, files)
 
 
 def load_full_tensors(folder: Path, prefix: str = "") -> dict[str, Tensor]:
@@ -155,12 +194,31 @@ def load_full_tensors(folder: Path, prefix: str = "") -> dict[str, Tensor]:
         return {}
     with _reading(folder):
         index = read_index(folder)
-        stored = {name: t for name, t in index.tensors.items() if name.startswith(prefix)}
-        wanted = {
-            name: (tuple((0, n) for n in t.shape), torch.empty(t.shape, dtype=t.dtype)) for name, t in stored.items()
-        }
-        _fill(folder / TENSORS, index, wanted)
+        boxes = {n: tuple((0, size) for size in t.shape) for n, t in index.tensors.items() if n.startswith(prefix)}
+        files = _locate(folder / TENSORS, index, boxes)  # before memory is taken for what an index says
+        tensors = {name: torch.empty(index.tensors[name].shape, dtype=index.tensors[name].dtype) for name in boxes}
+        wanted = {name: (box, tensors[name]) for name, box in boxes.items()}
+        _fill(folder / TENSORS, index, wanted, files)
     return {name.removeprefix(prefix): tensor for name, (_, tensor) in wanted.items()}
+
+
+def part_reader(folder: Path, prefix: str) -> Callable[[str, tuple[slice, ...]], Tensor]:
+    """Returns a function that reads a part of a tensor, by its name without the prefix."""
+    with _reading(folder):
+        index = read_index(folder)
+        if not any(name.startswith(prefix) for name in index.tensors):
+            raise ValueError(f"there is no tensor '{prefix}…'")
+
+    def read(name: str, part: tuple[slice, ...]) -> Tensor:
+        with _reading(folder):
+            stored = index.tensors[prefix + name]
+            box = tuple(s.indices(n)[:2] for s, n in zip(part, stored.shape, strict=True))
+            files = _locate(folder / TENSORS, index, {prefix + name: box})
+            tensor = torch.empty([hi - lo for lo, hi in box], dtype=stored.dtype)
+            _fill(folder / TENSORS, index, {prefix + name: (box, tensor)}, files)
+            return tensor
+
+    return read
 
 
 def read_index(folder: Path) -> TensorIndex:
@@ -168,22 +226,29 @@ def read_index(folder: Path) -> TensorIndex:
     return TensorIndex.from_json((folder / TENSORS / INDEX).read_text())
 
 
-def _fill(folder: Path, index: TensorIndex, wanted: Mapping[str, tuple[Box, Tensor]]) -> None:
-    """Reads parts of tensors into memory; opens the files that have something of them, once each."""
+def _locate(folder: Path, index: TensorIndex, boxes: Mapping[str, Box]) -> _Files:
+    """Returns which file has what of the parts of tensors; raises if one has not what the index says."""
     files: dict[int, list[tuple[str, Piece]]] = {}
-    for name, (box, _) in wanted.items():
+    for name, box in boxes.items():
         for piece in index.pieces(name, box):
             if piece.place not in files and not (folder / file_name(piece.place)).is_file():
                 raise ValueError(f"{file_name(piece.place)} is missing")  # before a false index is believed any further
             files.setdefault(piece.place, []).append((name, piece))
+    for place, pieces in files.items():
+        with safe_open(folder / file_name(place), "pt") as file:
+            for name, piece in pieces:
+                if file.get_slice(name).get_shape() != [hi - lo for lo, hi in piece.part]:
+                    raise ValueError(f"{file_name(place)} has another part of '{cut(name)}' than the index says")
+    return files
+
+
+def _fill(folder: Path, index: TensorIndex, wanted: Mapping[str, tuple[Box, Tensor]], files: _Files) -> None:
+    """Reads parts of tensors into memory; opens each file once."""
     for place, pieces in sorted(files.items()):
         with safe_open(folder / file_name(place), "pt") as file:
             for name, piece in pieces:
                 box, tensor = wanted[name]
-                stored = file.get_slice(name)
-                if stored.get_shape() != [hi - lo for lo, hi in piece.part]:
-                    raise ValueError(f"{file_name(place)} has another part of '{cut(name)}' than the index says")
-                part = stored[within(piece.part, piece.inner)]
+                part = file.get_slice(name)[within(piece.part, piece.inner)]
                 if part.dtype != index.tensors[name].dtype:
                     raise ValueError(f"'{cut(name)}' is {part.dtype} in {file_name(place)}")
                 with torch.no_grad():
@@ -218,23 +283,6 @@ def archive_checkpoints(folder: Path) -> None:
     if list_checkpoints(folder):
         n = next(n for n in range(1, 1 << 30) if not folder.with_name(f"{folder.name}.{n}").exists())
         folder.rename(folder.with_name(f"{folder.name}.{n}"))
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Replaces a file: whatever happens, there is the old one or the new one."""
-    partial = path.with_name(path.name + ".part")
-    partial.write_text(text)
-    fsync(partial)
-    partial.rename(path)
-    fsync(path.parent)
-
-
-def fsync(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def sha256(path: Path) -> str:

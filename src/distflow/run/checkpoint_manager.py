@@ -14,21 +14,23 @@ from distflow.errors import CheckpointError, ConfigError, cut
 from distflow.plan import Plan
 from distflow.run.checkpoint import (
     BEST,
-    COMPLETE,
+    TENSORS,
     archive_checkpoints,
     format_problem,
     list_checkpoints,
     load_full_tensors,
     load_tensors,
+    names_of_checkpoints,
     prune,
     read_state,
     read_values,
     verify,
-    write_atomically,
 )
-from distflow.run.checkpoint_writer import CheckpointWriter
+from distflow.run.checkpoint_writer import CheckpointWriter, Parts
+from distflow.run.files import write_atomically
 from distflow.run.network import Network
 from distflow.run.program import Program
+from distflow.run.rollouts import ROLLOUTS, Rollouts
 from distflow.run.run_dir import AUTO, NEWEST
 from distflow.run.shared_folder import check_shared
 
@@ -47,19 +49,27 @@ class CheckpointManager:
         network: Network,
         roles: Mapping[str, Any],
         data: Coordinator,
+        rollouts: Rollouts,
     ) -> None:
         self.program, self.config = program, program.config
-        self.rank, self.network, self.roles, self.data = rank, network, roles, data
+        self.rank, self.network, self.roles, self.data, self.rollouts = rank, network, roles, data, rollouts
         self.folder = self.config.run_folder / "checkpoints"
         self.ranks: dict[str, tuple[int, ...]] = {}  # that hold the state of a role
         for role in sorted({n.role for n in plan.flow.nodes if n.method}):
             nodes = [n for n in plan.flow.nodes if n.role == role and n.method]
             trained = [n for n in nodes if n.type == "train"]
             self.ranks[role] = plan.partition_of((trained or nodes)[0].id).layout.ranks
+        if rollouts.writers:
+            self.ranks[ROLLOUTS] = rollouts.writers
+        self._copies: dict[int, Parts] = {}  # step → what this worker writes, until all have come there
         self.writer = CheckpointWriter(self.folder, rank, network.all_ranks, self.ranks, network.background.run)
 
     def due(self, step: int) -> bool:
         return self.config.checkpoint.every > 0 and step % self.config.checkpoint.every == 0
+
+    def copy(self, step: int) -> None:
+        """Copies what this worker writes of its roles: it may train further before all workers are at `step`."""
+        self._copies[step] = self.writer.copy(self._role_states())
 
     def save(self, step: int) -> None:
         """Starts to write a checkpoint. If the one before could not be written, warns; the next one may succeed."""
@@ -69,7 +79,14 @@ class CheckpointManager:
         except CheckpointError as e:
             if self.rank == 0:
                 logger.warning("%s; the run continues", e)
-        self.writer.save(step, self._role_states(), self._run_state(), self._on_complete)
+        if step not in self._copies:
+            self.copy(step)
+        parts = {**self._copies.pop(step), **self._rollouts_after(step)}
+        self.writer.save(step, parts, self._run_state(), self._on_complete)
+
+    def _rollouts_after(self, step: int) -> Parts:
+        tensors = self.rollouts.tensors(step)
+        return self.writer.own_files(ROLLOUTS, tensors, self.rollouts.values) if tensors else {}
 
     def finish(self, step: int | None) -> None:
         """Waits until the last checkpoint is on disk, or raises; writes one of `step` first if it was not due."""
@@ -82,7 +99,7 @@ class CheckpointManager:
         self.writer.close()
 
     def resume(self, source: str | None) -> int:
-        """Restores a checkpoint, given as for `--resume`, and returns the step to continue with; 0 starts anew."""
+        """Restores a checkpoint, given as for `--resume`, and returns its step; 0 starts anew."""
         network = self.network
         check_shared(self.config.run_folder, self.rank, network.all_ranks, network.transport.run)
         if source is None:
@@ -120,7 +137,7 @@ class CheckpointManager:
             if source not in (AUTO, NEWEST):
                 folder = Path(source).expanduser()
             if self.rank == 0:
-                names = "\n".join(_names_of_checkpoints(folder))
+                names = "\n".join(names_of_checkpoints(folder))
         except (OSError, RuntimeError) as e:
             raise ConfigError(f"--resume: '{cut(source)}' cannot be looked up: {e}") from None
         listing = broadcast_bytes(self.rank, self.network.all_ranks, names.encode())
@@ -147,7 +164,7 @@ class CheckpointManager:
         return {"flow": self.program.flow.name, "seed": c.seed, "batch": c.data.batch, "repeat": self.program.repeat}
 
     def _restore(self, path: Path) -> int:
-        """Restores roles and data, and returns the step to continue with."""
+        """Restores roles and data, and returns the step that it was written after."""
         identity = self._identity()
         state = read_state(path, *identity)
         for key, value in identity.items():
@@ -160,13 +177,19 @@ class CheckpointManager:
             folder = path / name
             if self.rank not in self.ranks[name]:
                 continue
-            if hasattr(role, "role_state") and role.role_state() is not None:
-                if not folder.is_dir():
-                    raise ConfigError(f"--resume: {path} has no state of the role '{name}', which the flow trains")
+            keeps = role.role_state() is not None if hasattr(role, "role_state") else hasattr(role, "state")
+            if keeps and not folder.is_dir():
+                raise ConfigError(
+                    f"--resume: {path} has no state of the role '{name}', which it would start anew without a word;"
+                    " use the flow that it was written with, or start from an export (model: DIRECTORY)"
+                )
+            if hasattr(role, "role_state") and keeps:
                 role.load_role_state(read_values(folder), partial(load_tensors, folder, rank=self.rank))
-            elif folder.is_dir() and hasattr(role, "state"):
+            elif keeps:
                 tensors = load_full_tensors(folder)
                 role.restore({**read_values(folder), **tensors} if tensors else read_values(folder))
+        if (path / ROLLOUTS).is_dir():
+            self.rollouts.open(path / ROLLOUTS / TENSORS, read_values(path / ROLLOUTS))
         self.data.position = state["position"]
         return int(state["step"])
 
@@ -190,14 +213,6 @@ class CheckpointManager:
                 row = json.loads(line) if line.endswith("\n") else {}
                 value = row.get(self.config.checkpoint.best)
                 if isinstance(value, int | float):
-                    values[int(row["step"]) + 1] = value
+                    values[int(row["step"])] = value
         steps = [s for s in list_checkpoints(self.folder) if s in values]
         return max(steps, key=lambda s: (values[s], s), default=None)
-
-
-def _names_of_checkpoints(folder: Path) -> list[str]:
-    """Returns the checkpoints below a folder, newest first: itself, or what is in it, or in `checkpoints` in it."""
-    if (folder / COMPLETE).exists():
-        return ["."]
-    inner = "checkpoints" if (folder / "checkpoints").is_dir() else "."
-    return [f"{inner}/step_{step}" for step in list_checkpoints(folder / inner)]

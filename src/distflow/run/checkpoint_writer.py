@@ -32,10 +32,9 @@ from distflow.run.checkpoint import (
     checkpoint_dir,
     describe_error,
     file_list,
-    fsync,
     sha256,
-    write_atomically,
 )
+from distflow.run.files import fsync, write_atomically
 from distflow.run.tensor_index import TensorIndex, file_name
 
 _DIGEST = struct.Struct("<Q32s")  # size and SHA-256 of a file; zeros if there is none
@@ -67,6 +66,9 @@ def _copy(role: str, state: RoleState, place: int) -> _Part:
     return _Part(place, tensors, index, values, state.describe)
 
 
+Parts = Mapping[str, _Part]  # by role
+
+
 class CheckpointWriter:
     """Writes the checkpoints of a run in a thread of its own. All workers call it alike.
 
@@ -87,20 +89,29 @@ class CheckpointWriter:
         self._thread = ThreadPoolExecutor(1, "checkpoint")
         self._running: Future[None] | None = None
 
+    def copy(self, role_states: Mapping[str, RoleState]) -> Parts:
+        """Copies what this worker writes of the state of its roles."""
+        return {role: _copy(role, state, self.roles[role].index(self.rank)) for role, state in role_states.items()}
+
+    def own_files(self, name: str, tensors: Mapping[str, Tensor], values: Any) -> Parts:
+        """Returns a part of which every worker writes tensors of its own, which no index lists."""
+        if self.rank not in self.roles.get(name, ()):
+            return {}
+        place = self.roles[name].index(self.rank)
+        return {name: _Part(place, tensors, TensorIndex({}), json.dumps(values), lambda folder: None)}
+
     def save(
         self,
         step: int,
-        role_states: Mapping[str, RoleState],
+        parts: Parts,
         run_state: Mapping[str, Any],
         on_complete: Callable[[Path], None],
     ) -> None:
-        """Copies what this worker writes, and writes it in the background; rank 0 then calls `on_complete` with the
-        checkpoint.
+        """Writes what this worker has copied, in the background; rank 0 then calls `on_complete` with the checkpoint.
 
         Waits for the checkpoint before, and raises what went wrong with it.
         """
         self.wait()
-        parts = {role: _copy(role, state, self.roles[role].index(self.rank)) for role, state in role_states.items()}
         self._running = self._thread.submit(self._write, step, parts, dict(run_state), on_complete)
 
     def wait(self) -> None:
@@ -112,9 +123,7 @@ class CheckpointWriter:
     def close(self) -> None:
         self._thread.shutdown()
 
-    def _write(
-        self, step: int, parts: Mapping[str, _Part], run_state: dict[str, Any], on_complete: Callable[[Path], None]
-    ) -> None:
+    def _write(self, step: int, parts: Parts, run_state: dict[str, Any], on_complete: Callable[[Path], None]) -> None:
         path, partial = checkpoint_dir(self.folder, step), self.folder / f"step_{step}.part"
         with self._stage(path, partial):
             if self.rank == 0:

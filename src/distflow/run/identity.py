@@ -119,6 +119,16 @@ def describe_hosts(identities: Sequence[Identity]) -> str:
     return f"{workers} on {count} host{'s' if count > 1 else ''}: {'; '.join(parts)}"
 
 
+def list_hosts(identities: Sequence[Identity]) -> list[dict[str, str]]:
+    """Returns each host with its address, device and ranks."""
+    hosts = []
+    for ranks in _ranks_by(identities, "host_id").values():
+        first = identities[ranks[0]]
+        place = {"host": first.host, "address": first.address, "device": first.device}
+        hosts.append(place | {"ranks": format_ranks(tuple(ranks))})
+    return hosts
+
+
 def tensor_parallel_hint(layouts: Collection[Layout], identities: Sequence[Identity]) -> str | None:
     """Returns a warning if the ranks of a tensor parallel cell are on different hosts: they talk in every layer."""
     hosts = Topology.of([i.host_id for i in identities]).hosts

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from distflow.errors import ConfigError, cut
 
-# Set by `distflow run` for its workers: host:port of the store where they meet. That launcher also reports why the run
-# failed, so its workers need not.
+# Set by `distflow run` for its workers: the file in which they meet. That launcher also reports why the run failed, so
+# its workers need not.
 LAUNCHER_STORE = "DISTFLOW_LAUNCHER_STORE"
 MASTER_PORT = "DISTFLOW_MASTER_PORT"  # instead of the port derived from the Slurm job
 SLURM_PORTS = range(15_000, 30_000)  # below the ports that Linux gives to outgoing connections
@@ -27,6 +27,12 @@ class LaunchEnv:
     hosts_store: bool  # rank 0 opens the store itself; else the launcher has
     launcher: str  # what to name in messages: distflow, torchrun or Slurm
     attempt: str = "0"  # separates the keys of attempts that share a store
+    store_file: str = ""  # where all workers are on one host: the store is this file, and nothing listens
+
+    @property
+    def store_address(self) -> str:
+        """Where the store is, for messages."""
+        return self.store_file or f"{self.host}:{self.port}"
 
     def export(self, environ: dict[str, str] | os._Environ[str] = os.environ) -> None:
         """Sets the standard variables where they are not, for libraries that read them."""
@@ -60,8 +66,7 @@ def _torchrun(environ: Mapping[str, str]) -> LaunchEnv:
     attempt = environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     common = (rank, workers, _integer(environ, "LOCAL_RANK", "0"), local_workers)
     if LAUNCHER_STORE in environ:
-        host, _, number = environ[LAUNCHER_STORE].rpartition(":")
-        return LaunchEnv(*common, host, int(number), False, "distflow", attempt)
+        return LaunchEnv(*common, "127.0.0.1", 0, False, "distflow", attempt, environ[LAUNCHER_STORE])
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not environ.get(name)]
     if missing and workers > 1:
         raise ConfigError(

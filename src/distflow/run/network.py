@@ -43,9 +43,11 @@ class Network:
         heartbeat.start_task(-1, "connect")
         self.transport = self._transport("main")
         self.background = self._transport("background")  # for one thread besides the worker's own
+        # For the communication of steps, if that has a thread of its own.
+        self.overlap = self._transport("overlap") if any(p.overlaps for p in plans) else None
         self.identities = self._exchange_identities(config, plans[0], layouts)
         self.topology = Topology.of([i.host_id for i in self.identities])
-        for transport in (self.transport, self.background):
+        for transport in self._transports():
             transport.use(self.topology, [i.host for i in self.identities])
         self.meshes: dict[Layout, DeviceMesh] = {}
         if layouts:  # models talk by torch.distributed
@@ -58,6 +60,9 @@ class Network:
         # The heartbeat says what the worker's own thread waits for, and only that.
         waiting = self.heartbeat.waiting if name == "main" else lambda ranks: nullcontext()
         return Transport(at.rank, at.workers, at.store, at.address, self.device, waiting, name)
+
+    def _transports(self) -> list[Transport]:
+        return [t for t in (self.transport, self.background, self.overlap) if t]
 
     def _init_process_group(self) -> None:
         os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")  # connects two ranks when they first talk to each other
@@ -125,8 +130,8 @@ class Network:
         self.transport.run(barrier(self.rendezvous.rank, self.all_ranks))
 
     def close(self) -> None:
-        self.transport.close()
-        self.background.close()
+        for transport in self._transports():
+            transport.close()
         if dist.is_initialized():
             dist.destroy_process_group()
 

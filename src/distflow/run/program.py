@@ -6,13 +6,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from distflow.config import Config, load_config
-from distflow.config.schema import PlaceConfig, RoleConfig
+from distflow.config.model_shape import shape_of
+from distflow.config.schema import PlaceConfig, RewardConfig, RoleConfig
 from distflow.errors import ConfigError, cut, shown, suggest
 from distflow.flow import Flow, FlowFunction, from_list
 from distflow.flow.graph import SOURCE
 from distflow.flow.importing import load
 from distflow.flows import BUILT_IN
 from distflow.plan import Load, Place, Placement, Plan, Workload, plan
+from distflow.plan.field_bytes import PROMPT_TOKENS, known_field
 
 if TYPE_CHECKING:
     from distflow.data.dataset_view import DatasetView
@@ -24,7 +26,10 @@ MODEL_ROLES = {
     "critic": "distflow.engine.roles:Critic",
     "reward_model": "distflow.engine.roles:RewardModel",
 }
+FROZEN_MODEL = "distflow.engine.roles:FrozenModel"  # of a role for which the config names a model
+CORRECTION = "rollout_correction"  # a constant of flows that train a policy
 REWARD_FUNCTIONS = "distflow.reward.reward:Reward"
+EVAL_REWARD = "eval_reward"  # the role of `eval.reward`
 
 
 class Program:
@@ -34,8 +39,8 @@ class Program:
         self.config = config
 
     @classmethod
-    def load(cls, path: str | Path, overrides: Sequence[str] = ()) -> "Program":
-        return cls(load_config(path, overrides))
+    def load(cls, path: str | Path, overrides: Sequence[str] = (), base: Path | None = None) -> "Program":
+        return cls(load_config(path, overrides, base))
 
     @property
     def files(self) -> list[str]:
@@ -52,18 +57,24 @@ class Program:
         config, built_in = self.config, dict[str, RoleConfig]()
         if config.model is not None:
             built_in |= {role: RoleConfig(call=call) for role, call in MODEL_ROLES.items()}
-        if config.reward is not None and config.reward.model is not None:
-            args: dict[str, Any] = {"model": config.reward.model.model_dump()}
-            built_in["reward"] = RoleConfig(call=MODEL_ROLES["reward_model"], args=args)
-        elif config.reward is not None:
-            args = config.reward.model_dump(exclude={"model"})
-            args |= {"base": config.base, "log": config.run_folder / "rewards.log"}
-            built_in["reward"] = RoleConfig(call=REWARD_FUNCTIONS, args=args)
-        return built_in | config.roles
+        if config.reward is not None:
+            built_in["reward"] = self._reward_binding(config.reward)
+        if config.eval is not None and config.eval.reward is not None:
+            built_in[EVAL_REWARD] = self._reward_binding(config.eval.reward)
+        return built_in | {name: _binding(name, role) for name, role in config.roles.items()}
+
+    def _reward_binding(self, reward: RewardConfig) -> RoleConfig:
+        if reward.model is not None:
+            return RoleConfig(call=MODEL_ROLES["reward_model"], args={"model": reward.model.model_dump()})
+        args = reward.model_dump(exclude={"model"})
+        args |= {"base": self.config.base, "log": self.config.run_folder / "rewards.log"}
+        return RoleConfig(call=REWARD_FUNCTIONS, args=args)
 
     def implementation(self, role: str) -> Any:
         """Imports the function or class that implements a role."""
-        return load(self.role_bindings[role].call, f"roles.{role}", self.config.base)
+        call = self.role_bindings[role].call
+        assert call is not None
+        return load(call, f"roles.{role}", self.config.base)
 
     @cached_property
     def flow(self) -> Flow:
@@ -73,7 +84,15 @@ class Program:
             if config.algo:
                 raise ConfigError("algo: a flow given as a list has no constants; write them in `params` of its nodes")
             return from_list(config.name, columns, config.flow, roles, config.base)
-        return self._function.trace(columns, roles, config.algo)
+        return self._function.trace(columns, roles, self._constants)
+
+    @property
+    def _constants(self) -> dict[str, Any]:
+        """The constants of the flow. Stale rollouts are corrected for, unless the config says otherwise."""
+        constants = dict(self.config.algo)
+        if self.config.rollout.staleness and CORRECTION in self._function.constants:
+            constants.setdefault(CORRECTION, "token")
+        return constants
 
     @cached_property
     def _roles_in_use(self) -> set[str]:
@@ -112,32 +131,59 @@ class Program:
             raise ConfigError(f"data.repeat: {data.repeat}; a flow on preference pairs has 2 samples per row")
         return data.repeat or (self.config.rollout.n if generates else 2 if pairs else 1)
 
-    def plan(self, workers: int) -> Plan:
+    def plan(self, workers: int, chunks: bool = True) -> Plan:
         config = self.config
         for field in config.bytes:
             if field not in self.flow.writer:
                 raise ConfigError(f"bytes: there is no field '{cut(field)}'{suggest(field, self.flow.writer)}")
         for node in (n for n in self.flow.nodes if n.type == "train"):
             _check_mini_batches(node.params, config.data.batch)
-        workload = Workload(config.data.batch, self.repeat, config.bytes)
-        result = plan(self.flow, self._placement(workers), workload)
+        for node in (n for n in self.flow.nodes if n.method and n.call.endswith(".ema_logprobs")):
+            if config.train.ema is None:
+                raise ConfigError(f"node '{node.id}': there is no moving average; set its decay: `train.ema: 0.99`")
+        workload = Workload(config.data.batch, self.repeat, self._field_bytes(), self._weight_bytes())
+        placement, rollout = self._placement(workers), config.rollout
+        chunk = rollout.chunk if chunks else None
+        result = plan(self.flow, placement, workload, staleness=rollout.staleness, chunk=chunk)
         for node in (n for n in result.flow.nodes if n.type == "train" and n.method):
             check = getattr(self.implementation(node.role), "check_training", None)
             if check is not None:
                 check(config.train, node.role, node.id, result.partition_of(node.id).layout)
         return result
 
+    def _field_bytes(self) -> dict[str, int]:
+        """Returns the expected bytes of a sample's fields: the config's, or what follows from its limits on tokens.
+
+        Responses are expected to have half of what they may have, as in `distflow simulate`.
+        """
+        config, sizes = self.config, dict[str, int]()
+        prompt = min(PROMPT_TOKENS, config.data.max_prompt or PROMPT_TOKENS)
+        for field in self.flow.writer if config.model else ():
+            if known := known_field(field):
+                sizes[field] = known.of(prompt, config.rollout.max_tokens / 2)
+        return sizes | config.bytes
+
+    def _weight_bytes(self) -> dict[str, int]:
+        """Returns the bytes of the actor's weights as they are handed over, if its model is known here."""
+        config = self.config
+        try:
+            shape = shape_of(config.model, config.base) if config.model else None
+        except (ConfigError, OSError, ValueError):  # of another kind, or not here
+            return {}
+        return {"actor": round(shape.params) * (4 if config.train.dtype == "float32" else 2)} if shape else {}
+
     def eval_plan(self, workers: int, rows: int) -> Plan:
         """Plans the whole held-out set of `rows` prompts as one step."""
         config = self.config
         assert config.eval is not None
-        function = load(BUILT_IN["evaluate"], "eval", config.base)
+        own_reward = "_by_own_reward" if config.eval.reward else ""
+        function = load(BUILT_IN["evaluate"] + own_reward, "eval", config.base)
         missing = [r for r in function.roles if r not in self.role_bindings]
         if missing:
             raise ConfigError(f"eval: needs a '{missing[0].replace('actor', 'model')}' in the config")
         roles = {r: self.implementation(r) for r in function.roles}
         # Data for fine-tuning has responses of its own, which evaluation generates instead.
-        columns = [c for c in self.columns(self.eval_files) if c != "response"]
+        columns = [c for c in self.eval_columns() if c != "response"]
         flow = function.trace(columns, roles, {"temperature": config.eval.temperature, "n": config.eval.n})
         training = self._placement(workers)
         trained_on = tuple(r for n in self.flow.nodes if n.role == "actor" for r in training.layout(n.id, n.role).ranks)
@@ -148,6 +194,11 @@ class Program:
         config = self.config.placement
         nodes = {k: v for k, v in config.nodes.items() if flow is None or k in {n.id for n in flow.nodes} | {SOURCE}}
         roles = {k: v for k, v in config.roles.items() if flow is None or k in {n.role for n in flow.nodes}}
+        if flow is None:  # a role that the flow has, but not with these constants, may have a place
+            used = {n.role for n in self.flow.nodes}
+            roles = {k: v for k, v in roles.items() if k in used or k not in self._roles_in_use}
+        if flow is not None and "reward" in config.roles and EVAL_REWARD in {n.role for n in flow.nodes}:
+            roles[EVAL_REWARD] = config.roles["reward"]
         return Placement(
             workers,
             config.ranks,
@@ -176,23 +227,50 @@ class Program:
         from distflow.data.dataset import Dataset
         from distflow.data.dataset_view import DatasetView
 
-        view = DatasetView(Dataset(self.eval_files), self.config.data.rename)
+        view = DatasetView(Dataset(self.eval_files), self._eval_rename)
         return view.select(np.arange(min(len(view), self.config.eval.limit or len(view))))
 
     def columns(self, files: Sequence[str]) -> tuple[str, ...]:
-        """Returns the columns of data files, renamed by `data.rename`."""
+        """Returns the columns of the training data, renamed by `data.rename`."""
         from distflow.data.dataset import Dataset
 
         data = self.config.data
         names = data.fields or Dataset(files, on_bad_row=data.on_bad_row).column_names
-        for old in data.rename:
-            if old not in names:
-                raise ConfigError(f"data.rename: there is no column '{cut(old)}'{suggest(old, names)}")
-        renamed = tuple(data.rename.get(n, n) for n in names)
-        for name in renamed:
-            if renamed.count(name) > 1:
-                raise ConfigError(f"data: two columns are called '{cut(name)}'; change `data.rename` or `data.fields`")
-        return renamed
+        return _renamed(names, data.rename, "data")
+
+    def eval_columns(self) -> tuple[str, ...]:
+        """Returns the columns of the held-out data, renamed by `eval.rename` or, without that, `data.rename`."""
+        from distflow.data.dataset import Dataset
+
+        return _renamed(Dataset(self.eval_files).column_names, self._eval_rename, "eval")
+
+    @property
+    def _eval_rename(self) -> Mapping[str, str]:
+        assert self.config.eval is not None
+        return self.config.data.rename if self.config.eval.rename is None else self.config.eval.rename
+
+
+def _renamed(names: Sequence[str], rename: Mapping[str, str], section: str) -> tuple[str, ...]:
+    for old in rename:
+        if old not in names:
+            default = "; its default is data.rename, set {} for none" if section == "eval" else ""
+            raise ConfigError(f"{section}.rename: there is no column '{cut(old)}'{suggest(old, names)}{default}")
+    renamed = tuple(rename.get(n, n) for n in names)
+    for name in renamed:
+        if renamed.count(name) > 1:
+            raise ConfigError(f"{section}: two columns are called '{cut(name)}'; change `{section}.rename`")
+    return renamed
+
+
+def _binding(name: str, role: RoleConfig) -> RoleConfig:
+    """Returns what implements a role of the config; of one with a model, the class that runs it."""
+    if role.model is None:
+        return role
+    keys = {"actor": "model", "critic": "critic.model", "reward": "reward.model", "reward_model": "model"}
+    if name in keys:
+        raise ConfigError(f"roles.{name}.model: this role is trained, or built in; its model is `{keys[name]}`")
+    call = MODEL_ROLES["reference"] if name == "reference" else FROZEN_MODEL
+    return RoleConfig(call=call, args={"model": role.model.model_dump()})
 
 
 def _check_mini_batches(params: Mapping[str, Any], batch: int) -> None:

@@ -51,8 +51,7 @@ class Rendezvous:
                 f" at {env.host}, which is every host itself: each would form a world of its own; {_set_master(env)}"
             )
         self._warn_at = self.start + FIRST_WARNING_S
-        tcp_store = self._open(timeout)
-        self.store: dist.Store = dist.PrefixStore(f"distflow/{env.attempt}", tcp_store)
+        self.store: dist.Store = dist.PrefixStore(f"distflow/{env.attempt}", self._open(timeout))
         several_hosts = env.local_workers is None or env.local_workers < env.workers
         self.address = own_address(env.host, several_hosts)
         export_interface(self.address)
@@ -80,7 +79,7 @@ class Rendezvous:
             self.token = self.lookup_key("token")
         except dist.DistError as e:
             raise PeerLostError(
-                f"{self._self()} lost the store at {self.env.host}:{self.env.port} while it waited for the others:"
+                f"{self._self()} lost the store at {self.env.store_address} while it waited for the others:"
                 f" {self._owner()} has ended; its own report says why"
             ) from e
         if verdict != "yes":
@@ -103,12 +102,12 @@ class Rendezvous:
             joined = store.add("joined", 0)
             if joined >= env.workers:
                 self._refuse(
-                    f"the {env.workers} workers that meet at {env.host}:{env.port} are complete, and rank {env.rank} is"
+                    f"the {env.workers} workers that meet at {env.store_address} are complete, and rank {env.rank} is"
                     f" already on {where}: this run was started twice, or another one uses the port; {_set_port(env)}"
                 )
             self._refuse(
                 f"another worker has rank {env.rank}, on {where}: {joined} of {env.workers} workers have joined at"
-                f" {env.host}:{env.port}; give each a RANK of its own, or {_set_port(env)} if that is another run"
+                f" {env.store_address}; give each a RANK of its own, or {_set_port(env)} if that is another run"
             )
         self.publish("place", json.dumps({"host": self.host, "pid": os.getpid(), "workers": env.workers}))
         if env.rank == 0:
@@ -116,7 +115,7 @@ class Rendezvous:
         workers = int(bytes(store.compare_set("workers", "", str(env.workers))))
         if workers != env.workers:
             self._refuse(
-                f"this worker is one of {env.workers}, but others that meet at {env.host}:{env.port} of {workers};"
+                f"this worker is one of {env.workers}, but others that meet at {env.store_address} of {workers};"
                 f" start all with the same number of workers, or {_set_port(env)} if those are another run"
             )
         return store.add("joined", 1)
@@ -132,7 +131,7 @@ class Rendezvous:
             self._warn_at = now + 60
         if now - self.start > self.limit_s + (GRACE_S if self.rank else 0):
             cure = f"start the missing ones, or raise {START_LIMIT} if they take longer"
-            if is_loopback(self.env.host):
+            if is_loopback(self.env.host) and not self.env.store_file:
                 cure = f"{self.env.host} is every host itself: {_set_master(self.env)}"
             elif self.env.launcher == "torchrun" and not self.env.hosts_store and self.env.attempt != "0":
                 cure = SHARED_STORE_CURE
@@ -145,14 +144,18 @@ class Rendezvous:
         missing = tuple(r for r in range(self.workers) if r not in set(here))
         shown = ", ".join(hosts[:8]) + (f" and {len(hosts) - 8} more" if len(hosts) > 8 else "")
         return (
-            f"{len(here)} of {self.workers} workers have joined at {self.env.host}:{self.env.port}, on {shown};"
+            f"{len(here)} of {self.workers} workers have joined at {self.env.store_address}, on {shown};"
             f" {self._self()} waits for ranks {format_ranks(missing) or 'none'}"
         )
 
     def _open(self, timeout: timedelta) -> dist.Store:
         env = self.env
-        if env.workers == 1 and env.launcher != "distflow":
+        if env.workers == 1:
             return dist.HashStore()
+        if env.store_file:
+            store = dist.FileStore(env.store_file)
+            store.set_timeout(timeout)
+            return store
         if env.hosts_store and env.rank == 0:
             return self._listen(timeout)
         self._reach()

@@ -6,6 +6,8 @@ import logging
 import resource
 import time
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,19 +16,28 @@ from torch import Tensor
 from distflow.data.batch import NO_SAMPLES, Batch, Column, Ragged
 from distflow.data.collectives import Communication, SendReceive
 from distflow.data.context import Context
-from distflow.data.coordinator import Coordinator
+from distflow.data.coordinator import Coordinator, by_field
 from distflow.data.transport import is_peer_lost, short_message
 from distflow.errors import DistflowError, NodeError, PeerLostError
 from distflow.flow.graph import Node
 from distflow.observe.metrics import StepMetrics
+from distflow.observe.recorder import NO_RECORDER, Recorder
 from distflow.plan.layout import format_ranks
-from distflow.plan.tasks import Free, Load, Move, Plan, Refill, Run, Task, Weights
+from distflow.plan.tasks import Free, Load, Merge, Move, Plan, Refill, Run, Split, Task, Weights
+from distflow.run.leaving import Leaving
+from distflow.run.link import Link
+from distflow.run.rollouts import Rollout, Rollouts
+from distflow.run.weight_versions import WeightVersions
 
 logger = logging.getLogger(__name__)
+TOKENS = "response_tokens"
 
 
 class Worker:
-    """`roles`: role → the object whose methods are its nodes. `on_task(step, name)` is called before each task."""
+    """`roles`: role → the object whose methods are its nodes. `on_task(step, name)` is called before each task.
+
+    `run_steps` of the whole run and whether the plan is an evaluation, `held_out`, are for the nodes' context.
+    The chain communicates by `link`, by default at once. `rollouts` has those that are ahead of training."""
 
     def __init__(
         self,
@@ -37,9 +48,18 @@ class Worker:
         seed: int,
         folder: Path,
         on_task: Callable[[int, str], None],
+        recorder: Recorder = NO_RECORDER,
+        run_steps: int = 0,
+        held_out: bool = False,
+        link: Link | None = None,
+        rollouts: Rollouts | None = None,
     ) -> None:
         self.rank, self.plan, self.data, self.seed, self.folder = rank, plan, data, seed, folder
-        self.roles, self.on_task = roles, on_task
+        self.roles, self.on_task, self.recorder = roles, on_task, recorder
+        self.run_steps, self.held_out = run_steps, held_out
+        self.link = link or Link(WeightVersions(rank, plan, roles))
+        self.rollouts = rollouts if plan.staleness else None
+        self.split = next((t for t in plan.chain(rank) if isinstance(t, Split)), None)
         self.chain = plan.chain(rank)
         self.work_s = 0.0  # time in nodes in this step; all other time may be spent waiting for others
         self.functions = {t.node: _bind(plan.flow.node(t.node), roles) for t in self.chain if isinstance(t, Run)}
@@ -50,22 +70,39 @@ class Worker:
         last: int,
         end_of_step: Callable[[int, StepMetrics], None],
         after_step: Callable[[int, StepMetrics], Iterable[SendReceive]] = lambda step, metrics: (),
+        after_chain: Callable[[int, StepMetrics], None] = lambda step, metrics: None,
     ) -> Communication[None]:
-        """Runs the steps first … last − 1; yields the messages they need."""
-        for step in range(first, last):
-            metrics = StepMetrics()
-            start, cpu_start = time.perf_counter(), time.process_time()
-            yield from self.run_chain(step, metrics)
-            metrics.time("step", time.perf_counter() - start)
-            metrics.log("perf/cpu_s", time.process_time() - cpu_start, reduce="sum")
-            metrics.log("perf/peak_mib", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024, reduce="max")
-            metrics.traffic(self.data.end_step(step))
-            yield from after_step(step, metrics)
-            end_of_step(step, metrics)
+        """Runs the steps after `first` until `last`, counted from 1; yields the messages they need.
 
-    def run_chain(self, step: int, metrics: StepMetrics, run_step: int | None = None) -> Communication[None]:
-        """Runs the chain once on the samples of `step`; `run_step` is the step of the run, if that differs."""
-        run_step = step if run_step is None else run_step
+        `after_chain` is called when this worker has done its part of a step. A step ends (`after_step`, `end_of_step`)
+        once all have, where those that are ahead come to it: just before the step that generates with its weights.
+        """
+        running: dict[int, StepMetrics] = {}
+        self.link.trained(first)
+        for step in range(first + 1, last + self.plan.staleness + 2):
+            ended = step - self.plan.staleness - 1
+            if ended > first:
+                metrics = running.pop(ended)
+                self.link.end_step(self.data, ended - 1, metrics)
+                yield from after_step(ended, metrics)
+                end_of_step(ended, metrics)
+            if step <= last:
+                metrics = running[step] = StepMetrics()
+                start, cpu_start = time.perf_counter(), time.process_time()
+                yield from self.run_chain(step - 1, metrics, step)
+                self.data.check_freed(step - 1)
+                metrics.time("step", time.perf_counter() - start)
+                metrics.log("perf/cpu_s", time.process_time() - cpu_start, reduce="sum")
+                metrics.log("perf/peak_mib", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024, reduce="max")
+                self.link.trained(step)
+                after_chain(step, metrics)
+
+    def version(self, step: int) -> int:
+        """Returns which weights the chain generates with: those that this many steps have made."""
+        return step if self.held_out else self.link.versions.version(step)
+
+    def run_chain(self, index: int, metrics: StepMetrics, step: int) -> Communication[None]:
+        """Runs the chain once on the batch `index` of the data, counted from 0, as a part of `step`."""
         times: dict[str, float] = {}
         self.work_s = 0.0
         sampled, refill, rest = _split_at_refill(self.chain)
@@ -73,58 +110,93 @@ class Worker:
             self.data.begin_sampling(refill)
             full = False
             while not full:
-                yield from self._run_tasks(sampled, step, run_step, metrics, times)
-                self.on_task(run_step, refill.name)
-                full = yield from self.data.refill(step, refill)
+                yield from self._run_tasks(sampled, index, step, metrics, times)
+                self.on_task(step, refill.name)
+                with self.recorder.task(step, refill, self.plan):
+                    full = yield from self.data.refill(index, refill)
             metrics.sampling(self.data.sampled_prompts)
-        yield from self._run_tasks(rest, step, run_step, metrics, times)
+        yield from self._run_tasks(rest, index, step, metrics, times)
         for name, seconds in times.items():
             metrics.time(name, seconds)
         metrics.work(self.rank, self.work_s)
 
     def _run_tasks(
-        self, tasks: Iterable[Task], step: int, run_step: int, metrics: StepMetrics, times: dict[str, float]
+        self, tasks: Iterable[Task], index: int, step: int, metrics: StepMetrics, times: dict[str, float]
     ) -> Communication[None]:
         for task in tasks:
             start = time.perf_counter()
-            self.on_task(run_step, task.name)
-            logger.debug("rank %d, step %d: %s", self.rank, run_step, task.name)
-            match task:
-                case Load():
-                    self.data.load(step, task)
-                case Move():
-                    yield from self.data.move(step, task)
-                case Weights():
-                    yield from self.roles[task.role].hand_over()
-                case Run():
-                    self.run_node(step, run_step, task, metrics)
-                    self.work_s += time.perf_counter() - start
-                case Free():
-                    self.data.free(step, task)
-            if not isinstance(task, Free):
+            self.on_task(step, task.name)
+            logger.debug("rank %d, step %d: %s", self.rank, step, task.name)
+            with self.recorder.task(step, task, self.plan) as details:
+                match task:
+                    case Load():
+                        self.data.load(index, task)
+                    case Move():
+                        yield from self.link.move(self.data, index, task)
+                    case Weights():
+                        yield from self.link.hand_over(task, self.version(step))
+                    case Run():
+                        details.update(self.run_node(index, step, task, metrics))
+                        self.work_s += time.perf_counter() - start
+                    case Merge():
+                        self.data.merge(index, task)
+                    case Split():
+                        pass  # the node before has let all chunks leave
+                    case Free():
+                        self.data.free(index, task)
+            if not isinstance(task, Free | Split):
                 name = "move" if isinstance(task, Move) else task.name.replace(" ", "_")
                 times[name] = times.get(name, 0.0) + time.perf_counter() - start
 
-    def run_node(self, step: int, run_step: int, task: Run, metrics: StepMetrics) -> None:
+    def run_node(self, index: int, step: int, task: Run, metrics: StepMetrics) -> dict[str, int]:
+        """Calls the node's function; returns how many samples, and tokens of responses, it was given."""
         node, fn = self.plan.flow.node(task.node), self.functions[task.node]
-        batch = self.data.inputs(step, task)
+        batch = self.data.inputs(index, task)
         if not len(batch) and not node.method:  # a method is called: models of several workers compute together
-            self.data.outputs(step, task, dict.fromkeys(node.writes, NO_SAMPLES))
-            return
+            self.data.outputs(index, task, dict.fromkeys(node.writes, NO_SAMPLES))
+            return {"samples": 0}
         versions = {f: _version(c) for f, c in batch.columns.items()}
         metrics = metrics.with_prefix(node.prefix) if node.prefix else metrics
-        layout, groups = task.partition.layout, self.data.groups(step)
-        context = Context(run_step, self.rank, self.plan.workers, layout, self.seed, metrics, self.folder, groups)
+        layout, groups = task.partition.layout, self.data.groups(index)
+        context = Context(step, self.rank, self.plan.workers, layout, self.seed, metrics, self.folder, groups)
+        if not context.lead:  # the ranks of a cell have the same samples, of which a sum counts each once
+            context = replace(context, metrics=metrics.without_sums())
+        record = self.recorder.node(context, self.plan.repeat)
+        context = replace(context, record=record, steps=self.run_steps, held_out=self.held_out)
+        leaving = None
+        if self.split and node.hand_over:
+            leaving = Leaving(self.data, index, self.split, len(batch), partial(self.link.leave, self.data, index))
+            context = replace(context, chunks=leaving)
         try:
-            result = fn(batch, context)
+            if self.rollouts and node.hand_over:
+                result = self._generate(context, node, batch, metrics)
+            else:
+                result = fn(batch, context)
             _check_unchanged(node, batch, versions)
-            self.data.outputs(step, task, result)
+            self.data.outputs(index, task, result)
+            if leaving:
+                leaving.rest(by_field(result, node.writes))
+            self.recorder.outputs(context.record, self.plan.flow.source, node.writes, batch, result)
         except Exception as e:
-            where = f"rank {self.rank}, step {run_step}, node '{node.id}'"
+            where = f"rank {self.rank}, step {step}, node '{node.id}'"
             if is_peer_lost(e):
                 raise PeerLostError(f"{where}: lost one of ranks {format_ranks(task.ranks)}: {short_message(e)}") from e
             message = str(e) if isinstance(e, DistflowError) else f"{type(e).__name__}: {e}"
             raise NodeError(f"{where}: {message}") from e
+        return {"samples": len(batch), **({"tokens": int(batch[TOKENS].lengths.sum())} if TOKENS in batch else {})}
+
+    def _generate(self, context: Context, node: Node, batch: Batch, metrics: StepMetrics) -> Mapping[str, Any]:
+        """Calls a node that generates, unless a resumed run has what it would return; keeps what is ahead."""
+        assert self.rollouts
+        rollout = self.rollouts.recall(context.step, node, context.layout, self.rank, batch.ids)
+        if rollout is None:
+            own = StepMetrics()
+            context = replace(context, metrics=own.with_prefix(node.prefix) if node.prefix else own)
+            result = by_field(self.functions[node.id](batch, context), node.writes)
+            rollout = Rollout(batch.ids, result, own)
+        self.rollouts.keep(context.step, node, rollout)
+        metrics.merge(rollout.metrics.totals)
+        return rollout.columns
 
 
 def _split_at_refill(chain: tuple[Task, ...]) -> tuple[tuple[Task, ...], Refill | None, tuple[Task, ...]]:

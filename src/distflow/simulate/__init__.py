@@ -1,8 +1,9 @@
 """The same plan on hardware that is not here: step time, bytes on every link, memory, idle time. Imports no torch."""
 
-from distflow.simulate.costs import Costs, FieldBytes
+from distflow.config.model_shape import ModelShape, load_model
+from distflow.plan.field_bytes import FieldBytes
+from distflow.simulate.costs import Costs
 from distflow.simulate.hardware import Hardware, load_hardware
-from distflow.simulate.models import ModelShape, load_model
 from distflow.simulate.result import Result
 from distflow.simulate.walk import simulate
 

@@ -3,13 +3,14 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from distflow.config.model_shape import ModelShape, shape_of
 from distflow.config.schema import ModelConfig
 from distflow.errors import ConfigError, cut
+from distflow.plan.field_bytes import KNOWN_FIELDS, PROMPT_TOKENS, FieldBytes
 from distflow.run.program import Program
-from distflow.simulate.costs import KNOWN_FIELDS, Costs, FieldBytes
-from distflow.simulate.models import ModelShape, shape_of
+from distflow.simulate.costs import Costs
 
-PROMPT_TOKENS, SPREAD = 512, 0.7  # unless they are given
+SPREAD = 0.7  # unless it is given
 
 
 @dataclass(frozen=True)

@@ -5,34 +5,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from distflow.config.model_shape import Floats, ModelShape
 from distflow.errors import ConfigError, cut, suggest
+from distflow.plan.field_bytes import FieldBytes
 from distflow.plan.tasks import Plan
-from distflow.simulate.models import Floats, ModelShape
-
-
-@dataclass(frozen=True)
-class FieldBytes:
-    """The bytes of a field: per sample, per token of its prompt and per token of its response."""
-
-    sample: float = 0.0
-    prompt_token: float = 0.0
-    response_token: float = 0.0
-
-
-_PER_TOKEN = FieldBytes(response_token=4)
-# The fields that the built-in roles write, as they are stored: int64 tokens, float32 numbers, text of 4 bytes a token.
-KNOWN_FIELDS: Mapping[str, FieldBytes] = {
-    "prompt": FieldBytes(prompt_token=4),
-    "prompt_tokens": FieldBytes(prompt_token=8),
-    "response": _PER_TOKEN,
-    "response_tokens": FieldBytes(response_token=8),
-    "rollout_logprobs": _PER_TOKEN,
-    "old_logprobs": _PER_TOKEN,
-    "ref_logprobs": _PER_TOKEN,
-    "old_values": _PER_TOKEN,
-    "returns": _PER_TOKEN,
-    "raw_advantage": _PER_TOKEN,
-}
 
 
 @dataclass(frozen=True)

@@ -9,14 +9,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from distflow.config.model_shape import Floats
 from distflow.data.balance import Ints
 from distflow.engine.columns import Column, zones_of_takers
 from distflow.engine.weights import Shards
 from distflow.plan.layout import Layout
-from distflow.simulate.models import Floats
 from distflow.simulate.network import Network
 
-BUCKET = 1 << 26  # bytes of float32 parameters that are handed over together; more if there are many givers
+BUCKET = 1 << 24  # bytes of float32 parameters that are handed over together; more if there are many givers
 ALONG = 0.7  # of the weights are cut by tensor parallelism along the rows that FSDP cuts, the others across
 _HOST_RADIX, _LOCAL_RADIX = 2, 8
 Flows = tuple[Ints, Ints, Floats]

@@ -8,9 +8,9 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
+from distflow.config.model_shape import Floats
 from distflow.data.balance import Ints
 from distflow.simulate.hardware import Hardware, Link
-from distflow.simulate.models import Floats
 
 Bools = NDArray[np.bool_]
 

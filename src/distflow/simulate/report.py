@@ -74,7 +74,7 @@ def make_report(
     """Simulates a config. `wide`: also all placements that fit."""
     if overlap < 0:
         raise ConfigError(f"--overlap: {overlap:g}; give the steps that generation may be ahead, 0 or more")
-    plan = program.plan(workers)
+    plan = program.plan(workers, chunks=False)
     costs = costs_of(program, given)
     costs.check(plan)
     result = simulate(plan, hardware, costs)

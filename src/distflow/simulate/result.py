@@ -5,9 +5,11 @@ from typing import Any
 
 import numpy as np
 
+from distflow.config.model_shape import Floats
+from distflow.data.balance import Ints
 from distflow.plan.layout import format_ranks
+from distflow.plan.tasks import Task
 from distflow.simulate.memory import Memory
-from distflow.simulate.models import Floats
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,17 @@ class LinkBytes:
 
 
 @dataclass(frozen=True)
+class TaskTimes:
+    """One task on each of its ranks: when the rank comes to it and leaves it, and how long it does not wait."""
+
+    task: Task | None  # None: the metrics at the end of the step
+    ranks: Ints
+    start: Floats
+    end: Floats
+    busy: Floats
+
+
+@dataclass(frozen=True)
 class Result:
     """One simulated step."""
 
@@ -82,6 +95,7 @@ class Result:
     notes: tuple[str, ...] = ()
     samples: int = 0
     sent: Floats = field(default_factory=lambda: np.zeros(0), repr=False)  # over the network, by rank
+    recorded: tuple[TaskTimes, ...] = field(default=(), repr=False)
 
     @property
     def tokens_per_worker_s(self) -> float:

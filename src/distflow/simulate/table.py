@@ -26,7 +26,7 @@ _NUMBERS = {
 
 def render(report: Report) -> RenderableType:
     """Returns the tables of a report."""
-    title, numbers, _ = headline(report.plan)
+    title, numbers, *_ = headline(report.plan)
     result = report.result
     links = result.links
     lines = [

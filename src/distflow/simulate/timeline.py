@@ -24,7 +24,7 @@ def svg(report: Report) -> str:
     lanes = [r for r in result.rank_sets if r.spans]
     height = _TOP + _ROW * len(lanes) + 70
     width = 2 * _MARGIN + _LABEL + _WIDTH
-    title, numbers, _ = headline(report.plan)
+    title, numbers, *_ = headline(report.plan)
     step = f"step {seconds(result.step_s)}, of which data plane {seconds(result.data_plane_s)}"
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}"'

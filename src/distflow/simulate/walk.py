@@ -5,6 +5,7 @@ from typing import Protocol
 
 import numpy as np
 
+from distflow.config.model_shape import Floats
 from distflow.data.balance import Ints
 from distflow.errors import ConfigError
 from distflow.flow.graph import Node
@@ -15,9 +16,8 @@ from distflow.simulate.costs import Costs
 from distflow.simulate.hand_over import hand_over
 from distflow.simulate.hardware import Hardware
 from distflow.simulate.memory import memory_of
-from distflow.simulate.models import Floats
 from distflow.simulate.network import Network
-from distflow.simulate.result import LinkBytes, RankSet, Result, Span, TaskTime
+from distflow.simulate.result import LinkBytes, RankSet, Result, Span, TaskTime, TaskTimes
 from distflow.simulate.traffic import contiguous, header_bytes, new_cells, traffic
 
 _METRICS = 4096  # bytes that are reduced over all workers at the end of a step
@@ -55,6 +55,7 @@ class _Walk:
         self.times: list[TaskTime] = []
         # A task, when it starts and ends on each rank, and what the rank does in between but waiting.
         self.timeline: list[tuple[Task | None, Floats, Floats, Floats]] = []
+        self.recorded: list[TaskTimes] = []
         self.events = 0
 
     def run(self) -> Result:
@@ -172,6 +173,7 @@ class _Walk:
         own[ranks] = busy
         begin = np.minimum(np.maximum(before, before[ranks].max()), end) if kind != "run" else before
         self.timeline.append((task, begin, end, own))
+        self.recorded.append(TaskTimes(task, ranks, before[ranks], end[ranks], busy))
         self.times.append(
             TaskTime(
                 name,
@@ -206,6 +208,7 @@ class _Walk:
             notes=self._notes(),
             samples=self.plan.samples,
             sent=network.sent,
+            recorded=tuple(self.recorded),
         )
 
     def _rank_set(self, ranks: tuple[int, ...], step: float) -> RankSet:

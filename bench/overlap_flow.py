@@ -1,0 +1,86 @@
+"""A flow whose stages sleep: generation as long as continuous batching takes, scoring and training a fixed time."""
+
+import json
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+
+from distflow import Batch, Context, flow, node
+from distflow.data.collectives import SendReceive
+from distflow.engine.role_context import RoleContext
+
+
+@contextmanager
+def noted(ctx: Context, name: str) -> Iterator[None]:
+    """Writes when a stage began and ended."""
+    start = time.time()
+    yield
+    with open(ctx.folder / f"stages.{ctx.rank}.jsonl", "a") as file:
+        file.write(json.dumps([ctx.step, name, start, time.time()]) + "\n")
+
+
+class Actor:
+    """A response takes `token_s` × its length, log-normal with mean 1; `slots` are generated at once, in order.
+
+    An update takes `update_s`.
+    """
+
+    def __init__(self, role: RoleContext, token_s: float, slots: int, update_s: float, sigma: float) -> None:
+        self.rank, self.token_s, self.slots, self.update_s, self.sigma = role.rank, token_s, slots, update_s, sigma
+        self.giver = role.layouts["update"].ranks[0]
+        self.takers = role.layouts["generate"].ranks
+
+    def copy_weights(self) -> None:
+        return None
+
+    def hand_over(self, version: int, weights: Any = None) -> Iterator[SendReceive]:
+        data = torch.tensor([version]).view(torch.uint8)
+        if self.rank == self.giver:
+            yield SendReceive(8, lambda out: out.copy_(data), dict.fromkeys(self.takers, (0, 8)), data[:0], {})
+        elif self.rank in self.takers:
+            yield SendReceive(0, lambda out: None, {}, data, {self.giver: (0, 8)})
+
+    @node(type="inference", writes=("length",), hand_over=True)
+    def generate(self, batch: Batch, ctx: Context) -> Any:
+        normal = np.array([np.random.default_rng(int(i)).standard_normal() for i in batch.ids])
+        lengths = np.exp(self.sigma * normal - self.sigma**2 / 2)
+        free, ends = np.zeros(self.slots), np.zeros(len(batch))
+        for i, length in enumerate(lengths):
+            slot = free.argmin()
+            ends[i] = free[slot] = free[slot] + self.token_s * length
+        with noted(ctx, "generate"):
+            begun = time.monotonic()
+            parts = ctx.chunks.parts if ctx.chunks else [np.arange(len(batch))]
+            for places in parts:
+                time.sleep(max(0.0, begun + ends[places].max() - time.monotonic()))
+                if ctx.chunks:
+                    ctx.chunks.leave({"length": torch.from_numpy(lengths[places])})
+        return torch.from_numpy(lengths)
+
+    @node(type="train", writes=())
+    def update(self, batch: Batch, ctx: Context) -> None:
+        with noted(ctx, "update"):
+            time.sleep(self.update_s)
+
+
+class Judge:
+    """Scores a step in `score_s`, in proportion to its samples."""
+
+    def __init__(self, score_s: float, samples: int) -> None:
+        self.per_sample_s = score_s / samples
+
+    @node(type="inference", writes=("score",))
+    def score(self, batch: Batch, ctx: Context) -> Any:
+        with noted(ctx, "score"):
+            time.sleep(self.per_sample_s * len(batch) * len(ctx.layout.cells))
+        return batch["length"]
+
+
+@flow
+def stages(prompts, actor, judge):
+    rollout = actor.generate(prompts["prompt"])
+    actor.update(rollout, judge.score(rollout))

@@ -1,0 +1,35 @@
+"""What the two threads of a worker hand to each other."""
+
+from collections.abc import Hashable
+from threading import Condition
+from typing import Any
+
+
+class Mailbox:
+    """Values by key. Each is put once and taken once, by a thread that may have to wait for it."""
+
+    def __init__(self) -> None:
+        self._values: dict[Hashable, Any] = {}
+        self._changed = Condition()
+        self._error: BaseException | None = None
+
+    def put(self, key: Hashable, value: Any = None) -> None:
+        with self._changed:
+            assert key not in self._values, key
+            self._values[key] = value
+            self._changed.notify_all()
+
+    def take(self, key: Hashable) -> Any:
+        """Returns a value once it is there. Raises the error of the other thread if that has failed."""
+        with self._changed:
+            self._changed.wait_for(lambda: key in self._values or self._error)
+            if key not in self._values:
+                assert self._error is not None
+                raise self._error
+            return self._values.pop(key)
+
+    def fail(self, error: BaseException) -> None:
+        """Lets everybody who waits for a value that is not there raise this error."""
+        with self._changed:
+            self._error = self._error or error
+            self._changed.notify_all()

@@ -1,0 +1,159 @@
+"""Lets ranks that generate run ahead: all communication of a worker in a thread of its own, while its chain computes.
+
+The thread does what the chain does together with other ranks, in the order that all ranks share: steps, then tasks.
+What the chain sends it leaves to the thread and goes on; what it receives it waits for. A step needs nothing but what
+comes before in that order, so nobody waits in a circle; and whoever generates waits for weights, so nobody is further
+ahead than the plan's staleness. That also bounds what lies here: as many steps of samples, and copies of weights.
+"""
+
+from collections import Counter
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from threading import Thread
+
+from distflow.data.collectives import Communication
+from distflow.data.coordinator import Coordinator
+from distflow.observe.metrics import MetricsReducer, StepMetrics
+from distflow.plan.tasks import Move, Partition, Weights
+from distflow.run.evaluation import Evaluation
+from distflow.run.link import Link
+from distflow.run.mailbox import Mailbox
+from distflow.run.worker import Worker
+
+Waiting = Callable[[tuple[int, ...]], AbstractContextManager[None]]
+
+
+class Overlap(Link):
+    """The link of a worker whose communication has a thread of its own. `waiting` is entered with the ranks that the
+    chain waits for; `run` carries out communication, in the thread only, and counts the bytes to each peer in `sent`.
+    """
+
+    def __init__(
+        self,
+        worker: Worker,
+        evaluation: Evaluation | None,
+        reducer: MetricsReducer,
+        run: Callable[[Communication[None]], None],
+        waiting: Waiting,
+        stop_requested: Callable[[], bool] = lambda: False,
+        sent: Counter[int] | None = None,
+    ) -> None:
+        super().__init__(worker.link.versions)
+        self.handed = dict(worker.link.handed)
+        self._handed_by_thread = dict(self.handed)
+        self.worker, self.evaluation, self.reducer = worker, evaluation, reducer
+        self.run, self.waiting, self.stop_requested = run, waiting, stop_requested
+        self.sent = Counter() if sent is None else sent
+        self.all_ranks = tuple(range(worker.plan.workers))
+        self.mail = Mailbox()
+        self._left: set[tuple[int, int, str]] = set()  # moves of chunks that were sent before the chain came to them
+        for each in (worker, *([evaluation.worker] if evaluation else [])):
+            each.link = self
+
+    def start(self, first: int, last: int) -> None:
+        """Starts the thread for the steps after `first` until `last`; it ends by itself."""
+        self.first, self.last = first, last
+
+        def communicate() -> None:
+            try:
+                self.run(self._communicate(first, last))
+            except BaseException as e:
+                self.mail.fail(e)
+
+        Thread(target=communicate, name="overlap", daemon=True).start()  # daemon: it may wait for a lost peer
+
+    # What the chain calls.
+
+    def move(self, data: Coordinator, index: int, task: Move) -> Communication[None]:
+        key = (id(data), index, task.id)
+        if task.src.layout.cell_of(data.rank) is not None and key not in self._left:
+            self.mail.put((*key, "sent"), data.outgoing(index, task))
+        if task.dst.layout.cell_of(data.rank) is not None:
+            with self.waiting(task.ranks):
+                received = self.mail.take((*key, "received"))
+            data.receive(index, task, received)
+        self._left.discard(key)
+        yield from ()
+
+    def leave(self, data: Coordinator, index: int, part: Partition) -> None:
+        for task in self.worker.chain:
+            if isinstance(task, Move) and task.src.id == part.id:
+                self._left.add(key := (id(data), index, task.id))
+                self.mail.put((*key, "sent"), data.outgoing(index, task))
+
+    def hand_over(self, task: Weights, version: int) -> Communication[None]:
+        if self.is_new(task.role, version) and task.role in self.versions.generates:
+            self.mail.put((task.role, version, "weights"))
+            with self.waiting(task.ranks):
+                self.mail.take((task.role, version, "filled"))
+        yield from ()
+
+    def trained(self, version: int) -> None:
+        generates = version == self.first or version + self.versions.delay < self.last
+        if generates or (self.evaluation and self.evaluation.due(version)):
+            for role in self.versions.gives:
+                if self.handed.get(role) != version:
+                    self.mail.put((role, version, "weights"), self.versions.copy(role))
+
+    def end_step(self, data: Coordinator, index: int, metrics: StepMetrics) -> None:
+        """Does nothing: the thread does it when it has done all of the step."""
+
+    def after_chain(self, step: int, metrics: StepMetrics) -> None:
+        """Gives the metrics of a step away as soon as they are complete: those ahead wait for all workers' to go on."""
+        if not self._evaluates(step):
+            self.mail.put((step, "metrics"), (metrics, self.stop_requested()))
+
+    def reduce(self, reducer: MetricsReducer, step: int, metrics: StepMetrics, vote: bool) -> Communication[bool]:
+        if self._evaluates(step):
+            self.mail.put((step, "metrics"), (metrics, vote))
+        with self.waiting(self.all_ranks):
+            stop: bool = self.mail.take((step, "vote"))
+        yield from ()
+        return stop
+
+    def _evaluates(self, step: int) -> bool:
+        """Whether this worker has a part in the evaluation after a step."""
+        return bool(self.evaluation and self.evaluation.due(step) and self.evaluation.worker.chain)
+
+    # What the thread does.
+
+    def _communicate(self, first: int, last: int) -> Communication[None]:
+        """Goes through all steps in the order of `Worker.steps`."""
+        for step in range(first + 1, last + self.versions.delay + 2):
+            ended = step - self.versions.delay - 1
+            if ended > first:
+                if self.evaluation and self.evaluation.due(ended):
+                    yield from self._tasks(self.evaluation.worker, ended, ended)
+                metrics, vote = self.mail.take((ended, "metrics"))  # the chains are done with the step
+                if self.evaluation:
+                    self.evaluation.worker.data.end_step(ended)
+                metrics.traffic(self.worker.data.end_step(ended - 1))
+                self.mail.put((ended, "vote"), (yield from self.reducer.reduce(ended, metrics, vote)))
+                self.sent.clear()  # of no task
+            if step <= last:
+                yield from self._tasks(self.worker, step - 1, step)
+
+    def _tasks(self, worker: Worker, index: int, step: int) -> Communication[None]:
+        for task in worker.chain:
+            if isinstance(task, Move):
+                yield from self._move(worker.data, index, task)
+            elif isinstance(task, Weights):
+                yield from self._hand_over(task, worker.version(step))
+            worker.recorder.sent_by_thread(step, task, worker.plan, self.sent)
+
+    def _move(self, data: Coordinator, index: int, task: Move) -> Communication[None]:
+        key = (id(data), index, task.id)
+        sends, receives = (p.layout.cell_of(data.rank) is not None for p in (task.src, task.dst))
+        columns = self.mail.take((*key, "sent")) if sends else None
+        received = yield from data.exchange(index, task, columns)
+        if receives:
+            self.mail.put((*key, "received"), received)
+
+    def _hand_over(self, task: Weights, version: int) -> Communication[None]:
+        old, self._handed_by_thread[task.role] = self._handed_by_thread.get(task.role), version
+        if old == version:
+            return
+        weights = self.mail.take((task.role, version, "weights"))
+        yield from self.versions.hand_over(task.role, version, weights)
+        if task.role in self.versions.generates:
+            self.mail.put((task.role, version, "filled"))

@@ -1,0 +1,94 @@
+"""What a run has left in its folder, as the Python API returns it, and the calls per step while it runs."""
+
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from distflow.errors import DistflowError
+
+POLL_S = 0.2
+
+
+class RunError(DistflowError):
+    """A run has failed; the message is the cause that its workers reported."""
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """The folder of a run, its metrics, a dict for each step, and its last checkpoint, if it has written one."""
+
+    folder: Path
+    metrics: list[dict[str, float]] = field(repr=False)
+    checkpoint: Path | None
+
+    @classmethod
+    def read(cls, folder: Path) -> "RunResult":
+        from distflow.run.checkpoint import checkpoint_dir, list_checkpoints
+
+        steps = list_checkpoints(folder / "checkpoints")
+        newest = checkpoint_dir(folder / "checkpoints", steps[0]) if steps else None
+        return cls(folder, list(_rows(folder / "metrics.jsonl")), newest)
+
+    @property
+    def last(self) -> dict[str, float]:
+        """The metrics of the last step."""
+        return self.metrics[-1] if self.metrics else {}
+
+
+class StepCalls:
+    """Calls a function for each step that a run logs, in a thread of its own."""
+
+    def __init__(self, folder: Path, function: Callable[[int, dict[str, float]], object]) -> None:
+        self._path, self._function = folder / "metrics.jsonl", function
+        self._start, self._last = time.time(), -1
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._error: BaseException | None = None
+        self._in_main = threading.current_thread() is threading.main_thread()
+
+    def __enter__(self) -> None:
+        self._thread.start()
+
+    def __exit__(self, kind: type | None, error: BaseException | None, where: TracebackType | None) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def raise_error(self) -> None:
+        """Raises what a call has raised."""
+        if self._error:
+            raise self._error
+
+    def _run(self) -> None:
+        while not self._error:
+            over = self._over.wait(POLL_S)
+            try:
+                self._call_new()
+            except BaseException as e:
+                self._error = e
+                if self._in_main and not over:
+                    os.kill(os.getpid(), signal.SIGTERM)  # the workers finish their step and save it
+            if over:
+                return
+
+    def _call_new(self) -> None:
+        for row in _rows(self._path):
+            step = int(row["step"])
+            # Before the run has started, the file may be that of an earlier one; after a restart, steps come again.
+            if row["time"] >= self._start and step > self._last:
+                self._last = step
+                self._function(step, row)
+
+
+def _rows(path: Path) -> Iterator[dict[str, Any]]:
+    """Yields the lines that are complete."""
+    if path.exists():
+        for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
+            if line.endswith("}\n"):
+                yield json.loads(line)

@@ -1,0 +1,146 @@
+"""The rollouts that are ahead of training: part of the state of a run, as the weights that made them are gone.
+
+A worker that generates keeps what its nodes wrote for as many steps as it may be ahead. A checkpoint has a file of each
+such worker. A resumed run goes through these steps again and takes the rollouts from there instead of generating them,
+by sample id, so that it may have another number of workers.
+"""
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from distflow.data.balance import Ints
+from distflow.data.batch import NO_SAMPLES, Column, Ragged, concat, select
+from distflow.errors import CheckpointError
+from distflow.flow.graph import Node
+from distflow.observe.metrics import StepMetrics
+from distflow.plan.layout import Layout
+from distflow.plan.tasks import Plan
+from distflow.run.tensor_index import file_name
+
+ROLLOUTS = "rollouts-ahead"  # a folder of a checkpoint, beside those of roles, which cannot have such a name
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """What a node has generated for some samples, and what it has logged."""
+
+    ids: Ints  # ascending
+    columns: Mapping[str, Column]
+    metrics: StepMetrics
+
+
+class Rollouts:
+    """The rollouts of one worker, by step and node."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.delay = plan.staleness
+        layouts = [plan.partition_of(n.id).layout for n in plan.flow.nodes if n.hand_over and self.delay]
+        self.writers = tuple(sorted({cell[0] for layout in layouts for cell in layout.cells}))
+        self._kept: dict[tuple[int, str], Rollout] = {}
+        self._folder: Path | None = None
+        self._places = 0  # files in the folder
+
+    def keep(self, step: int, node: Node, rollout: Rollout) -> None:
+        """Keeps what a node has generated, and forgets what all workers have trained on."""
+        self._kept = {key: kept for key, kept in self._kept.items() if key[0] > step - self.delay}
+        self._kept[step, node.id] = rollout
+
+    def tensors(self, step: int) -> dict[str, Tensor]:
+        """Returns the rollouts of the steps after `step`, as a checkpoint keeps them."""
+        tensors: dict[str, Tensor] = {}
+        for (after, node), rollout in self._kept.items():
+            if after > step:
+                prefix = f"{after}/{node}/"
+                tensors[f"{prefix}ids"] = torch.from_numpy(rollout.ids).clone()
+                tensors[f"{prefix}metrics"] = _encode([[*k, *v] for k, v in rollout.metrics.totals.items()])
+                for field, column in rollout.columns.items():
+                    tensors |= {f"{prefix}{name}": t for name, t in _to_tensors(field, column).items()}
+        return tensors
+
+    @property
+    def values(self) -> dict[str, int]:
+        return {"staleness": self.delay, "places": len(self.writers)}
+
+    def open(self, folder: Path, values: Mapping[str, int]) -> None:
+        """Reads the rollouts of a checkpoint from now on, unless it was made with another staleness."""
+        if values.get("staleness") == self.delay:
+            self._folder, self._places = folder, int(values["places"])
+
+    def recall(self, step: int, node: Node, layout: Layout, rank: int, ids: Ints) -> Rollout | None:
+        """Returns a rollout that the checkpoint has of these samples, None if there is none."""
+        if self._folder is None:
+            return None
+        try:
+            return self._read(self._folder, f"{step}/{node.id}/", layout, layout.cell_of(rank) or 0, ids, node.writes)
+        except (SafetensorError, OSError, ValueError, LookupError, TypeError) as e:
+            raise CheckpointError(f"{self._folder}: cannot be read ({e}); use another checkpoint") from e
+
+    def _read(
+        self, folder: Path, prefix: str, layout: Layout, cell: int, ids: Ints, writes: Iterable[str]
+    ) -> Rollout | None:
+        own = [p for p in range(self._places) if p * layout.dp // self._places == cell]
+        found: list[tuple[Ints, dict[str, Column]]] = []
+        metrics, missing = StepMetrics(), set(ids.tolist())
+        near = cell * self._places // layout.dp  # in the layout of before, its samples are there or nearby
+        for place in sorted(range(self._places), key=lambda p: (p not in own, abs(p - near))):
+            if not missing and place not in own:
+                break
+            with safe_open(folder / file_name(place), "pt") as file:
+                names = [n for n in file.keys() if n.startswith(prefix)]  # noqa: SIM118 (it is no dict)
+                if not names:
+                    return None
+                if place in own:
+                    metrics.merge({(n, r): (v, c) for n, r, v, c in _decode(file.get_tensor(f"{prefix}metrics"))})
+                stored = file.get_tensor(f"{prefix}ids").numpy()
+                index = np.flatnonzero(np.isin(stored, sorted(missing)))
+                if len(index):
+                    missing -= set(stored[index].tolist())
+                    tensors = {n.removeprefix(prefix): file.get_tensor(n) for n in names}
+                    found.append((stored[index], {f: select(c, index) for f, c in _to_columns(tensors).items()}))
+        if missing:
+            raise ValueError(f"sample {min(missing)} is missing")
+        if not found:  # no samples: of which kind their columns are is not known here
+            return Rollout(ids, dict.fromkeys(writes, NO_SAMPLES), metrics)
+        every = np.concatenate([stored for stored, _ in found])
+        order = np.argsort(every)[np.searchsorted(np.sort(every), ids)]
+        fields = found[0][1]
+        return Rollout(ids, {f: select(concat([columns[f] for _, columns in found]), order) for f in fields}, metrics)
+
+
+def _to_tensors(field: str, column: Column) -> dict[str, Tensor]:
+    if isinstance(column, Ragged):
+        lengths = torch.from_numpy(column.lengths.copy())
+        return {f"{field}:values": column.joined().clone(), f"{field}:lengths": lengths}
+    if isinstance(column, Tensor):
+        return {f"{field}:tensor": column.detach().cpu().clone()}
+    return {f"{field}:json": _encode(column)}
+
+
+def _to_columns(tensors: Mapping[str, Tensor]) -> dict[str, Column]:
+    columns: dict[str, Column] = {}
+    for name, tensor in tensors.items():
+        field, _, kind = name.rpartition(":")
+        if kind == "values":
+            lengths = tensors[f"{field}:lengths"].numpy()
+            columns[field] = Ragged.packed(tensor, lengths, tuple(tensor.shape[1:]))
+        elif kind == "tensor":
+            columns[field] = tensor
+        elif kind == "json":
+            columns[field] = _decode(tensor)
+    return columns
+
+
+def _encode(value: Any) -> Tensor:
+    return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+
+
+def _decode(data: Tensor) -> Any:
+    return json.loads(bytes(data.numpy()))

@@ -1,0 +1,271 @@
+"""With a delay, ranks that generate run ahead, always with the weights of exactly that many steps before."""
+
+import math
+import random
+import threading
+from collections.abc import Generator, Iterator
+from contextlib import nullcontext, suppress
+from functools import partial
+from itertools import product
+from pathlib import Path
+from queue import Queue
+from typing import Any
+
+import pytest
+import torch
+
+from cases import KINDS, Source, check_and_write, column
+from distflow.data.batch import NO_SAMPLES, Batch
+from distflow.data.collectives import SendReceive
+from distflow.data.context import Context
+from distflow.data.coordinator import Coordinator
+from distflow.data.loader import Loader
+from distflow.errors import ConfigError, PlacementError
+from distflow.flow import Flow, Node
+from distflow.observe.metrics import MetricsReducer, StepMetrics
+from distflow.plan import Place, Placement, Plan, Run, Workload, plan
+from distflow.run.link import Link
+from distflow.run.mailbox import Mailbox
+from distflow.run.overlap import Overlap
+from distflow.run.weight_versions import WeightVersions
+from distflow.run.worker import Worker
+from simulate import simulate
+
+STEPS = 7
+
+
+class Actor:
+    """Has a number for its weights: the updates so far. Where it generates, the number that was handed over."""
+
+    def __init__(self, rank: int, plan: Plan, progress: dict[int, int], first: int = 0) -> None:
+        self.rank, self.delay, self.first, self.progress = rank, plan.staleness, first, progress
+        layouts = {n.id: plan.partition_of(n.id).layout.ranks for n in plan.flow.nodes if n.method}
+        self.givers, self.takers = layouts["update"], layouts["generate"]
+        self.updates = self.version = first
+        self.handed: list[int] = []
+
+    def copy_weights(self) -> int:
+        return self.updates
+
+    def hand_over(self, version: int, weights: int | None = None) -> Iterator[SendReceive]:
+        giver = {t: self.givers[i % len(self.givers)] for i, t in enumerate(self.takers)}
+        if self.rank in self.takers:
+            data = torch.zeros(1, dtype=torch.int64)
+            yield SendReceive(0, lambda out: None, {}, data.view(torch.uint8), {giver[self.rank]: (0, 8)})
+            self.version = int(data)
+            assert self.version == version
+            self.handed.append(version)
+        elif mine := [t for t, g in giver.items() if g == self.rank]:
+            number = torch.tensor([self.updates if weights is None else weights]).view(torch.uint8)
+            nothing = torch.empty(0, dtype=torch.uint8)
+            yield SendReceive(8, lambda out: out.copy_(number), dict.fromkeys(mine, (0, 8)), nothing, {})
+
+    def generate(self, batch: Batch, ctx: Context, writes: list[str]) -> dict[str, Any]:
+        assert self.version == max(self.first, ctx.step - 1 - self.delay), (self.version, ctx.step)
+        assert ctx.step - 1 - min(self.progress.values()) <= self.delay  # nobody is further ahead
+        return {w: column(w, batch.ids) if len(batch) else NO_SAMPLES for w in writes}
+
+    def update(self, batch: Batch, ctx: Context) -> None:
+        self.updates += 1
+        assert self.updates == ctx.step
+        self.progress[self.rank] = self.updates
+
+
+def random_loop(rng: random.Random, workers: int, delay: int, chunks: int = 1) -> Plan:
+    """Nodes around one that generates and one that trains, on any ranks; also from those that train to the others."""
+    ranks = rng.sample(range(workers), workers)
+    cut = rng.randint(1, workers - 1)
+    sets = {"rollout": sorted(ranks[:cut]), "train": sorted(ranks[cut : rng.randint(cut + 1, workers)])}
+    sets["some"] = sorted(rng.sample(range(workers), rng.randint(1, workers)))
+    repeat, fields, nodes = rng.choice([1, 2]), list(Source.column_names), list[Node]()
+    before, after = 0 if chunks > 1 else rng.randint(0, 2), rng.randint(0, 4)
+    for i in range(before + after + 2):
+        reads = tuple(rng.sample(fields, rng.randint(1, min(3, len(fields)))))
+        writes = tuple(f"f{i}{j}.{rng.choice(KINDS).replace(' ', '_')}" for j in range(rng.randint(1, 2)))
+        if i == before:
+            params: dict[str, Any] = {"writes": list(writes)}
+            fn = Actor.generate
+            options: dict[str, Any] = {"type": "inference", "hand_over": True, "method": True, "role": "actor"}
+            nodes.append(Node("generate", reads=reads, writes=writes, fn=fn, params=params, **options))
+        elif i == before + after + 1:
+            options = {"type": "train", "method": True, "role": "actor"}
+            nodes.append(
+                Node(
+                    "update",
+                    reads=tuple(dict.fromkeys((*reads[:1], *nodes[before].writes))),
+                    fn=Actor.update,
+                    **options,
+                )
+            )
+            writes = ()
+        else:
+            params = {"node": f"n{i}", "writes": list(writes), "whole": False, "repeat": repeat}
+            balance = rng.choice(reads) if rng.random() < 0.3 else None
+            nodes.append(Node(f"n{i}", reads=reads, writes=writes, fn=check_and_write, params=params, balance=balance))
+        fields += [f for f in writes if f not in fields]
+    places = {n.id: Place(rng.choice(list(sets))) for n in nodes}
+    places |= {"generate": Place("rollout"), "update": Place("train")}
+    rank_sets = {name: ",".join(map(str, r)) for name, r in sets.items()}
+    flow, placement = Flow("loop", Source.column_names, tuple(nodes)), Placement(workers, rank_sets, nodes=places)
+    if chunks == 1:
+        return plan(flow, placement, Workload(rng.randint(1, 6), repeat), staleness=delay)
+    chunk = math.lcm(*(len(r) for r in sets.values()))
+    return plan(flow, placement, Workload(chunk * chunks, repeat), staleness=delay, chunk=chunk)
+
+
+def chunked_loops(count: int, delay: int) -> Iterator[Plan]:
+    """Yields random plans in which some node runs chunk by chunk."""
+    found = 0
+    for seed in range(10 * count):
+        with suppress(PlacementError):  # no node can
+            p = random_loop(random.Random(seed), 2 + seed % 4, delay, chunks=2 + seed % 2)
+            found += 1
+            if found <= count:
+                yield p
+    assert found >= count
+
+
+class Hub:
+    """Carries messages between threads; a receiver that waits too long is stuck."""
+
+    def __init__(self, workers: int) -> None:
+        self.queues: dict[tuple[int, int], Queue[bytes]] = {p: Queue() for p in product(range(workers), range(workers))}
+
+    def run(self, rank: int, communication: Generator[SendReceive, Any, None]) -> None:
+        result = None
+        while True:
+            try:
+                request = communication.send(result)
+            except StopIteration:
+                return
+            data = torch.zeros(request.size, dtype=torch.uint8)
+            if request.size:
+                request.pack(data)
+            for peer, (a, b) in request.send.items():
+                self.queues[rank, peer].put(bytes(data[a:b].numpy()))
+            for peer, (a, b) in request.receive.items():
+                message = bytearray(self.queues[peer, rank].get(timeout=60))
+                request.out[a:b] = torch.frombuffer(message, dtype=torch.uint8)
+            result = request.out
+
+
+def make_worker(rank: int, plan: Plan, progress: dict[int, int], first: int = 0) -> Worker:
+    actor = Actor(rank, plan, progress, first)
+    link = Link(WeightVersions(rank, plan, {"actor": actor}, first))
+    data = Coordinator(rank, plan, Loader(Source(), plan.samples // plan.repeat, plan.repeat, seed=0))
+    return Worker(rank, plan, data, {"actor": actor}, 0, Path(), lambda *_: None, link=link)
+
+
+@pytest.mark.parametrize("delay", [0, 1, 2, 4])
+def test_in_one_order_of_all_ranks_nothing_deadlocks_although_nothing_is_buffered(delay: int) -> None:
+    for seed in range(20):
+        p = random_loop(random.Random(seed), 2 + seed % 5, delay)
+        progress = dict.fromkeys(p.partition_of("update").layout.ranks, 0)
+        workers = {r: make_worker(r, p, progress) for r in range(p.workers)}
+        simulate({r: w.steps(0, STEPS, lambda *_: None) for r, w in workers.items()})
+        for r in p.partition_of("generate").layout.ranks:
+            versions = workers[r].roles["actor"].handed
+            assert versions == (list(range(STEPS)) if not delay else list(range(max(1, STEPS - delay))))
+
+
+def collect(all_metrics: list[StepMetrics], step: int, metrics: StepMetrics) -> None:
+    all_metrics.append(metrics)
+
+
+@pytest.mark.parametrize("delay", [0, 2])
+def test_chunks_bring_every_field_of_every_sample_and_nothing_deadlocks(delay: int) -> None:
+    by_chunk = set[bool]()
+    for p in chunked_loops(15, delay):
+        progress = dict.fromkeys(p.partition_of("update").layout.ranks, 0)
+        workers = {r: make_worker(r, p, progress) for r in range(p.workers)}
+        metrics: dict[int, list[StepMetrics]] = {r: [] for r in workers}
+        simulate({r: w.steps(0, 3, partial(collect, metrics[r])) for r, w in workers.items()})
+        for n in (n for n in p.flow.nodes if not n.method):
+            for step in range(3):
+                counts = [m[step].totals.get((f"samples/{n.id}", "sum"), (0, 0))[0] for m in metrics.values()]
+                assert sum(counts) == p.samples
+            by_chunk.add(any(isinstance(t, Run) and t.node == n.id and bool(t.partition.chunk) for t in p.tasks))
+    assert by_chunk == {True, False}  # some nodes see the whole step
+
+
+class Team:
+    """All workers of a plan in threads, with a thread more each for communication."""
+
+    def __init__(self, plan: Plan, first: int) -> None:
+        self.plan, self.first, self.hub = plan, first, Hub(plan.workers)
+        self.progress = dict.fromkeys(plan.partition_of("update").layout.ranks, first)
+        self.rows: list[dict[str, float]] = []  # of each step
+        self.copies: list[int] = []  # of weights that a worker has kept, at the end of steps
+        self.errors: list[BaseException] = []
+
+    def run(self) -> None:
+        threads = [threading.Thread(target=self.work, args=(r,)) for r in range(self.plan.workers)]
+        for t in threads:
+            t.start()
+        for t in threads:
+            t.join()
+
+    def work(self, rank: int) -> None:
+        try:
+            self.work_as(rank)
+        except BaseException as e:
+            self.errors.append(e)
+
+    def work_as(self, rank: int) -> None:
+        worker = make_worker(rank, self.plan, self.progress, self.first)
+        sink = (lambda step, row: self.rows.append(row)) if rank == 0 else None
+        reducer = MetricsReducer(rank, range(self.plan.workers), sink)
+        link = Overlap(worker, None, reducer, lambda c: self.hub.run(rank, c), lambda ranks: nullcontext())
+        link.start(self.first, self.first + STEPS)
+
+        def after_step(step: int, metrics: StepMetrics) -> Any:
+            self.copies.append(sum("weights" in str(key) for key in list(link.mail._values)))
+            return link.reduce(reducer, step, metrics, False)
+
+        chain = worker.steps(self.first, self.first + STEPS, lambda *_: None, after_step, link.after_chain)
+        assert list(chain) == []  # the chain itself communicates nothing
+        assert not link.mail._values, "something is left"
+        reducer.wait()
+        reducer.close()
+
+
+@pytest.mark.parametrize("delay", [1, 2, 3])
+def test_with_a_thread_for_communication_nothing_is_stuck_and_all_metrics_are_reduced(delay: int) -> None:
+    for seed in range(12):
+        rng = random.Random(1000 + seed)
+        team = Team(random_loop(rng, 2 + seed % 4, delay), rng.choice([0, 3]))
+        team.run()
+        assert not team.errors, (seed, team.errors[0])
+        assert max(team.copies) <= delay + 1
+        assert len(team.rows) == STEPS
+        for n in (n for n in team.plan.flow.nodes if not n.method):
+            assert {row[f"samples/{n.id}"] for row in team.rows} == {team.plan.samples}
+
+
+@pytest.mark.parametrize("delay", [0, 1])
+def test_with_a_thread_chunks_leave_before_the_others(delay: int) -> None:
+    for p in chunked_loops(8, delay):
+        team = Team(p, 0)
+        team.run()
+        assert not team.errors, team.errors[0]
+        assert len(team.rows) == STEPS
+        for n in (n for n in p.flow.nodes if not n.method):
+            assert {row[f"samples/{n.id}"] for row in team.rows} == {p.samples}
+
+
+def test_a_worker_that_fails_in_its_thread_says_so_to_whom_it_keeps_waiting() -> None:
+    mail = Mailbox()
+    mail.put("a", 1)
+    mail.fail(ConfigError("broken"))
+    assert mail.take("a") == 1  # what came before is still there
+    with pytest.raises(ConfigError, match="broken"):
+        mail.take("b")
+
+
+def test_a_role_that_cannot_copy_its_weights_is_refused() -> None:
+    p = random_loop(random.Random(0), 3, 1)
+    rank = p.partition_of("update").layout.ranks[0]
+    with pytest.raises(
+        ConfigError, match=r"roles.actor: rollout.staleness and rollout.chunk need copies .* object has no method"
+    ):
+        WeightVersions(rank, p, {"actor": object()})
