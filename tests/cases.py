@@ -78,6 +78,8 @@ def column(name: str, ids: np.ndarray) -> Column:
 def same(a: Any, b: Any) -> bool:
     if isinstance(b, torch.Tensor):
         return isinstance(a, torch.Tensor) and a.dtype == b.dtype and a.shape == b.shape and torch.equal(a, b)
+    if isinstance(a, torch.Tensor) and type(b) is float:  # a list of floats that a node has written
+        return torch.equal(a, torch.tensor(b)) or (math.isnan(a) and math.isnan(b))
     return type(a) is type(b) and (a == b or (a != a and b != b))
 
 
@@ -93,8 +95,8 @@ def check_and_write(
     """The function of every node of a random flow. `chosen`: the prompts of each step after a refill."""
     assert len(batch) > 0  # a function is not called for no samples
     if chosen:
-        assert ctx.groups.tolist() == chosen[ctx.step]
-        assert set(batch.groups.tolist()) <= set(chosen[ctx.step])
+        assert ctx.groups.tolist() == chosen[ctx.step - 1]
+        assert set(batch.groups.tolist()) <= set(chosen[ctx.step - 1])
     assert list(batch.ids) == sorted(set(batch.ids.tolist()))
     assert (batch.groups == batch.ids // repeat).all()
     for name, col in batch.columns.items():
@@ -105,7 +107,8 @@ def check_and_write(
     if whole:
         _, counts = np.unique(batch.groups, return_counts=True)
         assert (counts == repeat).all(), f"{node}: groups are split"
-    ctx.metrics.log(f"samples/{node}", len(batch), reduce="sum")
+    ctx.metrics.log(f"samples/{node}", len(batch), reduce="sum")  # of all replicas of a sample, one counts
+    ctx.metrics.log(f"replicas/{node}", 1.0, len(batch))  # and here each
     return {w: column(w, batch.ids) for w in writes}
 
 

@@ -137,6 +137,8 @@ class Host:
         """Stops all its processes (SIGSTOP) until `thaw`; the link and the kernel's connections stay."""
         for pid in reversed(self.pids()):
             os.kill(pid, signal.SIGSTOP)
+            while not _is_stopped(pid):  # an `nsenter` that saw its command stop would stop once more after `thaw`
+                time.sleep(0.001)
 
     def thaw(self) -> None:
         for pid in self.pids():  # before the `nsenter` that waits for them, which would stop again
@@ -239,7 +241,7 @@ class Hosts(Sequence[Host]):
                 for pid in leaders:
                     os.killpg(pid, signal.SIGKILL)
                     os.waitpid(pid, 0)
-            results = {int(path.name): pickle.loads(path.read_bytes()) for path in Path(folder).iterdir()}
+            results = {int(path.name): pickle.loads(path.read_bytes()) for path in Path(folder).glob("*[0-9]")}
         for rank, (ok, value) in sorted(results.items()):
             assert ok, f"rank {rank} on {self._all[rank // per_host].name}: {value}"
         return [results[rank][1] for rank in range(len(self) * per_host)]
@@ -252,6 +254,10 @@ class Hosts(Sequence[Host]):
         lines = Path(f"/proc/{self._pid}/net/dev").read_text().splitlines()[2:]
         columns = [line.replace(":", " ").split() for line in lines]
         return {name: (int(values[0]), int(values[8])) for name, *values in columns}
+
+
+def _is_stopped(pid: int) -> bool:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "TZ"
 
 
 def _hold(*namespaces: str) -> tuple[subprocess.Popen[bytes], int]:
@@ -333,9 +339,10 @@ def _work(rank: int, answers: int, fn: Callable[..., Any], args: tuple[Any, ...]
 
 
 def _answer(rank: int, answers: int, answer: tuple[bool, Any]) -> None:
-    data = pickle.dumps(answer)
-    with open(os.open(str(rank), os.O_CREAT | os.O_WRONLY, dir_fd=answers), "wb") as f:
-        f.write(data)
+    part = f"{rank}.part"  # whoever is killed while it writes has said nothing
+    with open(os.open(part, os.O_CREAT | os.O_WRONLY, dir_fd=answers), "wb") as f:
+        pickle.dump(answer, f)
+    os.rename(part, str(rank), src_dir_fd=answers, dst_dir_fd=answers)
 
 
 def _wait(leaders: Mapping[int, Host], timeout_s: float) -> None:

@@ -8,6 +8,7 @@ from xml.etree import ElementTree
 import pytest
 
 from distflow import __version__, cli
+from distflow.errors import printable
 from distflow.run.program import Program
 
 DIAMOND = str(Path(__file__).parents[1] / "examples" / "diamond" / "config.yaml")
@@ -125,7 +126,6 @@ def test_a_picture_that_cannot_be_written_is_reported_in_one_line(
 @pytest.mark.parametrize(
     "args",
     [
-        [],
         ["paln", DIAMOND],
         ["plan"],
         ["plan", DIAMOND, "--jsn"],
@@ -139,6 +139,25 @@ def test_a_wrong_command_line_shows_its_usage(capsys: Output, args: list[str]) -
     assert out == ""
     assert err.startswith("usage: distflow")
     assert "Traceback" not in err
+
+
+def test_without_a_command_there_is_help(capsys: Output) -> None:
+    assert distflow() == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    for word in ("plan", "simulate", "run", "check", "eval", "export", "--version", "--print-completion"):
+        assert word in out
+
+
+def test_shells_complete_commands_and_options(capsys: Output, monkeypatch: pytest.MonkeyPatch) -> None:
+    for shell in ("bash", "zsh", "tcsh"):
+        assert distflow("--print-completion", shell) == 0
+        out = capsys.readouterr().out
+        assert "distflow" in out
+        assert "resume" in out
+    monkeypatch.setitem(sys.modules, "shtab", None)
+    assert distflow("--print-completion", "bash") == 2
+    assert "pip install 'distflow-rl[completion]'" in capsys.readouterr().err
 
 
 def test_the_command_is_also_a_module() -> None:
@@ -156,3 +175,12 @@ def test_an_unknown_log_level_is_refused(capsys: Output, monkeypatch: pytest.Mon
     monkeypatch.setenv("DISTFLOW_LOG_LEVEL", "debgu")
     assert distflow("plan", DIAMOND) == 2
     assert one_line(capsys, "DISTFLOW_LOG_LEVEL: unknown level 'DEBGU'; did you mean 'DEBUG'?")
+
+
+def test_names_of_files_cannot_steer_the_terminal(capsys: Output, tmp_path: Path) -> None:
+    name = tmp_path / "\x1b[2J\x1b]0;owned\x07\u202e.yaml"
+    assert distflow("plan", str(name)) == 2
+    text = capsys.readouterr().err
+    assert r"\x1b[2J\x1b]0;owned\x07\u202e.yaml" in text
+    assert text.rstrip("\n").isprintable()
+    assert printable("é\u3000日本 😀\n\ttab") == "é\u3000日本 😀\n\ttab"

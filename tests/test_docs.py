@@ -3,17 +3,28 @@
 import inspect
 import json
 import re
+from collections.abc import Iterator
+from dataclasses import replace
+from fnmatch import fnmatch
 from pathlib import Path
+from typing import get_args
 
 import pytest
+from pydantic import BaseModel
 
+from distflow.config import Config, yaml
+from distflow.config.loading import make_config
+from distflow.config.schema import TrainerConfig
+from distflow.flow.importing import load
 from distflow.flows import BUILT_IN
 from distflow.flows.policy_update import update_policy
-from page import blocks, done
+from docs_page import blocks, done
+from warm import distflow_run
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "algorithms.md"
 FLOWS = ROOT / "src" / "distflow" / "flows"
+TINY = {"arch": "qwen2", "hidden": 32, "layers": 2, "heads": 4, "kv_heads": 2}
 _ROW = re.compile(r"^\| `(\w+)` \| \[(\w+\.py)\]\(([^)]*)\) \| (\d+) \| ([^|]+) \| ([^|]+) \|$", re.M)
 
 
@@ -68,6 +79,125 @@ def test_the_commands_of_a_page_work(tmp_path: Path, name: str) -> None:
         elif block.kind == "sh":
             for command in block.text.splitlines():
                 done(tmp_path, command)
+
+
+def test_the_placement_of_the_page_trains(tmp_path: Path) -> None:
+    """With half of its workers, and a model that is here."""
+    (config,) = [b for b in blocks(ROOT / "docs/placement.md") if b.file == "grpo.yaml"]
+    config.write(tmp_path)
+    (tmp_path / "train.jsonl").write_text("".join(f'{{"prompt": "{i}", "answer": "{i}"}}\n' for i in range(8)))
+    (tmp_path / "reward.py").write_text("def compute_score(solution_str):\n    return len(solution_str)\n")
+    tiny = [f"model={json.dumps(TINY)}", "data.batch=4", "rollout.n=2", "rollout.max_tokens=4", "steps=1"]
+    half = ["placement.ranks.rollout=0-1", "placement.ranks.train=2-3"]
+    ended = distflow_run(tmp_path / "grpo.yaml", *tiny, *half, workers=4, folder=tmp_path)
+    assert not any(ended.codes), ended.err
+
+
+@pytest.mark.slow  # the script in examples/ does the same
+def test_the_script_of_the_page_trains(tmp_path: Path) -> None:
+    (script,) = [b for b in blocks(ROOT / "docs/running.md") if b.file == "script.py"]
+    script.write(tmp_path)
+    (tmp_path / "train.jsonl").write_text("".join(f'{{"prompt": "{i}"}}\n' for i in range(8)))
+    config = {"flow": "grpo", "model": TINY, "data": "train.jsonl", "rollout": {"n": 2, "max_tokens": 4}, "steps": 2}
+    (tmp_path / "grpo.yaml").write_text(json.dumps(config))
+    ended = done(tmp_path, "python script.py")
+    assert re.search(r"^runs/grpo runs/grpo/checkpoints/step_2 2 \d", ended.out, re.M), ended.out
+
+
+@pytest.mark.parametrize("page", [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))], ids=lambda p: p.name)
+def test_configs_are_valid(page: Path) -> None:
+    """Every block of YAML: a config, or a part of one."""
+    for block in blocks(page):
+        if block.kind == "yaml" and block.text.startswith(tuple(f"{key}:" for key in Config.model_fields)):
+            make_config({"flow": "grpo", "data": "x.jsonl", **yaml.parse(block.text)}, [], ROOT, page.name, "run")
+
+
+MOVING = ["coming-from-trl.md", "coming-from-verl.md"]
+
+
+@pytest.mark.parametrize("name", MOVING)
+def test_a_page_for_those_who_move_works_word_for_word(tmp_path: Path, name: str) -> None:
+    """But for the model, which is not here, and the number of steps."""
+    rows = [
+        {
+            "prompt": [{"role": "user", "content": f"{i} + 1 = "}],
+            "answer": str(i + 1),
+            "data_source": "sums",
+            "reward_model": {"style": "rule", "ground_truth": str(i + 1)},
+        }
+        for i in range(16)
+    ]
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for block in blocks(ROOT / "docs" / name):
+        if block.file:
+            text = re.sub(r'"?Qwen/Qwen2.5-0.5B-Instruct"?', json.dumps(TINY), block.text)
+            text = re.sub(r"steps(: |=)100", r"steps\g<1>2", text)
+            replace(block, text=text.replace("256", "8")).write(tmp_path)
+        elif block.kind == "sh":
+            for command in block.text.splitlines():
+                done(tmp_path, command)
+    if "trl" in name:
+        metrics = tmp_path / "runs/math/metrics.jsonl"
+        assert (tmp_path / "out" / "model.safetensors").exists()
+        expected = {"reward/right/mean", "reward/accuracy/mean", "reward/brevity/mean"}
+    else:
+        metrics = tmp_path / "runs/grpo/metrics.jsonl"
+        expected = {"val/sums/acc", "val/sums/length", "val/sums/score", "reward/acc/mean", "actor/kl"}
+    last = json.loads(metrics.read_text().splitlines()[-1])
+    assert last["step"] == 2
+    assert {n.replace("accuracy/right", "right") for n in last} >= expected
+
+
+def config_keys(section: type[BaseModel] = Config, prefix: str = "") -> Iterator[str]:
+    """Yields the dotted name of every key, but for those of sections that a user names."""
+    for name, info in section.model_fields.items():
+        yield prefix + name
+        kinds = [info.annotation, *get_args(info.annotation)]
+        for kind in kinds:
+            if isinstance(kind, type) and issubclass(kind, BaseModel):
+                yield from config_keys(kind, f"{prefix}{name}.")
+
+
+def constants() -> set[str]:
+    return {f"algo.{c}" for flow in BUILT_IN.values() for c in load(flow, "flow").constants}
+
+
+@pytest.mark.parametrize("name", MOVING)
+def test_every_key_that_a_page_moves_to_is_there(name: str) -> None:
+    part = (ROOT / "docs" / name).read_text().partition("## Key by key")[2].partition("\n## ")[0]
+    known = {*config_keys(), *constants()}
+    ours = [cell for cell in re.findall(r"^\|.*\| ([^|]+) \|$", part, re.M) if cell != "---"]
+    keys = {word for cell in ours for word in re.findall(r"`([a-z_]+(?:\.[a-z_]+)+)`", cell)}
+    assert len(keys) > 30
+    assert keys <= known | {"actor.generate", "distflow.run"}, keys - known
+    assert {w for cell in ours for w in re.findall(r"`flow`: `(\w+)`", cell)} <= set(BUILT_IN)
+
+
+def test_the_reference_has_every_key() -> None:
+    listed = re.findall(r"^\| `([\w.]+)` \|", (ROOT / "docs/reference.md").read_text().partition("## Metrics")[0], re.M)
+    # Sections that have the keys of another one, or names of the user's own.
+    models, places = r"(critic|reward)\.model\..*", r"placement\.(default|roles|nodes)\..*"
+    elsewhere = re.compile(rf"base|{models}|{places}|eval\.reward\..*|reward\.functions\..*|roles\..*")
+    of_train = {f"critic.{key}" for key in TrainerConfig.model_fields} - {"critic.lr"}
+    assert sorted(listed) == sorted(k for k in config_keys() if not elsewhere.fullmatch(k) and k not in of_train)
+
+
+def test_the_reference_has_every_metric() -> None:
+    """Every name that the package logs, as the code has it; `{…}` in it, and `<…>` on the page, stand for anything."""
+    page = (ROOT / "docs/reference.md").read_text().partition("## Metrics")[2]
+    listed = {
+        re.sub("<.*?>", "*", name) for row in re.findall(r"^\| (`[^|]*) \|", page, re.M) for name in _WORD.findall(row)
+    }
+    source = "".join(p.read_text() for p in (ROOT / "src/distflow").rglob("*.py"))
+    in_calls = re.findall(r'(?:metrics|self)\.log\(\s*f?"([^"]+)"', source)
+    of_losses = re.findall(r'"((?:actor|critic|rollout|reward_model)/\w+)":', source)
+    names = {re.sub(r"\{.*?\}", "*", name) for name in (*in_calls, *of_losses)}
+    assert len(names) > 40
+    missing = [n for n in names if not any(fnmatch(known, n) or fnmatch(n, known) for known in listed)]
+    assert not missing, missing
+
+
+_WORD = re.compile(r"`([^`]+)`")
 
 
 @pytest.mark.parametrize("page", [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))], ids=lambda p: p.name)

@@ -40,13 +40,13 @@ def check_random_plan(rng: random.Random, workers: int) -> None:
     handled: Counter[str] = Counter()
     for metrics in results:
         for (name, _), (total, _) in metrics.totals.items():
-            if name.startswith("samples/"):
-                handled[name.removeprefix("samples/")] += int(total)
+            if name.startswith(("samples/", "replicas/")):
+                handled[name] += int(total)
     for task in plan.tasks:
-        if isinstance(task, Run):  # each replica handles each of its samples once
-            once = steps * plan.samples * task.partition.layout.tp
-            repeats = task.node in plan.flow.refill_loop
-            assert handled[task.node] >= once if repeats else handled[task.node] == once
+        if isinstance(task, Run):  # each replica handles each of its samples once; a sum counts the sample once
+            for kind, replicas in (("samples", 1), ("replicas", task.partition.layout.tp)):
+                once, count = steps * plan.samples * replicas, handled[f"{kind}/{task.node}"]
+                assert count >= once if task.node in plan.flow.refill_loop else count == once
 
 
 CASES = {"rng": st.randoms(use_true_random=False), "workers": st.sampled_from([1, 2, 2, 3, 4, 4, 6, 8])}

@@ -14,12 +14,13 @@ SOURCE = Path(distflow.__file__).parent
 # area → the areas that it may import, as words; an area is a package, a part of the engine, or a module
 _ALLOWED = {
     "errors": "",
+    "private_folder": "",
     "flow": "errors",
     "plan": "flow errors",
     "config.schema": "errors",
     "config": "config.schema errors",
     "algo": "errors",
-    "data": "flow plan errors",
+    "data": "flow plan private_folder errors",
     "flows": "flow algo data errors",
     "reward": "flow data errors",
     "engine.base": "data plan errors",  # weights, columns, role_state
@@ -32,11 +33,12 @@ _ALLOWED = {
     " data flow plan config.schema errors",
     "observe": "data plan errors distflow",
     "run": "observe reward engine engine.train engine.role_context engine.model engine.base"
-    " flows data plan flow config config.schema errors",
-    "launch": "run observe data plan config errors distflow",
-    "simulate": "run engine.base data plan flow config config.schema errors",
-    "cli": "simulate launch run plan config errors distflow",
-    "distflow": "flow plan algo data",  # the package's own names
+    " flows data plan flow config config.schema private_folder errors",
+    "launch": "run observe data plan config private_folder errors distflow",
+    "simulate": "run observe engine.base data plan flow config config.schema errors",
+    "api": "launch run observe plan flow config errors",
+    "cli": "simulate launch run observe plan config errors distflow",
+    "distflow": "api run flow plan algo data",  # the package's own names
     "__main__": "cli",
 }
 ALLOWED = {area: set(names.split()) for area, names in _ALLOWED.items()}

@@ -11,7 +11,7 @@ import torch
 
 from distflow import Batch
 from distflow.flow.importing import load
-from page import blocks, done
+from docs_page import blocks, done
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "own-algorithm.md"
@@ -113,7 +113,7 @@ def test_an_advantage_can_be_called_outside_a_flow(folder: Path) -> None:
     advantage = load("own.py:advantage", "test", folder)
     columns: dict[str, Any] = {
         "score": torch.tensor([0.0, 1.0, 0.5, 0.5, 0.5]),
-        "distinct": [0.0, 0.0, 0.0, 1.0, 0.0],
+        "distinct": torch.tensor([0.0, 0.0, 0.0, 1.0, 0.0]),
         "bonus": torch.zeros(5),
     }
 

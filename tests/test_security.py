@@ -18,10 +18,14 @@ SOURCE = Path(distflow.__file__).parent
 
 # Code and objects from data: (what is called, the only file that may, and why).
 ALLOWED = {
-    ("exec", "reward/sandbox/jail/main.py"): "runs the untrusted program, after isolation",
-    ("compile", "reward/sandbox/jail/main.py"): "the same",
-    ("exec", "reward/sandbox/remote_tests.py"): "runs inside the sandbox only",
+    ("exec", "reward/sandbox/jail/program.py"): "runs the untrusted program, after isolation",
+    ("compile", "reward/sandbox/jail/program.py"): "the same",
+    ("exec", "reward/sandbox/remote_tests.py"): "runs tests of the data set, inside the sandbox only",
     ("compile", "reward/sandbox/remote_tests.py"): "the same",
+    ("exec", "reward/sandbox/solution.py"): "runs the untrusted program, inside the sandbox only",
+    ("compile", "reward/sandbox/solution.py"): "the same",
+    ("eval", "reward/sandbox/judge_builtins.py"): "literals and operators only, inside the sandbox only",
+    ("compile", "reward/sandbox/judge_builtins.py"): "the same",
     ("__import__", "reward/sandbox/jail/main.py"): "imports only module names written in that file",
 }
 CODE = {"eval", "exec", "compile", "__import__", "os.system", "os.popen", "yaml.load", "yaml.unsafe_load"}

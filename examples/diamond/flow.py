@@ -35,7 +35,7 @@ def brevity(batch):
 @node(role="advantage", whole_groups=True)
 def advantage(batch):
     """Subtracts the mean score of the group, so all answers to a question must be on one worker."""
-    score = np.array(batch["correct"]) + np.array(batch["brevity"])
+    score = (batch["correct"] + batch["brevity"]).numpy()
     _, group = np.unique(batch.groups, return_inverse=True)
     return score - (np.bincount(group, score) / np.bincount(group))[group]
 
@@ -43,7 +43,7 @@ def advantage(batch):
 @node(role="actor", type="train", writes=(), balance="tokens")
 def update(batch, ctx):
     """Stands in for a training step, which needs about the same number of tokens on every worker."""
-    ctx.metrics.log("reward/mean", float(np.mean(batch["correct"])), len(batch))
+    ctx.metrics.log("reward/mean", float(batch["correct"].mean()), len(batch))
     ctx.metrics.log("response_length/mean", float(np.mean(batch["tokens"].lengths)), len(batch))
 
 

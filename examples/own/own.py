@@ -27,12 +27,12 @@ def scores_differ(batch, min_range=0.2):
 @node(whole_groups=True)
 def advantage(batch, ctx, distinct_weight=0.5, bonus_weight=0.5):
     """The sum of the rewards, less the median of the group."""
-    total = batch["score"] + distinct_weight * torch.tensor(batch["distinct"]) + bonus_weight * batch["bonus"]
+    total = batch["score"] + distinct_weight * batch["distinct"] + bonus_weight * batch["bonus"]
     advantage = torch.zeros(len(batch))
     for prompt in set(batch.groups):
         group = batch.groups == prompt
         advantage[group] = total[group] - total[group].median()
-    ctx.metrics.log("own/distinct", sum(batch["distinct"]) / len(batch), len(batch))
+    ctx.metrics.log("own/distinct", float(batch["distinct"].mean()), len(batch))
     return advantage
 
 

@@ -12,6 +12,9 @@ import plotext
 from rich.console import Console
 from rich.table import Table
 
+from distflow.observe.names import HELD_OUT
+from distflow.observe.page.sample_index import SampleIndex
+
 HERE = Path(__file__).parent
 RUNS = HERE.parents[1] / "runs" / "sorting"
 ACCURACY = "val/all/score"
@@ -48,20 +51,23 @@ def main() -> None:
     console.rule("2. GRPO: it tries, and correct answers are reinforced")
     distflow("run", str(HERE / "grpo.yaml"))
 
-    accuracy = {m["step"] + 1: m[ACCURACY] for m in read(RUNS / "grpo" / "metrics.jsonl") if ACCURACY in m}
+    accuracy = {m["step"]: m[ACCURACY] for m in read(RUNS / "grpo" / "metrics.jsonl") if ACCURACY in m}
     before, *_, after = accuracy.values()
     console.rule("3. The result, on numbers it was never trained on")
     table = Table("", "before GRPO", "after", title="sort the digits of a number")
     table.add_row("correct answers, held-out", f"{before:.1%}", f"{after:.1%}", style="bold")
-    samples = read(RUNS / "grpo" / "samples.jsonl")
-    steps = [s["step"] for s in samples]
-    first, last = ({s["prompt"]: s for s in samples if s["step"] == step} for step in (min(steps), max(steps)))
-    for prompt in sorted(first)[:6]:
-        responses = (f"{s['response']} {'✓' if s['score'] else '✗'}" for s in (first[prompt], last[prompt]))
+    index = SampleIndex(RUNS / "grpo")
+    held_out = [index.sample(*key) for key in index.recorded() if key[1] == HELD_OUT]
+    samples = {(s["step"], s["fields"]["prompt"]): s["fields"] for s in held_out if s}
+    steps = [step for step, _ in samples]
+    for prompt in sorted({prompt for _, prompt in samples})[:6]:
+        shown = (samples[step, prompt] for step in (min(steps), max(steps)))
+        responses = (f"{s['response']} {'✓' if s['score'] else '✗'}" for s in shown)
         table.add_row(prompt.strip(), *responses)
     console.print(table)
     print(curve(accuracy))
     print(f"{RUNS / 'grpo'}: metrics, samples, weights; {time.time() - start:.0f} s in all")
+    print(f"see it in a browser: .venv/bin/distflow show {(RUNS / 'grpo').relative_to(HERE.parents[1])}")
 
 
 if __name__ == "__main__":

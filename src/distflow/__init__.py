@@ -6,6 +6,9 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import distflow.plan
+import distflow.run  # noqa: F401
+from distflow.api import check, evaluate, export, plan, run
 from distflow.flow import Flow, Node, flow, node
 from distflow.plan import Layout, Plan
 
@@ -25,8 +28,13 @@ __all__ = [
     "Ragged",
     "Tokens",
     "__version__",
+    "check",
+    "evaluate",
+    "export",
     "flow",
     "node",
+    "plan",
+    "run",
 ]
 
 try:

@@ -1,4 +1,4 @@
-"""The command line: `distflow plan`, `simulate`, `run`, `check`, `eval`, `export`. Imports nothing heavy too early."""
+"""The command line: `distflow run`, `plan`, `check`, `show` and others. Imports nothing heavy too early."""
 
 import argparse
 import json
@@ -7,10 +7,12 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import distflow
-from distflow.errors import ConfigError, DistflowError, cut, suggest
+from distflow.errors import ConfigError, DistflowError, cut, printable
+from distflow.observe.commands import add_commands
+from distflow.observe.logs import set_up_logging
 from distflow.run.launch_env import read_launch_env
 from distflow.run.program import Program
 from distflow.run.run_dir import AUTO, NEWEST
@@ -19,40 +21,49 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
 logger = logging.getLogger(__name__)
-LOG_LEVEL = "DISTFLOW_LOG_LEVEL"  # environment variable, which workers inherit
+DTYPES = ("float32", "bfloat16", "float16")  # of an export
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = _parser()
+    if not (sys.argv[1:] if argv is None else argv):
+        parser.print_help()
+        sys.exit(0)
     args, rest = parser.parse_known_args(argv)
     for word in rest:  # overrides may also follow an option
-        if word.startswith("-") or args.command is _export:
+        if word.startswith("-") or not hasattr(args, "config"):
             parser.error(f"unknown {'option' if word.startswith('-') else 'argument'} {cut(word)}")
         args.overrides.append(word)
     try:
-        _set_up_logging()
+        set_up_logging()
         sys.exit(args.command(args))
     except DistflowError as e:
         logger.error(e)
         sys.exit(2)
 
 
-def _set_up_logging() -> None:
-    """Sends what the package logs to stderr, as `distflow: …`."""
-    handler = logging.StreamHandler()
-    handler.setFormatter(logging.Formatter("distflow: %(message)s"))
-    package = logging.getLogger("distflow")
-    package.handlers, package.propagate = [handler], False
-    package.setLevel(logging.INFO)
-    level, levels = os.environ.get(LOG_LEVEL, "info").upper(), ("DEBUG", "INFO", "WARNING", "ERROR")
-    if level not in levels:
-        raise ConfigError(f"{LOG_LEVEL}: unknown level '{cut(level)}'{suggest(level, levels)}")
-    package.setLevel(level)
+class _PrintCompletion(argparse.Action):
+    """Prints the script that completes commands, options and files in a shell."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *args: Any) -> None:
+        try:
+            import shtab
+        except ImportError as e:
+            parser.exit(2, f"distflow: shtab is not installed ({e}); pip install 'distflow-rl[completion]'\n")
+        (commands,) = (a for a in parser._actions if isinstance(a, argparse._SubParsersAction))
+        for action in (a for command in commands.choices.values() for a in command._actions):
+            if action.metavar in ("CONFIG", "RUN", "OUT", "FILE", "DIR", "PATH"):
+                action.complete = shtab.FILE
+        print(shtab.complete(parser, args[1]))
+        parser.exit()
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         "distflow", description="RL post-training of language models: a graph, run by N workers without a driver."
+    )
+    parser.add_argument(
+        "--print-completion", choices=["bash", "zsh", "tcsh"], action=_PrintCompletion, help="for `eval` in a shell"
     )
     parser.add_argument("--version", action="version", version=f"distflow {distflow.__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
@@ -82,15 +93,28 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--launcher", choices=["local", "ray"], default="local", help="who starts the workers")
     run.add_argument("--address", metavar="HOST:PORT", help="of the Ray cluster; default: the one that is found")
     add("check", _check, "Check everything short of training: data, model, one reward, memory.")
-    add("eval", _eval, "Evaluate the model on the held-out set of the config, without training.")
+    evaluate = add("eval", _eval, "Evaluate the model, or a checkpoint, on the held-out set, without training.")
+    evaluate.add_argument(
+        "--checkpoint",
+        nargs="?",
+        const=NEWEST,
+        metavar="PATH",
+        help="the newest checkpoint of the run, or this checkpoint or run, instead of the model",
+    )
+    run.add_argument(
+        "--relative-to", type=Path, metavar="DIR", help="where paths start, instead of the config's folder"
+    )
     export = commands.add_parser("export", help="Write a run's weights as a Hugging Face directory.")
     export.set_defaults(command=_export, overrides=[])
     export.add_argument("run", type=Path, metavar="RUN", help="the folder of a run")
     export.add_argument("out", type=Path, metavar="OUT", help="a directory that is new or empty")
     export.add_argument("--step", type=int, metavar="N", help="the checkpoint of this step instead of the newest")
     export.add_argument("--role", metavar="ROLE", help="another model of the run than the actor, such as critic")
+    export.add_argument("--ema", action="store_true", help="the moving average of the weights (train.ema)")
+    export.add_argument("--dtype", choices=DTYPES, help="instead of the dtype of the model that was trained")
     export.add_argument("--adapter", action="store_true", help="only the LoRA adapter, in PEFT's format")
     export.add_argument("--base", metavar="MODEL", help="where the base model of an adapter is now, if it was moved")
+    add_commands(commands)
     return parser
 
 
@@ -103,8 +127,11 @@ def _add_simulate(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--node-seconds", action="append", default=[], metavar="NODE=S", help="what a node takes, instead of a roofline"
     )
-    command.add_argument("--overlap", type=float, default=0.0, metavar="D", help="forecast: rank sets D steps apart")
+    command.add_argument(
+        "--overlap", type=float, metavar="D", help="forecast: rank sets D steps apart; default: rollout.staleness"
+    )
     command.add_argument("--search", action="store_true", help="propose placements, the fastest first")
+    command.add_argument("--record", type=Path, metavar="DIR", help="write the step for `distflow show DIR`")
     form = command.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="print it as JSON")
     form.add_argument("--svg", metavar="FILE", type=Path, help="draw the timeline")
@@ -126,7 +153,12 @@ def _simulate(args: argparse.Namespace) -> int:
         parse_node_seconds(args.node_seconds),
     )
     hardware = load_hardware(args.hardware)
-    report = make_report(program, program.config.workers or 1, hardware, given, args.overlap, args.search)
+    overlap = program.config.rollout.staleness if args.overlap is None else args.overlap
+    report = make_report(program, program.config.workers or 1, hardware, given, overlap, args.search)
+    if args.record:
+        from distflow.simulate.recording import record_step
+
+        record_step(report, args.record)
     if args.json:
         print(json.dumps(report.to_json(), indent=2))
     elif args.svg:
@@ -157,7 +189,7 @@ def _write(path: Path, drawing: str) -> None:
         path.write_text(drawing)
     except OSError as e:
         raise ConfigError(f"--svg {path}: cannot be written: {e.strerror}") from None
-    print(f"wrote {path}")
+    print(printable(f"wrote {path}"))
 
 
 def _print(tables: "RenderableType") -> None:
@@ -200,7 +232,7 @@ def _check(args: argparse.Namespace) -> int:
     from distflow.run.check import check
 
     for line in check(_program(args)):
-        print(line, flush=True)
+        print(printable(line), flush=True)
     return 0
 
 
@@ -211,17 +243,29 @@ def _eval(args: argparse.Namespace) -> int:
     args.overrides.append("steps=0")
     if not any(o.startswith("run_dir=") for o in args.overrides):
         args.overrides.append(f"run_dir={config.run_folder}-eval")
-    return _start(args, None)
+    checkpoint: str | None = args.checkpoint
+    if checkpoint and "=" in checkpoint:  # an override that follows `--checkpoint`
+        args.overrides.append(checkpoint)
+        checkpoint = NEWEST
+    if checkpoint:
+        from distflow.run.checkpoint_model import find_checkpoint
+
+        checkpoint = str(config.run_folder) if checkpoint == NEWEST else checkpoint  # this one has a folder of its own
+        find_checkpoint(config.run_folder, checkpoint)
+    return _start(args, checkpoint)
 
 
 def _export(args: argparse.Namespace) -> int:
+    import torch
+
     from distflow.run.export import export, export_adapter
 
     if args.adapter:
-        out = export_adapter(args.run, args.out, args.step, args.role)
+        out = export_adapter(args.run, args.out, args.step, args.role, args.ema)
     else:
-        out = export(args.run, args.out, args.step, args.role, args.base)
-    print(f"wrote {out}")
+        dtype = getattr(torch, args.dtype) if args.dtype else None
+        out = export(args.run, args.out, args.step, args.role, args.base, dtype, args.ema)
+    print(printable(f"wrote {out}"))
     return 0
 
 
@@ -231,4 +275,4 @@ def _program(args: argparse.Namespace) -> Program:
         if args.workers < 1:
             raise ConfigError(f"--workers {args.workers}: at least one worker is needed")
         overrides.append(f"workers={args.workers}")
-    return Program.load(args.config, overrides)
+    return Program.load(args.config, overrides, getattr(args, "relative_to", None))

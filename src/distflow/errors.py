@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from difflib import get_close_matches
+from unicodedata import category
 
 
 class DistflowError(Exception):
@@ -40,6 +41,10 @@ class CheckpointError(DistflowError):
     """A checkpoint cannot be written or read."""
 
 
+class WeightsError(DistflowError):
+    """A rollout engine does not have the weights that it should generate with."""
+
+
 class StoppedError(DistflowError):
     """The run was asked to end, and has saved its state."""
 
@@ -48,6 +53,14 @@ def cut(text: str, length: int = 80) -> str:
     """Returns the text on one line, cut to a length."""
     text = " ".join(text.split())
     return text if len(text) <= length else f"{text[: length - 1]}…"
+
+
+def printable(text: str) -> str:
+    """Returns the text with control characters escaped: a name of a file may hold some that a terminal obeys."""
+    if text.isprintable():
+        return text
+    escape = (c in "\n\t" or not category(c).startswith("C") for c in text)
+    return "".join(c if kept else c.encode("unicode_escape").decode() for c, kept in zip(text, escape, strict=True))
 
 
 def shown(value: object, length: int = 80) -> str:

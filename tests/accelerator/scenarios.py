@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from accelerator.rehearsal_device import WAIT, calls
 from accelerator.rehearse import DEVICE, REHEARSED
 from cases import Source as Rows
+from distflow.algo.correction import Correction
 from distflow.algo.losses import policy, value
 from distflow.config.schema import Dtype, LoraConfig, RolloutConfig, TrainConfig
 from distflow.data import transport
@@ -116,7 +117,7 @@ def make_trainer(rank: int, case: Case, device: str) -> Trainer:
 def update(trainer: Trainer, rank: int, case: Case) -> dict[str, float]:
     """Makes two optimiser steps and returns the metrics."""
     constants: dict[str, Any] = {"clip": 0.1, "kl": 0.05, "entropy": 0.02}
-    spec = UpdateSpec(policy, constants, "token-mean", 12, 10, mini_batches=2, correction=("token", 2.0))
+    spec = UpdateSpec(policy, constants, "token-mean", 12, 10, mini_batches=2, correction=Correction("token"))
     if case.values:
         spec = UpdateSpec(value, {}, "token-mean", 12, 10, mini_batches=2)
     metrics = StepMetrics()
@@ -150,7 +151,7 @@ def save_and_restore(rank: int, case: Case, folder: str) -> list[Any]:
     writer = CheckpointWriter(Path(folder), rank, ranks, {"actor": ranks}, make_transport(rank, len(ranks)).run)
     copied = _copy("actor", state, ranks.index(rank)).tensors
     assert {t.device.type for t in copied.values()} == {"cpu"}  # a device has no room for two
-    writer.save(1, {"actor": state}, {}, lambda path: None)
+    writer.save(1, writer.copy({"actor": state}), {}, lambda path: None)
     writer.wait()
     writer.close()
     restored = make_trainer(rank, case, DEVICE)

@@ -77,10 +77,10 @@ PLANTS = {
         check_rollout, "engine.rollout.sampling:gumbel_sample", ".copy()).to(logits.device)", ".copy())"
     ),
     "the mask of decoding is made in host memory": Plant(
-        check_rollout, "engine.rollout.kv_cache:Decode._mask", ", device=self.positions.device", ""
+        check_rollout, "engine.rollout.kv_cache:_Block._mask", ", device=self.positions.device", ""
     ),
     "a token attends to the one after it": Plant(
-        check_rollout, "engine.rollout.kv_cache:Decode._mask", "key > self", "key > 1 + self",
+        check_rollout, "engine.rollout.kv_cache:_Block._mask", "key > self", "key > 1 + self",
         "the device generates something else",
     ),
     "weights of the rollout are allocated in host memory": Plant(

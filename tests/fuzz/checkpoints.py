@@ -72,7 +72,7 @@ class Checkpoints:
         identity = {"flow": "f", "seed": 0, "batch": 2, "repeat": 1}
         states = {"actor": Actor().role_state(), "judge": RoleState.of(Judge().state(), "judge")}
         for step in (2, 4):
-            writer.save(step, states, {"position": 0, **identity}, lambda path: None)
+            writer.save(step, writer.copy(states), {"position": 0, **identity}, lambda path: None)
             writer.wait()
         writer.close()
         self.path = checkpoint_dir(self.folder, 4)

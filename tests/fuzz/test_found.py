@@ -54,14 +54,15 @@ def load(folder: Path, text: str = "", **changed: Any) -> Config:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (bomb("list") + "\nsteps: *b11", "there are more than 100,000 values here once its aliases"),
-        (bomb("map") + "\nsteps: *b59", "there are more than 100,000 values here once its aliases"),
+        (bomb("list") + "\nsteps: *b11", "there are more than 20,000 values here once its aliases"),
+        (bomb("map") + "\nsteps: *b59", "there are more than 20,000 values here once its aliases"),
         ("steps: &a [*a]", "an alias is used inside its own value"),
         ("steps: " + "[" * 1000, "nested too deeply"),
         ("steps: !!bool x", "does not fit its tag (KeyError"),
         ("steps: !!int ''", "does not fit its tag (IndexError"),
         ("steps: !!timestamp x", "does not fit its tag (AttributeError"),
         ("steps: 0x" + "f" * 5000, "the number 0xffff"),
+        ("steps: [" + "1," * 30_000 + "]", "there are more than 20,000 values"),
         ("steps: 99999999999999999999", "the number 99999999999999999999 is too large"),
         ("wait_limit_s: .inf", "'wait_limit_s' is inf: input should be a finite number"),
         ("train: {lr: .nan}", "'train.lr' is nan: input should be a finite number"),
@@ -84,7 +85,7 @@ def test_a_config_that_is_too_much_is_refused(folder: Path, text: str, message: 
     [
         ({"workers": 10**12}, PlacementError, "workers: 1000000000000; at most 65,536 are supported"),
         ({"placement": {"ranks": {"g": "9" * 5000}}}, PlacementError, "placement.ranks.g: '999"),
-        ({"algo": {"times": "x"}}, FlowError, "flow 'count': TypeError: '<' not supported"),
+        ({"algo": {"times": "x"}}, FlowError, "algo.times: 'x' is not an integer"),
         ({"data": {"files": "~nobody-here/x"}}, ConfigError, "data.files: '~nobody-here/x': there is no such user"),
         ({"data": {"files": "x" * 300}}, DataError, "cannot be looked up: [Errno 36] File name too long"),
         ({"data": {"files": "rows.jsonl", "rename": {"label": "text"}}}, ConfigError, "two columns are called 'text'"),

@@ -17,7 +17,8 @@ import torch
 from distflow.errors import ConfigError, DistflowError, StoppedError
 from distflow.observe.beacon import Beacon
 from distflow.observe.failures import Failure
-from distflow.observe.heartbeat import LAUNCHER_FOLDER, Heartbeat
+from distflow.observe.heartbeat import LAUNCHER_FOLDER, Heartbeat, step_name
+from distflow.observe.trackers import check_installed
 from distflow.observe.watchdog import Watchdog
 from distflow.plan import Plan
 from distflow.run.job import Job
@@ -29,6 +30,7 @@ from distflow.run.run_dir import AUTO, make_dir
 
 logger = logging.getLogger(__name__)
 STOPPED = 128 + signal.SIGTERM  # exit code
+AGAIN_S = 1.0  # between two SIGINTs that are not one, of a terminal and of torchrun
 RESTARTED = "restarted"  # key in the store: how many workers know that they were restarted
 
 
@@ -37,14 +39,13 @@ def run_worker(program: Program, env: LaunchEnv, resume: str | None = None) -> i
     config, rank = program.config, env.rank
     env.export()
     _prepare_process(env)
-    stop_requested = _handle_sigterm(config.stop_limit_s)
     folder = Path(os.environ[LAUNCHER_FOLDER]) if LAUNCHER_FOLDER in os.environ else None
 
     def report(error: BaseException) -> None:
         failure = Failure.of(error, rank, heartbeat.step)
         if folder is None or not failure.write(folder):
             doing = heartbeat.record
-            where = f"rank {rank} on {doing.host}, step {doing.step}, '{doing.task}': "  # no launcher says it
+            where = f"rank {rank} on {doing.host}, {step_name(doing.step)}, '{doing.task}': "  # no launcher says it
             named = failure.kind != "peer_lost" or failure.message.startswith("rank ")
             logger.error(failure.message if named else where + failure.message)
 
@@ -56,6 +57,7 @@ def run_worker(program: Program, env: LaunchEnv, resume: str | None = None) -> i
         os._exit(1)
 
     heartbeat = Heartbeat(rank, folder)
+    stop_requested = _handle_signals(config.stop_limit_s, heartbeat)
     try:
         heartbeat.start_task(-1, "connect")
         rendezvous, beacon, plan = _join(program, env)
@@ -92,6 +94,8 @@ def _join(program: Program, env: LaunchEnv) -> tuple[Rendezvous, Beacon | None, 
     try:
         if config.workers not in (None, workers):
             raise ConfigError(f"workers: {config.workers}, but {workers} were started; set workers={workers}")
+        if env.rank == 0:
+            check_installed(config.track)
         plan = program.plan(workers)
         make_dir(config.run_folder)
         own_device()  # raises if there is none for this worker
@@ -110,23 +114,34 @@ def _join(program: Program, env: LaunchEnv) -> tuple[Rendezvous, Beacon | None, 
     return rendezvous, beacon, plan
 
 
-def _handle_sigterm(limit_s: float) -> Callable[[], bool]:
-    """Makes SIGTERM ask for an end after the step, and ends the process if that takes longer than `limit_s`."""
-    requested = threading.Event()
+def _handle_signals(limit_s: float, heartbeat: Heartbeat) -> Callable[[], bool]:
+    """Makes SIGTERM and SIGINT ask for an end after the step, and ends the process if that takes longer than `limit_s`.
 
-    def handle(*_: object) -> None:
-        if not requested.is_set():
-            requested.set()
-            timer = threading.Timer(limit_s, os._exit, (STOPPED,))
-            timer.daemon = True
-            timer.start()
+    A second SIGINT ends it at once; a launcher passes the first one on, so only one that comes later counts as such.
+    Before the first step nothing would be lost, and a launcher asks all workers: they end at once.
+    """
+    requested, launched, first = threading.Event(), heartbeat.folder is not None, 0.0
 
-    signal.signal(signal.SIGTERM, handle)
+    def handle(number: int, _: object) -> None:
+        nonlocal first
+        if requested.is_set():
+            if number == signal.SIGINT and not launched and time.monotonic() - first > AGAIN_S:
+                os._exit(128 + number)
+            return
+        if launched and heartbeat.step < 1:
+            os._exit(STOPPED)
+        first = time.monotonic()
+        requested.set()
+        timer = threading.Timer(limit_s, os._exit, (STOPPED,))
+        timer.daemon = True
+        timer.start()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, handle)
     return requested.is_set
 
 
 def _prepare_process(env: LaunchEnv) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends a worker at once, without N tracebacks
     if LAUNCHER_FOLDER in os.environ and sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: never outlive the launcher
     if "OMP_NUM_THREADS" not in os.environ:

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 from torch.distributed.elastic.multiprocessing.api import SignalException
 
@@ -59,7 +59,9 @@ def launch(
     command = ["-u", "-m", "distflow", "run", path, *overrides, f"workers={workers}"]
     launcher = _Launcher(config, resources_by_rank(config, workers, ray.cluster_resources()), command)
     try:
-        return run_with_restarts(config, launcher.run_workers, resume)
+        return run_with_restarts(
+            config, launcher.run_workers, resume, ["distflow", "run", path, *overrides, "--launcher=ray"]
+        )
     finally:
         ray.shutdown()
 
@@ -68,11 +70,13 @@ class _Launcher:
     def __init__(self, config: Config, resources: Sequence[Resources], command: Sequence[str]) -> None:
         self.config, self.resources, self.command = config, resources, command
         self._stop_requested = False
-        # Instead of Ray's own handlers. SIGTERM lets the workers finish their step, SIGINT ends them at once.
+        # Instead of Ray's own handlers. Both let the workers finish their step; a second SIGINT ends them at once.
         signal.signal(signal.SIGTERM, self._request_stop)
-        signal.signal(signal.SIGINT, _end)
+        signal.signal(signal.SIGINT, self._request_stop)
 
-    def _request_stop(self, *_: object) -> None:
+    def _request_stop(self, number: int, *_: object) -> None:
+        if self._stop_requested and number == signal.SIGINT:
+            raise SignalException("asked to end", signal.SIGINT)
         self._stop_requested = True
 
     def run_workers(self, resume: str | None) -> Failure | None:
@@ -157,10 +161,6 @@ class _Launcher:
         if now > self._next_warning:
             logger.warning("waiting for the cluster: %s", _needed(self.resources))
             self._next_warning = now + 60
-
-
-def _end(number: int, *_: object) -> NoReturn:
-    raise SignalException("asked to end", signal.Signals(number))
 
 
 def _connect(address: str | None) -> None:

@@ -3,9 +3,10 @@
 import fcntl
 import json
 import logging
+import shlex
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
@@ -15,6 +16,7 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from distflow.config import Config
 from distflow.errors import ConfigError
 from distflow.observe.failures import Failure, why_not_restart
+from distflow.private_folder import open_lock
 from distflow.run.run_dir import AUTO, make_dir
 
 logger = logging.getLogger(__name__)
@@ -22,24 +24,34 @@ MAX_DELAY_S = 30.0  # between two attempts
 
 
 def run_with_restarts(
-    config: Config, run_workers: Callable[[str | None], Failure | None], resume: str | None = None
+    config: Config,
+    run_workers: Callable[[str | None], Failure | None],
+    resume: str | None = None,
+    command: Sequence[str] = ("distflow", "run"),
 ) -> int:
     """Runs the config to the end and returns the exit code. Logs the one cause of each failure.
 
-    `run_workers(resume)` runs all workers until they end and returns why, if they failed."""
+    `run_workers(resume)` runs all workers until they end and returns why, if they failed. `command` is how the user has
+    started the run; none if by the Python API."""
     lock = _lock(config.run_folder)
+    checkpoints = _NewCheckpoints(config.run_folder)
     try:
-        return _run(config, run_workers, resume)
+        return _run(config, run_workers, resume, checkpoints)
     except SignalException as e:
-        logger.warning("stopped by %s", signal.Signals(e.sigval).name)
+        logger.warning("stopped by %s; %s", signal.Signals(e.sigval).name, _how_to_resume(checkpoints, resume, command))
         return 128 + e.sigval
     finally:
         lock.close()
         Console().show_cursor()  # a worker that was killed has not shown it again
 
 
-def _run(config: Config, run_workers: Callable[[str | None], Failure | None], resume: str | None) -> int:
-    checkpoints, previous, furthest, restart = _NewCheckpoints(config.run_folder), None, -1, 0
+def _run(
+    config: Config,
+    run_workers: Callable[[str | None], Failure | None],
+    resume: str | None,
+    checkpoints: "_NewCheckpoints",
+) -> int:
+    previous, furthest, restart = None, -1, 0
     while (failure := run_workers(resume)) is not None:
         if failure.kind == "stopped":
             raise SignalException(failure.message, signal.SIGTERM)
@@ -67,6 +79,17 @@ def _run(config: Config, run_workers: Callable[[str | None], Failure | None], re
     return 0
 
 
+def _how_to_resume(checkpoints: "_NewCheckpoints", resume: str | None, command: Sequence[str]) -> str:
+    newest = checkpoints.newest()
+    if newest is None and resume is None:
+        return "no step was saved"
+    again = "--resume" if newest is not None else f"--resume={resume}"  # as it was started, if nothing is new
+    start = f"from step {newest}" if newest is not None else "from where it started"
+    if not command:
+        return f"continue {start}: resume='{AUTO}'"
+    return f"continue {start}: {shlex.join([*command, again])}"
+
+
 class _NewCheckpoints:
     """The checkpoints that this run has written; it must not restart from those of an earlier run in its folder."""
 
@@ -87,7 +110,10 @@ class _NewCheckpoints:
 def _lock(folder: Path) -> BinaryIO:
     """Locks the run's folder until the file is closed, or this process ends: two runs would overwrite each other."""
     make_dir(folder)
-    lock = open(folder / "lock", "wb")  # noqa: SIM115
+    try:
+        lock = open_lock(folder / ".lock")
+    except OSError as e:
+        raise ConfigError(f"run_dir: {folder}/.lock cannot be opened: {e.strerror}; remove it") from None
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

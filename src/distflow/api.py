@@ -1,0 +1,175 @@
+"""The commands as functions of a script or notebook: `distflow.run`, `plan`, `check`, `evaluate`, `export`.
+
+A config is the path of a file, or a dict with the same keys. Further keys are keyword arguments: sections are merged,
+so `train={"lr": 1e-5}` changes one key of a section. Wherever a config names a function or class, `file.py:name`, an
+object may be given instead, if workers can import it.
+"""
+
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from distflow.errors import ConfigError, StoppedError
+from distflow.flow.importing import refuse_while_loading
+from distflow.flow.object_reference import object_reference
+from distflow.flow.trace import FlowFunction
+
+if TYPE_CHECKING:
+    from distflow.plan import Plan
+    from distflow.run.program import Program
+    from distflow.run.result import RunResult
+
+Source = str | Path | Mapping[str, Any] | None
+OnStep = Callable[[int, dict[str, float]], object]
+
+
+def run(
+    config: Source = None,
+    overrides: Sequence[str] = (),
+    *,
+    resume: str | None = None,
+    on_step: OnStep | None = None,
+    **sections: Any,
+) -> "RunResult":
+    """Trains, with N worker processes on this machine; in a script that torchrun or srun starts, as one of the workers.
+
+    `overrides` are as on the command line: `["train.lr=1e-5"]`. `resume` is what `--resume` takes, `"auto"` or a path.
+    `on_step(step, metrics)` is called here after each step; if it raises, the run ends after the step, which is saved,
+    and so does this call. A run that fails raises `RunError` with the cause.
+    """
+    refuse_while_loading("distflow.run()")
+    return _run(_program(config, overrides, sections), resume, on_step)
+
+
+def evaluate(
+    config: Source = None, overrides: Sequence[str] = (), *, checkpoint: str | Path | None = None, **sections: Any
+) -> dict[str, float]:
+    """Evaluates the model, or a checkpoint or run, on the held-out set of `eval`; returns the metrics."""
+    refuse_while_loading("distflow.evaluate()")
+    trained = _program(config, overrides, sections).config
+    if trained.eval is None:
+        raise ConfigError("there is no `eval` section; add one: `eval: held-out.jsonl`")
+    sections.setdefault("run_dir", f"{trained.run_folder}-eval")
+    program = _program(config, overrides, {**sections, "steps": 0})
+    return _run(program, None if checkpoint is None else str(checkpoint), None).last
+
+
+def plan(config: Source = None, overrides: Sequence[str] = (), **sections: Any) -> "Plan":
+    """Returns the plan: which rank runs what, and what moves between ranks."""
+    program = _program(config, overrides, sections)
+    return program.plan(program.config.workers or 1)
+
+
+def check(config: Source = None, overrides: Sequence[str] = (), **sections: Any) -> list[str]:
+    """Checks everything short of training; returns a line for each thing that is right, raises what is wrong."""
+    from distflow.run.check import check
+
+    refuse_while_loading("distflow.check()")
+    return list(check(_program(config, overrides, sections)))
+
+
+def export(
+    run: "str | Path | RunResult",
+    out: str | Path,
+    *,
+    step: int | None = None,
+    role: str | None = None,
+    adapter: bool = False,
+    base: str | None = None,
+    dtype: Any = None,
+    ema: bool = False,
+) -> Path:
+    """Writes the weights of a run, the newest or those of `step`, as a directory for `from_pretrained`."""
+    from distflow.run.export import export, export_adapter
+
+    folder = Path(run) if isinstance(run, str | Path) else run.folder
+    if adapter:
+        return export_adapter(folder, Path(out), step, role, ema)
+    return export(folder, Path(out), step, role, base, dtype, ema)
+
+
+def _program(config: Source, overrides: Sequence[str], sections: Mapping[str, Any]) -> "Program":
+    """Returns the program of a config in which objects are replaced by their references."""
+    from distflow.config.loading import make_config, read_config
+    from distflow.run.program import Program
+
+    file = Path(config) if isinstance(config, str | Path) else None
+    raw = read_config(file) if file else _plain(config or {}, "")
+    where, name = (str(file), file.stem) if file else ("the config", "run")
+    base = file.parent if file else Path.cwd()
+    return Program(make_config(_merge(raw, _plain(sections, "")), overrides, base, where, name))
+
+
+def _plain(value: Any, where: str) -> Any:
+    """Returns plain YAML values: functions, classes and flows as references, paths as text."""
+    if isinstance(value, Mapping):
+        return {k: _plain(v, f"{where}.{k}" if where else str(k)) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(v, where) for v in value]
+    if isinstance(value, Path):
+        return str(value)
+    return object_reference(value, where) if callable(value) or isinstance(value, FlowFunction) else value
+
+
+def _merge(old: Any, new: Any) -> Any:
+    from distflow.config.loading import long_form
+
+    if not isinstance(old, dict) or not isinstance(new, dict):
+        return new
+    return old | {k: _merge(long_form(k, old.get(k)), v) for k, v in new.items()}
+
+
+def _run(program: "Program", resume: str | None, on_step: OnStep | None) -> "RunResult":
+    # Before torch is imported: it logs every connection that fails, with frames of C++; we log what it means.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    from distflow.observe.logs import logged_errors, set_up_logging
+    from distflow.run.launch_env import read_launch_env
+    from distflow.run.result import RunError, RunResult, StepCalls
+
+    set_up_logging(keep=True)
+    calls = StepCalls(program.config.run_folder, on_step) if on_step else None
+    with logged_errors() as errors, calls or nullcontext():
+        if env := read_launch_env():
+            from distflow.launch.process import run_worker
+
+            code = run_worker(program, env, resume)
+        else:
+            program.plan(program.config.workers or 1)  # reports a mistake once, before any worker starts
+            code = _launch(program, resume)
+    if calls:
+        calls.raise_error()
+    if code > 128:
+        raise StoppedError(f"the run was stopped by signal {code - 128}; continue it with resume='auto'")
+    if code:
+        raise RunError("\n".join(errors) or f"the run failed with exit code {code}")
+    return RunResult.read(program.config.run_folder)
+
+
+def _launch(program: "Program", resume: str | None) -> int:
+    """Starts the workers, which read the config from a file and import what this process can import."""
+    import sys
+
+    from distflow.launch.local import launch
+
+    config = program.config
+    with tempfile.TemporaryDirectory(prefix="distflow-") as folder, _environment(PYTHONPATH=os.pathsep.join(sys.path)):
+        path = Path(folder) / "config.yaml"
+        path.write_text(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False), encoding="utf-8")
+        options = ["--relative-to", str(config.base.absolute())]
+        return launch(config, str(path), options, resume, started_by=())
+
+
+@contextmanager
+def _environment(**variables: str) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name) if value is None else os.environ.update({name: value})
