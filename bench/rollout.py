@@ -1,6 +1,6 @@
 """Rollouts: 256 prompts of 16–64 tokens, 128 new tokens each, a tiny Qwen2 in float32; one process with 2 threads.
 
-    python bench/rollout.py [--rounds 5] [--only ours,hf,vllm] [--peers DIR]
+    python bench/rollout.py [--rounds 5] [--only ours,hf,vllm] [--peers DIR] [--model DIR] [--prompts 256] [--ragged]
 
 Each engine is a process of its own, warm before it is measured; they take turns, round after round:
   ours    distflow's built-in engine; it also gives the log-prob of every token
@@ -10,6 +10,8 @@ Each engine is a process of its own, warm before it is measured; they take turns
   vllm    vLLM for CPU, eager, in the environment DIR/vllm; absent if that is not there
   vllm-compiled    the same, compiled
   limit   what this machine's arithmetic and memory allow, see `Limit`
+With `--model` another model than the tiny one. With `--ragged` each response has its own length, lognormal with σ 1
+and half of --new-tokens in the middle, at most four times that: real responses end when they end.
 Tokens are real ones. Medians of the rounds; the last line is one JSON object.
 """
 
@@ -63,16 +65,16 @@ def ours(model: str, work: Work) -> None:
     tensors = empty_weights(shapes, fused_weights(lm), torch.float32, torch.device("cpu"))
     for name, p in lm.named_parameters():
         p.data = tensors[name].copy_(p.data)
-    limits = CacheLimits(kv_bytes(lm.config, torch.float32, 1), 2 << 30, PROMPTS)
+    limits = CacheLimits(kv_bytes(lm.config, torch.float32, 1), 2 << 30, work["at_once"])
     generator = Generator(lm, limits, torch.device("cpu"), max_lanes=THREADS)
-    prompts, params = [tuple(p) for p in work["prompts"]], SamplingParams(work["new_tokens"])
+    prompts, params = [tuple(p) for p in work["prompts"]], [SamplingParams(n) for n in work["lengths"]]
     calls = 0
 
     def generate(n: int) -> Work:
         nonlocal calls
         calls += 1
         for i, prompt in enumerate(prompts[:n]):
-            generator.add_request(Request(i, prompt, params, seed=calls))
+            generator.add_request(Request(i, prompt, params[i], seed=calls))
         tokens = 0
         while generator.has_unfinished:
             tokens += sum(len(c.tokens) for c in generator.step())
@@ -81,7 +83,7 @@ def ours(model: str, work: Work) -> None:
     generate(work["warm_up"])
     generate(work["warm_up"])
     about = f"distflow {version('distflow-rl')}, transformers {version('transformers')}, torch {torch.__version__}"
-    serve(lambda: generate(PROMPTS), {"version": about})
+    serve(lambda: generate(len(prompts)), {"version": about})
 
 
 def hf(model: str, work: Work, ordered: bool = False) -> None:
@@ -89,21 +91,25 @@ def hf(model: str, work: Work, ordered: bool = False) -> None:
 
     lm = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="sdpa").eval()
     lm.generation_config.eos_token_id = None
-    prompts = sorted(work["prompts"], key=len) if ordered else work["prompts"]
+    prompts = list(zip(work["prompts"], work["lengths"], strict=True))
+    if ordered:
+        prompts.sort(key=lambda pair: len(pair[0]))
 
     @torch.inference_mode()
-    def batch(some: list[list[int]]) -> int:
+    def batch(pairs: list[tuple[list[int], int]]) -> int:
+        some, lengths = [p for p, _ in pairs], [n for _, n in pairs]
         longest = max(map(len, some))
         ids = torch.tensor([[0] * (longest - len(p)) + p for p in some])
         mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in some])
-        new = work["new_tokens"]
+        new = max(lengths)
         sampling = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
-        lengths = {"max_new_tokens": new, "min_new_tokens": new, "pad_token_id": 0}
-        out: Tensor = lm.generate(input_ids=ids, attention_mask=mask, use_cache=True, **sampling, **lengths)
-        return len(out) * (out.shape[1] - longest)
+        limits = {"max_new_tokens": new, "min_new_tokens": new, "pad_token_id": 0}
+        out: Tensor = lm.generate(input_ids=ids, attention_mask=mask, use_cache=True, **sampling, **limits)
+        assert out.shape[1] == longest + new
+        return sum(lengths)
 
     def everything(size: int) -> int:
-        return sum(batch(prompts[i : i + size]) for i in range(0, PROMPTS, size))
+        return sum(batch(prompts[i : i + size]) for i in range(0, len(prompts), size))
 
     def took(size: int) -> float:
         began = time.perf_counter()
@@ -137,7 +143,7 @@ class Limit:
         self.body = [torch.randn(n_out, n_in) for n_in, n_out in shapes.body]
         self.head = torch.randn(shapes.head[1], shapes.head[0])
         self.lengths = [len(p) for p in work["prompts"]]
-        self.new = work["new_tokens"]
+        self.new = round(sum(work["lengths"]) / len(self.lengths))
         self.flying = len(self.lengths)
         rows = sum(self.lengths)
         self.inputs = {n: torch.randn(rows, n) for n in {w.shape[1] for w in self.body}}
@@ -210,11 +216,19 @@ def commands(peers: Path, only: list[str], model: Path, work: Path) -> dict[str,
 def measure(args: argparse.Namespace, folder: Path) -> tuple[dict[str, list[Work]], dict[str, Work]]:
     """Rounds of each engine that works here, and what each says of itself."""
     rng = random.Random(0)
-    lengths = [rng.randint(SHORTEST, LONGEST) for _ in range(PROMPTS)]
+    lengths = [rng.randint(SHORTEST, LONGEST) for _ in range(args.prompts)]
     prompts = [[rng.randrange(VOCAB) for _ in range(n)] for n in lengths]
-    model, file = folder / "model", folder / "work.json"
-    make_model(model, VOCAB)
-    work = {"prompts": prompts, "new_tokens": args.new_tokens, "warm_up": 32, "hf_batches": args.hf_batches}
+    model, file = args.model.absolute() if args.model else folder / "model", folder / "work.json"
+    if not args.model:
+        make_model(model, VOCAB)
+    work = {
+        "prompts": prompts,
+        "lengths": response_lengths(args.prompts, args.new_tokens, args.ragged),
+        "at_once": PROMPTS,
+        "warm_up": min(32, args.prompts),
+        "hf_batches": args.hf_batches,
+    }
+    tokens = sum(work["lengths"])
     file.write_text(json.dumps(work))
     # numpy's threads as `distflow run` sets them
     env = os.environ | {"OMP_NUM_THREADS": str(THREADS), "OPENBLAS_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
@@ -239,8 +253,8 @@ def measure(args: argparse.Namespace, folder: Path) -> tuple[dict[str, list[Work
                 if row is None:
                     del runs[name]
                     continue
-                if name != "limit" and row["tokens"] != PROMPTS * args.new_tokens:
-                    raise SystemExit(f"{name} made {row['tokens']} tokens instead of {PROMPTS * args.new_tokens}")
+                if name != "limit" and row["tokens"] != tokens:
+                    raise SystemExit(f"{name} made {row['tokens']} tokens instead of {tokens}")
                 runs[name].append(row)
             told_all = "  ".join(f"{n} {r[-1].get('limit_s', r[-1]['s']):.2f} s" for n, r in runs.items())
             print(f"  round {i + 1}: {told_all}", flush=True)
@@ -248,6 +262,13 @@ def measure(args: argparse.Namespace, folder: Path) -> tuple[dict[str, list[Work
         for engine in engines.values():
             engine.close()
     return runs, about
+
+
+def response_lengths(prompts: int, tokens: int, ragged: bool) -> list[int]:
+    rng = random.Random(1)
+    if not ragged:
+        return [tokens] * prompts
+    return [max(1, min(4 * tokens, round(tokens / 2 * rng.lognormvariate(0.0, 1.0)))) for _ in range(prompts)]
 
 
 def _words(about: Work) -> str:
@@ -260,6 +281,9 @@ def main() -> None:
     parser.add_argument("--only", default=",".join(ALL), help="some of the engines, separated by commas")
     parser.add_argument("--peers", type=Path, default=HERE.parent / ".peers", help="folder of the peers' environments")
     parser.add_argument("--new-tokens", type=int, default=NEW, help="fewer, to try things out")
+    parser.add_argument("--model", type=Path, help="a Hugging Face directory")
+    parser.add_argument("--prompts", type=int, default=PROMPTS)
+    parser.add_argument("--ragged", action="store_true")
     parser.add_argument("--hf-batches", type=int, nargs="+", default=BATCHES)
     parser.add_argument("--engine", nargs=3, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -272,7 +296,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         runs, about = measure(args, Path(folder))
 
-    tokens = PROMPTS * args.new_tokens
+    tokens = sum(response_lengths(args.prompts, args.new_tokens, args.ragged))
     rows = {n: r for n, r in runs.items() if r and n != "limit"}
     wall = {n: round(tokens / statistics.median(row["s"] for row in r), 1) for n, r in rows.items()}
     cpu = {n: round(tokens / statistics.median(row["cpu_s"] for row in r), 1) for n, r in rows.items()}

@@ -1,6 +1,6 @@
 """Weak scaling of whole steps over hosts with shaped links, beside a single controller, verl and TransferQueue.
 
-    python bench/scaling.py [--hosts 1 2 4 8 16 32] [--rate 50mbit] [--peers DIR] [--svg FILE] [--quick]
+    python bench/scaling.py [--hosts 1 2 4 8 16 32] [--rate 20mbit] [--peers DIR] [--svg FILE] [--quick]
 
 Hosts are network namespaces, so this needs root. A host has two workers and the same share of the batch whatever their
 number: 64 samples of 2,048 tokens on average, 24 bytes per token when they are generated and 36 when they are trained
@@ -190,7 +190,9 @@ class Scaling:
         ours = "every byte moves"
 
         def efficiency(name: str, base: int) -> dict[int, float]:
-            first = self.with_compute_s(base, name) if base in self.rows else 0.0
+            if base not in self.rows:
+                return {}
+            first = self.with_compute_s(base, name)
             return {h: round(first / self.with_compute_s(h, name), 4) for h in self.rows if h >= base}
 
         def speedup(name: str, compute: bool) -> dict[int, float]:
@@ -263,7 +265,7 @@ def main() -> None:
     parser.add_argument("--hosts", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32])
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--tokens", type=int, default=WORK.tokens, help="of a sample, on average")
-    parser.add_argument("--rate", default="50mbit", help="of every link, each way")
+    parser.add_argument("--rate", default="20mbit", help="of every link, each way")
     parser.add_argument("--peers", type=Path, default=Path(__file__).resolve().parent.parent / ".peers")
     parser.add_argument("--peer-timeout", type=float, default=400, help="seconds for one request to the peers")
     parser.add_argument("--svg", type=Path)

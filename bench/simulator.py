@@ -24,10 +24,10 @@ from distflow.flow.importing import load
 from distflow.flows import BUILT_IN
 from distflow.plan import Place, Placement, Plan, Workload
 from distflow.plan import plan as derive_plan
+from distflow.plan.field_bytes import KNOWN_FIELDS
 from distflow.reward.reward import Reward
 from distflow.simulate import Costs, FieldBytes, Hardware, Result, load_hardware, load_model, simulate
 from distflow.simulate.controller import ControllerResult, simulate_controller
-from distflow.simulate.costs import KNOWN_FIELDS
 
 GENERATE, OLD, REF, UPDATE = "actor.generate", "actor.logprobs", "reference.logprobs", "actor.update"
 MISS = 0.15

@@ -93,7 +93,7 @@ class Actor:
     def state(self) -> RoleState:
         return RoleState({}, self.held, self.specs, self.shards)
 
-    def hand_over(self) -> Iterator[Any]:
+    def hand_over(self, version: int, weights: Any = None) -> Iterator[Any]:
         yield from self.hand_over_plan.run(self.held, self.filled)
 
     def generate(self, batch: Batch) -> dict[str, Ragged]:
@@ -233,7 +233,7 @@ def run_steps(_: int, work: Work, steps: int, folder: str) -> dict[str, Any]:
     def end_of_step(step: int, _: StepMetrics) -> None:
         if work.save:
             states = {"actor": actor.state()} if me.rank in actor.train.ranks else {}
-            writer.save(step + 1, states, {}, lambda _: None)
+            writer.save(step + 1, writer.copy(states), {}, lambda _: None)
         rows.append(count())
 
     def count() -> dict[str, float]:

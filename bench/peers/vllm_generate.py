@@ -38,15 +38,15 @@ def main() -> None:
         enforce_eager=not COMPILED,
         enable_prefix_caching=False,
         kv_cache_memory_bytes=1 << 30,
-        max_model_len=512,
-        max_num_seqs=len(prompts),
+        max_model_len=max(512, max(map(len, work["prompts"])) + max(work["lengths"])),
+        max_num_seqs=work["at_once"],
         max_num_batched_tokens=8192,
         disable_log_stats=True,
     )
-    how = SamplingParams(temperature=1.0, max_tokens=work["new_tokens"], ignore_eos=True, detokenize=False)
+    how = [SamplingParams(temperature=1.0, max_tokens=n, ignore_eos=True, detokenize=False) for n in work["lengths"]]
 
     def generate(n: int) -> dict[str, int]:
-        done = llm.generate(prompts[:n], how, use_tqdm=False)
+        done = llm.generate(prompts[:n], how[:n], use_tqdm=False)
         return {"tokens": sum(len(o.outputs[0].token_ids) for o in done)}
 
     generate(work["warm_up"])
