@@ -14,7 +14,7 @@ import pytest
 import torch
 import yaml
 
-from distflow.run.checkpoint import list_checkpoints, load_full_tensors
+from distflow.run.checkpoint import LATEST, list_checkpoints, load_full_tensors
 from warm import cli_main, distflow_run
 
 STEPS, BATCH, ROWS = 8, 4, 10  # an epoch ends in the middle of a step
@@ -163,12 +163,12 @@ def test_every_sample_is_trained_once_across_epochs(complete: Path) -> None:
 
 
 def interrupted(words: list[str], sign: signal.Signals) -> None:
-    """Runs a worker; rank 1 gets a signal as soon as three steps are logged."""
+    """Runs a worker; rank 1 gets a signal as soon as three steps are logged and there is a checkpoint."""
     run_dir, pid = Path(words[1]).with_suffix(""), os.getpid()
 
     def interrupt() -> None:
-        log = run_dir / "metrics.jsonl"
-        while not log.exists() or log.read_text().count("\n") < 4:
+        log, pointer = run_dir / "metrics.jsonl", run_dir / "checkpoints" / LATEST  # written in the background
+        while not log.exists() or log.read_text().count("\n") < 4 or not pointer.exists():
             time.sleep(0.005)
         os.kill(pid, sign)
 
