@@ -31,8 +31,10 @@ _ALLOWED = {
     "engine.rollout": "engine.cpu engine.model engine.base data plan config.schema errors",
     "engine": "engine.train engine.rollout engine.role_context engine.model engine.base"
     " data flow plan config.schema errors",
+    "environments": "reward engine engine.train engine.rollout engine.role_context engine.model engine.base"
+    " data flow plan config.schema private_folder errors",
     "observe": "data plan errors distflow",
-    "run": "observe reward engine engine.train engine.role_context engine.model engine.base"
+    "run": "environments observe reward engine engine.train engine.role_context engine.model engine.base"
     " flows data plan flow config config.schema private_folder errors",
     "launch": "run observe data plan config private_folder errors distflow",
     "simulate": "run observe engine.base data plan flow config config.schema errors",

@@ -27,8 +27,11 @@ class Text:
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Encodes a prompt; chat messages go through the tokenizer's chat template."""
-        self._check_size(prompt)
-        tokens = self._encode(prompt)
+        self.check_size(prompt)
+        return self.check_length(self._encode(prompt))
+
+    def check_length(self, tokens: list[int]) -> list[int]:
+        """Returns the tokens of a prompt if they are neither none nor too many."""
         if not tokens:
             raise DataError("the prompt is empty; it needs at least one token")
         if len(tokens) > self.limit:
@@ -38,7 +41,7 @@ class Text:
             )
         return tokens
 
-    def _check_size(self, prompt: Prompt) -> None:
+    def check_size(self, prompt: Prompt) -> None:
         """Refuses at once what is too long in any tokens: to tokenize 100 MB takes minutes, and all memory."""
         characters = _count_characters(prompt)
         if characters > self.limit and characters // self._longest_token > self.limit:
@@ -54,22 +57,26 @@ class Text:
 
     def _encode(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):
-            _check_whole(prompt, "the prompt")
+            check_whole(prompt, "the prompt")
             return self.tokenizer(prompt, return_attention_mask=False)["input_ids"]  # type: ignore[no-any-return]
-        if not isinstance(prompt, list) or not all(isinstance(m, dict) and "content" in m for m in prompt):
+        if prompt == []:
+            return []
+        return self.apply_template(prompt, add_generation_prompt=True, return_dict=False)  # type: ignore[no-any-return]
+
+    def apply_template(self, messages: Prompt, **options: Any) -> Any:
+        """Calls the tokenizer's chat template, for no longer than it may take."""
+        if not isinstance(messages, list) or not all(isinstance(m, dict) and "content" in m for m in messages):
             raise DataError(
-                f"the prompt is {str(prompt)[:60]!r}; it is text or a list of chat messages {{role, content}}"
+                f"the prompt is {str(messages)[:60]!r}; it is text or a list of chat messages {{role, content}}"
             )
         if not self.tokenizer.chat_template:
             raise DataError(
                 f"the prompt is a list of chat messages, and the tokenizer of '{self.name}' has no chat template;"
                 " give a model that has one (an instruct model), or prompts as text"
             )
-        if not prompt:
-            return []
         try:
             with time_limit(_TEMPLATE_S):
-                return self.tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False)  # type: ignore
+                return self.tokenizer.apply_chat_template(messages, **options)
         except OutOfTimeError:  # all rows would take as long, so none is skipped
             raise ConfigError(
                 f"model: the chat template of '{self.name}' takes longer than {_TEMPLATE_S:g} s for a prompt; give"
@@ -128,11 +135,11 @@ def _text(response: Any) -> str:
         response = response[-1]["content"]
     if not isinstance(response, str):
         raise DataError(f"a response is {shown(response, 60)}; it is text, or chat messages that end with it")
-    _check_whole(response, "a response")
+    check_whole(response, "a response")
     return response
 
 
-def _check_whole(text: str, what: str) -> None:
+def check_whole(text: str, what: str) -> None:
     """Refuses lone surrogates, which JSON can express and no tokenizer accepts."""
     try:
         text.encode()

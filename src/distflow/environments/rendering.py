@@ -1,0 +1,233 @@
+"""Renders conversations to tokens by the model's own chat template, without ever rendering again what was sampled.
+
+What follows a sampled turn is found by difference: the template renders the conversation with a mark in place of the
+turn, and the text behind the mark is what it puts there: the end of the turn, the new messages, the next generation
+prompt. So every template works that writes messages in their order, also changed ones, and ones that strip the
+reasoning of earlier turns.
+"""
+
+import re
+import secrets
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any
+
+from distflow.engine.model.text import Text, check_whole
+from distflow.environments.tool_calls import ToolCall, ToolParser, Tools, parser_for
+from distflow.errors import ConfigError, DataError, DistflowError
+
+Message = dict[str, Any]
+_NONCE = secrets.token_hex(8)  # nobody's text has it; it never reaches the tokens
+_TURN, _OPEN, _CLOSE = f"{_NONCE}turn", f"{_NONCE}open", f"{_NONCE}close"
+
+
+class Renderer:
+    """Text and tokens of conversations with one model."""
+
+    def __init__(self, text: Text, tool_parser: str = "auto") -> None:
+        self.text, self.tokenizer = text, text.tokenizer
+        self.parse: ToolParser = parser_for(self.tokenizer, tool_parser)
+
+    def prompt(self, messages: Sequence[Message], tools: Tools = ()) -> list[int]:
+        """Encodes messages and the generation prompt."""
+        self.text.check_size(list(messages))
+        return self.text.check_length(self._encode(self._render(messages, tools, True), inside=False))
+
+    def continuation(
+        self,
+        messages: Sequence[Message],
+        new: Sequence[Message],
+        tools: Tools,
+        last_tokens: Sequence[int],
+        finished: bool = True,
+    ) -> list[int]:
+        """Returns the tokens of new messages and the generation prompt, to append to a turn that was sampled.
+
+        `messages` ends with that turn and `last_tokens` are its last ones: the end of the turn is added only if the
+        model has not written it, because the turn was cut (then it is not `finished` by a stop token).
+        """
+        tail = self._encode(self._tail(messages, new, tools), inside=True)
+        if not last_tokens or not tail:
+            return tail
+        for n in range(min(len(last_tokens), len(tail)), 0, -1):
+            if list(last_tokens[-n:]) == tail[:n]:
+                return tail[n:]
+        if finished and last_tokens[-1] in self._special_ids and tail[0] in self._special_ids:
+            return tail[1:]  # it ended with another token than the template's, such as <|eom_id|> for <|eot_id|>
+        return tail
+
+    def check(self, tools: Tools = ()) -> list[str]:
+        """Tries the template with a short conversation: an error if it cannot be continued; returns warnings."""
+        if not self.tokenizer.chat_template:
+            raise ConfigError(
+                f"model: the tokenizer of '{self.text.name}' has no chat template, which conversations need; give a"
+                " model that has one (an instruct model), or set `chat_template` in its tokenizer_config.json"
+            )
+        history: list[Message] = [{"role": "user", "content": "question"}]
+        calls = [ToolCall(_name(tool), {}, f"call{i:05d}").message() for i, tool in enumerate(tools[:1])]
+        history.append({"role": "assistant", "content": "answer", **({"tool_calls": calls} if calls else {})})
+        reply: Message = {"role": "user", "content": "reply7x"}
+        if calls:
+            reply = {"role": "tool", "content": "reply7x", "name": _name(tools[0]), "tool_call_id": calls[0]["id"]}
+        try:
+            prompt = self._render(history[:1], tools, True)
+            tail = self._tail(history, [reply], tools)
+        except DistflowError as e:
+            raise ConfigError(
+                f"model: the chat template of '{self.text.name}' cannot continue a conversation with a message of role"
+                f" '{reply['role']}' after the assistant's ({e}); give a model with a template that can"
+                f"{', or an environment without tools' if calls else ''}"
+            ) from None
+        if "reply7x" not in tail:
+            raise ConfigError(
+                f"model: the chat template of '{self.text.name}' cannot continue a conversation: a message after the"
+                " assistant's does not come after it in the text; give a model with a template that writes messages in"
+                " their order"
+            )
+        if calls and _name(tools[0]) not in prompt:
+            return [
+                f"the chat template of '{self.text.name}' does not show tools to the model; describe them in the prompt"
+            ]
+        return []
+
+    def decode(self, tokens: Sequence[int], keep_special: bool = False) -> str:
+        """Returns the text of sampled tokens, of all at once: a character may be split over several."""
+        text = self.tokenizer.decode(
+            list(tokens), skip_special_tokens=not keep_special, clean_up_tokenization_spaces=False
+        )
+        return text if isinstance(text, str) else text[0]
+
+    def encode_text(self, text: str) -> list[int]:
+        """Encodes text of an environment, in which special tokens are text too."""
+        check_whole(text, "a text of the environment")
+        return self._encode(self._mark(text), inside=True)
+
+    def read(self, tokens: Sequence[int], tools: Tools) -> tuple[str, str, list[ToolCall], list[str]]:
+        """Returns the text, the content, tool calls and errors of a sampled turn; without tools, there are no calls."""
+        if tokens and tokens[-1] in self._special_ids:
+            tokens = tokens[:-1]
+        if not tools:
+            text = self.decode(tokens)
+            return text, text, [], []
+        text = self.decode(tokens, keep_special=True)
+        content, calls, errors = self.parse(text, tools)
+        return text, self._special.sub("", content), calls, errors
+
+    def _tail(self, messages: Sequence[Message], new: Sequence[Message], tools: Tools) -> str:
+        """Returns the text behind the last of `messages`, which is the assistant's, once `new` ones follow it."""
+        turn: Message = {"role": "assistant", "content": _TURN}
+        if all(m["role"] != "tool" for m in new):
+            return self._behind(_TURN, [*messages[:-1], turn, *new], tools, True)
+        try:
+            end = self._behind(_TURN, [*messages[:-1], turn], tools, False)
+            turn = {"role": "assistant", "content": "", "tool_calls": _marked_calls(messages[-1], new)}
+            closed = self._behind(_TURN, [*messages[:-1], turn], tools, False)
+            whole = self._behind(_TURN, [*messages[:-1], turn, *new], tools, True)
+            if closed.endswith(end) and whole.startswith(closed):
+                return end + whole[len(closed) :]
+        except DataError:
+            pass  # a template that knows no tool calls may know their results
+        return self._behind(_TURN, [*messages[:-1], {"role": "assistant", "content": _TURN}, *new], tools, True)
+
+    def _behind(self, mark: str, messages: Sequence[Message], tools: Tools, generate: bool) -> str:
+        text = self._render(messages, tools, generate)
+        before, found, behind = text.rpartition(mark)
+        if not found or mark in before:
+            raise DataError(
+                f"the chat template of '{self.text.name}' cannot continue the conversation: it writes an earlier turn"
+                f" of the assistant {'more than once' if found else 'nowhere'}; give a model with another template"
+            )
+        return behind
+
+    def _render(self, messages: Sequence[Message], tools: Tools, generate: bool) -> str:
+        return self.text.apply_template(  # type: ignore[no-any-return]
+            [self._mark(m) for m in messages],
+            tools=self._mark(list(tools)) or None,
+            add_generation_prompt=generate,
+            tokenize=False,
+        )
+
+    def _mark(self, value: Any) -> Any:
+        """Puts marks around special tokens in text that is not the template's own: nobody else begins or ends turns."""
+        if isinstance(value, str):
+            check_whole(value, "a message")
+            return self._special.sub(lambda match: f"{_OPEN}{match[0]}{_CLOSE}", value)
+        if isinstance(value, dict):
+            return {key: self._mark(v) for key, v in value.items()}
+        return [self._mark(v) for v in value] if isinstance(value, list | tuple) else value
+
+    def _encode(self, text: str, inside: bool) -> list[int]:
+        """Encodes a text that was rendered; special tokens between marks become tokens of ordinary text.
+
+        Text that stands `inside` a longer one is encoded as such: some tokenizers put a space at the beginning.
+        """
+        tokens: list[int] = []
+        for i, piece in enumerate(re.split(f"{_OPEN}|{_CLOSE}", text)):
+            if i % 2:
+                tokens += self._as_text(piece)
+            elif piece:
+                tokens += self._inside(piece) if inside or i else self._ids(piece)
+        return tokens
+
+    def _ids(self, text: str, **options: Any) -> list[int]:
+        return self.tokenizer(text, add_special_tokens=False, return_attention_mask=False, **options)["input_ids"]  # type: ignore[no-any-return]
+
+    def _inside(self, text: str, **options: Any) -> list[int]:
+        if not self._adds_space:
+            return self._ids(text, **options)
+        newline, tokens = self._ids("\n"), self._ids(f"\n{text}", **options)
+        return tokens[len(newline) :] if tokens[: len(newline)] == newline else self._ids(text, **options)
+
+    def _as_text(self, token: str) -> list[int]:
+        tokens = self._inside(token, split_special_tokens=True)
+        if self._special_ids.isdisjoint(tokens):
+            return tokens
+        return self._inside(token[:1]) + self._inside(token[1:])  # a tokenizer that knows no such option
+
+    @cached_property
+    def _adds_space(self) -> bool:
+        """Whether a text begins with another token than it would inside of a longer one (SentencePiece)."""
+        newline, alone, inside = (self._ids(text) for text in ("\n", "a", "\na"))
+        return inside[: len(newline)] == newline and inside[len(newline) :] != alone
+
+    @cached_property
+    def _special_tokens(self) -> list[str]:
+        """The tokens that nobody but the template writes: special ones, and added ones around turns."""
+        added = self.tokenizer.added_tokens_decoder.values()
+        try:
+            frame = self.text.apply_template(
+                [
+                    {"role": "user", "content": ""},
+                    {"role": "assistant", "content": ""},
+                    {"role": "user", "content": ""},
+                ],
+                tokenize=False,
+            )
+        except DistflowError:
+            frame = ""
+        names = {t.content for t in added if t.special or (not t.content.isspace() and t.content in frame)}
+        names |= set(self.tokenizer.all_special_tokens)
+        return sorted((n for n in names if n), key=len, reverse=True)  # a token may be the beginning of another
+
+    @cached_property
+    def _special(self) -> re.Pattern[str]:
+        return re.compile("|".join(map(re.escape, self._special_tokens)) or "(?!)")
+
+    @cached_property
+    def _special_ids(self) -> frozenset[int]:
+        vocabulary = self.tokenizer.get_vocab()
+        return frozenset(vocabulary[token] for token in self._special_tokens)
+
+
+def _name(tool: dict[str, Any]) -> str:
+    return str(tool.get("function", tool).get("name", "tool"))
+
+
+def _marked_calls(turn: Message, new: Sequence[Message]) -> list[dict[str, Any]]:
+    """Returns the tool calls of a turn with the mark in the last one; made up, if none of its calls could be read."""
+    calls = [ToolCall(c["function"]["name"], {}, c.get("id", "")).message() for c in turn.get("tool_calls") or []]
+    if not calls:
+        results = [m for m in new if m["role"] == "tool"]
+        calls = [ToolCall(m.get("name") or "tool", {}, m.get("tool_call_id") or "").message() for m in results]
+    calls[-1]["function"]["arguments"] = {"value": _TURN}
+    return calls
