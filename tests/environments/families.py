@@ -82,10 +82,13 @@ Cutting Knowledge Date: December 2023
 {{ system }}<|eot_id|>
 {%- for m in messages -%}
 {%- if m.tool_calls -%}
-{%- if m.tool_calls | length != 1 %}{{ raise_exception('This model only supports single tool-calls at once!') }}{% endif -%}
+{%- if m.tool_calls | length != 1 -%}
+{{ raise_exception('This model only supports single tool-calls at once!') }}
+{%- endif -%}
+{%- set call = m.tool_calls[0].function -%}
 <|start_header_id|>assistant<|end_header_id|>
 
-{"name": "{{ m.tool_calls[0].function.name }}", "parameters": {{ m.tool_calls[0].function.arguments | tojson }}}<|eot_id|>
+{"name": "{{ call.name }}", "parameters": {{ call.arguments | tojson }}}<|eot_id|>
 {%- elif m.role in ['tool', 'ipython'] -%}
 <|start_header_id|>ipython<|end_header_id|>
 
@@ -130,8 +133,8 @@ _HERMES = """
 
 # Alternates strictly; a space before what the assistant says; results need the nine characters of their call's id.
 _MISTRAL = """
-{%- if messages[0].role == 'system' %}{% set system = messages[0].content + '\\n\\n' %}{% set messages = messages[1:] -%}
-{%- else %}{% set system = '' %}{% endif -%}
+{%- set system = messages[0].content + '\\n\\n' if messages[0].role == 'system' else '' -%}
+{%- if system %}{% set messages = messages[1:] %}{% endif -%}
 {%- set ns = namespace(user=true) -%}
 {%- for m in messages if m.role == 'user' or (m.role == 'assistant' and not m.tool_calls) -%}
 {%- if (m.role == 'user') != ns.user -%}
@@ -187,8 +190,8 @@ _FAMILIES: dict[str, tuple[str, list[str], list[str], str]] = {  # template, spe
     "hermes": (_HERMES, _CHATML, [], "<|im_end|>"),
     "mistral": (
         _MISTRAL,
-        ["[INST]", "[/INST]", "[TOOL_CALLS]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]", "[AVAILABLE_TOOLS]"]
-        + ["[/AVAILABLE_TOOLS]", "</s>"],
+        [f"[{slash}{name}]" for slash in ("", "/") for name in ("INST", "TOOL_RESULTS", "AVAILABLE_TOOLS")]
+        + ["[TOOL_CALLS]", "</s>"],
         [],
         "</s>",
     ),

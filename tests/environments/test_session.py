@@ -1,10 +1,12 @@
 """A session records what was sampled and what the environment said, token by token, in branches."""
 
+from typing import Any
+
 import pytest
-from environments.families import ADD, FAMILIES, WITH_TOOLS, renderer, sampled, tokenizer, written
 
 from distflow.environments.session import Branch, Ended, Limits, Session, TurnRequest
 from distflow.errors import DataError
+from environments.families import ADD, FAMILIES, WITH_TOOLS, renderer, sampled, tokenizer, written
 
 LIMITS = Limits(max_turns=10, max_tokens=2000)
 
@@ -21,7 +23,7 @@ def play(s: Session, branch: Branch, text: str, finished: bool = True, family: s
     return tokens
 
 
-def user(content: str) -> dict[str, str]:
+def user(content: str) -> dict[str, Any]:
     return {"role": "user", "content": content}
 
 
@@ -199,13 +201,13 @@ def test_a_history_of_tokens_continues_forks_or_begins() -> None:
     assert b.prompt == prompt
     first = play(s, b, "Hello.")
     assert s.match_tokens(prompt + first + [9, 9]) is b
-    assert b.tokens == first + [9, 9]
+    assert b.tokens == [*first, 9, 9]
     assert b.mask == [True] * len(first) + [False] * 2
     play(s, b, "Bye.")
     fork = s.match_tokens(prompt + first + [8])
     assert fork is not b
-    assert fork.tokens == first + [8]
-    assert s.match_tokens(prompt[:-1] + [8]).prompt == prompt[:-1] + [8]
+    assert fork.tokens == [*first, 8]
+    assert s.match_tokens([*prompt[:-1], 8]).prompt == [*prompt[:-1], 8]
 
 
 def test_a_turn_has_its_reward() -> None:
