@@ -1,0 +1,232 @@
+"""The HTTP side of the endpoint: starlette and uvicorn in a thread, on a free port of loopback.
+
+What a client can make this process hold is bounded: connections, seconds until a request and its body have come,
+bytes of a body. Whoever is refused waits a little for the reply, so that a flood is a slow one.
+"""
+
+import asyncio
+import atexit
+import contextlib
+import os
+import socket
+import threading
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from distflow.environments.endpoint_protocol import CallError, Json, Kind
+from distflow.errors import ConfigError
+
+if TYPE_CHECKING:
+    from starlette.applications import Starlette
+    from starlette.requests import Request
+    from starlette.responses import Response
+
+    from distflow.environments.endpoint import Endpoint
+
+LOOPBACK, NAMES = "127.0.0.1", ["127.0.0.1", "localhost"]
+MAX_BODY = 8 << 20  # bytes
+MAX_CONNECTIONS = 512
+BODY_S = 30.0  # for a body, and for the first request of a connection
+REFUSAL_S = 0.05  # before a refusal is sent
+INSTALL = "install it with `pip install 'distflow-rl[agents]'`"
+
+
+@dataclass(frozen=True)
+class Reply:
+    """One of: a JSON body, server-sent events, an error."""
+
+    body: Json | None = None
+    events: list[bytes] | None = None
+    error: CallError | None = None
+
+
+class ServerThread:
+    """Serves an endpoint until `stop`, or until the process ends."""
+
+    def __init__(self, endpoint: "Endpoint", host: str) -> None:
+        app = make_app(endpoint, NAMES if host in (LOOPBACK, "localhost") else ["*"])
+        try:
+            import uvicorn
+
+            from distflow.environments.endpoint_connection import Connection
+        except ImportError:
+            raise ConfigError(f"the server uvicorn is not installed; {INSTALL}") from None
+        self._socket = _listen(host)
+        self.url = f"http://{host}:{self._socket.getsockname()[1]}"
+        self._owner = os.getpid()
+        self._server = uvicorn.Server(
+            uvicorn.Config(
+                app,
+                http=Connection,
+                ws="none",
+                lifespan="off",
+                log_config=None,
+                log_level="error",
+                access_log=False,
+                server_header=False,
+                timeout_keep_alive=75,
+                timeout_graceful_shutdown=1,
+            )
+        )
+        self._ready = threading.Event()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread = threading.Thread(target=self._run, name="endpoint", daemon=True)
+        self._thread.start()
+        self._ready.wait()
+        _LISTENING.add(self)
+        atexit.register(self.stop)
+
+    def resolve(self, future: "asyncio.Future[Reply]", reply: Reply) -> None:
+        """Sets a reply from another thread."""
+        loop = self._loop
+        if loop is not None:
+            with contextlib.suppress(RuntimeError):  # the server has ended meanwhile
+                loop.call_soon_threadsafe(_set, future, reply)
+
+    def stop(self) -> bool:
+        """Ends the thread; False if there is none in this process, or if it has ended before."""
+        atexit.unregister(self.stop)
+        if os.getpid() != self._owner or self._loop is None:
+            return False
+        self._server.should_exit = True
+        self._thread.join()
+        self._loop = None
+        self._socket.close()
+        _LISTENING.discard(self)
+        return True
+
+    def forget(self) -> None:
+        """Closes the inherited socket in a fork, which would keep the port open without answering."""
+        with contextlib.suppress(OSError):
+            self._socket.close()
+
+    def _run(self) -> None:
+        async def serve() -> None:
+            self._loop = asyncio.get_running_loop()
+            self._ready.set()
+            await self._server.serve(sockets=[self._socket])
+
+        asyncio.run(serve())
+
+
+_LISTENING: "set[ServerThread]" = set()
+
+
+def _close_in_fork() -> None:
+    for server in list(_LISTENING):
+        server.forget()
+
+
+os.register_at_fork(after_in_child=_close_in_fork)
+
+
+def _set(future: "asyncio.Future[Reply]", reply: Reply) -> None:
+    if not future.done():
+        future.set_result(reply)
+
+
+def _listen(host: str) -> socket.socket:
+    sock = socket.socket()
+    try:
+        sock.bind((host, 0))
+        sock.listen(256)
+    except OSError as e:
+        sock.close()
+        raise ConfigError(f"environment.endpoint: cannot listen on {host}: {e.strerror or e}") from None
+    return sock
+
+
+def make_app(endpoint: "Endpoint", hosts: list[str]) -> "Starlette":
+    try:
+        from starlette.applications import Starlette
+        from starlette.exceptions import HTTPException
+        from starlette.middleware import Middleware
+        from starlette.middleware.trustedhost import TrustedHostMiddleware
+        from starlette.responses import JSONResponse, StreamingResponse
+        from starlette.routing import Route
+    except ImportError:
+        raise ConfigError(f"the server starlette is not installed; {INSTALL}") from None
+
+    async def refuse(error: CallError) -> "Response":
+        await asyncio.sleep(REFUSAL_S)
+        unread = {"Connection": "close"} if error.status in (401, 403, 408, 410, 413, 429) else None
+        return JSONResponse(error.body(), error.status, headers=unread)
+
+    def key_of(request: "Request") -> tuple[str | None, str | None]:
+        scheme, _, key = request.headers.get("authorization", "").partition(" ")
+        return request.path_params.get("key"), key.strip() if scheme.lower() == "bearer" else None
+
+    async def models(request: "Request") -> "Response":
+        try:
+            endpoint.authorize(*key_of(request))
+            return JSONResponse(endpoint.models())
+        except CallError as e:
+            return await refuse(e)
+
+    async def call(request: "Request", kind: Kind) -> "Response":
+        try:
+            session = endpoint.authorize(*key_of(request))
+            endpoint.enter(session)
+            try:
+                future = endpoint.submit(session, kind, await _read(request))
+                reply = await future
+            finally:
+                endpoint.leave(session)
+            if reply.error is not None:
+                raise reply.error
+        except CallError as e:
+            return await refuse(e)
+        if reply.events is not None:
+            return StreamingResponse(_each(reply.events), media_type="text/event-stream")
+        return JSONResponse(reply.body)
+
+    async def chat(request: "Request") -> "Response":
+        return await call(request, "chat")
+
+    async def completions(request: "Request") -> "Response":
+        return await call(request, "completions")
+
+    async def generate(request: "Request") -> "Response":
+        return await call(request, "generate")
+
+    async def other(request: "Request", error: Exception) -> "Response":
+        status = error.status_code if isinstance(error, HTTPException) else 500
+        reason = f"{request.method} {request.url.path} is not served here"
+        return await refuse(CallError(status, reason, None, "not_found"))
+
+    routes = [
+        Route(prefix + path, handler, methods=methods)
+        for prefix in ("", "/s/{key}")
+        for path, handler, methods in (
+            ("/v1/models", models, ["GET"]),
+            ("/v1/chat/completions", chat, ["POST"]),
+            ("/v1/completions", completions, ["POST"]),
+            ("/inference/v1/generate", generate, ["POST"]),
+            ("/v1/inference/v1/generate", generate, ["POST"]),  # for clients that append it to the base URL
+        )
+    ]
+    check_host = Middleware(TrustedHostMiddleware, allowed_hosts=hosts)
+    return Starlette(routes=routes, middleware=[check_host], exception_handlers={HTTPException: other})
+
+
+async def _read(request: "Request") -> bytes:
+    too_large = CallError(413, f"the body is above {MAX_BODY >> 20} MiB; send a shorter history")
+    length = request.headers.get("content-length", "")
+    if length.isdecimal() and int(length) > MAX_BODY:
+        raise too_large
+    body = bytearray()
+    try:
+        async with asyncio.timeout(BODY_S):
+            async for chunk in request.stream():
+                body += chunk
+                if len(body) > MAX_BODY:
+                    raise too_large
+    except TimeoutError:
+        raise CallError(408, f"the body did not come within {BODY_S:g} s") from None
+    return bytes(body)
+
+
+async def _each(events: list[bytes]) -> AsyncIterator[bytes]:
+    for event in events:
+        yield event
