@@ -1,0 +1,100 @@
+"""Imports an environment and finds the adapter for it by its names and methods; no framework has to be installed."""
+
+import importlib
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from distflow.environments.loaded import Loaded
+from distflow.environments.spec import EnvironmentSetupError, EnvironmentSpec
+from distflow.errors import shown, suggest
+from distflow.flow.importing import load
+
+_KNOWN = (
+    "a TRL environment (class with `reset` whose public methods are tools, or a dict of such), a list of tools, a"
+    " skyrl-gym BaseTextEnv (`init`, `step`), a verl BaseTool or AgentLoopBase, an OpenRLHF AgentInstanceBase, an"
+    " OpenEnv client, a verifiers taskset or environment, or an agent `fn(base_url, api_key, row)`"
+)
+_ADAPTERS = {"trl": "trl", "tools": "trl", "program": "program"}
+
+
+def load_environment(spec: EnvironmentSpec, base: Path) -> Loaded:
+    """Imports what a spec names and describes it; errors name the environment and the way out."""
+    from distflow.environments.adapters.verl_tools import as_tools
+
+    tools = [t for ref in spec.tools for t in as_tools(load(ref, spec.where, base), spec.where, spec.args)]
+    target = None
+    if spec.call:
+        target = load(spec.call, spec.where, base)
+    kind = spec.kind if spec.kind != "auto" else detect(target, spec)
+    if kind not in _ADAPTERS:
+        raise EnvironmentSetupError(f"{spec.where}: kind '{kind}' is not known{suggest(kind, _ADAPTERS)}")
+    if kind == "tools" and target is not None:
+        tools, target = tools + as_tools(target, spec.where, spec.args), None
+    adapter = importlib.import_module(f"distflow.environments.adapters.{_ADAPTERS[kind]}")
+    environment = Loaded(spec, target, adapter, tools)
+    environment.description = adapter.describe(environment)
+    return environment
+
+
+def detect(target: Any, spec: EnvironmentSpec) -> str:
+    """Returns the kind of an object."""
+    if spec.command:
+        return "program"
+    if target is None:
+        return "tools"
+    for kind, matches in _RULES.items():
+        if matches(target):
+            return kind
+    raise EnvironmentSetupError(
+        f"{spec.where}: {shown(target, 60)} is no environment that DistFlow knows: {_KNOWN}; set `environment.kind` if"
+        " it is one of these all the same"
+    )
+
+
+def _has(target: Any, *names: str) -> bool:
+    return all(callable(getattr(target, n, None)) for n in names)
+
+
+def _derives(target: Any, *names: str) -> bool:
+    cls = target if inspect.isclass(target) else type(target)
+    return any(c.__name__ in names for c in cls.__mro__)
+
+
+def _is_agent(target: Any) -> bool:
+    return callable(target) and not inspect.isclass(target) and "base_url" in _parameters(target)
+
+
+def _is_tools(target: Any) -> bool:
+    if isinstance(target, list | tuple):
+        return bool(target)
+    return _has(target, "create", "execute", "release") or hasattr(target, "tool_schema")
+
+
+def _is_trl(target: Any) -> bool:
+    if isinstance(target, dict):
+        return bool(target) and all(map(callable, target.values()))
+    if inspect.isclass(target) or not callable(target):
+        return _has(target, "reset")
+    return not _required(target)  # a factory: `describe` makes one and looks
+
+
+def _parameters(target: Callable[..., Any]) -> dict[str, inspect.Parameter]:
+    try:
+        return dict(inspect.signature(target).parameters)
+    except (TypeError, ValueError):
+        return {}
+
+
+def _required(target: Callable[..., Any]) -> list[str]:
+    kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return [n for n, p in _parameters(target).items() if p.default is p.empty and p.kind not in kinds]
+
+
+# The first rule that holds decides: TRL's is the widest, and comes last.
+_RULES: dict[str, Callable[[Any], bool]] = {
+    "program": _is_agent,
+    "tools": _is_tools,
+    "trl": _is_trl,
+}

@@ -1,0 +1,67 @@
+"""An environment as a config names it, what its code turned out to be, and what its conversations report."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from distflow.errors import DistflowError
+
+
+class EnvironmentSetupError(DistflowError):
+    """An environment does not load, is of no known kind, or does not fit the data."""
+
+
+@dataclass(frozen=True)
+class EnvironmentSpec:
+    """`call` and `tools` are `package.module:name` or `path/to/file.py:name`; `args` are passed to the constructor."""
+
+    name: str
+    call: str | None = None
+    tools: Sequence[str] = ()
+    command: Sequence[str] = ()  # a program instead of `call`
+    args: Mapping[str, Any] = field(default_factory=dict)
+    kind: str = "auto"
+    python: str | None = None  # interpreter of another virtual environment, where its packages are installed
+    time_limit_s: float | None = None  # for its next message; None: that of `Children`
+
+    @property
+    def where(self) -> str:
+        """How errors begin."""
+        call = self.call or ", ".join(self.tools) or " ".join(self.command)
+        return f"environment '{self.name}' ({call})"
+
+
+@dataclass(frozen=True)
+class Description:
+    """What an environment is. `tools` has the JSON schemas per choice; the only choice is "" unless it is a dict
+    of factories, in which case the row's column `environment` chooses among its keys."""
+
+    kind: str
+    tools: Mapping[str, list[dict[str, Any]]] = field(default_factory=lambda: {"": []})
+    gives_reward: bool = False
+    columns: tuple[str, ...] = ()  # that a row must have
+    needs_endpoint: bool = False  # it calls the model by HTTP
+
+    @property
+    def choices(self) -> tuple[str, ...]:
+        """The values of the column `environment`, or nothing if the environment does not read it."""
+        return () if set(self.tools) == {""} else tuple(self.tools)
+
+
+@dataclass(frozen=True)
+class Message:
+    """A request of a conversation's child, or its result (`op` is "done")."""
+
+    key: int
+    body: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Failed:
+    """A conversation whose child is gone; `reason` completes a sentence whose subject is the environment."""
+
+    key: int
+    reason: str
+
+
+Event = Message | Failed
