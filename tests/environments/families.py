@@ -59,9 +59,7 @@ Write <tool_call>{"name": …, "arguments": …}</tool_call>.<|im_end|>
 {%- endfor %}<|im_end|>
 {% elif m.role == 'tool' -%}
 {%- if loop.first or messages[loop.index0 - 1].role != 'tool' -%}<|im_start|>user{% endif %}
-<tool_response>
-{{ m.content }}
-</tool_response>
+{{- '\\n<tool_response>\\n' }}{{ m.content }}{{ '\\n</tool_response>' }}
 {%- if loop.last or messages[loop.index0 + 1].role != 'tool' %}<|im_end|>
 {% endif -%}
 {%- endif -%}
@@ -248,3 +246,13 @@ def sampled(family: str, text: str, finished: bool = True) -> list[int]:
     """Tokens of a turn as a model samples it, with the end of the turn if it has finished."""
     made = tokenizer(family)
     return [*made(text, add_special_tokens=False)["input_ids"], *([made.eos_token_id] if finished else [])]
+
+
+def token(family: str, text: str) -> int:
+    return tokenizer(family).get_vocab()[text]
+
+
+def decoded(family: str, tokens: Sequence[int]) -> str:
+    text = tokenizer(family).decode(list(tokens))
+    assert isinstance(text, str)
+    return text

@@ -13,7 +13,7 @@ from functools import cached_property
 from typing import Any
 
 from distflow.engine.model.text import Text, check_whole
-from distflow.environments.tool_calls import ToolCall, ToolParser, Tools, parser_for
+from distflow.environments.tool_calls import ToolCall, ToolParser, Tools, parser_for, split_reasoning
 from distflow.errors import ConfigError, DataError, DistflowError
 
 Message = dict[str, Any]
@@ -35,7 +35,7 @@ class Renderer:
 
     def continuation(
         self,
-        messages: Sequence[Message],
+        turn: Message,
         new: Sequence[Message],
         tools: Tools,
         last_tokens: Sequence[int],
@@ -43,10 +43,10 @@ class Renderer:
     ) -> list[int]:
         """Returns the tokens of new messages and the generation prompt, to append to a turn that was sampled.
 
-        `messages` ends with that turn and `last_tokens` are its last ones: the end of the turn is added only if the
-        model has not written it, because the turn was cut (then it is not `finished` by a stop token).
+        The end of the turn is added only if `last_tokens`, its last ones, do not have it, because the turn was cut
+        (then it is not `finished` by a stop token).
         """
-        tail = self._encode(self._tail(messages, new, tools), inside=True)
+        tail = self._encode(self._tail(turn, new, tools), inside=True)
         if not last_tokens or not tail:
             return tail
         for n in range(min(len(last_tokens), len(tail)), 0, -1):
@@ -63,28 +63,28 @@ class Renderer:
                 f"model: the tokenizer of '{self.text.name}' has no chat template, which conversations need; give a"
                 " model that has one (an instruct model), or set `chat_template` in its tokenizer_config.json"
             )
-        history: list[Message] = [{"role": "user", "content": "question"}]
-        calls = [ToolCall(_name(tool), {}, f"call{i:05d}").message() for i, tool in enumerate(tools[:1])]
-        history.append({"role": "assistant", "content": "answer", **({"tool_calls": calls} if calls else {})})
-        reply: Message = {"role": "user", "content": "reply7x"}
-        if calls:
-            reply = {"role": "tool", "content": "reply7x", "name": _name(tools[0]), "tool_call_id": calls[0]["id"]}
+        turn: Message = {"role": "assistant", "content": "answer"}
+        reply: Message = {"role": "user", "content": _NONCE}
+        if tools:
+            name = _name(tools[0])
+            turn["tool_calls"] = [ToolCall(name, {}, "call00000").message()]
+            reply = {"role": "tool", "content": _NONCE, "name": name, "tool_call_id": "call00000"}
         try:
-            prompt = self._render(history[:1], tools, True)
-            tail = self._tail(history, [reply], tools)
+            prompt = self._render([{"role": "user", "content": "question"}], tools, True)
+            tail = self._tail(turn, [reply], tools)
         except DistflowError as e:
             raise ConfigError(
                 f"model: the chat template of '{self.text.name}' cannot continue a conversation with a message of role"
                 f" '{reply['role']}' after the assistant's ({e}); give a model with a template that can"
-                f"{', or an environment without tools' if calls else ''}"
+                f"{', or an environment without tools' if tools else ''}"
             ) from None
-        if "reply7x" not in tail:
+        if _NONCE not in tail:
             raise ConfigError(
                 f"model: the chat template of '{self.text.name}' cannot continue a conversation: a message after the"
                 " assistant's does not come after it in the text; give a model with a template that writes messages in"
                 " their order"
             )
-        if calls and _name(tools[0]) not in prompt:
+        if tools and name not in prompt:
             return [
                 f"the chat template of '{self.text.name}' does not show tools to the model; describe them in the prompt"
             ]
@@ -110,29 +110,33 @@ class Renderer:
             text = self.decode(tokens)
             return text, text, [], []
         text = self.decode(tokens, keep_special=True)
-        content, calls, errors = self.parse(text, tools)
-        return text, self._special.sub("", content), calls, errors
+        thought, rest = split_reasoning(text, self._opens_reasoning)
+        content, calls, errors = self.parse(rest, tools)
+        return text, self._special.sub("", thought + content), calls, errors
 
-    def _tail(self, messages: Sequence[Message], new: Sequence[Message], tools: Tools) -> str:
-        """Returns the text behind the last of `messages`, which is the assistant's, once `new` ones follow it."""
-        turn: Message = {"role": "assistant", "content": _TURN}
-        if all(m["role"] != "tool" for m in new):
-            return self._behind(_TURN, [*messages[:-1], turn, *new], tools, True)
-        try:
-            end = self._behind(_TURN, [*messages[:-1], turn], tools, False)
-            turn = {"role": "assistant", "content": "", "tool_calls": _marked_calls(messages[-1], new)}
-            closed = self._behind(_TURN, [*messages[:-1], turn], tools, False)
-            whole = self._behind(_TURN, [*messages[:-1], turn, *new], tools, True)
-            if closed.endswith(end) and whole.startswith(closed):
-                return end + whole[len(closed) :]
-        except DataError:
-            pass  # a template that knows no tool calls may know their results
-        return self._behind(_TURN, [*messages[:-1], {"role": "assistant", "content": _TURN}, *new], tools, True)
+    def _tail(self, turn: Message, new: Sequence[Message], tools: Tools) -> str:
+        """Returns the text behind a turn of the assistant once `new` messages follow it.
 
-    def _behind(self, mark: str, messages: Sequence[Message], tools: Tools, generate: bool) -> str:
-        text = self._render(messages, tools, generate)
-        before, found, behind = text.rpartition(mark)
-        if not found or mark in before:
+        What came before the turn does not matter, so a question stands for it: histories that a template would refuse,
+        such as an answer to a call that nobody could read, are none.
+        """
+        before: list[Message] = [{"role": "user", "content": "question"}]
+        plain: list[Message] = [*before, {"role": "assistant", "content": _TURN}]
+        if any(m["role"] == "tool" for m in new):
+            calls, new = _answered(turn, new)
+            calling: list[Message] = [*before, {"role": "assistant", "content": "", "tool_calls": calls}]
+            try:
+                end, closed = (self._behind(chat, tools, False) for chat in (plain, calling))
+                whole = self._behind([*calling, *new], tools, True)
+                if closed.endswith(end) and whole.startswith(closed):
+                    return end + whole[len(closed) :]
+            except DataError:
+                pass  # a template that refuses these calls may still write their results
+        return self._behind([*plain, *new], tools, True)
+
+    def _behind(self, messages: Sequence[Message], tools: Tools, generate: bool) -> str:
+        before, found, behind = self._render(messages, tools, generate).rpartition(_TURN)
+        if not found or _TURN in before:
             raise DataError(
                 f"the chat template of '{self.text.name}' cannot continue the conversation: it writes an earlier turn"
                 f" of the assistant {'more than once' if found else 'nowhere'}; give a model with another template"
@@ -191,6 +195,10 @@ class Renderer:
         return inside[: len(newline)] == newline and inside[len(newline) :] != alone
 
     @cached_property
+    def _opens_reasoning(self) -> bool:
+        return self._render([{"role": "user", "content": "question"}], (), True).rstrip().endswith("<think>")
+
+    @cached_property
     def _special_tokens(self) -> list[str]:
         """The tokens that nobody but the template writes: special ones, and added ones around turns."""
         added = self.tokenizer.added_tokens_decoder.values()
@@ -223,11 +231,20 @@ def _name(tool: dict[str, Any]) -> str:
     return str(tool.get("function", tool).get("name", "tool"))
 
 
-def _marked_calls(turn: Message, new: Sequence[Message]) -> list[dict[str, Any]]:
-    """Returns the tool calls of a turn with the mark in the last one; made up, if none of its calls could be read."""
+def _answered(turn: Message, new: Sequence[Message]) -> tuple[list[dict[str, Any]], list[Message]]:
+    """Returns the tool calls of a turn, the mark in the last one, and new messages in which each result has an id.
+
+    Where none of its calls could be read, calls are made up, because templates demand them before results.
+    """
     calls = [ToolCall(c["function"]["name"], {}, c.get("id", "")).message() for c in turn.get("tool_calls") or []]
+    results = [m for m in new if m["role"] == "tool"]
     if not calls:
-        results = [m for m in new if m["role"] == "tool"]
-        calls = [ToolCall(m.get("name") or "tool", {}, m.get("tool_call_id") or "").message() for m in results]
+        ids = [m.get("tool_call_id") or f"call{i:05d}" for i, m in enumerate(results)]
+        calls = [ToolCall(m.get("name") or "tool", {}, id).message() for m, id in zip(results, ids, strict=True)]
+    known = iter(calls)
+    made = [
+        {**m, "tool_call_id": m.get("tool_call_id") or next(known, calls[-1])["id"]} if m["role"] == "tool" else m
+        for m in new
+    ]
     calls[-1]["function"]["arguments"] = {"value": _TURN}
-    return calls
+    return calls, made

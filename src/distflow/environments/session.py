@@ -161,7 +161,8 @@ class Session:
         branch.messages += _chat(messages)
         self._cut(branch, turn.start + turn.length)
         new, last = branch.messages[turn.messages :], branch.tokens[turn.start :]
-        tokens = self.renderer.continuation(branch.messages[: turn.messages], new, branch.tools, last, turn.finished)
+        said = branch.messages[turn.messages - 1]
+        tokens = self.renderer.continuation(said, new, branch.tools, last, turn.finished)
         return self._say(branch, tokens)
 
     def match(self, messages: Sequence[Message], tools: Tools | None = None) -> Branch:

@@ -103,8 +103,8 @@ def parser_for(tokenizer: Any, name: str = "auto") -> ToolParser:
     template = "\n".join(templates.values()) if isinstance(templates, dict) else templates
     for mark, parser in _MARKS:
         if mark in template:
-            return after_reasoning(parser)
-    return after_reasoning(tags_or_json)
+            return parser
+    return tags_or_json
 
 
 _MARKS: list[tuple[str, ToolParser]] = [
@@ -116,17 +116,15 @@ _MARKS: list[tuple[str, ToolParser]] = [
 ]
 
 
-def after_reasoning(parser: ToolParser) -> ToolParser:
-    """Leaves out calls that the model only thinks about, between `<think>` and `</think>`."""
+def split_reasoning(text: str, opened: bool) -> tuple[str, str]:
+    """Returns the reasoning at the beginning of a turn and the rest: a call that is only thought of is none.
 
-    def parse(text: str, tools: Tools = ()) -> Parsed:
-        thought, end, answer = text.rpartition("</think>")
-        if not end and "<think>" in text:
-            return text, [], []  # it thought until it was cut
-        content, calls, errors = parser(answer, tools)
-        return thought + end + content, calls, errors
-
-    return parse
+    Reasoning is `opened` if the generation prompt has `<think>`, or by the model itself.
+    """
+    if not opened and not text.lstrip().startswith("<think>"):
+        return "", text
+    thought, end, rest = text.partition("</think>")
+    return thought + end, rest
 
 
 def _between_tags(text: str, read: Callable[[str], tuple[ToolCall, int]]) -> Parsed:
