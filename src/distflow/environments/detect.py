@@ -2,13 +2,18 @@
 
 import importlib
 import inspect
-from collections.abc import Callable
+import json
+import os
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from distflow.environments.loaded import Loaded
-from distflow.environments.spec import EnvironmentSetupError, EnvironmentSpec
-from distflow.errors import shown, suggest
+from distflow.environments.spec import Description, EnvironmentSetupError, EnvironmentSpec
+from distflow.environments.template import describe_exit
+from distflow.errors import DistflowError, shown, suggest
 from distflow.flow.importing import load
 
 _KNOWN = (
@@ -20,7 +25,7 @@ _ADAPTERS = {"trl": "trl", "tools": "trl", "program": "program"}
 
 
 def load_environment(spec: EnvironmentSpec, base: Path) -> Loaded:
-    """Imports what a spec names and describes it; errors name the environment and the way out."""
+    """Imports what a spec names; errors name the environment and the way out."""
     from distflow.environments.adapters.verl_tools import as_tools
 
     tools = [t for ref in spec.tools for t in as_tools(load(ref, spec.where, base), spec.where, spec.args)]
@@ -33,9 +38,39 @@ def load_environment(spec: EnvironmentSpec, base: Path) -> Loaded:
     if kind == "tools" and target is not None:
         tools, target = tools + as_tools(target, spec.where, spec.args), None
     adapter = importlib.import_module(f"distflow.environments.adapters.{_ADAPTERS[kind]}")
-    environment = Loaded(spec, target, adapter, tools)
-    environment.description = adapter.describe(environment)
-    return environment
+    return Loaded(spec, target, adapter, tools)
+
+
+def describe_all(environments: Sequence[Loaded]) -> None:
+    """Describes environments in a process that ends thereafter: what describing them imports, and the objects it
+    makes, would make every child slower to fork."""
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            try:
+                answer: Any = [asdict(e.adapter.describe(e)) for e in environments]
+            except DistflowError as e:
+                answer = str(e)
+            with open(writing, "w") as file:
+                json.dump(answer, file)
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+        os._exit(0)
+    os.close(writing)
+    with open(reading) as file:
+        text = file.read()
+    _, status = os.waitpid(pid, 0)
+    if status or not text:
+        names = ", ".join(e.spec.where for e in environments)
+        how = describe_exit(os.waitstatus_to_exitcode(status))
+        raise EnvironmentSetupError(f"{names}: the process that looked at its methods {how}; see its stderr")
+    answer = json.loads(text)
+    if isinstance(answer, str):
+        raise EnvironmentSetupError(answer)
+    for environment, fields in zip(environments, answer, strict=True):
+        environment.description = Description.of(fields)
 
 
 def detect(target: Any, spec: EnvironmentSpec) -> str:

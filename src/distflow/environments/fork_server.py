@@ -5,6 +5,7 @@
 
 import contextlib
 import ctypes
+import gc
 import json
 import os
 import select
@@ -18,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from distflow.environments.child import run_child
-from distflow.environments.detect import load_environment
+from distflow.environments.detect import describe_all, load_environment
 from distflow.environments.loaded import Loaded
 from distflow.environments.reward_functions import EndFunction, load_functions
 from distflow.environments.spec import EnvironmentSpec
@@ -36,6 +37,8 @@ class ForkServer:
         self._control, self._environments, self._functions = control, environments, functions
         self._keys: dict[int, int] = {}  # pid of a child → key of its conversation
         self._lines, self._descriptors = b"", deque[int]()
+        gc.collect()
+        gc.freeze()  # children write to no page only because they collect garbage
         _adopt_orphans()
         self._own = set(_children())  # processes that the environments' modules have started
         self._wake, wake = socket.socketpair()
@@ -139,6 +142,7 @@ def main() -> None:
     try:
         specs = [(i, EnvironmentSpec(**fields)) for i, fields in setup["environments"]]
         environments = {i: load_environment(spec, base) for i, spec in specs}
+        describe_all(list(environments.values()))
         functions = load_functions(setup["reward_functions"], base)
     except DistflowError as e:
         reply: dict[str, Any] = {"load_error": str(e)}

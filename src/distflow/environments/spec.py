@@ -42,6 +42,11 @@ class Description:
     columns: tuple[str, ...] = ()  # that a row must have
     needs_endpoint: bool = False  # it calls the model by HTTP
 
+    @classmethod
+    def of(cls, fields: Mapping[str, Any]) -> "Description":
+        """Reads it from JSON."""
+        return cls(**{**fields, "columns": tuple(fields["columns"])})
+
     @property
     def choices(self) -> tuple[str, ...]:
         """The values of the column `environment`, or nothing if the environment does not read it."""

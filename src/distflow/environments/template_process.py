@@ -197,8 +197,7 @@ class Children:
                 match message:
                     case {"ready": list(descriptions)}:
                         for environment, fields in descriptions:
-                            fields["columns"] = tuple(fields["columns"])
-                            self._descriptions[environment] = Description(**fields)
+                            self._descriptions[environment] = Description.of(fields)
                         for child in [c for c in self._children.values() if c.template is template]:
                             child.expect_message(self._limit(child))
                     case {"load_error": str(error)}:

@@ -19,8 +19,8 @@ class Tool:
     has `start`, which is given the row's arguments for it, and `finish`, which returns the state's reward."""
 
     name: str
-    schema: dict[str, Any]
     call: Callable[..., Any]
+    schema: dict[str, Any] | None = None  # None: as the type hints and the docstring of `call` say
     start: Callable[[Mapping[str, Any]], Awaitable[None]] | None = None
     finish: Callable[[], Awaitable[float]] | None = None
 
@@ -50,29 +50,39 @@ class Counts:
 def function_tool(function: Callable[..., Any], where: str) -> Tool:
     """Makes a tool of a function or a method; an error names what its signature lacks."""
     name = getattr(function, "__name__", type(function).__name__)
-    try:
-        from transformers.utils import get_json_schema
-    except ImportError as e:
-        raise EnvironmentSetupError(
-            f"{where}: tool '{name}' needs transformers in its Python, which describes it to the model: {e}"
-        ) from e
-    where = f"{where}: tool '{name}'"
     for parameter in inspect.signature(function).parameters.values():
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
-            raise EnvironmentSetupError(f"{where} takes {parameter}, which no schema describes; name its parameters")
+            raise EnvironmentSetupError(
+                f"{where}: tool '{name}' takes {parameter}, which no schema describes; name its parameters"
+            )
         if parameter.annotation is parameter.empty:
-            raise EnvironmentSetupError(f"{where}: parameter '{parameter.name}' has no type hint; {_CURE}")
-    try:
-        return Tool(name, get_json_schema(function), function)
-    except Exception as e:  # of several kinds, all about the docstring or the hints
-        raise EnvironmentSetupError(f"{where}: {cut(str(e), 300)}; {_CURE}") from e
+            raise EnvironmentSetupError(
+                f"{where}: tool '{name}': parameter '{parameter.name}' has no type hint; {_CURE}"
+            )
+    return Tool(name, function)
 
 
-def check_names(tools: Sequence[Tool], where: str) -> None:
+def json_schemas(tools: Sequence[Tool], where: str) -> list[dict[str, Any]]:
+    """Describes tools to the model; an error names the tool whose docstring or hints do not say enough."""
     names = [t.name for t in tools]
     for name in names:
         if names.count(name) > 1:
             raise EnvironmentSetupError(f"{where}: two tools are named '{name}'; rename one of them")
+    return [tool.schema or _json_schema(tool, where) for tool in tools]
+
+
+def _json_schema(tool: Tool, where: str) -> dict[str, Any]:
+    try:
+        from transformers.utils import get_json_schema
+    except ImportError as e:
+        raise EnvironmentSetupError(
+            f"{where}: tool '{tool.name}' needs transformers in its Python, which describes it to the model: {e}"
+        ) from e
+    try:
+        schema: dict[str, Any] = get_json_schema(tool.call)
+    except Exception as e:  # of several kinds, all about the docstring or the hints
+        raise EnvironmentSetupError(f"{where}: tool '{tool.name}': {cut(str(e), 300)}; {_CURE}") from e
+    return schema
 
 
 def call_tools(turn: Turn, tools: Mapping[str, Callable[..., Any]], session: ChildSession, counts: Counts) -> list[Any]:

@@ -4,7 +4,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from distflow.environments.adapters.tools import Counts, Tool, call_tools, check_names, function_tool
+from distflow.environments.adapters.tools import Counts, Tool, call_tools, function_tool, json_schemas
 from distflow.environments.child import ChildSession, Result, check_reward
 from distflow.environments.loaded import Loaded
 from distflow.environments.reward_functions import as_messages
@@ -23,17 +23,15 @@ def matches(target: Any) -> bool:
 
 def describe(environment: Loaded) -> Description:
     """Reads the methods of the class; only the object of a factory function is made for that."""
-    spec, extra = environment.spec, [t.schema for t in environment.tools]
+    spec, common = environment.spec, environment.tools
     if environment.target is None:  # nothing but tools
-        rewards = any(t.finish for t in environment.tools)
-        return Description("tools", {"": extra}, rewards)
+        return Description("tools", {"": json_schemas(common, spec.where)}, any(t.finish for t in common))
     schemas, rewards, columns = {}, False, set[str]()
     for choice, factory in _factories(environment.target).items():
         where = f"{spec.where}: '{choice}'" if choice else spec.where
         prototype = _prototype(factory, spec.args, where)
         tools = [function_tool(m, where) for m in _methods(prototype)]
-        check_names([*environment.tools, *tools], where)
-        schemas[choice] = extra + [t.schema for t in tools]
+        schemas[choice] = json_schemas([*common, *tools], where)
         rewards |= callable(getattr(prototype, "get_reward", None))
         columns |= set(_required(prototype.reset)) if len(_factories(environment.target)) == 1 else set()
     return Description("trl", schemas, rewards, tuple(sorted(columns)))

@@ -19,7 +19,7 @@ def as_tools(target: Any, where: str, args: Mapping[str, Any]) -> list[Tool]:
         return [base_tool(target, where, args)]
     entry = target if callable(getattr(target, "fn", None)) else _registered(target)
     if entry is not None:
-        return [Tool(entry.name, _plain_schema(entry.tool_schema), _reading_response(entry.fn))]
+        return [Tool(entry.name, _reading_response(entry.fn), _plain_schema(entry.tool_schema))]
     if not callable(target) or inspect.isclass(target):
         raise EnvironmentSetupError(f"{where}: {shown(target, 60)} is no tool; name a function, or a verl BaseTool")
     return [function_tool(target, where)]
@@ -46,7 +46,7 @@ def base_tool(target: Any, where: str, args: Mapping[str, Any]) -> Tool:
     get_schema = getattr(target, "get_openai_tool_schema", None)
     schema = _plain_schema(get_schema() if get_schema else target.tool_schema)
     state = _Instance(target)
-    return Tool(str(schema["function"]["name"]), schema, state.execute, state.start, state.finish)
+    return Tool(str(schema["function"]["name"]), state.execute, schema, state.start, state.finish)
 
 
 def _construct(cls: Any, **arguments: Any) -> Any:
