@@ -28,6 +28,7 @@ LOOPBACK, NAMES = "127.0.0.1", ["127.0.0.1", "localhost"]
 MAX_BODY = 8 << 20  # bytes
 MAX_CONNECTIONS = 512
 BODY_S = 30.0  # for a body, and for the first request of a connection
+DRAIN_S = 5.0  # for the rest of a body that is refused
 REFUSAL_S = 0.05  # before a refusal is sent
 INSTALL = "install it with `pip install 'distflow-rl[agents]'`"
 
@@ -148,10 +149,10 @@ def make_app(endpoint: "Endpoint", hosts: list[str]) -> "Starlette":
     except ImportError:
         raise ConfigError(f"the server starlette is not installed; {INSTALL}") from None
 
-    async def refuse(error: CallError) -> "Response":
+    async def refuse(body: _Body, error: CallError) -> "Response":
+        await body.drain()
         await asyncio.sleep(REFUSAL_S)
-        unread = {"Connection": "close"} if error.status in (401, 403, 408, 410, 413, 429) else None
-        return JSONResponse(error.body(), error.status, headers=unread)
+        return JSONResponse(error.body(), error.status, headers={"Connection": "close"})
 
     def key_of(request: "Request") -> tuple[str | None, str | None]:
         scheme, _, key = request.headers.get("authorization", "").partition(" ")
@@ -162,21 +163,22 @@ def make_app(endpoint: "Endpoint", hosts: list[str]) -> "Starlette":
             endpoint.authorize(*key_of(request))
             return JSONResponse(endpoint.models())
         except CallError as e:
-            return await refuse(e)
+            return await refuse(_Body(request), e)
 
     async def call(request: "Request", kind: Kind) -> "Response":
+        body = _Body(request)
         try:
             session = endpoint.authorize(*key_of(request))
             endpoint.enter(session)
             try:
-                future = endpoint.submit(session, kind, await _read(request))
+                future = endpoint.submit(session, kind, await body.read())
                 reply = await future
             finally:
                 endpoint.leave(session)
             if reply.error is not None:
                 raise reply.error
         except CallError as e:
-            return await refuse(e)
+            return await refuse(body, e)
         if reply.events is not None:
             return StreamingResponse(_each(reply.events), media_type="text/event-stream")
         return JSONResponse(reply.body)
@@ -193,7 +195,7 @@ def make_app(endpoint: "Endpoint", hosts: list[str]) -> "Starlette":
     async def other(request: "Request", error: Exception) -> "Response":
         status = error.status_code if isinstance(error, HTTPException) else 500
         reason = f"{request.method} {request.url.path} is not served here"
-        return await refuse(CallError(status, reason, None, "not_found"))
+        return await refuse(_Body(request), CallError(status, reason, None, "not_found"))
 
     routes = [
         Route(prefix + path, handler, methods=methods)
@@ -210,21 +212,39 @@ def make_app(endpoint: "Endpoint", hosts: list[str]) -> "Starlette":
     return Starlette(routes=routes, middleware=[check_host], exception_handlers={HTTPException: other})
 
 
-async def _read(request: "Request") -> bytes:
-    too_large = CallError(413, f"the body is above {MAX_BODY >> 20} MiB; send a shorter history")
-    length = request.headers.get("content-length", "")
-    if length.isdecimal() and int(length) > MAX_BODY:
-        raise too_large
-    body = bytearray()
-    try:
-        async with asyncio.timeout(BODY_S):
-            async for chunk in request.stream():
-                body += chunk
-                if len(body) > MAX_BODY:
-                    raise too_large
-    except TimeoutError:
-        raise CallError(408, f"the body did not come within {BODY_S:g} s") from None
-    return bytes(body)
+class _Body:
+    """The body of a request, as it comes. One that is refused is read too, into nothing: else the client fails to send
+    it, and never sees why."""
+
+    def __init__(self, request: "Request") -> None:
+        self._receive, self._more = request.receive, True
+        length = request.headers.get("content-length", "")
+        self._length = int(length) if length.isdecimal() and len(length) < 20 else 0
+
+    async def read(self) -> bytes:
+        body = bytearray()
+        try:
+            async with asyncio.timeout(BODY_S):
+                while self._more and max(len(body), self._length) <= MAX_BODY:
+                    body += await self._next()
+        except TimeoutError:
+            raise CallError(408, f"the body did not come within {BODY_S:g} s") from None
+        if max(len(body), self._length) > MAX_BODY:
+            raise CallError(413, f"the body is above {MAX_BODY >> 20} MiB; send a shorter history")
+        return bytes(body)
+
+    async def drain(self) -> None:
+        dropped = 0
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(DRAIN_S):
+                while self._more and dropped <= 8 * MAX_BODY:
+                    dropped += len(await self._next())
+
+    async def _next(self) -> bytes:
+        message = await self._receive()
+        self._more = message.get("more_body", False)  # a client that has gone has no more
+        chunk: bytes = message.get("body", b"")
+        return chunk
 
 
 async def _each(events: list[bytes]) -> AsyncIterator[bytes]:
