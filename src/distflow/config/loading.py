@@ -14,7 +14,7 @@ from distflow.errors import ConfigError, cut, shown, suggest
 # Keys under names that are not ours and not similar enough to be suggested.
 SYNONYMS = {"group": "ranks", "groups": "ranks"}
 # Sections that may be given by the value of one of their keys: `data: train.jsonl`.
-SHORT_FORMS = {"data": "files", "eval": "files", "model": "path", "reward": "functions"}
+SHORT_FORMS = {"data": "files", "eval": "files", "model": "path", "reward": "functions", "environment": "call"}
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = (), base: Path | None = None) -> Config:

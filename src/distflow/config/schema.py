@@ -210,6 +210,49 @@ class RewardConfig(Section):
         return float(value) if isinstance(value, int) and not isinstance(value, bool) else value
 
 
+class EnvironmentConfig(Section):
+    """Whom the model talks to: an environment, tools, or an agent program, each in a process of its own."""
+
+    call: str | None = None  # file.py:name or package.module:name of an environment, a dict of them, or an agent
+    tools: Names = []  # functions that the model may call, beside `call` or without it
+    command: Names = []  # a program instead of `call`; it gets the address and the key of the chat endpoint
+    args: dict[str, Any] = {}  # of the environment's constructor
+    kind: str = "auto"  # of environment; default: it is recognised
+    python: str | None = None  # interpreter of another virtual environment, where its packages are installed
+    rewards: list[RewardFunction] = []  # TRL's that take `environments`: added to the environment's own
+    ratio: float = Field(1.0, ge=0)  # of the prompts that get this one of several `environments`
+    max_turns: int = Field(10, gt=0)  # of the model
+    turn_tokens: int | None = Field(None, gt=0)  # that the model samples in a turn; default: rollout.max_tokens
+    time_limit_s: float = Field(30.0, gt=0, le=MAX_SECONDS)  # for each thing that the environment does
+    concurrent: int = Field(64, gt=0)  # conversations of a worker at once
+    tool_parser: str = "auto"  # how the model writes tool calls; default: as its chat template says
+    on_failure: Literal["error"] | float = 0.0  # the score of a conversation that fails, or "error" to end the run
+
+    @field_validator("rewards", mode="before")
+    @classmethod
+    def _functions(cls, value: Any) -> Any:
+        functions = value if isinstance(value, list) else [value]
+        return [{"call": f} if isinstance(f, str) else f for f in functions]
+
+    @field_validator("on_failure", mode="before")
+    @classmethod
+    def _score_as_float(cls, value: Any) -> Any:
+        return float(value) if isinstance(value, int) and not isinstance(value, bool) else value
+
+    @model_validator(mode="after")
+    def _something(self) -> "EnvironmentConfig":
+        if bool(self.command) and (self.call is not None or self.tools):
+            raise ValueError("give one of `command` (a program) and `call` or `tools` (Python)")
+        if not (self.command or self.call or self.tools):
+            raise ValueError("give one of `call` (file.py:name), `tools` (file.py:function) and `command` (a program)")
+        return self
+
+
+def _environment(value: Any) -> Any:
+    """Lets an environment be given by its name alone."""
+    return {"call": value} if isinstance(value, str) else value
+
+
 def _reward(value: Any) -> Any:
     """Lets a reward be given by its functions alone."""
     functions = isinstance(value, str | list) or (isinstance(value, dict) and "call" in value)
@@ -270,6 +313,8 @@ class Config(Section):
     train: TrainConfig = TrainConfig()
     critic: CriticConfig = CriticConfig()
     reward: RewardConfig | None = None
+    environment: EnvironmentConfig | None = None  # with one, the model has conversations instead of single responses
+    environments: dict[str, EnvironmentConfig] = Field(default_factory=dict)  # several: by column, or by ratio
     eval: EvalConfig | None = None
     checkpoint: CheckpointConfig = CheckpointConfig()
     record: RecordConfig = RecordConfig()
@@ -309,6 +354,24 @@ class Config(Section):
     @classmethod
     def _reward_by_functions(cls, value: Any) -> Any:
         return _reward(value)
+
+    @field_validator("environment", mode="before")
+    @classmethod
+    def _environment_by_call(cls, value: Any) -> Any:
+        return _environment(value)
+
+    @field_validator("environments", mode="before")
+    @classmethod
+    def _environments_by_call(cls, value: Any) -> Any:
+        return {name: _environment(e) for name, e in value.items()} if isinstance(value, dict) else value
+
+    @model_validator(mode="after")
+    def _one_or_several(self) -> "Config":
+        if self.environment and self.environments:
+            raise ValueError("give one of `environment` and `environments`")
+        if self.environments and not any(e.ratio for e in self.environments.values()):
+            raise ValueError("environments: all have the ratio 0; give one of them a ratio above 0")
+        return self
 
     @property
     def run_folder(self) -> Path:

@@ -36,7 +36,7 @@ class Policy:
         self.role, self.dtype = role, DTYPES[role.train.dtype]
         self.text = Text(source, prompt_limit(source, config.max_tokens, role.max_prompt))
         trained = role.layout("update", "update_pairs", "logprobs", "ema_logprobs")
-        generates = role.layout("generate")
+        generates = role.layout("generate", "converse")
         trainable = not {"update", "update_pairs"}.isdisjoint(role.layouts)
         lora = role.train.lora if trainable else None
         ema = role.train.ema if trainable else None

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from distflow.data.collectives import SendReceive
     from distflow.data.context import Context
     from distflow.engine.role_state import LoadTensors, RoleState
+    from distflow.engine.rollout.engine import SamplingParams
     from distflow.engine.train.trainer import Trainer
 
 TOKENS = ("prompt_tokens", "response_tokens")
@@ -84,13 +85,10 @@ class Actor(_Trained):
     ) -> dict[str, Any]:
         """Generates responses to the field `prompt`: text or chat messages."""
         from distflow.engine.rollout.engine_load import EngineLoad
-        from distflow.engine.rollout.responses import generate_responses, log_lengths
+        from distflow.engine.rollout.responses import generate_responses
 
-        policy, sampling = self.policy, self.policy.sampling
+        policy, sampling, seed = self.policy, self._sampling(temperature), eval_seed(ctx.seed) if held_out else ctx.seed
         assert policy.engine is not None
-        if temperature is not None:
-            sampling = replace(sampling, temperature=temperature)
-        seed = eval_seed(ctx.seed) if held_out else ctx.seed
         with ctx.record.call("engine") as details:
             load = EngineLoad()
             version = policy.weight_version
@@ -98,12 +96,22 @@ class Actor(_Trained):
             rollout = generate_responses(*where, batch, sampling, seed, version, load.add, ctx.chunks)
             details["left"] = load.points()
         policy.release_engine_memory()
-        log_lengths(rollout, ctx.metrics, "val/" if held_out else "")
-        if not held_out and len(batch):
-            staleness = ctx.step - 1 - rollout["weight_version"].double().mean()
-            ctx.metrics.log("rollout/staleness", float(staleness), len(batch))
-        ctx.metrics.log("perf/tokens", int(rollout["response_tokens"].lengths.sum()), reduce="sum")
+        self._log_rollout(rollout, ctx, held_out)
         return rollout
+
+    def _sampling(self, temperature: float | None) -> "SamplingParams":
+        sampling = self.policy.sampling
+        return sampling if temperature is None else replace(sampling, temperature=temperature)
+
+    def _log_rollout(self, rollout: Mapping[str, Any], ctx: "Context", held_out: bool) -> None:
+        from distflow.engine.rollout.responses import log_lengths
+
+        count = len(rollout["weight_version"])
+        tokens = log_lengths(rollout, ctx.metrics, "val/" if held_out else "")
+        if not held_out and count:
+            staleness = ctx.step - 1 - rollout["weight_version"].double().mean()
+            ctx.metrics.log("rollout/staleness", float(staleness), count)
+        ctx.metrics.log("perf/tokens", tokens, reduce="sum")
 
     @node(type="inference", writes="old_logprobs")
     def logprobs(self, batch: "Batch") -> "Ragged":

@@ -37,10 +37,11 @@ class NodeSpec:
     balance: str | None = None
     hand_over: bool | None = None
     ignores: tuple[str, ...] | None = None
+    whole_rows: bool | None = None
 
-    def select_reads(self, inputs: Iterable[str], prefix: str = "") -> tuple[str, ...]:
-        """Returns the fields that a node reads of those it is called with."""
-        fields = tuple(dict.fromkeys(inputs))
+    def select_reads(self, inputs: Iterable[str], source: Iterable[str], prefix: str = "") -> tuple[str, ...]:
+        """Returns the fields that a node reads of those it is called with; `source`: the columns of the data."""
+        fields = tuple(dict.fromkeys((*inputs, *(source if self.whole_rows else ()))))
         if self.reads is not None:
             return tuple(prefix + f if prefix + f in fields else f for f in self.reads)
         return tuple(f for f in fields if f.removeprefix(prefix) not in (self.ignores or ()))
@@ -85,6 +86,7 @@ def node(
     balance: str | None = None,
     hand_over: bool | None = None,
     ignores: Names | None = None,
+    whole_rows: bool | None = None,
 ) -> Any:
     """Marks a function as a node: inside a flow a call to it is traced, outside a flow it runs as usual.
 
@@ -92,7 +94,8 @@ def node(
     `reads` defaults to all fields of the values it is called with, except those it `ignores`; `writes` to one field
     with the name of the node. `whole_groups` keeps the samples of a prompt together; `whole_batch` gives all samples of
     the step to each of the node's workers (for small fields); `balance` names the field whose lengths are evened out
-    over the workers; `hand_over` (for a method) syncs the role's newest weights first.
+    over the workers; `hand_over` (for a method) syncs the role's newest weights first; `whole_rows` adds all columns of
+    the data to what the node reads.
 
     A call inside a flow takes three more arguments. `after=value` orders the node after another one without reading
     from it. `prefix="greedy_"` is put before all fields that the node writes and removed from those it reads, so that a
@@ -113,6 +116,7 @@ def node(
         "balance": balance,
         "hand_over": hand_over,
         "ignores": as_tuple(ignores),
+        "whole_rows": whole_rows,
     }
     if fn is None:
         return functools.partial(node, **arguments)
@@ -246,7 +250,7 @@ class FlowFunction:
             )
         columns = tuple(source)
         nodes: list[Node] = []
-        token = _nodes.set(nodes)
+        token, outer = _nodes.set(nodes), _columns.set(columns)
         try:
             self.fn(Value(SOURCE, columns), **{p: _Role(p, roles[p]) for p in self.roles}, **(constants or {}))
         except Exception as e:
@@ -254,6 +258,7 @@ class FlowFunction:
             raise FlowError(message + _place(e, self.fn)) from e
         finally:
             _nodes.reset(token)
+            _columns.reset(outer)
         return Flow(name, columns, tuple(nodes))
 
 
@@ -276,6 +281,7 @@ def _place(error: Exception, fn: Callable[..., Any]) -> str:
 
 
 _nodes: ContextVar[list[Node] | None] = ContextVar("nodes", default=None)
+_columns: ContextVar[tuple[str, ...]] = ContextVar("columns", default=())  # of the data
 
 
 class _Role:
@@ -307,6 +313,10 @@ class _Role:
 
 def _call_method(role: str, cls: type, method: str, *args: Any, **kwargs: Any) -> Value:
     fn = method_of(role, cls, method, f"node '{role}.{method}'")
+    others = [a for a in args if isinstance(a, _Role)]
+    if others:  # actor.converse(prompts, environment): a role is a constant, its name
+        args = tuple(a for a in args if not isinstance(a, _Role))
+        kwargs |= {"environment": others[0]._role}
     spec = spec_of(fn).of_role(role)
     return _record(
         inspect.unwrap(fn), spec, spec.id or f"{role}.{method}", args, kwargs, {"role": role, "method": True}
@@ -355,7 +365,7 @@ def _record(
                 f"node '{node_id}': positional arguments and `after` are values of other nodes, not {shown(a)};"
                 " pass constants by keyword"
             )
-    reads = spec.select_reads((f for a in args for f in a.fields), options.get("prefix", ""))
+    reads = spec.select_reads((f for a in args for f in a.fields), _columns.get(), options.get("prefix", ""))
     # A value that was passed but from which nothing is read still orders the nodes.
     order = [a.node for a in after] + [a.node for a in args if not set(reads) & set(a.fields)]
     order = [i for i in dict.fromkeys(order) if i != SOURCE]

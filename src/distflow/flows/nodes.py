@@ -16,6 +16,11 @@ def response_mask(rollout: Any) -> list[Any]:
     return [rollout["response_mask"]] if "response_mask" in rollout.fields else []
 
 
+def turn_rewards(rollout: Any) -> list[Any]:
+    """Selects the rewards of turns, if an environment may have given some."""
+    return [rollout["turn_rewards"]] if "turn_rewards" in rollout.fields else []
+
+
 @node(role="advantage", whole_groups=True, writes="advantage")
 def group_advantage(
     batch: "Batch", ctx: "Context", scale: Scale = "std", baseline: Baseline = "mean", field: str = "score"
@@ -124,17 +129,24 @@ def discounted_returns(batch: "Batch", gamma: Fraction = 1.0, kl: float = 0.0) -
 
 
 def _token_rewards(batch: "Batch", model: "ModelTokens", kl_weight: float) -> Any:
-    """Returns the rewards of the model's tokens: the score at the last of each response, less the KL penalty."""
+    """Returns the rewards of the model's tokens: the score at the last of each response, less the KL penalty.
+
+    What an environment gave for single turns is a part of the score: it goes to the last tokens of these turns.
+    """
     import torch
 
     from distflow.algo.kl import kl
     from distflow.algo.returns import token_rewards
 
-    lengths = torch.from_numpy(model.lengths)
-    if not kl_weight:
-        return token_rewards(batch["score"], lengths)
-    divergence = kl("k1", _policy_logprobs(batch).joined(), batch["ref_logprobs"].joined())
-    return token_rewards(batch["score"], lengths, kl_weight * model.select(divergence))
+    lengths, score = torch.from_numpy(model.lengths), batch["score"]
+    penalty = None
+    if kl_weight:
+        penalty = kl_weight * model.select(kl("k1", _policy_logprobs(batch).joined(), batch["ref_logprobs"].joined()))
+    if "turn_rewards" not in batch:
+        return token_rewards(score, lengths, penalty)
+    turns = model.select(batch["turn_rewards"].joined()).to(score.dtype)
+    sample = torch.arange(len(batch)).repeat_interleave(lengths)
+    return token_rewards(score - torch.zeros_like(score).index_add(0, sample, turns), lengths, penalty) + turns
 
 
 def _policy_logprobs(batch: "Batch") -> Any:

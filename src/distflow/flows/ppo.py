@@ -1,7 +1,7 @@
 """PPO: token advantages from a critic (GAE), and a clipped importance ratio (arXiv 1707.06347)."""
 
 from distflow.flow import flow
-from distflow.flows.nodes import gae, response_mask, whiten_over_batch
+from distflow.flows.nodes import gae, response_mask, turn_rewards, whiten_over_batch
 from distflow.flows.policy_update import update_policy
 
 
@@ -32,7 +32,7 @@ def ppo(
     ref = [reference.logprobs(*tokens)] if kl_in_reward else []
     penalty = [*(old or [rollout["rollout_logprobs"]]), *ref] if kl_in_reward else []
     values = critic.values(*tokens)
-    estimates = gae(score, values, *penalty, *mask, gamma=gamma, lam=lam, kl=kl_in_reward)
+    estimates = gae(score, values, *penalty, *mask, *turn_rewards(rollout), gamma=gamma, lam=lam, kl=kl_in_reward)
     updates = {"mini_batches": mini_batches, "epochs": epochs}
     critic.update(*tokens, values, estimates["returns"], clip=clip_value, **updates)
     advantage = whiten_over_batch(estimates, *mask)

@@ -1,7 +1,7 @@
 """REINFORCE++: token returns whitened over the batch, with a KL penalty in the reward; no critic (arXiv 2501.03262)."""
 
 from distflow.flow import flow
-from distflow.flows.nodes import discounted_returns, response_mask, whiten_over_batch
+from distflow.flows.nodes import discounted_returns, response_mask, turn_rewards, whiten_over_batch
 from distflow.flows.policy_update import update_policy
 
 
@@ -26,7 +26,7 @@ def reinforce_pp(
     old = [actor.logprobs(*tokens)] if recompute_old_logprobs else []
     ref = [reference.logprobs(*tokens)] if kl_in_reward else []
     penalty = [*old, *ref] if kl_in_reward else []
-    inputs = [score, rollout["rollout_logprobs"], *penalty, *mask]
+    inputs = [score, rollout["rollout_logprobs"], *penalty, *mask, *turn_rewards(rollout)]
     returns = discounted_returns(*inputs, gamma=gamma, kl=kl_in_reward)
     advantage = whiten_over_batch(returns, *mask)
     clips = {"clip": clip, "dual_clip": dual_clip}

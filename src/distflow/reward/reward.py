@@ -60,7 +60,7 @@ class Reward:
     @node(
         type="inference",
         writes=["score"],
-        ignores=("prompt_tokens", "rollout_logprobs", "response_mask", "finished", "weight_version"),
+        ignores=("prompt_tokens", "rollout_logprobs", "response_mask", "turn_rewards", "finished", "weight_version"),
     )
     def score(self, batch: "Batch", ctx: "Context") -> dict[str, Any]:
         """Reads `prompt`, `response`, and the other columns that the functions have parameters for."""

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from distflow.config import Config, load_config
 from distflow.config.model_shape import shape_of
-from distflow.config.schema import PlaceConfig, RewardConfig, RoleConfig
+from distflow.config.schema import EnvironmentConfig, PlaceConfig, RewardConfig, RoleConfig
 from distflow.errors import ConfigError, cut, shown, suggest
 from distflow.flow import Flow, FlowFunction, from_list
 from distflow.flow.graph import SOURCE
@@ -29,6 +29,9 @@ MODEL_ROLES = {
 FROZEN_MODEL = "distflow.engine.roles:FrozenModel"  # of a role for which the config names a model
 CORRECTION = "rollout_correction"  # a constant of flows that train a policy
 REWARD_FUNCTIONS = "distflow.reward.reward:Reward"
+AGENT = "distflow.environments.agent:Agent"  # the actor of a config with environments
+ENVIRONMENT = "distflow.environments.agent:Environment"
+ENVIRONMENT_REWARD = "distflow.environments.env_reward:EnvironmentReward"
 EVAL_REWARD = "eval_reward"  # the role of `eval.reward`
 
 
@@ -57,11 +60,24 @@ class Program:
         config, built_in = self.config, dict[str, RoleConfig]()
         if config.model is not None:
             built_in |= {role: RoleConfig(call=call) for role, call in MODEL_ROLES.items()}
+        if self.environments:
+            args = {"environments": {n: e.model_dump() for n, e in self.environments.items()}}
+            log = config.run_folder / "environments.log"
+            built_in["actor"] = RoleConfig(call=AGENT, args=args | {"log": log})
+            built_in["reward"] = RoleConfig(call=ENVIRONMENT_REWARD)
+            names = {"environment", *config.environments}
+            built_in |= {n: RoleConfig(call=ENVIRONMENT) for n in names if n not in built_in}
         if config.reward is not None:
             built_in["reward"] = self._reward_binding(config.reward)
         if config.eval is not None and config.eval.reward is not None:
             built_in[EVAL_REWARD] = self._reward_binding(config.eval.reward)
         return built_in | {name: _binding(name, role) for name, role in config.roles.items()}
+
+    @property
+    def environments(self) -> dict[str, EnvironmentConfig]:
+        """The environments of the config by name; that of `environment` is called so."""
+        config = self.config
+        return {"environment": config.environment} if config.environment else config.environments
 
     def _reward_binding(self, reward: RewardConfig) -> RoleConfig:
         if reward.model is not None:

@@ -1,7 +1,7 @@
 """Lanes: several batches in threads generate what one would; a failure in one of them ends them all."""
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -103,7 +103,7 @@ class FakeBatch:
         self.added.append([s.request.sample_id for s in sequences])
         self.sequences += sequences
 
-    def step(self) -> list[Sequence]:
+    def step(self, wake: Callable[[], bool]) -> list[Sequence]:
         self.threads.add(torch.get_num_threads())
         one = self.sequences.pop(0)
         if one.request.sample_id < 0:

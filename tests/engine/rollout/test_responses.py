@@ -1,6 +1,7 @@
 """Responses to a batch: one request per sample, of which those of a group share a prompt, and columns in its order."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 
 import numpy as np
@@ -13,7 +14,7 @@ from distflow.data.batch import Batch
 from distflow.engine.model.source import Source
 from distflow.engine.model.text import Text
 from distflow.engine.model.tokenizer import train_tokenizer
-from distflow.engine.rollout.engine import Completion, Request, RolloutEngine, SamplingParams
+from distflow.engine.rollout.engine import Completion, Request, RolloutEngine, SamplingParams, Wake, never
 from distflow.engine.rollout.responses import complete, generate_responses
 from distflow.engine.weights import Spec
 from distflow.errors import DataError, WeightsError
@@ -70,7 +71,12 @@ class EchoEngine:
     def has_unfinished(self) -> bool:
         return bool(self.unfinished)
 
-    def step(self) -> list[Completion]:
+    def abort(self, request_ids: Iterable[int]) -> None: ...
+
+    def serving(self, sequences: int, longest: int) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def step(self, wake: Wake = never) -> list[Completion]:
         done, self.unfinished = self.unfinished[-2:], self.unfinished[:-2]
         return [self.completion(request) for request in done]
 

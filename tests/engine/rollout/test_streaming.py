@@ -229,3 +229,71 @@ def test_completions_name_the_weights_they_were_generated_with() -> None:
             qwen2.add_request(request)
         while qwen2.has_unfinished:
             assert {c.weight_version for c in qwen2.step(version)} == {version}
+
+
+@pytest.mark.usefixtures("backend")
+def test_a_caller_with_more_requests_wakes_it(max_lanes: int) -> None:
+    """However often it returns early, each request gets what it would get alone."""
+    qwen2, order = generator("qwen2", 64, max_lanes=max_lanes), EVERYBODY[:9]
+    waiting, finished, early = requests_for(order), list[Completion](), 0
+    requests = list(waiting)
+    while waiting or qwen2.has_unfinished:
+        if waiting:
+            qwen2.add_request(waiting.pop())
+        completions = qwen2.step(wake=lambda: True)
+        early += not completions
+        finished += completions
+    assert early > 5
+    assert same([as_response(c) for c in drain(qwen2, requests, finished)], expected("qwen2", order))
+
+
+def test_requests_of_one_sample_are_told_apart() -> None:
+    """Two branches of a conversation: same sample, other positions."""
+    qwen2, params = generator("qwen2", 4), replace(PARAMS, stop=frozenset(), max_tokens=40)
+    branches = [Request(7, PROMPTS[i], params, SEED, 10 * i, 3 + i, 100 + i) for i in range(2)]
+    for request in branches:
+        qwen2.add_request(request)
+    finished = dict[int, Completion]()
+    while qwen2.has_unfinished:
+        finished |= {c.request_id: c for c in qwen2.step()}
+    assert {i: (c.sample_id, len(c.tokens)) for i, c in finished.items()} == {100: (7, 3), 101: (7, 4)}
+    for request in branches:
+        alone = replace(request, params=replace(params, max_tokens=request.position + request.room))
+        assert same([as_response(finished[request.id])], [plain_loop("qwen2", alone)])
+
+
+def test_an_aborted_request_has_no_completion_and_frees_its_place(max_lanes: int) -> None:
+    qwen2, params = generator("qwen2", 3, max_lanes=max_lanes), replace(PARAMS, stop=frozenset(), max_tokens=30)
+    requests = [Request(i, PROMPTS[i], params, SEED) for i in range(6)]
+    for request in requests:
+        qwen2.add_request(request)
+    assert qwen2.step(wake=lambda: True) == []
+    qwen2.abort([0, 4, 99])  # one that runs, one that waits, none
+    finished = dict[int, Completion]()
+    while qwen2.has_unfinished:
+        finished |= {c.sample_id: c for c in qwen2.step()}
+    assert sorted(finished) == [1, 2, 3, 5]
+    left = [1, 2, 3, 5]
+    assert same([as_response(finished[i]) for i in left], [plain_loop("qwen2", requests[i]) for i in left])
+    qwen2.add_request(requests[0])
+    (again,) = qwen2.step()
+    assert same([as_response(again)], [plain_loop("qwen2", requests[0])])
+
+
+@pytest.mark.usefixtures("backend")
+def test_it_stays_ready_while_it_serves() -> None:
+    """Weights stay packed between requests; a later request may be longer than all before."""
+    qwen2 = generator("qwen2", 4)
+    first, long = requests_for([0])[0], replace(requests_for([1])[0], prompt=PROMPTS[1] * 20)
+    with qwen2.serving(2, len(long.prompt) + long.room):
+        qwen2.add_request(first)
+        one = qwen2.step()
+        running = qwen2._running
+        assert running
+        assert not qwen2.has_unfinished
+        assert qwen2.step() == []
+        qwen2.add_request(long)
+        two = qwen2.step()
+        assert qwen2._running is running
+    assert not qwen2._running
+    assert same([as_response(c) for c in one + two], [plain_loop("qwen2", first), plain_loop("qwen2", long)])

@@ -4,7 +4,7 @@ The operations of a decoding step are too small to share: with lanes no thread i
 another reads memory. Every lane reads all weights, so a lane has to have a number of sequences to be worth it.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from itertools import pairwise
@@ -26,7 +26,7 @@ class Batch(Protocol[S]):
 
     def add(self, sequences: list[S]) -> None: ...
 
-    def step(self) -> list[S]: ...
+    def step(self, wake: Callable[[], bool]) -> list[S]: ...
 
 
 def lane_count(model: PreTrainedModel, most: int, sequences: int) -> int:
@@ -75,11 +75,11 @@ class Lanes:
             if end > start:
                 batch.add(ordered[start:end])
 
-    def step(self) -> list[Any]:
+    def step(self, wake: Callable[[], bool] = lambda: False) -> list[Any]:
         busy = set(map(id, self._stepping.values()))
         for batch in self.batches:
             if id(batch) not in busy and batch.has_unfinished:
-                self._stepping[self._threads.submit(batch.step)] = batch
+                self._stepping[self._threads.submit(batch.step, wake)] = batch
         done, _ = wait(self._stepping, return_when=FIRST_COMPLETED)
         finished = []
         for future in done:

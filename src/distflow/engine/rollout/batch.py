@@ -4,6 +4,7 @@ from collections.abc import Iterable
 
 import torch
 
+from distflow.engine.rollout.engine import Wake, never
 from distflow.engine.rollout.model_runner import ModelRunner
 from distflow.engine.rollout.scheduler import Scheduler
 from distflow.engine.rollout.sequence import Sequence
@@ -21,14 +22,17 @@ class ContinuousBatch:
         self.scheduler.add(sequences)
 
     @torch.inference_mode()
-    def step(self) -> list[Sequence]:
-        """Runs until at least one sequence is finished and returns all that are."""
+    def step(self, wake: Wake = never) -> list[Sequence]:
+        """Runs until at least one sequence is finished, or `wake` is true, and returns all that are finished."""
         finished: list[Sequence] = []
-        while self.scheduler.has_unfinished and not finished:
+        woken = False
+        while self.scheduler.has_unfinished and not finished and not woken:
             for prompts in self.scheduler.admit():
                 self.runner.prefill(prompts)
             finished += self.scheduler.retire()  # a response may be one token long
             if self.scheduler.running:
                 self.runner.decode(*self.scheduler.ready())
                 finished += self.scheduler.retire()
+            finished = [s for s in finished if not s.aborted]
+            woken = wake()
         return finished

@@ -1,6 +1,7 @@
 """The built-in rollout engine: continuous batching on a Hugging Face model's own modules, on any device."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 
 import torch
 import torch.distributed as dist
@@ -11,7 +12,7 @@ from distflow.config.schema import RolloutConfig
 from distflow.engine.model.memory import check_kv_cache
 from distflow.engine.model.source import Source, kv_bytes
 from distflow.engine.model.tensor_parallel import RowwiseAllReduce, parameter_specs, tp_styles
-from distflow.engine.rollout.engine import Completion, Request
+from distflow.engine.rollout.engine import Completion, Request, Wake, never
 from distflow.engine.rollout.generator import CacheLimits, Generator
 from distflow.engine.rollout.weight_buffers import WeightBuffers
 from distflow.engine.weights import Shards, Spec
@@ -43,10 +44,19 @@ class BuiltinEngine:
             RowwiseAllReduce(model, styles, tp_group)
         first = layout.cells[layout.cell_of(rank) or 0][0]
 
+        self._tp, self._wake, self._woken = tp_group is not None, never, False
+
         def agree(tokens: Tensor) -> Tensor:
-            if tp_group is not None:
+            if tp_group is None:
+                return tokens
+            if self._wake is never:
                 dist.broadcast(tokens, first, group=tp_group)
-            return tokens
+                return tokens
+            # Whether to return early is agreed on with the same message.
+            message = torch.cat((tokens, tokens.new_tensor([int(self._wake())])))
+            dist.broadcast(message, first, group=tp_group)
+            self._woken |= bool(message[-1])
+            return message[:-1]
 
         cache_bytes = int(config.kv_cache_gb * (1 << 30))
         check_kv_cache(cache_bytes, device)
@@ -90,8 +100,17 @@ class BuiltinEngine:
     def has_unfinished(self) -> bool:
         return self.generator.has_unfinished
 
-    def step(self) -> list[Completion]:
-        return self.generator.step(self.weight_version)
+    def step(self, wake: Wake = never) -> list[Completion]:
+        if not self._tp:
+            return self.generator.step(self.weight_version, wake)
+        self._wake, self._woken = wake, False
+        return self.generator.step(self.weight_version, lambda: self._woken)
+
+    def abort(self, request_ids: Iterable[int]) -> None:
+        self.generator.abort(request_ids)
+
+    def serving(self, sequences: int, longest: int) -> AbstractContextManager[None]:
+        return self.generator.serving(sequences, longest)
 
     def release_memory(self, weights: bool) -> None:
         if weights:

@@ -4,7 +4,8 @@ Text, groups, rewards and exactly-once accounting are outside of it. Every rank 
 tensor-parallel ranks make the same calls in the same order.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -33,15 +34,37 @@ class SamplingParams:
         return self.top_p < 1 or self.top_k > 0
 
 
+Wake = Callable[[], bool]
+
+
+def never() -> bool:
+    """The `wake` of a caller that waits for nothing but completions."""
+    return False
+
+
 @dataclass(frozen=True)
 class Request:
-    """One response to generate. Its sampling noise is a function of (seed, sample id, position in the response)."""
+    """One response to generate, or one turn of the model in a conversation.
+
+    Its sampling noise is a function of (seed, sample id, position in the response).
+    """
 
     sample_id: int
     prompt: tuple[int, ...]  # token ids; requests with the same prompt are prefilled once
     params: SamplingParams
     seed: int
     position: int = 0  # in the response, of the first token to generate; above 0 if `prompt` ends with its beginning
+    max_tokens: int | None = None  # to generate; by default those that are left of `params.max_tokens`
+    request_id: int = -1  # by default the sample id; a sample with several requests at once gives each its own
+
+    @property
+    def id(self) -> int:
+        return self.sample_id if self.request_id < 0 else self.request_id
+
+    @property
+    def room(self) -> int:
+        """Tokens to generate, at most."""
+        return self.params.max_tokens - self.position if self.max_tokens is None else self.max_tokens
 
 
 @dataclass(frozen=True)
@@ -53,6 +76,7 @@ class Completion:
     logprobs: NDArray[np.float32]  # under the distribution before top-p and top-k, as a trainer computes them
     finished: bool  # by a stop token, not by the length limit
     weight_version: int
+    request_id: int = -1  # of the request
 
 
 class RolloutEngine(Protocol):
@@ -95,8 +119,20 @@ class RolloutEngine(Protocol):
     @property
     def has_unfinished(self) -> bool: ...
 
-    def step(self) -> list[Completion]:
-        """Generates until at least one request is finished and returns all that are."""
+    def step(self, wake: Wake = never) -> list[Completion]:
+        """Generates until at least one request is finished and returns all that are.
+
+        It returns earlier, maybe with none, if `wake` is true, which is asked after every decoding step: the caller has
+        more requests. Of a tensor-parallel cell the first rank's is asked, and all ranks give one, or none does.
+        """
+        ...
+
+    def abort(self, request_ids: Iterable[int]) -> None:
+        """Drops requests, which have no completion then; ids of others, or of finished ones, are ignored."""
+        ...
+
+    def serving(self, sequences: int, longest: int) -> AbstractContextManager[None]:
+        """Stays ready inside of it, also while there are no requests, for so many of at most so many tokens."""
         ...
 
     def release_memory(self, weights: bool) -> None:

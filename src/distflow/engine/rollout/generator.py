@@ -1,6 +1,7 @@
 """Generates with a model whose weights are in place: queues requests, sizes the KV cache, runs the continuous batch."""
 
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -9,7 +10,7 @@ from transformers import PreTrainedModel
 
 from distflow.engine.cpu.lanes import Lanes, lane_count, threads_of_a_lane
 from distflow.engine.rollout.batch import ContinuousBatch
-from distflow.engine.rollout.engine import Completion, Request
+from distflow.engine.rollout.engine import Completion, Request, Wake, never
 from distflow.engine.rollout.forward import Forward, forward_for
 from distflow.engine.rollout.kv_cache import KVCache
 from distflow.engine.rollout.model_runner import Agree, ModelRunner
@@ -55,7 +56,7 @@ class Running(Protocol):
 
     def add(self, sequences: list[Sequence]) -> None: ...
 
-    def step(self) -> list[Sequence]: ...
+    def step(self, wake: Wake) -> list[Sequence]: ...
 
 
 class Generator:
@@ -72,48 +73,78 @@ class Generator:
         self.model, self.limits, self.device, self.agree, self.max_lanes = model, limits, device, agree, max_lanes
         self.caches: list[KVCache] = []  # one per lane, kept from rollout to rollout
         self._queue: list[Sequence] = []
-        self._running: Running | None = None  # while requests are unfinished
+        self._unfinished: dict[int, Sequence] = {}  # by the id of the request
+        self._serving: tuple[int, int] | None = None  # sequences to be ready for, and the longest of them
+        self._running: Running | None = None  # while requests are unfinished, or may come
         self._cleanup = ExitStack()  # unpacks the weights, ends the threads
 
     def add_request(self, request: Request) -> None:
-        self._queue.append(Sequence(request))
+        sequence = self._unfinished[request.id] = Sequence(request)
+        self._queue.append(sequence)
+
+    def abort(self, request_ids: Iterable[int]) -> None:
+        """Drops requests; those that run leave the batch after its next decoding step."""
+        for sequence in [self._unfinished.pop(i) for i in request_ids if i in self._unfinished]:
+            sequence.aborted = True
+        self._queue = [s for s in self._queue if not s.aborted]
+
+    @contextmanager
+    def serving(self, sequences: int, longest: int) -> Iterator[None]:
+        """Keeps weights packed and lanes running inside of it, also while there are no requests."""
+        self._serving = sequences, longest
+        try:
+            yield
+        finally:
+            self._serving = None
+            self.stop()
 
     @property
     def has_unfinished(self) -> bool:
-        return bool(self._queue or self._running)
+        return bool(self._unfinished)
 
-    def step(self, weight_version: int = 0) -> list[Completion]:
-        """Generates until at least one request is finished and returns all that are."""
+    def step(self, weight_version: int = 0, wake: Wake = never) -> list[Completion]:
+        """Generates until at least one request is finished, or `wake` is true, and returns all that are finished."""
         if not self.has_unfinished:
             return []
         try:
+            if self._running and not self._running.has_unfinished and self._too_long():
+                self._end()  # and start again, with room for it
             if self._running is None:
                 self._running = self._start(self._queue)
             longest = self.caches[0].longest
             self._running.add([s for s in self._queue if s.max_length <= longest])
             self._queue = [s for s in self._queue if s.max_length > longest]  # until a lane has a larger share
-            finished = self._running.step()
+            finished = self._running.step(wake)
         except BaseException:
             self.stop()
             raise
-        if not self._running.has_unfinished:
+        for sequence in finished:
+            self._unfinished.pop(sequence.request.id, None)  # one that was aborted meanwhile is not there any more
+        if not self._running.has_unfinished and not self._serving:
             self._end()
+        finished = [s for s in finished if not s.aborted]
         return [s.completion(weight_version) for s in finished]
 
     def stop(self) -> None:
         """Drops unfinished requests."""
-        self._queue = []
+        self._queue, self._unfinished = [], {}
         self._end()
+
+    def _too_long(self) -> bool:
+        """Whether what waits has no room in the caches that there are."""
+        return all(s.max_length > self.caches[0].longest for s in self._queue)
 
     def _end(self) -> None:
         self._running = None
         self._cleanup.close()
 
     def _start(self, sequences: list[Sequence]) -> Running:
-        longest = max(s.max_length for s in sequences)
+        expected, longest = self._serving or (0, 0)
+        longest = min(longest, self.limits.cache_bytes // self.limits.bytes_per_token // 2)  # it is not asked for yet
+        expected, longest = max(expected, len(sequences)), max(longest, *(s.max_length for s in sequences))
         page = self._page(longest)
         pages, need, slots = self.limits.pages(page, longest), -(-longest // page), self.limits.max_sequences
-        lanes = lane_count(self.model, min(self.max_lanes, slots, pages // need), len(sequences))
+        lanes = lane_count(self.model, min(self.max_lanes, slots, pages // need), expected)
         slots //= lanes
         self._allocate(lanes, min(pages // lanes, slots * need), page)
         with threads_of_a_lane(lanes):

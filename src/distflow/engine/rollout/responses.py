@@ -11,6 +11,7 @@ from torch import Tensor
 from distflow.data.balance import Ints
 from distflow.data.batch import Batch, Ragged
 from distflow.data.context import Chunks, MetricLog
+from distflow.data.response_mask import ModelTokens
 from distflow.engine.model.text import Text, ragged
 from distflow.engine.rollout.engine import Completion, Request, RolloutEngine, SamplingParams
 from distflow.errors import WeightsError
@@ -40,7 +41,7 @@ def generate_responses(
 
     def columns(places: Ints, completions: Mapping[int, Completion]) -> dict[str, Any]:
         ordered = [completions[i] for i in own[places].tolist()]
-        _check_version(ordered, version)
+        check_version(ordered, version)
         return _columns(ordered, [prompts[i] for i in prompt_of[places]], text)
 
     waiting = [(places, set(own[places].tolist())) for places in chunks.parts] if chunks else []
@@ -71,7 +72,7 @@ def _joined(arrays: list[NDArray[Any]], dtype: type) -> Tensor:
     return torch.from_numpy(np.concatenate([np.empty(0, dtype), *arrays]))  # a worker may have no responses
 
 
-def _check_version(completions: Sequence[Completion], version: int) -> None:
+def check_version(completions: Sequence[Completion], version: int) -> None:
     for c in completions:
         if c.weight_version != version:
             raise WeightsError(
@@ -95,10 +96,18 @@ def complete(
     return completions
 
 
-def log_lengths(responses: dict[str, Any], metrics: MetricLog, prefix: str) -> None:
-    lengths, finished = responses["response_tokens"].lengths, responses["finished"]
+def log_lengths(responses: Mapping[str, Any], metrics: MetricLog, prefix: str) -> int:
+    """Logs how many tokens the model has sampled for each response, and returns how many that are in all."""
+    lengths, finished = _sampled_lengths(responses), responses["finished"]
     if not len(lengths):
-        return
+        return 0
     metrics.log(f"{prefix}response_length/mean", float(lengths.mean()), len(lengths))
     metrics.log(f"{prefix}response_length/max", float(lengths.max()), reduce="max")
     metrics.log(f"{prefix}response_length/clip_ratio", 1 - float(finished.float().mean()), len(lengths))
+    return int(lengths.sum())
+
+
+def _sampled_lengths(responses: Mapping[str, Any]) -> Ints:
+    tokens: Ragged = responses["response_tokens"]
+    mask = responses.get("response_mask")
+    return ModelTokens(tokens.lengths, None if mask is None else mask.joined().bool()).lengths

@@ -41,6 +41,8 @@ class Scheduler:
 
         Prefill stalls decoding, so nothing is admitted before an eighth of the slots is free.
         """
+        for sequence in [s for s in self.waiting if s.aborted]:
+            self.waiting.remove(sequence)
         free = self.slots - len(self.running)
         if not self.waiting or free < min(len(self.waiting), max(1, self.slots // 8)):
             return

@@ -16,6 +16,7 @@ class Sequence:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     stopped: bool = False  # by a stop token
+    aborted: bool = False  # by the caller, who wants no completion
 
     @property
     def position(self) -> int:
@@ -29,12 +30,11 @@ class Sequence:
 
     @property
     def max_length(self) -> int:
-        request = self.request
-        return len(request.prompt) + request.params.max_tokens - request.position
+        return len(self.request.prompt) + self.request.room
 
     @property
     def finished(self) -> bool:
-        return self.stopped or self.position >= self.request.params.max_tokens
+        return self.stopped or self.aborted or len(self.tokens) >= self.request.room
 
     def append(self, token: int, logprob: float) -> None:
         self.tokens.append(token)
@@ -43,4 +43,4 @@ class Sequence:
 
     def completion(self, weight_version: int) -> Completion:
         tokens, logprobs = np.array(self.tokens, np.int64), np.array(self.logprobs, np.float32)
-        return Completion(self.request.sample_id, tokens, logprobs, self.stopped, weight_version)
+        return Completion(self.request.sample_id, tokens, logprobs, self.stopped, weight_version, self.request.id)

@@ -1,4 +1,4 @@
-"""vLLM as a rollout engine, inside the worker's process. Everything that knows vLLM's internals is in this file.
+"""vLLM as a rollout engine, inside the worker's process. What knows vLLM's internals is here and in vllm_sampler.py.
 
 vLLM schedules, caches keys and values, and computes logits. Weights are filled in place by the hand-over, through views
 of its fused parameters. Tokens are sampled by a logits processor of ours, with the noise and the log-probs of
@@ -9,9 +9,8 @@ import os
 import socket
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 from unittest.mock import patch
 
@@ -24,9 +23,9 @@ from distflow.config.schema import LoraConfig, RolloutConfig
 from distflow.engine.model.lora import Adapter
 from distflow.engine.model.source import Source, kv_bytes
 from distflow.engine.model.tensor_parallel import parameter_specs, tp_styles
-from distflow.engine.rollout.engine import Completion, Request
-from distflow.engine.rollout.sampling import sample
+from distflow.engine.rollout.engine import Completion, Request, Wake, never
 from distflow.engine.rollout.undisturbed import undisturbed_process
+from distflow.engine.rollout.vllm_sampler import make_sampler
 from distflow.engine.rollout.vllm_support import LORA_RANKS, architecture
 from distflow.engine.weights import Shards, Spec, size, slices
 from distflow.errors import ConfigError
@@ -83,7 +82,7 @@ class VllmEngine:
         self.adapter_specs = Adapter(skeleton, lora, styles).specs if lora else []
         self.shards = Shards(layout, 1, cut_rows(self.weight_specs, layout.tp))
         self._requests: dict[str, Request] = {}  # unfinished ones, by vLLM's id
-        self._logprobs: dict[int, list[float]] = {}  # sample id → those of its response so far
+        self._logprobs: dict[int, list[float]] = {}  # id of a request → those of its response so far
         cache_bytes = int(config.kv_cache_gb * (1 << 30))
         blocks = cache_bytes // (kv_bytes(source.config, dtype, layout.tp) * _BLOCK)
         self.longest = min(longest, (blocks - 1) * _BLOCK)  # one block is never used
@@ -96,7 +95,7 @@ class VllmEngine:
                 cell,
                 rank,
                 device,
-                logits_processors=[_sampler(self._logprobs)],
+                logits_processors=[make_sampler(self._logprobs)],
                 model=folder,
                 dtype=dtype,
                 max_model_len=self.longest,
@@ -141,9 +140,9 @@ class VllmEngine:
         from vllm.sampling_params import RequestOutputKind
 
         self._wake()
-        params, name = request.params, str(request.sample_id)
+        params, name = request.params, str(request.id)
         assert name not in self._requests
-        room = params.max_tokens - request.position
+        room = request.room
         if len(request.prompt) + room > self.longest:
             raise ConfigError(
                 f"rollout.kv_cache_gb: a sequence of {len(request.prompt) + room} tokens is longer than the"
@@ -166,19 +165,38 @@ class VllmEngine:
     def has_unfinished(self) -> bool:
         return bool(self._requests)
 
-    def step(self) -> list[Completion]:
+    def step(self, wake: Wake = never) -> list[Completion]:
         finished: list[Completion] = []
-        while self._requests and not finished:
-            finished = [self._completion(out) for out in self.engine.step() if out.finished]
+        woken = False
+        while self._requests and not finished and not woken:
+            outputs = [out for out in self.engine.step() if out.finished and out.request_id in self._requests]
+            finished, woken = [self._completion(out) for out in outputs], self._agree(wake)
         return finished
+
+    def _agree(self, wake: Wake) -> bool:
+        """Returns what the first rank of the cell says."""
+        from vllm.distributed import get_tp_group
+
+        if wake is never:
+            return False
+        return bool(get_tp_group().broadcast(torch.tensor([int(wake())], device=self.device)))
+
+    def abort(self, request_ids: Iterable[int]) -> None:
+        dropped = [str(i) for i in request_ids if str(i) in self._requests]
+        self.engine.abort_request(dropped)
+        for name in dropped:
+            self._logprobs.pop(self._requests.pop(name).id, None)
+
+    def serving(self, sequences: int, longest: int) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def _completion(self, output: Any) -> Completion:
         request = self._requests.pop(output.request_id)
         tokens = np.array(output.outputs[0].token_ids, np.int64)
-        logprobs = np.array(self._logprobs.pop(request.sample_id), np.float32)
+        logprobs = np.array(self._logprobs.pop(request.id), np.float32)
         assert len(logprobs) == len(tokens)
         finished = int(tokens[-1]) in request.params.stop
-        return Completion(request.sample_id, tokens, logprobs, finished, self.weight_version)
+        return Completion(request.sample_id, tokens, logprobs, finished, self.weight_version, request.id)
 
     def release_memory(self, weights: bool) -> None:
         if self.device.type != "cpu":  # where vLLM has no sleep mode
@@ -235,54 +253,6 @@ def _padding(model: nn.Module) -> int:
     embeddings: dict[int, Any] = {id(m.weight): m for m in model.modules() if hasattr(m, "shard_indices")}
     shapes = [(m.weight.shape, m.shard_indices.num_org_elements) for m in embeddings.values()]
     return sum((rows - used) * width for (rows, width), used in shapes)
-
-
-@dataclass(frozen=True)
-class _Row:
-    request: Request
-    tokens: Sequence[int]  # of the response so far; vLLM appends to it
-    logprobs: list[float]
-
-
-def _sampler(logprobs: dict[int, list[float]]) -> type:
-    """Returns a logits processor that samples tokens and leaves vLLM these alone; `logprobs` gets theirs, by sample."""
-    from vllm.v1.sample.logits_processor import LogitsProcessor
-    from vllm.v1.sample.logits_processor.builtin import process_dict_updates
-
-    class Sampler(LogitsProcessor):  # type: ignore[misc]
-        def __init__(self, config: Any, device: torch.device, pin_memory: bool) -> None:
-            self.rows: dict[int, _Row] = {}  # of the batch
-
-        def is_argmax_invariant(self) -> bool:
-            return False
-
-        def update_state(self, update: Any) -> None:
-            process_dict_updates(self.rows, update, self._row)
-
-        def _row(self, params: Any, prompt: Any, tokens: Sequence[int]) -> _Row:
-            request: Request = params.extra_args["request"]
-            return _Row(request, tokens, logprobs.setdefault(request.sample_id, []))
-
-        def apply(self, logits: Tensor) -> Tensor:
-            """Sets the logits [rows, vocabulary] of all tokens but the sampled ones to −∞."""
-            alike: dict[Any, list[int]] = {}
-            for i, row in self.rows.items():
-                alike.setdefault((row.request.params, row.request.seed), []).append(i)
-            for (params, seed), indices in alike.items():
-                rows = [self.rows[i] for i in indices]
-                index = torch.tensor(indices, device=logits.device)
-                ids = np.array([row.request.sample_id for row in rows], np.int64)
-                positions = np.array([row.request.position + len(row.tokens) for row in rows], np.int64)
-                tokens, values = sample(logits[index], params, seed, ids, positions)
-                for row, value in zip(rows, values.tolist(), strict=True):
-                    row.logprobs[len(row.tokens) :] = [
-                        value
-                    ]  # a prompt read in parts is sampled after each: the last counts
-                logits[index] = -torch.inf
-                logits[index, tokens] = 0.0
-            return logits
-
-    return Sampler
 
 
 def _start(cell: Sequence[int], rank: int, device: torch.device, **arguments: Any) -> Any:

@@ -1,0 +1,238 @@
+"""The actor of a run with environments: it has conversations instead of single responses.
+
+Imports no torch: flows are planned without it.
+"""
+
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from distflow.config.schema import EnvironmentConfig
+from distflow.engine.role_context import RoleContext, eval_seed
+from distflow.engine.roles import ROLLOUT, Actor
+from distflow.environments.choice import choose_environments, group_seed
+from distflow.environments.spec import Description, EnvironmentSetupError, EnvironmentSpec
+from distflow.errors import ConfigError, shown, suggest
+from distflow.flow.trace import node
+
+if TYPE_CHECKING:
+    from distflow.data.batch import Batch
+    from distflow.data.context import Context
+    from distflow.environments.conversations import Partner, Sample
+    from distflow.environments.endpoint import Endpoint
+    from distflow.environments.record import Record
+    from distflow.environments.template_process import Children
+
+CONVERSATION = (*ROLLOUT, "response_mask", "turn_rewards", "env_reward", "conversation", "environment_name")
+COLUMN = "environment"  # of the data: names the environment of a row
+ANY = "environment"  # the role that stands for all environments of the config
+
+logger = logging.getLogger(__name__)
+
+
+class Environment:
+    """Stands for the environments of a config where a flow has them as a role: `actor.converse(prompts, environment)`.
+
+    `name`: one of them; without it, the row's column `environment` or the ratios decide.
+    """
+
+    def __init__(self, name: str | None = None) -> None:
+        self.name = name
+
+
+class Agent(Actor):
+    """`environments`: name → section of the config. Failed conversations are appended to the file `log`."""
+
+    def __init__(
+        self, role: RoleContext, environments: Mapping[str, Mapping[str, Any]], log: Path | None = None
+    ) -> None:
+        self.environments = {name: EnvironmentConfig.model_validate(e) for name, e in environments.items()}
+        self.log = log
+        self.children: Children | None = None  # where conversations are led
+        self.endpoint: Endpoint | None = None  # if an agent needs one
+        self._partners: list[Partner] = []
+        layout = role.layout("generate", "converse")
+        if layout and any(cell[0] == role.rank for cell in layout.cells):
+            self.children = start_children(self.environments, role.base)  # they import while models load
+        super().__init__(role)
+
+    @node(type="inference", writes=CONVERSATION, hand_over=True, whole_rows=True)
+    def generate(
+        self, batch: "Batch", ctx: "Context", temperature: float | None = None, held_out: bool = False
+    ) -> dict[str, Any]:
+        """Has a conversation about each row; `prompt` is its beginning."""
+        return self._converse(batch, ctx, temperature, held_out, None)
+
+    @node(type="inference", writes=CONVERSATION, hand_over=True, whole_rows=True)
+    def converse(
+        self,
+        batch: "Batch",
+        ctx: "Context",
+        environment: str | None = None,
+        temperature: float | None = None,
+        held_out: bool = False,
+    ) -> dict[str, Any]:
+        """Does the same with one of several environments; by default with those that rows or ratios choose."""
+        return self._converse(batch, ctx, temperature, held_out, environment)
+
+    def check_fields(self, fields: Iterable[str], where: str = "") -> None:
+        """Loads the environments, and raises if one needs a column that its rows do not have."""
+        if self.children is None:
+            return
+        for name, description in zip(self.environments, self.children.describe(), strict=True):
+            check_columns(name, description, list(fields), where)
+        self._prepare()
+
+    def close(self) -> None:
+        if self.children is not None:
+            self.children.close()
+        if self.endpoint is not None:
+            self.endpoint.stop()
+
+    def _prepare(self) -> None:
+        """Makes what conversations with each environment have in common, once they are loaded."""
+        if self._partners or self.children is None:
+            return
+        from distflow.environments.partners import make_partners
+
+        rollout, text, descriptions = self.role.rollout, self.policy.text, self.children.describe()
+        self._partners = make_partners(self.environments, descriptions, text, rollout.max_tokens)
+        if any(p.needs_endpoint for p in self._partners):
+            from distflow.environments.endpoint import Endpoint
+
+            self.endpoint = Endpoint(text.name, len(text.tokenizer))
+
+    def _converse(
+        self, batch: "Batch", ctx: "Context", temperature: float | None, held_out: bool, environment: str | None
+    ) -> dict[str, Any]:
+        import numpy as np
+
+        from distflow.engine.rollout.engine_load import EngineLoad
+        from distflow.environments.conversations import Conversations
+        from distflow.environments.converse import Cell, converse
+        from distflow.environments.metrics import log_conversations
+        from distflow.environments.record import columns
+
+        self._prepare()
+        policy, params = self.policy, self._sampling(temperature)
+        assert policy.engine is not None
+        seed = eval_seed(ctx.seed) if held_out else ctx.seed
+        conversations = None
+        if self.children is not None:
+            samples = self._samples(batch, seed, environment)
+            state = {"global_step": ctx.step if ctx.held_out else ctx.step - 1, "max_steps": ctx.steps}
+            where = self._partners, self.children, params, seed, policy.weight_version
+            conversations = Conversations(samples, *where, self.endpoint, state)
+        ended: dict[int, Record] = {}
+        load, parts = EngineLoad(), [p.tolist() for p in ctx.chunks.parts] if ctx.chunks else []
+
+        def on_ended(records: list["Record"]) -> list["Record"]:
+            records = [self._check_failure(r, ctx) for r in records]
+            ended.update((r.sample_id, r) for r in records)
+            load.add(len(batch) - len(ended))
+            while parts and all(int(batch.ids[i]) in ended for i in parts[0]):
+                assert ctx.chunks is not None
+                ctx.chunks.leave(columns([ended[int(batch.ids[i])] for i in parts.pop(0)], policy.text))
+            return records
+
+        longest = policy.text.limit + policy.sampling.max_tokens
+        concurrent = sum(e.concurrent for e in self.environments.values())
+        with ctx.record.call("engine") as details:
+            load.add(len(batch))
+            cell = self._cell(Cell, ctx)
+            ids = np.asarray(batch.ids).tolist()
+            records, busy = converse(policy.engine, conversations, ids, longest, concurrent, cell, on_ended)
+            details["left"] = load.points()
+        policy.release_engine_memory()
+        ordered = [records[i] for i in ids]
+        rollout = columns(ordered, policy.text)
+        self._log_rollout(rollout, ctx, held_out)
+        log_conversations(ordered, ctx.metrics, "val/" if held_out else "")
+        if ordered and not held_out:
+            ctx.metrics.log("rollout/engine_busy", busy)
+        return rollout
+
+    def _cell(self, make: Any, ctx: "Context") -> Any:
+        layout = ctx.layout
+        if layout.tp == 1:
+            return make()
+        first = layout.cells[layout.cell_of(ctx.rank) or 0][0]
+        return make(self.role.meshes[layout].get_group("tp"), first, self.role.device)
+
+    def _samples(self, batch: "Batch", seed: int, environment: str | None) -> list["Sample"]:
+        from distflow.environments.conversations import Sample
+
+        names = list(self.environments)
+        rows: list[dict[str, Any]] = [
+            {name: _plain(column[i]) for name, column in batch.columns.items()} for i in range(len(batch))
+        ]
+        if environment in names:
+            chosen = [names.index(environment)] * len(rows)
+        else:
+            named = [r.get(COLUMN) for r in rows] if len(names) > 1 and rows and COLUMN in rows[0] else None
+            ratios = [e.ratio for e in self.environments.values()]
+            chosen = choose_environments(names, ratios, batch.groups, seed, named)
+        return [
+            Sample(int(sample), partner, row["prompt"], row, group_seed(seed, int(group)))
+            for sample, group, row, partner in zip(batch.ids, batch.groups, rows, chosen, strict=True)
+        ]
+
+    def _check_failure(self, record: "Record", ctx: "Context") -> "Record":
+        """Gives a failed conversation its score, or ends the run; it is named in the log and by a warning."""
+        if record.failure is None:
+            return record
+        on_failure = self.environments[record.environment].on_failure
+        line = f"sample {record.sample_id}: environment '{record.environment}' {record.failure}"
+        if on_failure == "error":
+            raise EnvironmentSetupError(
+                f"{line}; fix it, or set `environment.on_failure: 0.0` to give such samples that score"
+            )
+        if ctx.lead:
+            logger.warning("step %d: %s; its score is %g", ctx.step, line, on_failure)
+            if self.log is not None:
+                _append(self.log, f"step {ctx.step}: {line}")
+        return replace(record, reward=float(on_failure), turn_rewards=[0.0] * len(record.tokens))
+
+
+def _append(path: Path, line: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("ab", buffering=0) as file:  # one write: other workers append to the same file
+        file.write(f"{line}\n".encode(errors="replace"))
+
+
+def start_children(environments: Mapping[str, EnvironmentConfig], base: Path) -> "Children":
+    """Starts the processes that import the environments' code."""
+    from distflow.environments.template_process import Children
+
+    specs = [
+        EnvironmentSpec(name, e.call, e.tools, e.command, e.args, e.kind, e.python, e.time_limit_s)
+        for name, e in environments.items()
+    ]
+    functions = {f.name or f.call: f for e in environments.values() for f in e.rewards}
+    given = [{"name": name, "call": f.call, "args": f.args} for name, f in functions.items()]
+    return Children(specs, base, reward_functions=given)
+
+
+def check_columns(name: str, description: Description, fields: Sequence[str], where: str = "") -> None:
+    """Raises if an environment needs a column that the data does not have."""
+    for column in description.columns:
+        if column not in fields:
+            raise ConfigError(
+                f"{where}environment '{name}' needs the column '{column}', and the data has {', '.join(fields)}"
+                f"{suggest(column, fields)} (data.rename gives a column another name)"
+            )
+
+
+def check_row(row: Mapping[str, Any], names: Sequence[str], where: str) -> None:
+    """Raises if a row names an environment that there is not."""
+    if row.get(COLUMN) not in names:
+        value = row.get(COLUMN)
+        hint = suggest(value, names) if isinstance(value, str) else f"; it is one of {', '.join(names)}"
+        raise ConfigError(f"{where}: the column '{COLUMN}' is {shown(value)}, and there is no such environment{hint}")
+
+
+def _plain(value: Any) -> Any:
+    """Returns a value of a row as JSON can have it."""
+    return value.tolist() if hasattr(value, "tolist") else value

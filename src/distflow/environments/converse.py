@@ -1,0 +1,112 @@
+"""The loop of a worker that generates: conversations and the rollout engine take turns until all have ended."""
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from distflow.engine.rollout.engine import Request, RolloutEngine, SamplingParams
+from distflow.environments.conversations import Actions, Conversations
+from distflow.environments.record import Record
+
+
+class Cell:
+    """The ranks that generate together. The first one decides, the others hear of it."""
+
+    def __init__(self, group: Any = None, first: int = 0, device: torch.device | None = None) -> None:
+        self.group, self.first, self.device = group, first, device or torch.device("cpu")
+
+    def share(self, actions: Actions | None) -> Actions:
+        """Returns the actions of the first rank; all others give None."""
+        if self.group is None:
+            assert actions is not None
+            return actions
+        data = b"" if actions is None else _encode(actions)
+        size = torch.tensor([len(data)], device=self.device)
+        dist.broadcast(size, self.first, group=self.group)
+        payload = torch.zeros(int(size), dtype=torch.uint8, device=self.device)
+        if actions is not None:
+            payload.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+        dist.broadcast(payload, self.first, group=self.group)
+        return actions if actions is not None else _decode(bytes(payload.cpu().numpy()))
+
+
+class Busy:
+    """How much of the time in which the engine had something to decode it was decoding."""
+
+    def __init__(self) -> None:
+        self.decoding = self.other = 0.0
+
+    @property
+    def fraction(self) -> float:
+        total = self.decoding + self.other
+        return self.decoding / total if total else 1.0
+
+
+def converse(
+    engine: RolloutEngine,
+    conversations: Conversations | None,
+    samples: Sequence[int],
+    longest: int,
+    concurrent: int,
+    cell: Cell | None = None,
+    on_ended: Callable[[list[Record]], list[Record]] = lambda records: records,
+) -> tuple[dict[int, Record], float]:
+    """Has all conversations, and returns their records by sample id, and how busy the engine was (0 to 1).
+
+    `conversations` is None on all ranks of a cell but the first. `samples` are their ids; `on_ended` sees records as
+    they end, and may return others for them.
+    """
+    cell, records, busy = cell or Cell(), dict[int, Record](), Busy()
+    wake = conversations.has_events if conversations else lambda: False
+    try:
+        with engine.serving(min(concurrent, len(samples)), longest):
+            while len(records) < len(samples):
+                start = time.perf_counter()
+                had_work = engine.has_unfinished
+                actions = cell.share(conversations.collect(not had_work) if conversations else None)
+                engine.abort(actions.aborted)
+                dropped = set(actions.aborted)
+                for request in actions.requests:
+                    if request.id not in dropped:
+                        engine.add_request(request)
+                if actions.ended:
+                    records |= {r.sample_id: r for r in on_ended(actions.ended)}
+                decoding = time.perf_counter()
+                if engine.has_unfinished:
+                    busy.other += (decoding - start) if had_work else 0.0
+                    completions = engine.step(wake)
+                    busy.decoding += time.perf_counter() - decoding
+                    if conversations:
+                        for completion in completions:
+                            conversations.complete(completion)
+    finally:
+        if conversations:
+            conversations.close()
+    return records, busy.fraction
+
+
+def _encode(actions: Actions) -> bytes:
+    requests = [{**asdict(r), "params": _params(r.params)} for r in actions.requests]
+    ended = [r.as_json() for r in actions.ended]
+    return json.dumps({"requests": requests, "aborted": actions.aborted, "ended": ended}).encode()
+
+
+def _params(params: SamplingParams) -> dict[str, Any]:
+    return {**asdict(params), "stop": sorted(params.stop)}
+
+
+def _decode(data: bytes) -> Actions:
+    message = json.loads(data)
+    known: dict[str, SamplingParams] = {}  # equal ones are one object: such rows are sampled together
+    requests = []
+    for r in message["requests"]:
+        key = json.dumps(r["params"])
+        if key not in known:
+            known[key] = SamplingParams(**{**r["params"], "stop": frozenset(r["params"]["stop"])})
+        requests.append(Request(**{**r, "prompt": tuple(r["prompt"]), "params": known[key]}))
+    return Actions(requests, message["aborted"], [Record(**r) for r in message["ended"]])
