@@ -35,7 +35,7 @@ class ForkServer:
 
     def __init__(self, control: socket.socket, environments: dict[int, Loaded], functions: list[EndFunction]) -> None:
         self._control, self._environments, self._functions = control, environments, functions
-        self._keys: dict[int, int] = {}  # pid of a child → key of its conversation
+        self._serials: dict[int, int] = {}  # pid of a child → its serial number
         self._lines, self._descriptors = b"", deque[int]()
         gc.collect()
         gc.freeze()  # children write to no page only because they collect garbage
@@ -68,12 +68,12 @@ class ForkServer:
                     channel, pipe = self._descriptors.popleft(), self._descriptors.popleft()
                     self._fork(request["fork"], request["environment"], channel, pipe)
 
-    def _fork(self, key: int, environment: int, channel: int, pipe: int) -> None:
+    def _fork(self, serial: int, environment: int, channel: int, pipe: int) -> None:
         parent = os.getpid()
         try:
             pid = os.fork()
         except OSError as e:
-            self._send({"exited": key, "how": f"could not be forked: {e}; lower `environment.concurrent`"})
+            self._send({"exited": serial, "how": f"could not be forked: {e}; lower `environment.concurrent`"})
             pid = -1
         if pid == 0:
             try:
@@ -84,7 +84,7 @@ class ForkServer:
         os.close(channel)
         os.close(pipe)
         if pid > 0:
-            self._keys[pid] = key
+            self._serials[pid] = serial
 
     def _become_child(self, pipe: int, parent: int) -> None:
         os.setsid()  # whatever it starts is killed with its process group
@@ -98,16 +98,16 @@ class ForkServer:
         _adopt_orphans()  # so that the server adopts none of a living child's
 
     def _reap(self) -> None:
-        for pid in list(self._keys):
+        for pid in list(self._serials):
             if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
                 continue
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(pid, signal.SIGKILL)  # before we reap it, as its number is still its own
             _, status = os.waitpid(pid, 0)
             how = describe_exit(os.waitstatus_to_exitcode(status))
-            self._send({"exited": self._keys.pop(pid), "how": how})
+            self._send({"exited": self._serials.pop(pid), "how": how})
         for pid in _children():
-            if pid not in self._keys and pid not in self._own:  # left its group, and its parent is dead
+            if pid not in self._serials and pid not in self._own:  # left its group, and its parent is dead
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.kill(pid, signal.SIGKILL)
                 with contextlib.suppress(ChildProcessError):

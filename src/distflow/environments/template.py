@@ -66,9 +66,9 @@ class Template:
         }
         self._channel.send(setup)
 
-    def fork(self, key: int, environment: int, channel: int, pipe: int) -> None:
+    def fork(self, serial: int, environment: int, channel: int, pipe: int) -> None:
         """Has a child forked that gets the two descriptors, which are closed here."""
-        self._forks.append((encode({"fork": key, "environment": environment}), channel, pipe))
+        self._forks.append((encode({"fork": serial, "environment": environment}), channel, pipe))
         self._flush()
 
     def receive(self) -> Iterator[dict[str, Any]]:

@@ -25,6 +25,7 @@ _LAST_READS = 64  # reads of what a child had sent before it ended
 @dataclass
 class _Child:
     key: int
+    serial: int  # a key may be used again
     environment: int
     template: Template
     channel: Channel
@@ -68,6 +69,7 @@ class Children:
         self._owned = _Templates()
         self._children = self._owned.children
         self._events: list[Event] = []
+        self._serial = 0  # of the latest child
         self._finalizer = weakref.finalize(self, _close, os.getpid(), self._owned, self._selector)
         pythons = dict.fromkeys(e.python or sys.executable for e in environments)
         self._templates = {python: self._start_template(python) for python in pythons}
@@ -84,9 +86,10 @@ class Children:
         template = self._templates[self.environments[environment].python or sys.executable]
         ours, theirs = socket.socketpair()
         pipe, end = os.pipe()
-        child = self._children[key] = _Child(key, environment, template, Channel(ours), end)
+        self._serial += 1
+        child = self._children[key] = _Child(key, self._serial, environment, template, Channel(ours), end)
         self._selector.register(ours, selectors.EVENT_READ, child)
-        template.fork(key, environment, theirs.detach(), pipe)
+        template.fork(child.serial, environment, theirs.detach(), pipe)
         if template.ready:
             child.expect_message(self._limit(child))
         child.channel.send(dict(start))
@@ -202,22 +205,22 @@ class Children:
                             child.expect_message(self._limit(child))
                     case {"load_error": str(error)}:
                         raise EnvironmentSetupError(error)
-                    case {"exited": int(key), "how": str(how)}:
-                        events += self._handle_exit(template, key, how)
+                    case {"exited": int(serial), "how": str(how)}:
+                        events += self._handle_exit(serial, how)
         except BrokenChannelError:
             events += self._replace(template)
         return events
 
-    def _handle_exit(self, template: Template, key: int, how: str) -> list[Event]:
-        child = self._children.get(key)
-        if child is None or child.template is not template:
+    def _handle_exit(self, serial: int, how: str) -> list[Event]:
+        child = next((c for c in self._children.values() if c.serial == serial), None)
+        if child is None:
             return []
         events: list[Event] = []
         for _ in range(_LAST_READS):  # what it had sent before
-            if child.closed or key not in self._children or not _readable(child.channel.socket):
+            if child.closed or child.key not in self._children or not _readable(child.channel.socket):
                 break
             events += self._read(child)
-        if key in self._children:
+        if child.key in self._children:
             events.append(self._fail(child, f"ended its process: it {how}"))
         return events
 
