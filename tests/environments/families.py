@@ -122,8 +122,7 @@ _HERMES = """
 {{ {'name': call.function.name, 'arguments': call.function.arguments} | tojson }}
 </tool_call>
 {%- endfor -%}
-{%- if m.role == 'tool' %}
-</tool_response>{% endif %}<|im_end|>
+{{- '\\n</tool_response>' if m.role == 'tool' }}<|im_end|>
 {% endfor -%}
 {%- if add_generation_prompt -%}<|im_start|>assistant
 {% endif -%}
