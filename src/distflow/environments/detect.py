@@ -38,7 +38,7 @@ def load_environment(spec: EnvironmentSpec, base: Path) -> Loaded:
     if kind == "tools" and target is not None:
         tools, target = tools + as_tools(target, spec.where, spec.args), None
     adapter = importlib.import_module(f"distflow.environments.adapters.{_ADAPTERS[kind]}")
-    return Loaded(spec, target, adapter, tools)
+    return Loaded(spec, target, adapter, tools, base=base)
 
 
 def describe_all(environments: Sequence[Loaded]) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from distflow.environments.spec import Description, EnvironmentSpec
@@ -32,3 +33,4 @@ class Loaded:
     adapter: Any  # an `Adapter`
     tools: "list[Tool]" = field(default_factory=list)
     description: Description = field(default_factory=lambda: Description(""))
+    base: Path = Path()  # the folder that paths of the config are relative to
