@@ -188,8 +188,13 @@ def test_sessions_are_apart() -> None:
         return f"answer {call.key}"
 
     def ask(key: int) -> str | None:
-        url = loop.endpoint.session_url(loop.keys[key]) if key % 2 else loop.endpoint.base_url
-        agent = openai.OpenAI(base_url=url, api_key="EMPTY" if key % 2 else loop.keys[key], max_retries=0)
+        own = loop.keys[key]
+        url, sent = [
+            (loop.endpoint.base_url, own),
+            (loop.endpoint.session_url(key), own),
+            (f"{loop.endpoint.url}/s/{own}/v1", "EMPTY"),
+        ][key % 3]
+        agent = openai.OpenAI(base_url=url, api_key=sent, max_retries=0)
         messages: list[Any] = [{"role": "user", "content": str(key)}]
         for _ in range(2):
             reply = agent.chat.completions.create(model="m", messages=messages)
@@ -204,7 +209,7 @@ def test_sessions_are_apart() -> None:
     assert all(len(s.branches) == 1 and len(s.branches[0].turns) == 2 for s in loop.sessions.values())
 
 
-def test_only_the_key_of_a_session_is_served() -> None:
+def test_only_the_key_of_a_session_is_served(caplog: pytest.LogCaptureFixture) -> None:
     with scripted() as loop:
         one, other = loop.open(1, sample_id=101), loop.open(2, sample_id=102)
         body = {"messages": HELLO}
@@ -212,14 +217,15 @@ def test_only_the_key_of_a_session_is_served() -> None:
         for key in ("", "sk-wrong", one[:-1]):
             status, reply = post(chat, body, key)
             assert (status, reply["error"]["code"]) == (401, "invalid_api_key")
-        assert post(f"{loop.endpoint.session_url('sk-wrong')}/chat/completions", body)[0] == 401
-        status, reply = post(f"{loop.endpoint.session_url(one)}/chat/completions", body, other)
-        assert status == 403
-        assert "sample 101" in reply["error"]["message"]
+        assert post(f"{loop.endpoint.url}/s/sk-wrong/v1/chat/completions", body)[0] == 401
+        status, reply = post(f"{loop.endpoint.session_url(1)}/chat/completions", body, other)
+        assert (status, "not that of sample 101" in reply["error"]["message"]) == (403, True)
         assert not loop.sessions[1].branches
         assert not loop.sessions[2].branches
         assert post(chat, body, one)[0] == 200
+        assert post(f"{loop.endpoint.session_url(1)}/chat/completions", body, one)[0] == 200
         assert loop.endpoint.counts["unauthorized"] == 5
+    assert "a call to the session of sample 101 had the key of sample 102" in caplog.text
 
 
 def test_a_call_after_the_sample_ended_is_refused_by_its_id() -> None:

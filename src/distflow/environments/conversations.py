@@ -167,8 +167,8 @@ class Conversations:
             "reward_functions": list(partner.reward_weights),
         }
         if self.endpoint is not None and partner.needs_endpoint:
-            key = self.endpoint.open(sample.id, sample.id)
-            start["session"] = {"base_url": self.endpoint.base_url, "api_key": key, "model": self.endpoint.model}
+            key, url = self.endpoint.open(sample.id, sample.id), self.endpoint.session_url(sample.id)
+            start["session"] = {"base_url": url, "api_key": key, "model": self.endpoint.model}
         self.children.start(sample.id, sample.partner, start)
 
     def _handle(self, event: Event) -> None:
@@ -293,6 +293,11 @@ class Conversations:
     def _end(self, conversation: _Conversation, done: Mapping[str, Any], failure: str | None = None) -> None:
         sample, session = conversation.sample, conversation.session
         partner = self.partners[sample.partner]
+        if partner.needs_endpoint:
+            if failure is None and not session.generations:
+                failure = "never called the model; it has to use the `base_url` and `api_key` it is given"
+            elif failure is not None and any(b.ended for b in session.branches):
+                failure = None  # an agent may fail where a limit ends its conversation, which is no fault
         for number, (branch, _) in conversation.requests.items():
             session.abandon(branch)
             del self._of_request[number]

@@ -6,12 +6,14 @@ and never touches a session: calls wait in a queue until the worker's loop takes
 
 import asyncio
 import contextlib
+import logging
 import secrets
 import socket
 import threading
 from collections import OrderedDict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 from distflow.environments.endpoint_protocol import (
     CallBody,
@@ -27,6 +29,8 @@ from distflow.environments.endpoint_protocol import (
 from distflow.environments.endpoint_server import LOOPBACK, Reply, ServerThread
 from distflow.environments.session import AssistantMessage, Branch, Session
 from distflow.errors import DataError
+
+logger = logging.getLogger(__name__)
 
 MAX_CALLS = 8  # of one session that wait at once
 MAX_REFUSED = 64  # calls of a session, before its agent is taken for broken
@@ -145,9 +149,12 @@ class Endpoint:
         """What an OpenAI client is given, together with the key of a session."""
         return f"{self.url}/v1"
 
-    def session_url(self, api_key: str) -> str:
-        """Returns a base URL that names the session by itself, for agents that have a key of their own."""
-        return f"{self.url}/s/{api_key}/v1"
+    def session_url(self, key: int) -> str:
+        """Returns the base URL of a session: there, no other session's key is served.
+
+        A key in the place of the session's number (`…/s/sk-…/v1`) serves agents that send a key of their own.
+        """
+        return f"{self.url}/s/{key}/v1"
 
     def open(self, key: int, sample_id: int) -> str:
         """Begins to serve a session; returns the key that its agent must send."""
@@ -199,22 +206,26 @@ class Endpoint:
 
     # -------------------------------------------------------------------------------- called by the server's thread
 
-    def authorize(self, path_key: str | None, header_key: str | None) -> _Open:
-        """Returns the session that a call belongs to. A base URL that names one is enough, unless a key disagrees."""
+    def authorize(self, place: str | None, api_key: str | None) -> _Open:
+        """Returns the session that a call belongs to, by the key it came with. `place`: what its URL has after /s/."""
+        if place is not None and not place.isdecimal():
+            place, api_key = None, place
         with self._lock:
-            api_key = path_key or header_key or ""
-            session = self._open.get(api_key)
-            other = path_key and header_key != path_key and header_key in self._open
-            if session is not None and not other:
+            session = self._open.get(api_key or "")
+            if session is not None and place in (None, str(session.key)):
                 return session
-            if session is None and api_key in self._ended:
-                self.counts["late"] += 1
-                raise _late(self._ended[api_key])
-            self.counts["unauthorized"] += 1
-        if session is not None:
-            self._count_refused(session, "the key of another session")
-            raise CallError(403, f"the key is not that of sample {session.sample_id}", None, "invalid_api_key")
-        raise CallError(401, "no session has this key; use the one that the agent was given", None, "invalid_api_key")
+            ended = self._ended.get(api_key or "")
+            owner = self._keys.get(int(place)) if place is not None and len(place) < 20 else None
+            self.counts["unauthorized" if ended is None else "late"] += 1
+        if ended is not None:
+            _warn_once(f"a call came for sample {ended} after its conversation had ended; it was refused")
+            raise _late(ended)
+        whose = f"sample {session.sample_id}" if session is not None else "no session"
+        if owner is not None:
+            _warn_once(f"a call to the session of sample {owner.sample_id} had the key of {whose}; it was refused")
+        where = f"that of sample {owner.sample_id}" if owner is not None else "of a session"
+        message = f"the key is not {where}; use the one that the agent was given"
+        raise CallError(401 if session is None else 403, message, None, "invalid_api_key")
 
     def enter(self, session: _Open) -> None:
         """Admits a call of a session, which then reads its body and waits."""
@@ -262,6 +273,11 @@ class Endpoint:
     def _wake(self) -> None:
         with contextlib.suppress(OSError):  # it is full, and so readable anyway; or the endpoint has stopped
             self._writable.send(b"\0")
+
+
+@lru_cache(1024)
+def _warn_once(message: str) -> None:
+    logger.warning("endpoint: %s", message)
 
 
 def _late(sample_id: int) -> CallError:
