@@ -35,7 +35,7 @@ class Bad(Good):
         result = self._misbehave("reset")
         return super().reset() if result is None else result
 
-    def add(self, step: int) -> Any:  # type: ignore[override]
+    def add(self, step: int) -> Any:
         """Adds to the counter.
 
         Args:
@@ -44,7 +44,7 @@ class Bad(Good):
         result = self._misbehave("add")
         return super().add(step) if result is None else result
 
-    def get_reward(self) -> Any:  # type: ignore[override]
+    def get_reward(self) -> Any:
         result = self._misbehave("get_reward")
         return super().get_reward() if result is None else result
 

@@ -107,6 +107,26 @@ class ChildSession:
         reply = self.request({"op": "generate", "token_ids": tokens, "sampling": dict(sampling or {})})
         return None if self._note_end(reply) else reply
 
+    def encode(self, text: str) -> list[int]:
+        """Returns the tokens of a text, without special ones around it."""
+        tokens: list[int] = self.request({"op": "encode", "text": str(text)})["token_ids"]
+        return tokens
+
+    def decode(self, token_ids: Sequence[int], keep_special: bool = False) -> str:
+        tokens = [int(t) for t in token_ids]
+        text: str = self.request({"op": "decode", "token_ids": tokens, "keep_special": keep_special})["text"]
+        return text
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] = (),
+        add_generation_prompt: bool = True,
+    ) -> dict[str, Any]:
+        """Returns `text` and `token_ids` of messages as the model's chat template renders them."""
+        message = {"op": "apply_chat_template", "messages": check_messages(messages), "tools": list(tools)}
+        return self.request({**message, "add_generation_prompt": add_generation_prompt})
+
     def turn_reward(self, reward: Any, branch: int = 0) -> float:
         """Records the reward of the latest turn; returns it as a number."""
         number = check_reward(reward)

@@ -7,6 +7,7 @@ import os
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,18 @@ _KNOWN = (
     " skyrl-gym BaseTextEnv (`init`, `step`), a verl BaseTool or AgentLoopBase, an OpenRLHF AgentInstanceBase, an"
     " OpenEnv client, a verifiers taskset or environment, or an agent `fn(base_url, api_key, row)`"
 )
-_ADAPTERS = {"trl": "trl", "tools": "trl", "program": "program"}
+# kind → module of its adapter
+_ADAPTERS = {
+    "trl": "trl",
+    "tools": "trl",
+    "skyrl": "skyrl",
+    "verl_loop": "verl_loop",
+    "openrlhf": "openrlhf",
+    "openenv": "openenv",
+    "reasoning_gym": "reasoning_gym",
+    "verifiers": "verifiers",
+    "program": "program",
+}
 
 
 def load_environment(spec: EnvironmentSpec, base: Path) -> Loaded:
@@ -29,16 +41,27 @@ def load_environment(spec: EnvironmentSpec, base: Path) -> Loaded:
     from distflow.environments.adapters.verl_tools import as_tools
 
     tools = [t for ref in spec.tools for t in as_tools(load(ref, spec.where, base), spec.where, spec.args)]
-    target = None
-    if spec.call:
-        target = load(spec.call, spec.where, base)
-    kind = spec.kind if spec.kind != "auto" else detect(target, spec)
+    target, kind = _load_target(spec, base)
+    kind = spec.kind if spec.kind != "auto" else kind or detect(target, spec)
     if kind not in _ADAPTERS:
         raise EnvironmentSetupError(f"{spec.where}: kind '{kind}' is not known{suggest(kind, _ADAPTERS)}")
     if kind == "tools" and target is not None:
         tools, target = tools + as_tools(target, spec.where, spec.args), None
     adapter = importlib.import_module(f"distflow.environments.adapters.{_ADAPTERS[kind]}")
     return Loaded(spec, target, adapter, tools, base=base)
+
+
+def _load_target(spec: EnvironmentSpec, base: Path) -> tuple[Any, str | None]:
+    """Returns what `call` names and, if `call` itself says so, its kind: two packages have registries of names."""
+    if not spec.call:
+        return None, None
+    package, _, name = spec.call.partition(":")
+    if package == "reasoning_gym":
+        return name, "reasoning_gym"
+    if package == "skyrl_gym" and name in (registry := load("skyrl_gym.envs.registration:registry", spec.where)):
+        make = load("skyrl_gym:make", spec.where)
+        return partial(make, registry[name]), "skyrl"
+    return load(spec.call, spec.where, base), None
 
 
 def describe_all(environments: Sequence[Loaded]) -> None:
@@ -97,6 +120,10 @@ def _derives(target: Any, *names: str) -> bool:
     return any(c.__name__ in names for c in cls.__mro__)
 
 
+def _takes_states(target: Any) -> bool:
+    return bool({"states", "state_dict"} & set(_parameters(target.step)))
+
+
 def _is_agent(target: Any) -> bool:
     return callable(target) and not inspect.isclass(target) and "base_url" in _parameters(target)
 
@@ -131,5 +158,10 @@ def _required(target: Callable[..., Any]) -> list[str]:
 _RULES: dict[str, Callable[[Any], bool]] = {
     "program": _is_agent,
     "tools": _is_tools,
+    "verl_loop": lambda t: _derives(t, "AgentLoopBase") or (_has(t, "run") and "sampling_params" in _parameters(t.run)),
+    "skyrl": lambda t: _derives(t, "BaseTextEnv") or (_has(t, "init", "step") and not _has(t, "reset")),
+    "openrlhf": lambda t: _derives(t, "AgentInstanceBase") or (_has(t, "reset", "step") and _takes_states(t)),
+    "openenv": lambda t: _derives(t, "EnvClient", "HTTPEnvClient"),
+    "verifiers": lambda t: any(c.__module__.startswith("verifiers.") for c in getattr(t, "__mro__", ())),
     "trl": _is_trl,
 }

@@ -20,7 +20,7 @@ _TUPLE, _PAIRS = "__tuple__", "__pairs__"  # JSON has neither, and some scorers 
 
 def rows(dataset: str, size: int, seed: int, **config: Any) -> Iterator[dict[str, Any]]:
     """Yields rows for a JSON Lines file; `config` are options of the dataset, such as `max_terms`."""
-    for entry in _dataset(dataset, {**config, "size": size, "seed": seed}):
+    for entry in create_dataset(dataset, {**config, "size": size, "seed": seed}):
         info = {key: _to_json(entry[key]) for key in ("question", "answer", "metadata")}
         yield {
             "prompt": entry["question"],
@@ -42,11 +42,12 @@ def score(data_source: str, solution_str: str, ground_truth: Any, extra_info: Ma
 @cache
 def _scorer(dataset: str, config: str) -> Callable[[str, Mapping[str, Any]], float]:
     """Returns the dataset's own scorer; some depend on the options the tasks were generated with."""
-    scorer: Callable[[str, Mapping[str, Any]], float] = _dataset(dataset, json.loads(config)).score_answer
+    scorer: Callable[[str, Mapping[str, Any]], float] = create_dataset(dataset, json.loads(config)).score_answer
     return scorer
 
 
-def _dataset(name: str, config: Mapping[str, Any]) -> Any:
+def create_dataset(name: str, config: Mapping[str, Any]) -> Any:
+    """Creates a dataset; an error names it and its options."""
     try:
         return _gym.create_dataset(name, **config)
     except (AssertionError, TypeError, ValueError) as e:
