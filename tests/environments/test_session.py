@@ -225,6 +225,67 @@ def test_a_session_that_never_began_says_so() -> None:
         session().trained_branch()
 
 
+def test_a_transcript_counts_the_tokens_of_every_turn() -> None:
+    s = session()
+    b = s.begin([{"role": "system", "content": "be brief"}, user("go")], [ADD])
+    first = play(s, b, written("qwen", "", [{"name": "add", "arguments": {"a": 1}}]))
+    s.reward_turn(b, 0.25)
+    s.observe(b, [{"role": "tool", "content": "3"}, {"role": "tool", "content": "4"}])
+    said = len(b.tokens) - len(first)
+    play(s, b, "so 7", finished=False)
+    s.observe(b, [user("bye")])
+    assert [{k: m.get(k) for k in ("role", "tokens", "reward", "cut")} for m in b.transcript()] == [
+        {"role": "system", "tokens": None, "reward": None, "cut": None},
+        {"role": "user", "tokens": len(b.prompt), "reward": None, "cut": None},
+        {"role": "assistant", "tokens": len(first), "reward": 0.25, "cut": None},
+        {"role": "tool", "tokens": None, "reward": None, "cut": None},
+        {"role": "tool", "tokens": said, "reward": None, "cut": None},
+        {"role": "assistant", "tokens": b.turns[1].length, "reward": None, "cut": True},
+        {"role": "user", "tokens": None, "reward": None, "cut": None},
+    ]
+    assert "tokens" not in b.messages[0]
+
+
+def test_what_is_far_too_long_is_not_even_tokenized() -> None:
+    s = session()
+    b = s.begin("a")
+    play(s, b, "x")
+    assert s.observe(b, [user("x" * 100_000_000)]) == Ended("max_tokens")
+
+
+def test_nothing_is_said_or_asked_while_a_turn_is_generated() -> None:
+    s = session()
+    b = s.begin("a")
+    s.next_request(b)
+    for action in (lambda: s.next_request(b), lambda: s.observe(b, [user("x")])):
+        with pytest.raises(DataError, match="sample 7: its latest turn is not generated yet"):
+            action()
+    s.abandon(b)
+    assert isinstance(s.next_request(b), TurnRequest)
+
+
+@pytest.mark.parametrize("tokens", [[1, -1], [10**30], ["a"], [True], [0.5], [None]])
+def test_what_is_no_token_is_refused(tokens: list[Any]) -> None:
+    with pytest.raises(DataError, match="is no token of 'qwen'"):
+        session().match_tokens(tokens)
+    with pytest.raises(DataError, match="is no token of 'qwen'"):
+        session().renderer.decode(tokens)
+
+
+@pytest.mark.parametrize("tools", [["add"], [{}], [{"function": 7}], "add", [None]])
+def test_what_is_no_tool_is_refused(tools: Any) -> None:
+    with pytest.raises(DataError, match="a tool is "):
+        session().begin("a", tools)
+
+
+def test_a_message_that_is_nested_too_deeply_is_refused() -> None:
+    deep: Any = "x"
+    for _ in range(100_000):
+        deep = [deep]
+    with pytest.raises(DataError, match="nested too deeply"):
+        session().begin([{"role": "user", "content": "a", "extra": deep}])
+
+
 @pytest.mark.parametrize(
     ("message", "error"),
     [

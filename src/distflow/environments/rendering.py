@@ -14,7 +14,7 @@ from typing import Any
 
 from distflow.engine.model.text import Text, check_whole
 from distflow.environments.tool_calls import ToolCall, ToolParser, Tools, parser_for, split_reasoning
-from distflow.errors import ConfigError, DataError, DistflowError
+from distflow.errors import ConfigError, DataError, DistflowError, shown
 
 Message = dict[str, Any]
 _NONCE = secrets.token_hex(8)  # nobody's text has it; it never reaches the tokens
@@ -93,9 +93,16 @@ class Renderer:
     def decode(self, tokens: Sequence[int], keep_special: bool = False) -> str:
         """Returns the text of sampled tokens, of all at once: a character may be split over several."""
         text = self.tokenizer.decode(
-            list(tokens), skip_special_tokens=not keep_special, clean_up_tokenization_spaces=False
+            self.check_tokens(tokens), skip_special_tokens=not keep_special, clean_up_tokenization_spaces=False
         )
         return text if isinstance(text, str) else text[0]
+
+    def check_tokens(self, tokens: Sequence[int]) -> list[int]:
+        """Returns tokens that somebody else gave, if the model has them all."""
+        for token in tokens:
+            if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < self._vocabulary:
+                raise DataError(f"{shown(token, 40)} is no token of '{self.text.name}', which has {self._vocabulary}")
+        return list(tokens)
 
     def encode_text(self, text: str) -> list[int]:
         """Encodes text of an environment, in which special tokens are text too."""
@@ -144,12 +151,11 @@ class Renderer:
         return behind
 
     def _render(self, messages: Sequence[Message], tools: Tools, generate: bool) -> str:
-        return self.text.apply_template(  # type: ignore[no-any-return]
-            [self._mark(m) for m in messages],
-            tools=self._mark(list(tools)) or None,
-            add_generation_prompt=generate,
-            tokenize=False,
-        )
+        try:
+            chat, schemas = [self._mark(m) for m in messages], self._mark(list(tools)) or None
+        except RecursionError:
+            raise DataError("a message is nested too deeply") from None
+        return self.text.apply_template(chat, tools=schemas, add_generation_prompt=generate, tokenize=False)  # type: ignore[no-any-return]
 
     def _mark(self, value: Any) -> Any:
         """Puts marks around special tokens in text that is not the template's own: nobody else begins or ends turns."""
@@ -187,6 +193,10 @@ class Renderer:
         if self._special_ids.isdisjoint(tokens):
             return tokens
         return self._inside(token[:1]) + self._inside(token[1:])  # a tokenizer that knows no such option
+
+    @cached_property
+    def _vocabulary(self) -> int:
+        return len(self.tokenizer)
 
     @cached_property
     def _adds_space(self) -> bool:

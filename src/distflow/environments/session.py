@@ -57,6 +57,22 @@ class Branch:
     def sampled_tokens(self) -> int:
         return sum(self.mask)
 
+    def transcript(self) -> list[Message]:
+        """Returns the messages for people: turns with their tokens and rewards, others with those up to the next turn.
+
+        Messages that the model never saw, after the last turn, have no count.
+        """
+        messages = [dict(m) for m in self.messages]
+        end = -len(self.prompt)  # of the tokens that are counted so far
+        for turn in self.turns:
+            if turn.messages > 1:
+                messages[turn.messages - 2]["tokens"] = turn.start - end
+            said = messages[turn.messages - 1]
+            said["tokens"], end = turn.length, turn.start + turn.length
+            said |= {} if turn.finished else {"cut": True}
+            said |= {} if turn.reward is None else {"reward": turn.reward}
+        return messages
+
 
 @dataclass(frozen=True)
 class TurnRequest:
@@ -98,14 +114,14 @@ class Session:
     def begin(self, messages: Sequence[Message] | str, tools: Tools | None = None) -> Branch:
         """Starts a branch with a prompt; a text is the message of a user."""
         chat = _chat([{"role": "user", "content": messages}] if isinstance(messages, str) else messages)
+        _check_tools(tools or ())
         branch = Branch(self.renderer.prompt(chat, tools or ()), chat, list(tools or ()))
         self.branches.append(branch)
         return branch
 
     def next_request(self, branch: Branch) -> TurnRequest | Ended:
         """Returns what the engine should generate for this branch now."""
-        if branch.in_flight:
-            raise RuntimeError(f"sample {self.sample_id}: a turn of this branch is being generated already")
+        self._check_idle(branch)
         room = self.limits.max_tokens - len(branch.tokens)
         if branch.ended is None and self.generations >= self.limits.max_turns:
             branch.ended = "max_turns"
@@ -153,12 +169,17 @@ class Session:
 
         Several calls between two turns are rendered as one: some templates write adjacent results as a block.
         """
+        self._check_idle(branch)
+        new = _chat(messages)
         if not branch.turns:  # nothing was sampled: the prompt grows
-            branch.messages += _chat(messages)
-            branch.prompt = self.renderer.prompt(branch.messages, branch.tools)
+            branch.prompt = self.renderer.prompt([*branch.messages, *new], branch.tools)
+            branch.messages += new
             return None
         turn = branch.turns[-1]
-        branch.messages += _chat(messages)
+        if self.renderer.text.fewest_tokens(new) > self.limits.max_tokens:  # to tokenize 100 MB takes minutes
+            branch.messages += new
+            return self._end(branch)
+        branch.messages += new
         self._cut(branch, turn.start + turn.length)
         new, last = branch.messages[turn.messages :], branch.tokens[turn.start :]
         said = branch.messages[turn.messages - 1]
@@ -174,6 +195,7 @@ class Session:
         content of the assistant's messages is not compared, because agents strip it.
         """
         chat = _chat(messages)
+        _check_tools(tools or ())
         known = [(b, _common(b.messages, chat)) for b in self.branches if _same(b.tools, list(tools or ()))]
         for branch, n in sorted(known, key=lambda pair: pair[1], reverse=True):
             if n == len(branch.messages) and not branch.in_flight and chat[-1]["role"] != "assistant":
@@ -190,7 +212,7 @@ class Session:
 
     def match_tokens(self, token_ids: Sequence[int]) -> Branch:
         """Returns the branch to generate from for a history of tokens; what it adds to the branch is not trained on."""
-        tokens = list(token_ids)
+        tokens = self.renderer.check_tokens(token_ids)
         cuts: list[tuple[int, Branch, int]] = []
         for branch in self.branches:
             whole = branch.prompt + branch.tokens
@@ -253,10 +275,17 @@ class Session:
     def _say(self, branch: Branch, tokens: Sequence[int]) -> Ended | None:
         """Appends tokens of the environment, if a token can be sampled after them."""
         if len(branch.tokens) + len(tokens) >= self.limits.max_tokens:
-            branch.ended = "max_tokens"
-            return Ended("max_tokens")
+            return self._end(branch)
         self._append(branch, tokens, [0.0] * len(tokens), False)
         return None
+
+    def _end(self, branch: Branch) -> Ended:
+        branch.ended = "max_tokens"
+        return Ended(branch.ended)
+
+    def _check_idle(self, branch: Branch) -> None:
+        if branch.in_flight:
+            raise DataError(f"sample {self.sample_id}: its latest turn is not generated yet")
 
     def _append(self, branch: Branch, tokens: Sequence[int], logprobs: Sequence[float], sampled: bool) -> None:
         if len(tokens) != len(logprobs):
@@ -286,7 +315,7 @@ def _message(message: Message) -> Message:
         return result
     try:
         result["tool_calls"] = [_tool_call(call) for call in calls]
-    except (TypeError, KeyError, AttributeError, ValueError):
+    except (TypeError, KeyError, AttributeError, ValueError, RecursionError):
         raise DataError(
             f'a message has the tool calls {shown(calls, 60)}; one is {{"id", "type", "function": {{"name",'
             ' "arguments"}}}'
@@ -300,6 +329,17 @@ def _tool_call(call: dict[str, Any]) -> dict[str, Any]:
     if isinstance(arguments, str):
         arguments = json.loads(arguments)
     return ToolCall(str(function["name"]), dict(arguments), str(call.get("id") or "")).message()
+
+
+def _check_tools(tools: Any) -> None:
+    """Raises unless these are schemas of functions with names: templates and parsers read them."""
+    for tool in tools if isinstance(tools, list | tuple) else [tools]:
+        function = tool.get("function", tool) if isinstance(tool, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise DataError(
+                f'a tool is {shown(tool, 60)}; it is {{"type": "function", "function": {{"name", "description",'
+                ' "parameters"}}'
+            )
 
 
 def _content(content: Any) -> str:

@@ -43,12 +43,15 @@ class Text:
 
     def check_size(self, prompt: Prompt) -> None:
         """Refuses at once what is too long in any tokens: to tokenize 100 MB takes minutes, and all memory."""
-        characters = _count_characters(prompt)
-        if characters > self.limit and characters // self._longest_token > self.limit:
+        if self.fewest_tokens(prompt) > self.limit:
             raise DataError(
-                f"the prompt has {characters:,} characters, which are more than {self.limit} tokens, the longest"
-                " allowed (data.max_prompt, or the model's positions less rollout.max_tokens)"
+                f"the prompt has {_count_characters(prompt):,} characters, which are more than {self.limit} tokens, the"
+                " longest allowed (data.max_prompt, or the model's positions less rollout.max_tokens)"
             )
+
+    def fewest_tokens(self, prompt: Prompt) -> int:
+        """Returns how many tokens a prompt has at least, without tokenizing it."""
+        return _count_characters(prompt) // self._longest_token
 
     @cached_property
     def _longest_token(self) -> int:
