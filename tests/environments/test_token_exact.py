@@ -23,7 +23,7 @@ from distflow.plan.layout import Layout
 from environments.families import FAMILIES, decoded, tokenizer
 from environments.random_conversations import Message, Played, play, scripted
 
-FEW, ALL = 240, 1000
+CONVERSATIONS = 1000
 
 
 def frame(family: str, messages: Sequence[Message], cut: bool) -> Iterator[tuple[str, str]]:
@@ -106,10 +106,9 @@ def check_said(played: Played, branch: Branch) -> None:
         assert [t for t in tokens if t in special] == [t for t in own if t in special]
 
 
-@pytest.mark.parametrize("count", [FEW, pytest.param(ALL, marks=pytest.mark.slow)])
-def test_the_tokens_are_those_sampled_and_those_of_the_environment(count: int) -> None:
+def test_the_tokens_are_those_sampled_and_those_of_the_environment() -> None:
     calls = errors = forks = refused = said = 0
-    for seed in range(count):
+    for seed in range(CONVERSATIONS):
         played, playing = play(seed)
         model = scripted(seed, played.family)
         try:
@@ -124,8 +123,8 @@ def test_the_tokens_are_those_sampled_and_those_of_the_environment(count: int) -
             check_said(played, played.session.branches[0])
         calls, errors, forks = calls + played.calls, errors + played.errors, forks + played.forks
         refused, said = refused + played.refused, said + len(played.said)
-    assert min(calls, errors, forks, said) > count / 10  # all of it happened
-    assert refused < count / 10
+    assert min(calls, errors, forks, said) > CONVERSATIONS / 10  # all of it happened
+    assert refused < CONVERSATIONS / 10
 
 
 @pytest.fixture(scope="module")
@@ -156,7 +155,7 @@ def model_for(family: str) -> Source:
 
 
 @pytest.mark.parametrize("family", FAMILIES[:4])
-@pytest.mark.parametrize("count", [15, pytest.param(ALL // 4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [15, pytest.param(250, marks=pytest.mark.slow)])
 def test_the_log_probs_of_the_engine_are_those_of_the_trainer(mesh: DeviceMesh, family: str, count: int) -> None:
     """Real generation, all conversations at once, in one engine; their log-probs as the trainer computes them."""
     layout, source = Layout((0,), 1), model_for(family)
