@@ -162,6 +162,7 @@ class Conversations:
             "sample_id": sample.id,
             "seed": sample.seed,
             "environment": partner.name,
+            "max_turns": partner.limits.max_turns,
             "trainer_state": self.trainer_state,
             "sampling": {"temperature": self.params.temperature, "max_tokens": partner.limits.max_tokens},
             "reward_functions": list(partner.reward_weights),
@@ -176,7 +177,10 @@ class Conversations:
         if conversation is None:
             return
         if isinstance(event, Failed):
-            self._end(conversation, {}, event.reason)
+            # An agent may fail where a limit ends its conversation: the endpoint refuses its call, which is no fault.
+            partner, branches = self.partners[conversation.sample.partner], conversation.session.branches
+            refused = partner.needs_endpoint and any(b.ended for b in branches)
+            self._end(conversation, {}, None if refused else event.reason)
             return
         try:
             reply = self._operate(conversation, event)
@@ -293,11 +297,8 @@ class Conversations:
     def _end(self, conversation: _Conversation, done: Mapping[str, Any], failure: str | None = None) -> None:
         sample, session = conversation.sample, conversation.session
         partner = self.partners[sample.partner]
-        if partner.needs_endpoint:
-            if failure is None and not session.generations:
-                failure = "never called the model; it has to use the `base_url` and `api_key` it is given"
-            elif failure is not None and any(b.ended for b in session.branches):
-                failure = None  # an agent may fail where a limit ends its conversation, which is no fault
+        if partner.needs_endpoint and failure is None and not session.generations:
+            failure = "never called the model; it has to use the `base_url` and `api_key` it is given"
         for number, (branch, _) in conversation.requests.items():
             session.abandon(branch)
             del self._of_request[number]
