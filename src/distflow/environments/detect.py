@@ -52,12 +52,12 @@ def load_environment(spec: EnvironmentSpec, base: Path) -> Loaded:
 
 
 def _load_target(spec: EnvironmentSpec, base: Path) -> tuple[Any, str | None]:
-    """Returns what `call` names and, if `call` itself says so, its kind: two packages have registries of names."""
+    """Returns what `call` names and, if `call` itself says so, its kind: some packages have registries of names."""
     if not spec.call:
         return None, None
     package, _, name = spec.call.partition(":")
-    if package == "reasoning_gym":
-        return name, "reasoning_gym"
+    if package in ("reasoning_gym", "verifiers"):
+        return name, package
     if package == "skyrl_gym" and name in (registry := load("skyrl_gym.envs.registration:registry", spec.where)):
         make = load("skyrl_gym:make", spec.where)
         return partial(make, registry[name]), "skyrl"

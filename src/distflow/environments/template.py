@@ -120,6 +120,7 @@ def describe_exit(code: int) -> str:
 def _process_environment(python: str) -> dict[str, str]:
     """Environments that iterate over sets of strings are the same on every worker and in every run."""
     variables = {"PYTHONHASHSEED": "0", **os.environ}
-    if python != sys.executable:
+    if python != sys.executable:  # as if its virtual environment were activated, and we were installed there
         variables["PYTHONPATH"] = str(Path(distflow.__file__).parent.parent)
+        variables["PATH"] = f"{Path(python).parent}{os.pathsep}{variables.get('PATH', os.defpath)}"
     return variables
