@@ -10,7 +10,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from distflow.data.batch import Batch, Ragged
-from distflow.observe.samples import MAX_TEXT, MAX_TOKENS, SampleRecorder, as_columns, choose, step_of
+from distflow.observe.samples import (
+    MAX_MESSAGE,
+    MAX_OBJECT,
+    MAX_TEXT,
+    MAX_TOKENS,
+    SampleRecorder,
+    as_columns,
+    choose,
+    step_of,
+)
 
 
 @given(st.integers(0, 40), st.integers(1, 10), st.integers(0, 40))
@@ -125,3 +134,18 @@ def test_columns_of_whatever_a_node_may_return() -> None:
     assert as_columns(Batch(ids, ids, {"a": [1, 2]}), ["a"]) == {"a": [1, 2]}
     assert as_columns(np.array([True, False]), ["keep"])["keep"].tolist() == [True, False]  # type: ignore[union-attr]
     assert as_columns(None, ["a"]) == {}
+
+
+def test_a_long_conversation_stays_one(tmp_path: Path) -> None:
+    call = {"id": "call00000", "type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+    turn = {"role": "assistant", "content": "", "tool_calls": [call], "tokens": 9, "reward": 0.5}
+    short = [{"role": "user", "content": "hi", "tokens": 4}, turn]
+    result = {"role": "tool", "content": "x" * 50_000, "tokens": 12_000}
+    rows = record(tmp_path, {"conversation": [short, [*short, result, turn] * 30]})
+    assert rows[0]["fields"]["conversation"] == short
+    long = rows[1]["fields"]["conversation"]
+    assert len(json.dumps(long)) < MAX_OBJECT
+    assert long[:2] == short
+    assert long[2] == {**result, "content": "x" * MAX_MESSAGE + " …"}
+    assert long[-1] == turn
+    assert [m["content"] for m in long if m["role"] == "…"] == ["104 messages are left out here"]

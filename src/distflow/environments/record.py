@@ -77,7 +77,7 @@ def make_record(
         mask=[int(m) for m in branch.mask[:end]],
         logprobs=branch.logprobs[:end],
         turn_rewards=turn_rewards,
-        messages=branch.messages,
+        messages=branch.transcript(),
         reward=total if math.isfinite(total) else 0.0,
         finished=branch.ended is None and branch.turns[-1].finished,
         weight_version=branch.turns[-1].weight_version,

@@ -2,7 +2,8 @@
 
 A line has the fields that one worker has of one sample: `{"step", "id", "group", "split", "fields"}`. Other workers
 have others, under the same step, split and id. Fields with a value per token (log-probs, advantages, masks, …) are as
-long as the tokens, which are written as text. A conversation is a list of messages with `role` and `content`.
+long as the tokens, which are written as text. A conversation is a list of messages with `role` and `content`, and
+maybe `tool_calls`, `tokens` (how many), `reward` (of a turn) and `cut` (by a limit on tokens).
 """
 
 import json
@@ -22,6 +23,7 @@ from distflow.observe.names import SAMPLES
 LIMIT = 16 << 20  # bytes of a worker's file
 PER_STEP = 32  # samples of a step, of all workers together
 MAX_TOKENS, MAX_TEXT, MAX_OBJECT = 2048, 16384, 65536  # of one field; the rest is cut off
+MAX_MESSAGE = 2000  # characters of a message of a conversation that is too long
 TOKENS = ("prompt_tokens", "response_tokens")
 
 Pieces = Callable[[Sequence[int]], list[str]]  # tokens → their text
@@ -112,8 +114,24 @@ def _cut(value: Any) -> Any:
         return value if len(value) <= MAX_TEXT else value[:MAX_TEXT] + " …"
     if isinstance(value, list | dict):
         text = json.dumps(value, default=str)
-        return value if len(text) <= MAX_OBJECT else text[:MAX_TEXT] + " …"
+        if len(text) <= MAX_OBJECT:
+            return value
+        if isinstance(value, list) and all(isinstance(m, dict) and "role" in m for m in value):
+            return _shortened(value)
+        return text[:MAX_TEXT] + " …"
     return value if not isinstance(value, float) or np.isfinite(value) else None
+
+
+def _shortened(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Returns a conversation with its long parts cut, and without messages in the middle if there are many."""
+    most = MAX_OBJECT // MAX_MESSAGE // 2
+    short = []
+    for m in messages if len(messages) <= most else [*messages[: most // 2], *messages[-most // 2 :]]:
+        texts = {k: v if isinstance(v, str) else json.dumps(v, default=str) for k, v in m.items()}
+        short.append({k: v if len(texts[k]) <= MAX_MESSAGE else texts[k][:MAX_MESSAGE] + " …" for k, v in m.items()})
+    if len(messages) > most:
+        short.insert(most // 2, {"role": "…", "content": f"{len(messages) - most} messages are left out here"})
+    return short
 
 
 def text_of_tokens(tokenizer: Any) -> Pieces:

@@ -167,6 +167,32 @@ def test_masks_and_tool_calls_of_a_conversation_are_shown(browser: Any, folder: 
         page.close()
 
 
+def test_a_conversation_of_an_agent_is_shown_with_tokens_and_rewards(browser: Any, folder: Path) -> None:
+    run = write_run(folder / "agent", steps=1, samples_per_step=0)
+    call = {"id": "call00000", "type": "function", "function": {"name": "add", "arguments": {"a": 2}}}
+    conversation = [
+        {"role": "user", "content": "2+2?", "tokens": 7},
+        {"role": "assistant", "content": "", "tool_calls": [call], "tokens": 5, "reward": 0.5},
+        {"role": "tool", "name": "add", "content": "4", "tokens": 3},
+        {"role": "assistant", "content": "It is", "tokens": 2, "cut": True},
+    ]
+    fields = {"prompt": "2+2?", "conversation": conversation, "environment_name": "calculator", "env_reward": 1.5}
+    fields |= {"response": "add 4 It", "response_tokens": ["call", "4", "It"], "response_mask": [1, 0, 1]}
+    row = {"step": 1, "id": 0, "group": 0, "split": "held-out", "fields": fields}
+    (run / "samples" / "0.jsonl").write_text(json.dumps(row, separators=(",", ":")) + "\n")
+    with serving(run) as port:
+        page = Page(browser, f"http://localhost:{port}/")
+        p = page.open("samples?show=conversation")
+        p.wait_for_selector(".toolcall")
+        facts = [t for t in p.locator(".message .facts").all_inner_texts() if t]
+        assert facts == ["7 tokens", "5 tokens, reward 0.5", "3 tokens", "2 tokens, cut off"]
+        assert "add(…) ⏎ It is" in p.inner_text(".space .row .response")
+        assert "calculator" in p.inner_text(".pane h2")
+        chips = p.locator(".chips .chip").all_inner_texts()
+        assert chips == ["reward 1.5", "tokens 3", "turns 2", "sampled 2"]
+        page.close()
+
+
 def test_keys_are_enough(browser: Any, site: str) -> None:
     page = Page(browser, site)
     p = page.page
@@ -214,8 +240,16 @@ def test_a_run_that_goes_on_is_followed(browser: Any, folder: Path) -> None:
 
 def test_what_a_model_said_is_never_a_script(browser: Any, folder: Path) -> None:
     run = write_run(folder / "hostile", steps=2, workers=2)
-    fields = {"prompt": HOSTILE, "response": HOSTILE, "response_tokens": [HOSTILE] * 2, HOSTILE: HOSTILE, "score": 1.0}
+    fields: dict[str, Any] = {
+        "prompt": HOSTILE,
+        "response": HOSTILE,
+        "score": 1.0,
+        "response_tokens": [HOSTILE] * 2,
+        HOSTILE: HOSTILE,
+    }
     fields |= {"messages": [{"role": HOSTILE, "content": HOSTILE, "tool_calls": [{"name": HOSTILE}]}]}
+    turn = {"role": "assistant", "content": "", "tokens": HOSTILE, "tool_calls": [{"function": HOSTILE}]}
+    fields |= {"conversation": [*fields["messages"], turn], "environment_name": HOSTILE}
     fields |= {"data_source": HOSTILE, "rollout_logprobs": [-1, -2]}
     row = {"step": 2, "id": 1, "group": 0, "split": HOSTILE, "fields": fields}
     (run / "samples" / "1.jsonl").write_text(json.dumps(row).replace('{"step": ', '{"step":') + "\n")

@@ -105,6 +105,8 @@ def summary(fields: dict[str, Any]) -> dict[str, Any]:
         values["response"] = last_message(fields["messages"])
     if "response" in fields:
         values["response"] = str(fields["response"])[:PREVIEW]
+    if isinstance(fields.get("conversation"), list):
+        values["response"] = turns(fields["conversation"])
     if isinstance(fields.get("response_tokens"), list):
         values["length"] = len(fields["response_tokens"])
     if isinstance(fields.get("score"), int | float):
@@ -115,7 +117,8 @@ def summary(fields: dict[str, Any]) -> dict[str, Any]:
         advantage = round(sum(numbers) / len(numbers), 4) if numbers else None
     if isinstance(advantage, int | float):
         values["advantage"] = advantage
-    for field_name, name in (("data_source", "source"), ("finished", "finished"), ("keep", "kept")):
+    named = (("data_source", "source"), ("environment_name", "source"))
+    for field_name, name in (*named, ("finished", "finished"), ("keep", "kept")):
         if field_name in fields:
             values[name] = fields[field_name]
     return values
@@ -126,3 +129,15 @@ def last_message(prompt: Any) -> str:
     if isinstance(prompt, list) and prompt and isinstance(prompt[-1], dict):
         prompt = prompt[-1].get("content", "")
     return str(prompt)[:PREVIEW]
+
+
+def turns(conversation: list[Any]) -> str:
+    """Returns what the model said in a conversation, turn by turn."""
+    said = [m for m in conversation if isinstance(m, dict) and m.get("role") == "assistant"]
+    return " ⏎ ".join(str(m.get("content") or _called(m)) for m in said)[:PREVIEW]
+
+
+def _called(message: dict[str, Any]) -> str:
+    calls = message.get("tool_calls")
+    functions = [c.get("function", c) for c in calls if isinstance(c, dict)] if isinstance(calls, list) else []
+    return ", ".join(f"{f.get('name')}(…)" for f in functions if isinstance(f, dict))

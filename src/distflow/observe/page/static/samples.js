@@ -161,23 +161,25 @@ function showSample(pane, sample, table) {
   const shown = views[wanted] ? wanted : "conversation";
   const body = el("div", { class: "pane-body" }, views[shown]());
   const tabs = el("div", { class: "subtabs", role: "tablist" }, Object.keys(views).map((name) => el("button", { type: "button", role: "tab", "aria-selected": String(name === shown), "data-show": name, onclick: () => { change({ show: name }, true); showSample(pane, sample, table); } }, name)));
-  const facts = [["reward", f.score], ["advantage", Array.isArray(f.advantage) ? null : f.advantage], ["tokens", (f.response_tokens || []).length || null], ["finished", f.finished], ["kept", f.keep]].filter(([, v]) => v !== undefined && v !== null);
-  replace(pane, el("h2", {}, `step ${sample.step} · sample ${sample.id}`, el("span", { class: "muted" }, ` ${sample.split}, prompt ${sample.group}`)),
+  const facts = [["reward", f.score ?? f.env_reward], ["advantage", Array.isArray(f.advantage) ? null : f.advantage], ["tokens", (f.response_tokens || []).length || null], ["turns", Array.isArray(f.conversation) ? f.conversation.filter((m) => m?.role === "assistant").length : null], ["sampled", Array.isArray(f.response_mask) ? f.response_mask.filter(Boolean).length : null], ["finished", f.finished], ["kept", f.keep]].filter(([, v]) => v !== undefined && v !== null);
+  replace(pane, el("h2", {}, `step ${sample.step} · sample ${sample.id}`, el("span", { class: "muted" }, ` ${[sample.split, `prompt ${sample.group}`, f.environment_name].filter(Boolean).join(", ")}`)),
     el("div", { class: "chips" }, facts.map(([name, v]) => el("span", { class: "chip" }, `${name} `, el("b", {}, typeof v === "boolean" ? (v ? "yes" : "no") : number(v)))),
       f.finished === false && el("span", { class: "chip warn" }, "cut off at max_tokens")),
     tabs, body);
 }
 
 function conversation(f) {
-  const messages = Array.isArray(f.messages) ? f.messages : [...(Array.isArray(f.prompt) ? f.prompt : f.prompt === undefined ? [] : [{ role: "prompt", content: f.prompt }]), ...(f.response === undefined ? [] : [{ role: "assistant", content: f.response }])];
+  const given = [f.conversation, f.messages].find(Array.isArray);
+  const messages = given || [...(Array.isArray(f.prompt) ? f.prompt : f.prompt === undefined ? [] : [{ role: "prompt", content: f.prompt }]), ...(f.response === undefined ? [] : [{ role: "assistant", content: f.response }])];
   const answer = f.answer ?? f.ground_truth ?? f.solution ?? f.label ?? (f.reward_model && f.reward_model.ground_truth);
   return [messages.map(message), answer !== undefined && answer !== null && el("div", { class: "message answer" }, el("div", { class: "role" }, "right answer"), el("div", { class: "text" }, asText(answer)))];
 }
 
 function message(m) {
   const calls = Array.isArray(m.tool_calls) ? m.tool_calls : [];
+  const facts = [typeof m.tokens === "number" && `${number(m.tokens)} tokens`, m.cut && "cut off", typeof m.reward === "number" && `reward ${number(m.reward)}`].filter(Boolean);
   return el("div", { class: `message ${["system", "user", "assistant", "tool", "prompt"].includes(m.role) ? m.role : "user"}` },
-    el("div", { class: "role" }, [m.role, m.name].filter(Boolean).join(" · ")),
+    el("div", { class: "role" }, [m.role, m.name].filter(Boolean).join(" · "), el("span", { class: "muted facts" }, facts.join(", "))),
     m.content !== undefined && m.content !== null && m.content !== "" && el("div", { class: "text" }, asText(m.content)),
     calls.map((call) => { const fn = call.function || call; return el("div", { class: "toolcall" }, el("b", {}, `${fn.name || "tool"}(`), el("code", {}, asText(fn.arguments ?? fn.parameters ?? "")), el("b", {}, ")")); }));
 }
