@@ -234,7 +234,8 @@ def run_child(descriptor: int, pipe: int, environment: "Loaded", functions: Sequ
     result, error = Result(), None
     try:
         result = environment.adapter.drive(environment, start, session)
-        for function in functions:
+        wanted = start.get("reward_functions")  # of this environment; None: all
+        for function in [f for f in functions if wanted is None or f.name in wanted]:
             result.rewards[function.name] = function.score(start, session, result.environment)
     except EnvironmentFault as e:
         error = str(e)

@@ -14,8 +14,6 @@ from distflow.environments.spec import Description
 
 _ANSWERS = ("ground_truth", "answer", "solution", "label")  # columns of a row without `reward_spec`
 
-_MAX_TURNS = 10  # what an environment is told, unless its row or `args` say otherwise
-
 
 def describe(environment: Loaded) -> Description:
     return Description("skyrl", gives_reward=True)
@@ -26,7 +24,7 @@ def drive(environment: Loaded, start: Mapping[str, Any], session: ChildSession) 
     `postprocessed_action` says."""
     extras = {k: v for k, v in start["row"].items() if k != "prompt"}
     extras.setdefault("reward_spec", reward_spec(extras))
-    extras.setdefault("max_turns", environment.spec.args.get("max_turns", _MAX_TURNS))
+    extras.setdefault("max_turns", start.get("max_turns", 1))
     env = _construct(environment.target, Settings(environment.spec.args), extras)
     messages, _ = env.init(as_messages(start["prompt"]))
     session.begin(messages)
