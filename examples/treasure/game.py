@@ -1,12 +1,26 @@
-"""A treasure on a board of 5 × 5 squares: the model moves a step at a time and is told where it is after each."""
+"""A treasure hunt with a compass, on 5 × 5 squares: the model makes a move, hears what the compass says, and so on.
 
+`python game.py FOLDER` writes boards: moves at random for the warm-up, boards to train on, and held-out ones.
+"""
+
+import json
+import random
+import sys
+from itertools import product
+from pathlib import Path
 from typing import Any
 
 SIZE, MOVES = 5, 8
 STEPS = {"N": (0, 1), "S": (0, -1), "E": (1, 0), "W": (-1, 0)}
 
 
-class Treasure:
+def compass(place: list[int], treasure: list[int]) -> str:
+    """Returns what the hunter is told: the direction of the treasure, such as NE."""
+    (x, y), (to_x, to_y) = place, treasure
+    return "S" * (to_y < y) + "N" * (to_y > y) + "W" * (to_x < x) + "E" * (to_x > x)
+
+
+class Hunt:
     """An environment as skyrl-gym has them (`BaseTextEnv`); nothing of it has to be installed."""
 
     def __init__(self, env_config: Any = None, extras: dict[str, Any] | None = None) -> None:
@@ -18,12 +32,11 @@ class Treasure:
 
     def step(self, action: str) -> dict[str, Any]:
         self.moves += 1
-        dx, dy = STEPS.get(action.strip(), (0, 0))
-        self.place = [min(SIZE - 1, max(0, old + change)) for old, change in zip(self.place, (dx, dy), strict=True)]
+        change = STEPS.get(action.strip(), (0, 0))
+        self.place = [min(SIZE - 1, max(0, old + step)) for old, step in zip(self.place, change, strict=True)]
         found = self.place == self.treasure
-        say = "found it!" if found else f"at {self.place[0]},{self.place[1]}: "
         return {
-            "observations": [] if found else [{"role": "user", "content": say}],
+            "observations": [{"role": "user", "content": f" compass {compass(self.place, self.treasure)}: "}],
             "reward": float(found),
             "done": found or self.moves == MOVES,
             "metadata": {},
@@ -31,3 +44,27 @@ class Treasure:
 
     def close(self) -> None:
         """Gives back what the game holds: nothing."""
+
+
+def boards() -> list[dict[str, Any]]:
+    """Returns all pairs of different squares, in a fixed shuffled order."""
+    squares = [list(square) for square in product(range(SIZE), repeat=2)]
+    pairs = [(start, treasure) for start, treasure in product(squares, squares) if start != treasure]
+    random.Random(0).shuffle(pairs)
+    return [{"prompt": f"compass {compass(s, t)}: ", "start": s, "treasure": t} for s, t in pairs]
+
+
+def write(folder: Path, held_out: int = 100) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    rows, rng = boards(), random.Random(1)
+    parts = {
+        "held_out": rows[:held_out],
+        "train": rows[held_out:],
+        "warmup": [{**row, "response": rng.choice(list(STEPS))} for row in rows[held_out:] * 8],
+    }
+    for name, part in parts.items():
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
+
+
+if __name__ == "__main__":
+    write(Path(sys.argv[1]))

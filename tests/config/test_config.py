@@ -55,7 +55,7 @@ def test_ranks_may_be_a_number(tmp_path: Path) -> None:
         ({"step": 3}, "unknown key 'step'; did you mean 'steps'?"),
         (
             {"zzzzzz": 3},
-            "unknown key 'zzzzzz'; known: algo, bytes, checkpoint, critic, data, eval, flow, model",
+            "unknown key 'zzzzzz'; known: algo, bytes, checkpoint, critic, data, environment",
         ),
         ({"base": "/"}, "unknown key 'base'"),
         ({"data": {"files": "x", "bacth": 4, "batch": 4}}, "unknown key 'data.bacth'; did you mean 'batch'?"),

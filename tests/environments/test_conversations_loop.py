@@ -162,7 +162,7 @@ def test_a_failure_costs_its_own_sample_only() -> None:
             if start["sample_id"] == 4:
                 raise RuntimeError("ended its process")
             try:
-                answer = yield conversation.send(answer)
+                answer = yield conversation.send(answer)  # type: ignore[arg-type]
             except StopIteration:
                 return
             count += 1

@@ -4,7 +4,7 @@ Imports no torch: flows are planned without it.
 """
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,21 +13,20 @@ from distflow.config.schema import EnvironmentConfig
 from distflow.engine.role_context import RoleContext, eval_seed
 from distflow.engine.roles import ROLLOUT, Actor
 from distflow.environments.choice import choose_environments, group_seed
-from distflow.environments.spec import Description, EnvironmentSetupError, EnvironmentSpec
-from distflow.errors import ConfigError, shown, suggest
+from distflow.environments.setup_check import COLUMN, check_columns, check_rows, start_children
+from distflow.environments.spec import EnvironmentSetupError
 from distflow.flow.trace import node
 
 if TYPE_CHECKING:
     from distflow.data.batch import Batch
     from distflow.data.context import Context
+    from distflow.data.dataset_view import DatasetView
     from distflow.environments.conversations import Partner, Sample
     from distflow.environments.endpoint import Endpoint
     from distflow.environments.record import Record
     from distflow.environments.template_process import Children
 
 CONVERSATION = (*ROLLOUT, "response_mask", "turn_rewards", "env_reward", "conversation", "environment_name")
-COLUMN = "environment"  # of the data: names the environment of a row
-ANY = "environment"  # the role that stands for all environments of the config
 
 logger = logging.getLogger(__name__)
 
@@ -81,9 +80,13 @@ class Agent(Actor):
         """Loads the environments, and raises if one needs a column that its rows do not have."""
         if self.children is None:
             return
-        for name, description in zip(self.environments, self.children.describe(), strict=True):
-            check_columns(name, description, list(fields), where)
+        check_columns(list(self.environments), self.children.describe(), list(fields), where)
         self._prepare()
+
+    def check_rows(self, rows: "DatasetView", rank: int, workers: int) -> None:
+        """Raises if a row names an environment that there is not."""
+        if self.children is not None:
+            check_rows(list(self.environments), self.children.describe(), rows, rank, workers)
 
     def close(self) -> None:
         if self.children is not None:
@@ -200,37 +203,6 @@ def _append(path: Path, line: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("ab", buffering=0) as file:  # one write: other workers append to the same file
         file.write(f"{line}\n".encode(errors="replace"))
-
-
-def start_children(environments: Mapping[str, EnvironmentConfig], base: Path) -> "Children":
-    """Starts the processes that import the environments' code."""
-    from distflow.environments.template_process import Children
-
-    specs = [
-        EnvironmentSpec(name, e.call, e.tools, e.command, e.args, e.kind, e.python, e.time_limit_s)
-        for name, e in environments.items()
-    ]
-    functions = {f.name or f.call: f for e in environments.values() for f in e.rewards}
-    given = [{"name": name, "call": f.call, "args": f.args} for name, f in functions.items()]
-    return Children(specs, base, reward_functions=given)
-
-
-def check_columns(name: str, description: Description, fields: Sequence[str], where: str = "") -> None:
-    """Raises if an environment needs a column that the data does not have."""
-    for column in description.columns:
-        if column not in fields:
-            raise ConfigError(
-                f"{where}environment '{name}' needs the column '{column}', and the data has {', '.join(fields)}"
-                f"{suggest(column, fields)} (data.rename gives a column another name)"
-            )
-
-
-def check_row(row: Mapping[str, Any], names: Sequence[str], where: str) -> None:
-    """Raises if a row names an environment that there is not."""
-    if row.get(COLUMN) not in names:
-        value = row.get(COLUMN)
-        hint = suggest(value, names) if isinstance(value, str) else f"; it is one of {', '.join(names)}"
-        raise ConfigError(f"{where}: the column '{COLUMN}' is {shown(value)}, and there is no such environment{hint}")
 
 
 def _plain(value: Any) -> Any:

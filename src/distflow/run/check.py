@@ -34,13 +34,13 @@ def check(program: Program) -> Iterator[str]:
         yield f"eval      {len(held_out)} rows every {config.eval.every} steps"
     first = rows[0]
     if config.model:
-        first = yield from _check_model(config, plan, rows, held_out)
+        first = yield from _check_model(program, plan, rows, held_out)
     check_losses(plan.flow, config.base)
     yield from _check_rewards(program, plans, [first, *([held_out[0]] if held_out else [])])
 
 
 def _check_model(
-    config: Config, plan: Plan, rows: DatasetView, held_out: DatasetView | None
+    program: Program, plan: Plan, rows: DatasetView, held_out: DatasetView | None
 ) -> Generator[str, None, dict[str, Any]]:
     """Checks the model and all prompts; returns the first row whose prompt the model can read."""
     from distflow.engine.model.lora import Adapter
@@ -50,8 +50,10 @@ def _check_model(
     from distflow.engine.model.tensor_parallel import tp_styles
     from distflow.engine.model.text import Text, prompt_limit
     from distflow.engine.policy import check_engine
+    from distflow.environments.setup_check import check_environments
     from distflow.run.network import own_device
 
+    config = program.config
     assert config.model is not None
     source = open_model(config.model, lambda: texts(rows), config.base, config.seed)
     skeleton = source.skeleton()
@@ -75,7 +77,10 @@ def _check_model(
     tokens = len(text.encode(first["prompt"]))
     lengths = f"have at most {text.limit} tokens, {checked.count} skipped; the first has {tokens}"
     yield f"prompts   all {len(checked.rows)} {lengths}"
-    if generates := layouts.get("actor.generate"):
+    if environments := program.environments:
+        data = [rows, *([held_out] if held_out else [])]
+        yield from check_environments(environments, config.base, text, config.rollout.max_tokens, data)
+    if generates := layouts.get("actor.generate") or layouts.get("actor.converse"):
         check_engine(config.rollout, source, own_device(), config.train.lora)
         per_token = kv_bytes(source.config, DTYPES[config.train.dtype], generates.tp)
         size = int(config.rollout.kv_cache_gb * (1 << 30))

@@ -198,6 +198,10 @@ class Job:
                 check = getattr(self.roles.get(node.role), "check_fields", None)
                 if check is not None and node.method:
                     check([node.local_name(f) for f in node.reads], "eval: " if plan is self.eval_plan else "")
+        for role in self.roles.values():
+            for rows in (self.rows, self.held_out) if hasattr(role, "check_rows") else ():
+                if rows is not None:
+                    role.check_rows(rows, self.rank, self.plan.workers)
 
     def _model_layouts(self) -> list[Layout]:
         """Returns the layouts of the roles that ask for a RoleContext."""

@@ -210,6 +210,10 @@ class Program:
         config = self.config.placement
         nodes = {k: v for k, v in config.nodes.items() if flow is None or k in {n.id for n in flow.nodes} | {SOURCE}}
         roles = {k: v for k, v in config.roles.items() if flow is None or k in {n.role for n in flow.nodes}}
+        if (
+            flow is not None and "actor.converse" in config.nodes
+        ):  # evaluation generates where training has conversations
+            nodes.setdefault("actor.generate", config.nodes["actor.converse"])
         if flow is None:  # a role that the flow has, but not with these constants, may have a place
             used = {n.role for n in self.flow.nodes}
             roles = {k: v for k, v in roles.items() if k in used or k not in self._roles_in_use}
