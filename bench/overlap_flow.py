@@ -55,10 +55,10 @@ class Actor:
         with noted(ctx, "generate"):
             begun = time.monotonic()
             parts = ctx.chunks.parts if ctx.chunks else [np.arange(len(batch))]
-            for places in parts:
-                time.sleep(max(0.0, begun + ends[places].max() - time.monotonic()))
+            for i in sorted(range(len(parts)), key=lambda i: ends[parts[i]].max()):
+                time.sleep(max(0.0, begun + ends[parts[i]].max() - time.monotonic()))
                 if ctx.chunks:
-                    ctx.chunks.leave({"length": torch.from_numpy(lengths[places])})
+                    ctx.chunks.leave(i, {"length": torch.from_numpy(lengths[parts[i]])})
         return torch.from_numpy(lengths)
 
     @node(type="train", writes=())

@@ -3,12 +3,11 @@
 import math
 import random
 import threading
-from collections.abc import Generator, Iterator
+import time
+from collections.abc import Iterator
 from contextlib import nullcontext, suppress
 from functools import partial
-from itertools import product
 from pathlib import Path
-from queue import Queue
 from typing import Any
 
 import pytest
@@ -29,6 +28,7 @@ from distflow.run.mailbox import Mailbox
 from distflow.run.overlap import Overlap
 from distflow.run.weight_versions import WeightVersions
 from distflow.run.worker import Worker
+from hub import Hub
 from simulate import simulate
 
 STEPS = 7
@@ -39,6 +39,7 @@ class Actor:
 
     def __init__(self, rank: int, plan: Plan, progress: dict[int, int], first: int = 0) -> None:
         self.rank, self.delay, self.first, self.progress = rank, plan.staleness, first, progress
+        self.rng = random.Random(rank)
         layouts = {n.id: plan.partition_of(n.id).layout.ranks for n in plan.flow.nodes if n.method}
         self.givers, self.takers = layouts["update"], layouts["generate"]
         self.updates = self.version = first
@@ -63,6 +64,11 @@ class Actor:
     def generate(self, batch: Batch, ctx: Context, writes: list[str]) -> dict[str, Any]:
         assert self.version == max(self.first, ctx.step - 1 - self.delay), (self.version, ctx.step)
         assert ctx.step - 1 - min(self.progress.values()) <= self.delay  # nobody is further ahead
+        if ctx.chunks:  # some leave early, in an order and at times of this worker's own
+            for i in self.rng.sample(range(len(ctx.chunks.parts)), len(ctx.chunks.parts) - 1):
+                time.sleep(self.rng.choice([0, 0, 0.01]))
+                ids = batch.ids[ctx.chunks.parts[i]]
+                ctx.chunks.leave(i, {w: column(w, ids) if len(ids) else NO_SAMPLES for w in writes})
         return {w: column(w, batch.ids) if len(batch) else NO_SAMPLES for w in writes}
 
     def update(self, batch: Batch, ctx: Context) -> None:
@@ -123,30 +129,6 @@ def chunked_loops(count: int, delay: int) -> Iterator[Plan]:
             if found <= count:
                 yield p
     assert found >= count
-
-
-class Hub:
-    """Carries messages between threads; a receiver that waits too long is stuck."""
-
-    def __init__(self, workers: int) -> None:
-        self.queues: dict[tuple[int, int], Queue[bytes]] = {p: Queue() for p in product(range(workers), range(workers))}
-
-    def run(self, rank: int, communication: Generator[SendReceive, Any, None]) -> None:
-        result = None
-        while True:
-            try:
-                request = communication.send(result)
-            except StopIteration:
-                return
-            data = torch.zeros(request.size, dtype=torch.uint8)
-            if request.size:
-                request.pack(data)
-            for peer, (a, b) in request.send.items():
-                self.queues[rank, peer].put(bytes(data[a:b].numpy()))
-            for peer, (a, b) in request.receive.items():
-                message = bytearray(self.queues[peer, rank].get(timeout=60))
-                request.out[a:b] = torch.frombuffer(message, dtype=torch.uint8)
-            result = request.out
 
 
 def make_worker(rank: int, plan: Plan, progress: dict[int, int], first: int = 0) -> Worker:

@@ -47,15 +47,15 @@ NOT_RECORDED = NotRecorded()
 
 
 class Chunks(Protocol):
-    """Parts of a node's samples that may leave before the others, one after the other."""
+    """Parts of a node's samples that may leave before the others, in any order."""
 
     @property
     def parts(self) -> Sequence[Ints]:
         """The places of each part's samples in the batch."""
         ...
 
-    def leave(self, columns: Mapping[str, Column]) -> None:
-        """Lets the next part leave, with what the node writes of its samples."""
+    def leave(self, part: int, columns: Mapping[str, Column]) -> None:
+        """Lets a part leave, with what the node writes of its samples."""
         ...
 
 

@@ -1,7 +1,8 @@
 """Chunks: samples leave the ranks that generate in fixed parts, so that others work on them before the last is done.
 
 A chunk is a fixed part of every cell's prompts. Nodes that work sample by sample, or group by group, on other ranks run
-once per chunk; all else sees the whole step. Which nodes these are follows from the flow and the placement.
+once per chunk; all else sees the whole step. Which nodes these are follows from the flow and the placement. Chunks are
+independent of each other, so their tasks, one after the other here, may run in any order that all ranks share.
 """
 
 from collections.abc import Mapping, Sequence
@@ -40,15 +41,16 @@ def in_chunks(
     chunked = _chunked_nodes(tasks, flow, home, whole, chunk, repeat)
     if not chunked:
         raise PlacementError(
-            f"{_KEY}: no node runs chunk by chunk: they would be those that work sample by sample, on other ranks than"
-            f" '{generates[0].id}', on what it writes; leave it out"
+            f"{_KEY}: no node runs chunk by chunk: they would be those that work sample by sample on what"
+            f" '{generates[0].id}' writes, on other ranks, whose cells divide a chunk evenly; leave it out"
         )
     partitions = {home[n].id for n in chunked}
     early = [t for t in tasks if _is_early(t, chunked, partitions, whole, flow)]
     at = next(i for i, t in enumerate(tasks) if isinstance(t, Run) and t.node == generates[0].id) + 1
     out = list(tasks[:at])
     sent = dict.fromkeys(f for t in early if isinstance(t, Move) and t.src is whole for f in t.fields)
-    out.append(Split(whole, tuple(_part(whole, i, count) for i in range(count)), tuple(sent)))
+    readers = sorted({r for n in chunked for r in home[n].layout.ranks})
+    out.append(Split(whole, tuple(_part(whole, i, count) for i in range(count)), tuple(sent), tuple(readers)))
     for i in range(count):
         out += [_of_chunk(t, i, count) for t in early]
     late = [t for t in tasks[at:] if not any(t is e for e in early)]

@@ -9,7 +9,7 @@ from rich.text import Text
 
 from distflow.flow.graph import SOURCE, Node
 from distflow.plan.layout import Layout
-from distflow.plan.tasks import Free, Load, Merge, Move, Plan, Refill, Run, Split, Task, Weights
+from distflow.plan.tasks import Free, Load, Merge, Move, Plan, Refill, Run, Split, Task, Weights, chunk_of
 from distflow.plan.units import clean, human_bytes, names, ranks_text
 
 
@@ -46,8 +46,7 @@ def origins(plan: Plan) -> dict[str | Move, dict[str, str | Move]]:
 
 def _is_repeated(t: Task) -> bool:
     """Whether a task does for a further chunk what another one does for the first."""
-    part = t.dst if isinstance(t, Move) else t.partition if isinstance(t, Run | Free) else None
-    return bool(part and part.chunk and part.chunk[0] > 0)
+    return bool(chunk_of(t))
 
 
 def shown_moves(plan: Plan) -> tuple[Move, ...]:

@@ -9,26 +9,8 @@ from typing import Any
 
 from distflow.flow.graph import SOURCE, Flow
 from distflow.plan.layout import Layout, format_ranks
-
-
-@dataclass(frozen=True)
-class Partition:
-    """An assignment of the samples of a step to the cells of a layout. Nodes that share one exchange nothing."""
-
-    id: str
-    layout: Layout
-    whole_groups: bool  # all samples of a prompt are in one cell
-    balance: str | None  # the field whose lengths are evened out over the cells
-    uneven: bool = False  # after a refill or chunks: which cells have how many samples depends on what was moved
-    chunk: tuple[int, int] | None = None  # (i, n): only the samples of the i-th of n chunks
-
-    def largest_share(self, samples: int, group_size: int) -> int:
-        """Returns the number of samples of the largest cell, unless the partition is uneven."""
-        unit = group_size if self.whole_groups else 1
-        return -(-samples // unit // self.layout.dp) * unit
-
-
-Touch = tuple[Partition, str]  # a field that a task reads or writes, and where
+from distflow.plan.partition import Partition as Partition
+from distflow.plan.partition import Touch
 
 
 @dataclass(frozen=True)
@@ -168,19 +150,23 @@ class Refill:
 
 @dataclass(frozen=True)
 class Split:
-    """Lets the samples of a partition leave in chunks, each as soon as its responses are complete."""
+    """Lets the samples of a partition leave in chunks, each as soon as its responses are complete.
+
+    `readers` are the ranks that work chunk by chunk. With those that generate, they agree on the order of the chunks.
+    """
 
     partition: Partition
     parts: tuple[Partition, ...]
     fields: tuple[str, ...]
+    readers: tuple[int, ...] = ()
 
     @property
     def name(self) -> str:
         return f"split into {len(self.parts)} chunks"
 
-    @property
+    @cached_property
     def ranks(self) -> tuple[int, ...]:
-        return self.partition.layout.ranks
+        return tuple(sorted({*self.partition.layout.ranks, *self.readers}))
 
     def touches(self) -> Iterator[Touch]:
         for f in self.fields:
@@ -214,6 +200,12 @@ class Merge:
 
 
 Task = Load | Move | Run | Weights | Refill | Split | Merge | Free
+
+
+def chunk_of(t: Task) -> int | None:
+    """Returns which chunk a task is for; None: for the whole step."""
+    part = t.dst if isinstance(t, Move) else t.partition if isinstance(t, Run | Free) else None
+    return part.chunk[0] if part and part.chunk else None
 
 
 @dataclass(frozen=True)

@@ -19,15 +19,15 @@ class Leaving:
     ) -> None:
         self.data, self.index, self.task, self.on_left = data, index, task, on_left
         self.parts: list[Ints] = np.split(np.arange(samples), len(task.parts))
-        self._left = 0
+        self._left: set[int] = set()
 
-    def leave(self, columns: Mapping[str, Column]) -> None:
-        part = self.task.parts[self._left]
-        self._left += 1
-        self.data.leave(self.index, self.task, part, columns)
-        self.on_left(part)
+    def leave(self, part: int, columns: Mapping[str, Column]) -> None:
+        self._left.add(part)
+        self.data.leave(self.index, self.task, self.task.parts[part], columns)
+        self.on_left(self.task.parts[part])
 
     def rest(self, columns: Mapping[str, Any]) -> None:
         """Lets all chunks leave that have not, now that `columns` of the whole batch are there."""
-        for places in self.parts[self._left :]:
-            self.leave({f: select(columns[f], places) for f in self.task.fields if f in columns})
+        for i, places in enumerate(self.parts):
+            if i not in self._left:
+                self.leave(i, {f: select(columns[f], places) for f in self.task.fields if f in columns})

@@ -1,11 +1,12 @@
 """How a worker's chain communicates: at once, in its own thread. `overlap` has another way."""
 
+from collections.abc import Iterable
 from typing import Any
 
 from distflow.data.collectives import Communication
 from distflow.data.coordinator import Coordinator
 from distflow.observe.metrics import MetricsReducer, StepMetrics
-from distflow.plan.tasks import Move, Partition, Weights
+from distflow.plan.tasks import Move, Partition, Split, Weights
 from distflow.run.weight_versions import WeightVersions
 
 
@@ -26,6 +27,10 @@ class Link:
 
     def leave(self, data: Coordinator, index: int, part: Partition) -> None:
         """Is called when a chunk is complete. Here its moves have to wait until the chain comes to them."""
+
+    def order(self, data: Coordinator, index: int, task: Split) -> Iterable[int]:
+        """Returns the chunks in the order in which this worker's chain runs their tasks."""
+        return range(len(task.parts))
 
     def hand_over(self, task: Weights, version: int) -> Communication[None]:
         if not self.is_new(task.role, version):

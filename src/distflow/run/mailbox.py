@@ -28,6 +28,11 @@ class Mailbox:
                 raise self._error
             return self._values.pop(key)
 
+    def has(self, key: Hashable) -> bool:
+        """Returns whether a value is there already."""
+        with self._changed:
+            return key in self._values
+
     def fail(self, error: BaseException) -> None:
         """Lets everybody who waits for a value that is not there raise this error."""
         with self._changed:

@@ -7,14 +7,16 @@ ahead than the plan's staleness. That also bounds what lies here: as many steps 
 """
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from threading import Thread
 
-from distflow.data.collectives import Communication
+import torch
+
+from distflow.data.collectives import Communication, all_reduce
 from distflow.data.coordinator import Coordinator
 from distflow.observe.metrics import MetricsReducer, StepMetrics
-from distflow.plan.tasks import Move, Partition, Weights
+from distflow.plan.tasks import Move, Partition, Split, Task, Weights, chunk_of
 from distflow.run.evaluation import Evaluation
 from distflow.run.link import Link
 from distflow.run.mailbox import Mailbox
@@ -46,6 +48,7 @@ class Overlap(Link):
         self.sent = Counter() if sent is None else sent
         self.all_ranks = tuple(range(worker.plan.workers))
         self.mail = Mailbox()
+        self._complete: Counter[int] = Counter()  # batch of the data → its chunks that are complete here
         self._left: set[tuple[int, int, str]] = set()  # moves of chunks that were sent before the chain came to them
         for each in (worker, *([evaluation.worker] if evaluation else [])):
             each.link = self
@@ -76,10 +79,25 @@ class Overlap(Link):
         yield from ()
 
     def leave(self, data: Coordinator, index: int, part: Partition) -> None:
-        for task in self.worker.chain:
+        assert part.chunk is not None
+        chunk, count = part.chunk
+        for task in self.worker.chunk_tasks[chunk]:
             if isinstance(task, Move) and task.src.id == part.id:
                 self._left.add(key := (id(data), index, task.id))
                 self.mail.put((*key, "sent"), data.outgoing(index, task))
+        self.mail.put((id(data), index, "complete", self._complete[index]), chunk)
+        self._complete[index] += 1
+        if self._complete[index] == count:
+            del self._complete[index]
+
+    def order(self, data: Coordinator, index: int, task: Split) -> Iterator[int]:
+        for place in range(len(task.parts)):
+            if data.rank not in task.readers:  # it has made them and waits for none
+                yield place
+                continue
+            with self.waiting(task.partition.layout.ranks):
+                chunk: int = self.mail.take((id(data), index, "chunk", place))
+            yield chunk
 
     def hand_over(self, task: Weights, version: int) -> Communication[None]:
         if self.is_new(task.role, version) and task.role in self.versions.generates:
@@ -135,11 +153,44 @@ class Overlap(Link):
 
     def _tasks(self, worker: Worker, index: int, step: int) -> Communication[None]:
         for task in worker.chain:
-            if isinstance(task, Move):
-                yield from self._move(worker.data, index, task)
-            elif isinstance(task, Weights):
-                yield from self._hand_over(task, worker.version(step))
-            worker.recorder.sent_by_thread(step, task, worker.plan, self.sent)
+            if chunk_of(task) is None:
+                yield from self._task(worker, index, step, task)
+            if isinstance(task, Split):
+                yield from self._chunks(worker, index, step, task)
+
+    def _chunks(self, worker: Worker, index: int, step: int, split: Split) -> Communication[None]:
+        """Does the tasks of all chunks, in an order on which its ranks agree: as they become complete.
+
+        In the r-th round every rank says which of its chunks are complete, once r of them are; those that are complete
+        everywhere are next. So there are at most as many rounds as chunks, a few bytes in O(log N) messages each.
+        """
+        data, count, complete = worker.data, len(split.parts), list[int]()
+        generates, order = split.partition.layout.cell_of(data.rank) is not None, list[int]()
+        for r in range(count):
+            mask = torch.ones(count, dtype=torch.uint8)
+            if generates:
+                while len(complete) < count and (
+                    len(complete) <= r or self.mail.has((id(data), index, "complete", len(complete)))
+                ):
+                    complete.append(self.mail.take((id(data), index, "complete", len(complete))))
+                mask[:] = 0
+                mask[complete] = 1
+            agreed = yield from all_reduce(data.rank, split.ranks, mask, torch.minimum)
+            for chunk in (i for i in agreed.nonzero().flatten().tolist() if i not in order):
+                if data.rank in split.readers:
+                    self.mail.put((id(data), index, "chunk", len(order)), chunk)
+                order.append(chunk)
+                for task in worker.chunk_tasks[chunk]:
+                    yield from self._task(worker, index, step, task)
+            if len(order) == count:
+                return
+
+    def _task(self, worker: Worker, index: int, step: int, task: Task) -> Communication[None]:
+        if isinstance(task, Move):
+            yield from self._move(worker.data, index, task)
+        elif isinstance(task, Weights):
+            yield from self._hand_over(task, worker.version(step))
+        worker.recorder.sent_by_thread(step, task, worker.plan, self.sent)
 
     def _move(self, data: Coordinator, index: int, task: Move) -> Communication[None]:
         key = (id(data), index, task.id)

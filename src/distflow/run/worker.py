@@ -5,7 +5,7 @@ import inspect
 import logging
 import resource
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -23,7 +23,7 @@ from distflow.flow.graph import Node
 from distflow.observe.metrics import StepMetrics
 from distflow.observe.recorder import NO_RECORDER, Recorder
 from distflow.plan.layout import format_ranks
-from distflow.plan.tasks import Free, Load, Merge, Move, Plan, Refill, Run, Split, Task, Weights
+from distflow.plan.tasks import Free, Load, Merge, Move, Plan, Refill, Run, Split, Task, Weights, chunk_of
 from distflow.run.leaving import Leaving
 from distflow.run.link import Link
 from distflow.run.rollouts import Rollout, Rollouts
@@ -61,6 +61,10 @@ class Worker:
         self.rollouts = rollouts if plan.staleness else None
         self.split = next((t for t in plan.chain(rank) if isinstance(t, Split)), None)
         self.chain = plan.chain(rank)
+        self.chunk_tasks: dict[int, list[Task]] = {}  # of the chain, by chunk
+        for t in self.chain:
+            if (chunk := chunk_of(t)) is not None:
+                self.chunk_tasks.setdefault(chunk, []).append(t)
         self.work_s = 0.0  # time in nodes in this step; all other time may be spent waiting for others
         self.functions = {t.node: _bind(plan.flow.node(t.node), roles) for t in self.chain if isinstance(t, Run)}
 
@@ -123,8 +127,9 @@ class Worker:
     def _run_tasks(
         self, tasks: Iterable[Task], index: int, step: int, metrics: StepMetrics, times: dict[str, float]
     ) -> Communication[None]:
-        for task in tasks:
-            start = time.perf_counter()
+        by_chunk: dict[int, StepMetrics] = {}
+        for task in self._in_order(tasks, index):
+            start, chunk = time.perf_counter(), chunk_of(task)
             self.on_task(step, task.name)
             logger.debug("rank %d, step %d: %s", self.rank, step, task.name)
             with self.recorder.task(step, task, self.plan) as details:
@@ -136,7 +141,8 @@ class Worker:
                     case Weights():
                         yield from self.link.hand_over(task, self.version(step))
                     case Run():
-                        details.update(self.run_node(index, step, task, metrics))
+                        logged = metrics if chunk is None else by_chunk.setdefault(chunk, StepMetrics())
+                        details.update(self.run_node(index, step, task, logged))
                         self.work_s += time.perf_counter() - start
                     case Merge():
                         self.data.merge(index, task)
@@ -147,6 +153,17 @@ class Worker:
             if not isinstance(task, Free | Split):
                 name = "move" if isinstance(task, Move) else task.name.replace(" ", "_")
                 times[name] = times.get(name, 0.0) + time.perf_counter() - start
+        for chunk in sorted(by_chunk):  # sums do not depend on the order in which chunks were complete
+            metrics.merge(by_chunk[chunk].totals)
+
+    def _in_order(self, tasks: Iterable[Task], index: int) -> Iterator[Task]:
+        """Yields tasks in their order, and those of chunks in the order in which these have left."""
+        for task in tasks:
+            if chunk_of(task) is None:
+                yield task
+            if isinstance(task, Split):
+                for chunk in self.link.order(self.data, index, task):
+                    yield from self.chunk_tasks.get(chunk, ())
 
     def run_node(self, index: int, step: int, task: Run, metrics: StepMetrics) -> dict[str, int]:
         """Calls the node's function; returns how many samples, and tokens of responses, it was given."""

@@ -44,12 +44,14 @@ def generate_responses(
         check_version(ordered, version)
         return _columns(ordered, [prompts[i] for i in prompt_of[places]], text)
 
-    waiting = [(places, set(own[places].tolist())) for places in chunks.parts] if chunks else []
+    waiting = {i: set(own[places].tolist()) for i, places in enumerate(chunks.parts)} if chunks else {}
 
     def progress(completions: Mapping[int, Completion]) -> None:
         on_step(len(requests) - len(completions))
-        while chunks and waiting and waiting[0][1] <= completions.keys():
-            chunks.leave(columns(waiting.pop(0)[0], completions))
+        for i in [i for i, samples in waiting.items() if samples <= completions.keys()]:
+            assert chunks is not None
+            del waiting[i]
+            chunks.leave(i, columns(chunks.parts[i], completions))
 
     return columns(np.arange(len(batch)), complete(engine, requests, progress))
 
