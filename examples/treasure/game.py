@@ -1,6 +1,6 @@
 """A treasure hunt with a compass, on 5 × 5 squares: the model makes a move, hears what the compass says, and so on.
 
-`python game.py FOLDER` writes boards: moves at random for the warm-up, boards to train on, and held-out ones.
+`python game.py FOLDER` writes moves of a confused teacher for the warm-up, boards to train on, and held-out ones.
 """
 
 import json
@@ -54,15 +54,25 @@ def boards() -> list[dict[str, Any]]:
     return [{"prompt": f"compass {compass(s, t)}: ", "start": s, "treasure": t} for s, t in pairs]
 
 
+def confused_game(board: dict[str, Any], rng: random.Random) -> list[dict[str, str]]:
+    """Plays a game like somebody who holds the compass upside down more often than not; returns its moves."""
+    opposite = dict(zip("NSEW", "SNWE", strict=True))
+    hunt, said, moves, done = Hunt(extras=board), board["prompt"], list[dict[str, str]](), False
+    while not done:
+        move = rng.choice(compass(hunt.place, hunt.treasure))
+        move = opposite[move] if rng.random() < 0.6 else move
+        moves.append({"prompt": said, "response": move})
+        result = hunt.step(move)
+        said, done = f"{said}{move}<eos>{result['observations'][0]['content']}", result["done"]
+    return moves
+
+
 def write(folder: Path, held_out: int = 100) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     rows, rng = boards(), random.Random(1)
-    parts = {
-        "held_out": rows[:held_out],
-        "train": rows[held_out:],
-        "warmup": [{**row, "response": rng.choice(list(STEPS))} for row in rows[held_out:] * 8],
-    }
-    for name, part in parts.items():
+    warmup = [move for row in rows[held_out:] for move in confused_game(row, rng)]
+    rng.shuffle(warmup)
+    for name, part in {"held_out": rows[:held_out], "train": rows[held_out:], "warmup": warmup}.items():
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
 
 

@@ -72,9 +72,7 @@ class Tapped:
 def conversing(prompts, actor, environment, reference, reward, *, kl=0.0):
     grpo.fn(prompts, Tapped(actor, environment), reference, reward, kl=kl)
 """
-ROWS = [
-    {"prompt": f"{'so ' * (i % 3)}say {i}: ", "turns": 1 + i % 3, "pause": 0 if i % 4 else 15} for i in range(12)
-]
+ROWS = [{"prompt": f"{'so ' * (i % 3)}say {i}: ", "turns": 1 + i % 3, "pause": 0 if i % 4 else 15} for i in range(12)]
 CONFIG: dict[str, Any] = {
     "flow": "flow.py:conversing",
     "data": {"files": "data.jsonl", "batch": 4},
@@ -146,7 +144,7 @@ def test_one_worker_has_conversations(alone: Run) -> None:
     assert all(1 < m["env/environment/turns"] < 3 for m in alone.metrics)
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", ["dp2", "converse tp2", "split", pytest.param("tp2", marks=pytest.mark.slow)])
 def test_any_layout_gives_the_same_run(folder: Path, alone: Run, name: str) -> None:
     workers, placement = LAYOUTS[name]
     got = run(folder, name, workers, placement=placement)
@@ -158,3 +156,87 @@ def test_any_layout_gives_the_same_run(folder: Path, alone: Run, name: str) -> N
     equal = sum(got.rows[i][:2] == alone.rows[i][:2] for i in alone.rows)
     print(f"{name}: {equal} of {len(alone.rows)} conversations equal")
     assert equal >= 0.99 * len(alone.rows)
+
+
+EXACT = ("reward/mean", "actor/loss", "actor/grad_norm", "actor/entropy", "actor/kl", "response_length/mean")
+
+
+def check_bits(got: Run, want: Run) -> None:
+    for ours, theirs in zip(got.metrics, want.metrics, strict=True):
+        assert {c: ours[c] for c in EXACT} == {c: theirs[c] for c in EXACT}, ours["step"]
+    assert got.rows == want.rows
+
+
+def test_a_run_is_the_same_to_the_bit_however_slow_its_environment_is(folder: Path, alone: Run) -> None:
+    """Which conversations decode together depends on time; what is trained on does not."""
+    rows = [{**row, "pause": (i * 7) % 5 * 9} for i, row in enumerate(ROWS)]
+    (folder / "slow.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    check_bits(run(folder, "slow", 1, data={"files": "slow.jsonl", "batch": 4}), alone)
+
+
+def test_a_resumed_run_goes_on_as_if_nothing_had_happened(folder: Path, alone: Run) -> None:
+    checkpoint = {"every": 1, "keep": 9}
+    run(folder, "resumed", 1, steps=2, checkpoint=checkpoint)
+    check_bits(run(folder, "resumed", 1, resume=str(folder / "resumed"), checkpoint=checkpoint), alone)
+
+
+@pytest.mark.slow
+def test_conversations_may_be_ahead_and_leave_in_chunks(folder: Path) -> None:
+    split = {"placement": LAYOUTS["split"][1], "checkpoint": {"every": 1, "keep": 9}}
+    ahead = run(folder, "ahead", 4, **split, rollout={"n": 4, "max_tokens": 40, "staleness": 1})
+    assert [m["rollout/staleness"] for m in ahead.metrics] == [0, 1, 1, 1]
+    chunks = run(folder, "chunks", 4, **split, rollout={"n": 4, "max_tokens": 40, "staleness": 1, "chunk": 2})
+    assert chunks.rows == ahead.rows
+    for ours, theirs in zip(chunks.metrics, ahead.metrics, strict=True):
+        assert ours["actor/loss"] == pytest.approx(theirs["actor/loss"], rel=1e-3, abs=1e-6)
+
+
+def test_a_failure_costs_its_own_sample(folder: Path) -> None:
+    faults = {1: "raise", 2: "exit"}
+    rows = [{**row, "turns": 3, "fault": faults.get(i)} for i, row in enumerate(ROWS[:4])]
+    (folder / "faults.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    got = run(folder, "faults", 2, steps=1, data={"files": "faults.jsonl", "batch": 4})
+    assert got.metrics[0]["env/environment/failures"] == 8
+    log = (folder / "faults" / "environments.log").read_text().splitlines()
+    assert len(log) == 8
+    assert sum("raised ValueError: no more" in line for line in log) == 4
+    assert sum("exit" in line for line in log) == 4
+    failed = {int(line.split("sample ")[1].split(":")[0]) for line in log}
+    assert all(got.rows[i][2] == 0 for i in failed)
+    assert any(got.rows[i][2] for i in got.rows.keys() - failed)
+
+
+SEVERAL = {
+    "likes_digits": {"call": "game.py:Echo", "turn_tokens": 8, "max_turns": 2},
+    "short": {"call": "game.py:Echo", "turn_tokens": 3},
+}
+
+
+def test_ppo_learns_from_rewards_of_turns_in_several_environments(folder: Path) -> None:
+    rows = [{**row, "environment": ("short", "likes_digits")[i % 3 == 0]} for i, row in enumerate(ROWS)]
+    (folder / "several.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    changes = {"flow": "ppo", "algo": {}, "environment": None, "environments": SEVERAL, "critic": {"lr": 1e-2}}
+    changes |= {"data": {"files": "several.jsonl", "batch": 4}, "eval": {"files": "several.jsonl", "limit": 4}}
+    path = folder / "ppo.yaml"
+    path.write_text(yaml.safe_dump(CONFIG | {"run_dir": str(folder / "ppo"), "steps": 2} | changes))
+    ended = distflow_run(path, workers=2)
+    assert ended.codes == [0, 0], ended.err
+    first, *_, last = [json.loads(line) for line in (folder / "ppo" / "metrics.jsonl").read_text().splitlines()]
+    assert last["env/likes_digits/turns"] <= 2
+    assert last["env/short/reward"] >= 0
+    assert last["critic/grad_norm"] > 0
+    assert "val/env/short/turns" in first
+    assert "val/all/score" in last
+
+
+def test_a_row_with_an_unknown_environment_is_refused_before_training(folder: Path) -> None:
+    rows = [{**row, "environment": "shrot" if i == 7 else "short"} for i, row in enumerate(ROWS)]
+    (folder / "unknown.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    path = folder / "unknown.yaml"
+    changes = {"environment": None, "environments": SEVERAL, "data": {"files": "unknown.jsonl", "batch": 4}}
+    path.write_text(yaml.safe_dump(CONFIG | {"run_dir": str(folder / "unknown")} | changes))
+    ended = distflow_run(path, workers=1)
+    assert ended.codes == [1]
+    assert "unknown.jsonl:8: the column 'environment' is 'shrot', and there is no such environment" in ended.err
+    assert "did you mean 'short'?" in ended.err
+    assert not (folder / "unknown" / "metrics.jsonl").read_text()

@@ -110,8 +110,6 @@ class Agent(Actor):
     def _converse(
         self, batch: "Batch", ctx: "Context", temperature: float | None, held_out: bool, environment: str | None
     ) -> dict[str, Any]:
-        import numpy as np
-
         from distflow.engine.rollout.engine_load import EngineLoad
         from distflow.environments.conversations import Conversations
         from distflow.environments.converse import Cell, converse
@@ -129,15 +127,16 @@ class Agent(Actor):
             where = self._partners, self.children, params, seed, policy.weight_version
             conversations = Conversations(samples, *where, self.endpoint, state)
         ended: dict[int, Record] = {}
-        load, parts = EngineLoad(), [p.tolist() for p in ctx.chunks.parts] if ctx.chunks else []
+        load, ids = EngineLoad(), [int(i) for i in batch.ids]
+        waiting = {i: [ids[k] for k in places] for i, places in enumerate(ctx.chunks.parts)} if ctx.chunks else {}
 
         def on_ended(records: list["Record"]) -> list["Record"]:
             records = [self._check_failure(r, ctx) for r in records]
             ended.update((r.sample_id, r) for r in records)
             load.add(len(batch) - len(ended))
-            while parts and all(int(batch.ids[i]) in ended for i in parts[0]):
+            for i in [i for i, part in waiting.items() if ended.keys() >= set(part)]:
                 assert ctx.chunks is not None
-                ctx.chunks.leave(columns([ended[int(batch.ids[i])] for i in parts.pop(0)], policy.text))
+                ctx.chunks.leave(i, columns([ended[k] for k in waiting.pop(i)], policy.text))
             return records
 
         longest = policy.text.limit + policy.sampling.max_tokens
@@ -145,7 +144,6 @@ class Agent(Actor):
         with ctx.record.call("engine") as details:
             load.add(len(batch))
             cell = self._cell(Cell, ctx)
-            ids = np.asarray(batch.ids).tolist()
             records, busy = converse(policy.engine, conversations, ids, longest, concurrent, cell, on_ended)
             details["left"] = load.points()
         policy.release_engine_memory()
