@@ -78,9 +78,10 @@ class Agent(Actor):
 
     def check_fields(self, fields: Iterable[str], where: str = "") -> None:
         """Loads the environments, and raises if one needs a column that its rows do not have."""
-        if self.children is None:
+        fields = list(fields)
+        if self.children is None or "prompt" not in fields:  # of a node that has no conversations
             return
-        check_columns(list(self.environments), self.children.describe(), list(fields), where)
+        check_columns(list(self.environments), self.children.describe(), fields, where)
         self._prepare()
 
     def check_rows(self, rows: "DatasetView", rank: int, workers: int) -> None:
