@@ -32,7 +32,7 @@ _ALLOWED = {
     "engine": "engine.train engine.rollout engine.role_context engine.model engine.base"
     " data flow plan config.schema errors",
     "environments": "reward engine engine.train engine.rollout engine.role_context engine.model engine.base"
-    " data flow plan config.schema private_folder errors",
+    " data flow plan config.schema private_folder errors distflow",
     "observe": "data plan errors distflow",
     "run": "environments observe reward engine engine.train engine.role_context engine.model engine.base"
     " flows data plan flow config config.schema private_folder errors",

@@ -249,3 +249,28 @@ def test_a_number_of_many_digits_is_not_even_read(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("yaml.constructor.SafeConstructor.construct_yaml_int", read)
     with pytest.raises(ValueError, match=r"the number 1:59:59:59:59:59:59:59:59:59:… is too large"):
         parse("steps: 1" + ":59" * 1000)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"environment": {"max_turns": 3}}, "give one of `call` (file.py:name), `tools`"),
+        ({"environment": {"call": "a.py:b", "command": ["x"]}}, "give one of `command` (a program) and `call`"),
+        ({"environment": "a.py:b", "environments": {"c": "d.py:e"}}, "give one of `environment` and `environments`"),
+        ({"environments": {"c": {"call": "d.py:e", "ratio": 0}}}, "all have the ratio 0"),
+        ({"environment": {"call": "a.py:b", "turns": 3}}, "unknown key 'environment.turns'"),
+        ({"environments": {"c": {"call": "d.py:e", "max_turn": 3}}}, "did you mean 'max_turns'?"),
+    ],
+)
+def test_environments_are_checked(tmp_path: Path, changed: dict[str, Any], message: str) -> None:
+    refused(tmp_path, message, changed)
+
+
+def test_an_environment_may_be_given_by_its_name(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump(MINIMAL | {"environment": "game.py:Guess"}))
+    config = load_config(path, ["environment.max_turns=3"])
+    assert config.environment is not None
+    assert (config.environment.call, config.environment.max_turns) == ("game.py:Guess", 3)
+    path.write_text(yaml.safe_dump(MINIMAL | {"environments": {"a": "a.py:A", "b": {"tools": "b.py:f"}}}))
+    assert [e.call or e.tools for e in load_config(path).environments.values()] == ["a.py:A", ["b.py:f"]]

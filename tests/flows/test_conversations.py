@@ -128,3 +128,26 @@ def test_every_flow_passes_a_mask_on_where_there_is_one(name: str) -> None:
     assert readers >= {"actor.update", "actor.logprobs", "reference.logprobs"}
     unmasked = {(w, f, r) for w, f, r in edges(graphs[0]) if f != "response_mask"}
     assert unmasked == edges(graphs[1])
+
+
+@BUSY
+@given(conversations(), st.integers(0, 1 << 16))
+def test_rewards_of_turns_are_earned_where_the_turns_end(case: tuple[Batch, Batch], seed: int) -> None:
+    """The recursion again: what the environment gave for turns is there, the rest of the score at the last token."""
+    batch, _ = case
+    make = torch.Generator().manual_seed(seed)
+    given = [torch.randn(len(m), generator=make).double() * m for m in batch["response_mask"]]
+    with_turns = Batch(batch.ids, batch.groups, {**batch.columns, "turn_rewards": Ragged.of(given)})
+    got = nodes.gae(with_turns, gamma=0.9, lam=0.8)["raw_advantage"]
+    returns = nodes.discounted_returns(with_turns, gamma=1.0)["raw_advantage"]
+    for i in range(len(batch)):
+        mask, values = batch["response_mask"][i].tolist(), batch["old_values"][i].tolist()
+        rest, next_value, advantage = float(batch["score"][i] - given[i].sum()), 0.0, 0.0
+        for t in reversed(range(len(mask))):
+            if mask[t]:
+                advantage = rest + float(given[i][t]) + 0.9 * next_value - values[t] + 0.9 * 0.8 * advantage
+                rest, next_value = 0.0, values[t]
+                assert float(got[i][t]) == pytest.approx(advantage, rel=1e-9, abs=1e-12)
+        if 1 in mask:  # without discount, the return of the first token is the score
+            first = returns[i][mask.index(1)]
+            assert float(first) == pytest.approx(float(batch["score"][i]), rel=1e-9, abs=1e-9)
