@@ -206,7 +206,7 @@ def test_a_failure_costs_its_own_sample(folder: Path) -> None:
     assert any(got.rows[i][2] for i in got.rows.keys() - failed)
 
 
-SEVERAL = {
+SEVERAL: dict[str, Any] = {
     "likes_digits": {"call": "game.py:Echo", "turn_tokens": 8, "max_turns": 2},
     "short": {"call": "game.py:Echo", "turn_tokens": 3},
 }
@@ -215,7 +215,8 @@ SEVERAL = {
 def test_ppo_learns_from_rewards_of_turns_in_several_environments(folder: Path) -> None:
     rows = [{**row, "environment": ("short", "likes_digits")[i % 3 == 0]} for i, row in enumerate(ROWS)]
     (folder / "several.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    changes = {"flow": "ppo", "algo": {}, "environment": None, "environments": SEVERAL, "critic": {"lr": 1e-2}}
+    changes: dict[str, Any] = {"flow": "ppo", "algo": {}, "critic": {"lr": 1e-2}}
+    changes |= {"environment": None, "environments": SEVERAL}
     changes |= {"data": {"files": "several.jsonl", "batch": 4}, "eval": {"files": "several.jsonl", "limit": 4}}
     path = folder / "ppo.yaml"
     path.write_text(yaml.safe_dump(CONFIG | {"run_dir": str(folder / "ppo"), "steps": 2} | changes))
