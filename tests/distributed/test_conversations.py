@@ -182,7 +182,7 @@ def test_a_resumed_run_goes_on_as_if_nothing_had_happened(folder: Path, alone: R
 
 @pytest.mark.slow
 def test_conversations_may_be_ahead_and_leave_in_chunks(folder: Path) -> None:
-    split = {"placement": LAYOUTS["split"][1], "checkpoint": {"every": 1, "keep": 9}}
+    split: dict[str, Any] = {"placement": LAYOUTS["split"][1], "checkpoint": {"every": 1, "keep": 9}}
     ahead = run(folder, "ahead", 4, **split, rollout={"n": 4, "max_tokens": 40, "staleness": 1})
     assert [m["rollout/staleness"] for m in ahead.metrics] == [0, 1, 1, 1]
     chunks = run(folder, "chunks", 4, **split, rollout={"n": 4, "max_tokens": 40, "staleness": 1, "chunk": 2})

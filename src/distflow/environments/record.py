@@ -66,7 +66,7 @@ def make_record(
         turn_rewards[turn.start + turn.length - 1] += turn.reward or 0.0
     reward = done.get("reward")
     total = sum(turn_rewards) if reward is None else float(reward)
-    total += sum(weights[name] * value for name, value in (done.get("rewards") or {}).items())
+    total += sum(weights.get(name, 0.0) * value for name, value in (done.get("rewards") or {}).items())
     own = {str(k): float(v) for k, v in (done.get("metrics") or {}).items() if _is_number(v)}
     branches, tokens = session.untrained()
     return Record(
