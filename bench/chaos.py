@@ -1,9 +1,10 @@
 """A run that is killed over and over, against the same run undisturbed: weights, metrics and samples must be equal.
 
-`python bench/chaos.py [--steps 100] [--kills 22] [--workers 4] [--seed 0]`. Workers are killed (SIGKILL) at random
+`python bench/chaos.py [--steps 100] [--kills 22] [--workers 4] [--seed 0] [--conversations]`. Workers are killed (SIGKILL) at random
 moments, while they generate, exchange, update or write a checkpoint, one of them or all; between attempts files of the
 newest checkpoint are truncated, and the disk is filled for a while (on a small tmpfs, if it can be mounted). Only its
-launcher restarts the run. One JSON object is the last line.
+launcher restarts the run. With `--conversations`, rollouts are conversations with an environment that takes its time.
+One JSON object is the last line.
 """
 
 import argparse
@@ -52,17 +53,40 @@ class Tapped:
 def tapped(prompts, actor, reference, reward):
     grpo.fn(prompts, Tapped(actor), reference, reward, kl=0.01)
 """
+ENVIRONMENT = """
+import random
+import time
+
+
+class Echo:
+    def __init__(self, env_config=None, extras=None):
+        self.turns, self.last = 0, random.randrange(1, 4)
+
+    def init(self, prompt):
+        return prompt, {}
+
+    def step(self, action):
+        self.turns += 1
+        time.sleep(random.SystemRandom().expovariate(50))
+        digits = sum(c.isdigit() for c in action)
+        said = [{"role": "user", "content": f" {action[:3]} and {random.randrange(100)}|"}]
+        return {"observations": said, "reward": digits / 8, "done": self.turns == self.last, "metadata": {}}
+
+    def close(self):
+        pass
+"""
 Records = list[dict[str, object]]
 
 
-def prepare(folder: Path, steps: int, workers: int) -> Path:
+def prepare(folder: Path, steps: int, workers: int, conversations: bool) -> Path:
     rows = [{"prompt": f"{'so ' * (i % 5)}what is {i} + {i * i % 17}?"} for i in range(100)]
     (folder / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "flow.py").write_text(FLOW)
     (folder / "reward.py").write_text(
         "def score(completions, **_):\n    return [sum(x.isdigit() for x in c) for c in completions]\n"
     )
-    config = {
+    (folder / "game.py").write_text(ENVIRONMENT)
+    config: dict[str, object] = {
         "flow": "flow.py:tapped",
         "model": {"arch": "qwen2", "hidden": 64, "layers": 2, "heads": 4, "kv_heads": 2},
         "data": {"files": "data.jsonl", "batch": 8},
@@ -75,6 +99,9 @@ def prepare(folder: Path, steps: int, workers: int) -> Path:
         "restarts": 1000,
         "wait_limit_s": 30,
     }
+    if conversations:
+        del config["reward"]
+        config |= {"environment": {"call": "game.py:Echo", "turn_tokens": 8}, "rollout": {"n": 4, "max_tokens": 60}}
     path = folder / "run.yaml"
     path.write_text(json.dumps(config))
     return path
@@ -185,11 +212,12 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=22)
     parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--conversations", action="store_true")
     args = parser.parse_args()
     began = time.time()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        config = prepare(folder, args.steps, args.workers)
+        config = prepare(folder, args.steps, args.workers, args.conversations)
         calm, storm = folder / "calm", folder / "storm"
         if start(config, calm).wait():
             raise SystemExit((folder / "calm.log").read_text())
@@ -230,6 +258,7 @@ def main() -> None:
         "restarts": log.count("restart "),
         "steps": args.steps,
         "workers": args.workers,
+        "conversations": args.conversations,
         "calm_s": round(calm_s),
         "s": round(time.time() - began),
     }
