@@ -1,10 +1,10 @@
 """A run that is killed over and over, against the same run undisturbed: weights, metrics and samples must be equal.
 
-`python bench/chaos.py [--steps 100] [--kills 22] [--workers 4] [--seed 0] [--conversations]`. Workers are killed (SIGKILL) at random
-moments, while they generate, exchange, update or write a checkpoint, one of them or all; between attempts files of the
-newest checkpoint are truncated, and the disk is filled for a while (on a small tmpfs, if it can be mounted). Only its
-launcher restarts the run. With `--conversations`, rollouts are conversations with an environment that takes its time.
-One JSON object is the last line.
+`python bench/chaos.py [--steps 100] [--kills 22] [--workers 4] [--seed 0] [--conversations]`. Workers are killed
+(SIGKILL) at random moments, while they generate, exchange, update or write a checkpoint, one of them or all; between
+attempts files of the newest checkpoint are truncated, and the disk is filled for a while (on a small tmpfs, if it can
+be mounted). Only its launcher restarts the run. With `--conversations`, rollouts are conversations with an environment
+that takes its time. One JSON object is the last line.
 """
 
 import argparse
