@@ -39,7 +39,8 @@ def drive(environment: Loaded, start: Mapping[str, Any], session: ChildSession) 
             break
         observations = step.get("observations") or []
     result = Result(reward, metrics=numbers_of(env.get_metrics() if hasattr(env, "get_metrics") else {}))
-    env.close()
+    if hasattr(env, "close"):  # a class of the user's own may have nothing to give back
+        env.close()
     result.environment = env
     return result
 
