@@ -35,6 +35,7 @@ bench: setup  ## each prints one JSON object as its last line
 	$(BIN)/python bench/determinism.py
 	$(BIN)/python bench/fuzz.py
 	$(BIN)/python bench/page.py
+	$(BIN)/python bench/agents.py
 
 setup: .venv/ready
 

@@ -2,7 +2,8 @@
 
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
 
@@ -39,12 +40,23 @@ class Busy:
     """How much of the time in which the engine had something to decode it was decoding."""
 
     def __init__(self) -> None:
-        self.decoding = self.other = 0.0
+        self._decoding = self._waiting = 0.0
+        self._since: float | None = None  # when the engine, which has something to decode, was left alone
+
+    @contextmanager
+    def decoding(self, engine: RolloutEngine) -> Iterator[None]:
+        start = time.perf_counter()
+        self._waiting += start - (start if self._since is None else self._since)
+        yield
+        self._since = time.perf_counter()
+        self._decoding += self._since - start
+        if not engine.has_unfinished:
+            self._since = None
 
     @property
     def fraction(self) -> float:
-        total = self.decoding + self.other
-        return self.decoding / total if total else 1.0
+        total = self._decoding + self._waiting
+        return self._decoding / total if total else 1.0
 
 
 def converse(
@@ -66,9 +78,8 @@ def converse(
     try:
         with engine.serving(min(concurrent, len(samples)), longest):
             while len(records) < len(samples):
-                start = time.perf_counter()
-                had_work = engine.has_unfinished
-                actions = cell.share(conversations.collect(not had_work) if conversations else None)
+                idle = not engine.has_unfinished
+                actions = cell.share(conversations.collect(idle) if conversations else None)
                 engine.abort(actions.aborted)
                 dropped = set(actions.aborted)
                 for request in actions.requests:
@@ -76,11 +87,9 @@ def converse(
                         engine.add_request(request)
                 if actions.ended:
                     records |= {r.sample_id: r for r in on_ended(actions.ended)}
-                decoding = time.perf_counter()
                 if engine.has_unfinished:
-                    busy.other += (decoding - start) if had_work else 0.0
-                    completions = engine.step(wake)
-                    busy.decoding += time.perf_counter() - decoding
+                    with busy.decoding(engine):
+                        completions = engine.step(wake)
                     if conversations:
                         for completion in completions:
                             conversations.complete(completion)
