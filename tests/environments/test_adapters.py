@@ -176,9 +176,9 @@ def test_verl_agent_loop(children: Children) -> None:
 
 
 def test_openrlhf(children: Children) -> None:
-    conversation = play(children, "openrlhf", {"label": "b"}, ["a", "b"])
+    conversation = play(children, "openrlhf", {"label": "b"}, ["a", "b"], [{"role": "user", "content": "Go."}])
     first, second = ("".join(map(chr, tokens)) for tokens in conversation.generated)
-    assert (first, second) == ("Go.?", "Go.?a\nAgain:")
+    assert (first, second) == ("[user]Go.?", "[user]Go.?a\nAgain:")
     assert conversation.turn_rewards == [0.0, 1.0]
     assert ended(conversation)["reward"] == 1.0
     assert ended(conversation)["metrics"] == {"rounds": 2.0, "scores": 2.0}

@@ -107,9 +107,9 @@ class ChildSession:
         reply = self.request({"op": "generate", "token_ids": tokens, "sampling": dict(sampling or {})})
         return None if self._note_end(reply) else reply
 
-    def encode(self, text: str) -> list[int]:
-        """Returns the tokens of a text, without special ones around it."""
-        tokens: list[int] = self.request({"op": "encode", "text": str(text)})["token_ids"]
+    def encode(self, text: str, special: bool = False) -> list[int]:
+        """Returns the tokens of a text; `special`: it is a rendered one, whose marks of turns are special tokens."""
+        tokens: list[int] = self.request({"op": "encode", "text": str(text), "special": special})["token_ids"]
         return tokens
 
     def decode(self, token_ids: Sequence[int], keep_special: bool = False) -> str:
@@ -118,14 +118,12 @@ class ChildSession:
         return text
 
     def apply_chat_template(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[Mapping[str, Any]] = (),
-        add_generation_prompt: bool = True,
-    ) -> dict[str, Any]:
-        """Returns `text` and `token_ids` of messages as the model's chat template renders them."""
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()
+    ) -> list[int]:
+        """Returns the tokens of messages and the generation prompt, as the model's chat template renders them."""
         message = {"op": "apply_chat_template", "messages": check_messages(messages), "tools": list(tools)}
-        return self.request({**message, "add_generation_prompt": add_generation_prompt})
+        tokens: list[int] = self.request(message)["token_ids"]
+        return tokens
 
     def turn_reward(self, reward: Any, branch: int = 0) -> float:
         """Records the reward of the latest turn; returns it as a number."""

@@ -209,6 +209,8 @@ class Conversations:
                 branch = conversation.branches[body.get("branch", 0)] if conversation.branches else session.branches[0]
                 session.reward_turn(branch, float(body["reward"]))
             case "encode":
+                if body.get("special"):  # an environment that renders its turns itself (OpenRLHF)
+                    return {"token_ids": renderer.tokenizer.encode(body["text"], add_special_tokens=False)}
                 return {"token_ids": renderer.encode_text(body["text"])}
             case "decode":
                 return {"text": renderer.decode(body["token_ids"], keep_special=bool(body.get("keep_special")))}

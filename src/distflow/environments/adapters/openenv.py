@@ -79,18 +79,19 @@ def _play(environment: Loaded, client: Any, session: ChildSession, result: Any) 
 
 
 def _act_by_text(turn: Turn, act: Any, action_class: Any, counts: Counts) -> str:
-    """Takes the model's text as the action's only field; a text that is none is told to the model."""
+    """Takes the model's text as the action's only field; if it is none, or the server refuses it, the model is told."""
     (name,) = _fields(action_class)
     counts.calls += 1
     try:
-        return str(act(**{name: turn.content.strip()}))
-    except ValueError as e:  # pydantic's, too
+        return str(act(**{name: turn.content.strip()}) or "")
+    except (ValueError, RuntimeError) as e:  # pydantic's, and what the server says
         counts.errors += 1
-        return str({"error": cut(str(e), 300)})
+        reasons = [str(part["msg"]) for part in e.errors()] if hasattr(e, "errors") else [str(e)]
+        return str({"error": cut("; ".join(reasons), 300)})
 
 
-def say(result: Any) -> str:
-    """Returns what the model is told of a result: the fields of its observation."""
+def say(result: Any) -> str | None:
+    """Returns what the model is told of a result: the fields of its observation, if it has any."""
     observation = getattr(result, "observation", result)
     if hasattr(observation, "model_dump"):
         observation = observation.model_dump(mode="json")
@@ -98,7 +99,8 @@ def say(result: Any) -> str:
         observation = vars(observation)
     if not isinstance(observation, Mapping):
         return str(observation)
-    return json.dumps({k: v for k, v in observation.items() if k not in _NOT_SAID}, ensure_ascii=False, default=str)
+    told = {k: v for k, v in observation.items() if k not in _NOT_SAID}
+    return json.dumps(told, ensure_ascii=False, default=str) if told else None
 
 
 def _connect(environment: Loaded) -> Any:

@@ -18,12 +18,12 @@ def drive(environment: Loaded, start: Mapping[str, Any], session: ChildSession) 
     """Lets the model continue the text until `step` says that it is done."""
     row, prompt = start["row"], start["prompt"]
     if not isinstance(prompt, str):
-        prompt = session.apply_chat_template(prompt)["text"]
+        prompt = session.decode(session.apply_chat_template(prompt), keep_special=True)
     label = row["label"] if "label" in row else reward_spec(row).get("ground_truth")
     agent = environment.target(**environment.spec.args)
     states = session.run(agent.reset({"observation": prompt, "label": label}))
     text = _get(states, "observation", "reset")
-    tokens = session.encode(text)
+    tokens = session.encode(text, special=True)
     sampling = SimpleNamespace(**start.get("sampling") or {})
     result = Result(0.0)
     while (reply := session.generate(tokens)) is not None:
@@ -39,7 +39,7 @@ def drive(environment: Loaded, start: Mapping[str, Any], session: ChildSession) 
             break
         feedback = str(_get(step, "environment_feedback", "step"))
         text += action + feedback
-        tokens = [*tokens, *reply["token_ids"], *session.encode(feedback)]
+        tokens = [*tokens, *reply["token_ids"], *session.encode(feedback, special=True)]
     result.environment = agent
     return result
 

@@ -121,10 +121,12 @@ class Tokenizer:
         return_dict: bool = False,
         **_: Any,
     ) -> Any:
-        rendered = self._session.apply_chat_template(messages, tools or (), add_generation_prompt)
+        if not add_generation_prompt:
+            raise EnvironmentFault("calls apply_chat_template without add_generation_prompt, which is not offered here")
+        tokens = self._session.apply_chat_template(messages, tools or ())
         if not tokenize:
-            return rendered["text"]
-        return {"input_ids": rendered["token_ids"]} if return_dict else rendered["token_ids"]
+            return self._session.decode(tokens, keep_special=True)
+        return {"input_ids": tokens} if return_dict else tokens
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(
