@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 from pydantic import BaseModel
@@ -79,6 +79,40 @@ def test_the_commands_of_a_page_work(tmp_path: Path, name: str) -> None:
         elif block.kind == "sh":
             for command in block.text.splitlines():
                 done(tmp_path, command)
+
+
+def test_the_environments_of_the_page_train(tmp_path: Path) -> None:
+    rows = [{"prompt": f"count to {i}:", "goal": i} for i in range(16)]
+    for name, part in (("goals", rows), ("held_out", rows[:2])):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
+    for block in blocks(ROOT / "docs/environments.md"):
+        if block.file:
+            block.write(tmp_path)
+        elif block.kind == "sh":
+            done(tmp_path, block.text.strip())
+    metrics = {
+        name: json.loads((tmp_path / "runs" / name / "metrics.jsonl").read_text().splitlines()[-1])
+        for name in ("counter", "both", "agent", "judge")
+    }
+    assert metrics["both"]["env/walk/turns"] == 3
+    assert metrics["agent"]["env/environment/turns"] == 2
+    assert not any(v for m in metrics.values() for k, v in m.items() if k.endswith("/failures"))
+    chat = conversations(tmp_path / "runs/agent")["train"][0]
+    assert [m["role"] for m in chat] == ["user", "assistant"] * 2
+    assert all(m["tokens"] > 0 for m in chat)
+    assert {c[0]["content"] for c in conversations(tmp_path / "runs/counter")["held-out"]} == {
+        f"count to {i}: The counter is at 0, bring it to {i}." for i in (0, 1)
+    }
+
+
+def conversations(run: Path) -> dict[str, list[Any]]:
+    """Recorded conversations by split."""
+    by_split: dict[str, list[Any]] = {"train": [], "held-out": []}
+    for path in (run / "samples").iterdir():
+        for row in map(json.loads, path.read_text().splitlines()):
+            if "conversation" in row["fields"]:
+                by_split[row["split"]].append(row["fields"]["conversation"])
+    return by_split
 
 
 def test_the_placement_of_the_page_trains(tmp_path: Path) -> None:
