@@ -1,6 +1,7 @@
 """Environments that go wrong, each in its own way, and one that does not."""
 
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -126,3 +127,13 @@ def _channel() -> int:
         except OSError:
             continue
     raise AssertionError("no channel")
+
+
+class Chance:
+    def reset(self, **row: Any) -> str:
+        return f" {random.random()}"
+
+
+class Elsewhere:
+    def reset(self, **row: Any) -> str:
+        return f" {os.environ.get('ELSEWHERE')}"

@@ -1,6 +1,7 @@
 """Environments of other frameworks, unchanged, driven by a model that says what is written here."""
 
 import json
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -247,3 +248,31 @@ def test_bad_input_is_refused_before_training(spec: EnvironmentSpec, message: st
     with pytest.raises(EnvironmentSetupError, match=message.replace("?", "\\?").replace("\\\\?", "\\?")):
         load()
     assert issubclass(EnvironmentSetupError, DistflowError)
+
+
+def test_reasoning_gym() -> None:
+    """A data set by its name: of its own tasks, and of rows written to a file."""
+    pytest.importorskip("reasoning_gym")
+    from distflow.reward.reasoning_gym import rows
+
+    (row,) = rows("chain_sum", 1, seed=3)
+    with made(EnvironmentSpec("sums", "reasoning_gym:chain_sum", args={"max_terms": 2})) as children:
+        own, written = converse(
+            children, [start_message(), start_message(row, row["prompt"])], lambda m: f"<answer>{_sum(m)}</answer>"
+        )
+    assert ended(own)["reward"] == ended(written)["reward"] == 1.0
+
+
+def _sum(messages: list[dict[str, Any]]) -> int:
+    terms = re.findall(r"[-+]?\s*\d+", messages[-1]["content"].rpartition(":")[2])
+    return sum(int(t.replace(" ", "")) for t in terms)
+
+
+def test_skyrl_gym() -> None:
+    """A registered name, with a row as TRL has it."""
+    pytest.importorskip("skyrl_gym")
+    with made(EnvironmentSpec("gsm8k", "skyrl_gym:gsm8k")) as children:
+        assert children.describe()[0].kind == "skyrl"
+        starts = [start_message({"answer": answer}) for answer in ("42", "43")]
+        right, wrong = converse(children, starts, ["So it is #### 42"])
+    assert (ended(right)["reward"], ended(wrong)["reward"]) == (1.0, 0.0)
