@@ -32,18 +32,21 @@ class Hunt:
 
     def step(self, action: str) -> dict[str, Any]:
         self.moves += 1
-        change = STEPS.get(action.strip(), (0, 0))
+        before, change = self._distance(), STEPS.get(action.strip(), (0, 0))
         self.place = [min(SIZE - 1, max(0, old + step)) for old, step in zip(self.place, change, strict=True)]
-        found = self.place == self.treasure
+        left = self._distance()
         return {
             "observations": [{"role": "user", "content": f" compass {compass(self.place, self.treasure)}: "}],
-            "reward": float(found),
-            "done": found or self.moves == MOVES,
+            "reward": (before - left) / MOVES,  # for each step in the right direction
+            "done": not left or self.moves == MOVES,
             "metadata": {},
         }
 
-    def close(self) -> None:
-        """Gives back what the game holds: nothing."""
+    def get_metrics(self) -> dict[str, float]:
+        return {"found": float(not self._distance())}
+
+    def _distance(self) -> int:
+        return sum(abs(a - b) for a, b in zip(self.place, self.treasure, strict=True))
 
 
 def boards() -> list[dict[str, Any]]:

@@ -87,6 +87,7 @@ def everything_about_one_engine(rank: int) -> None:
     _weights_are_seen(engine)
     _sampling_parameters_are_kept(engine)
     _completions_come_as_they_finish(engine)
+    _turns_of_conversations_come_and_go(engine)
     _a_prefix_is_not_kept_over_an_update(engine)
     assert _process_state()["threads"] == before["threads"]
 
@@ -124,6 +125,28 @@ def _weights_are_seen(engine: RolloutEngine) -> None:
         assert {c.weight_version for c in completions.values()} == {version}
         is_expected = same([as_response(completions[i]) for i in IDS], expected("qwen2"))
         assert is_expected == (version != 1)
+
+
+def _turns_of_conversations_come_and_go(engine: RolloutEngine) -> None:
+    """Two requests of one sample, one that is aborted, one that comes while the others decode."""
+    params = replace(PARAMS, stop=frozenset(), max_tokens=40)
+    first, branch, dropped, late = (
+        replace(request, params=params, position=p, max_tokens=6, request_id=100 + p, sample_id=IDS[0])
+        for p, request in zip((0, 6, 12, 18), requests_for([0, 1, 2, 3]), strict=True)
+    )
+    with engine.serving(4, 64):
+        for request in (first, branch, dropped):
+            engine.add_request(request)
+        assert engine.step(lambda: True) == []
+        engine.abort([dropped.id, 7])
+        engine.add_request(late)
+        finished: dict[int, Completion] = {}
+        while engine.has_unfinished:
+            finished |= {c.request_id: c for c in engine.step(lambda: False)}
+    assert finished.keys() == {first.id, branch.id, late.id}
+    for request in (first, branch, late):
+        alone = replace(request, params=replace(params, max_tokens=request.position + 6))
+        assert same([as_response(finished[request.id])], [plain_loop("qwen2", alone)])
 
 
 def _sampling_parameters_are_kept(engine: RolloutEngine) -> None:
