@@ -5,7 +5,8 @@ tensor-parallel ranks make the same calls in the same order.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Protocol
 
 import numpy as np
@@ -31,6 +32,11 @@ class SamplingParams:
     @property
     def truncated(self) -> bool:
         return self.top_p < 1 or self.top_k > 0
+
+    @cached_property
+    def next_token(self) -> "SamplingParams":
+        """What of them decides on the next token: requests that have it in common are sampled together."""
+        return replace(self, max_tokens=0)
 
 
 @dataclass(frozen=True)
