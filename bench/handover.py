@@ -1,14 +1,17 @@
 """The weight hand-over: what a worker derives for thousands of workers, and what it costs to move the weights here.
 
-    python bench/handover.py [--workers 1024 8192] [--givers 1 2 4] [--takers 2] [--rounds 7] [--mib 256]
+    python bench/handover.py [--workers 1024 8192] [--layouts 2→2 …] [--rounds 7] [--mib 256]
 
 Derived: Qwen2.5 7B and 72B from train dp N to generate dp N/tp × tp (2 and 8), on hosts of 8. Nothing is sent: it is
 pure code, which a run executes once. CPU seconds by model and N, of the slowest of some ranks.
 
-Moved: parameters of a small Qwen2.5, float32, sharded over N training ranks, to generating ranks that have them whole,
-by the transport of a run. All are processes of one thread on this host. They take turns with a bare gloo broadcast of
-the same bytes in one tensor, from one rank to those that generate. Medians of the rounds, of the slowest rank. Extra
-memory is how far a rank's peak in a hand-over is above what it had before. The last line is one JSON object.
+Moved: parameters of a small Qwen2.5, float32, sharded over the training ranks, to the generating ranks, by the
+transport of a run; the first time they are compared. All are processes of one thread on this host; in one layout
+they pretend to be on two, and use TCP. They take turns with a bare gloo broadcast of the bytes that a generating rank
+gets, in one tensor, from one rank to all that generate. Medians of the rounds, of the slowest rank.
+
+Extra memory is how far a rank's peak in its first hand-over is above what it had before, with the memory that it shares
+with others, whoever has allocated it; weights are there before, on both sides. The last line is one JSON object.
 """
 
 import argparse
@@ -17,6 +20,7 @@ import os
 import statistics
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -75,22 +79,50 @@ def small_model(mib: int) -> list[Spec]:
     return [Spec("embed", (vocabulary, hidden)), *qwen(hidden, 2, 2816, layers)[3:], Spec("norm", (hidden,))]
 
 
-def worker(givers: int, takers: int, rounds: int, mib: int) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Case:
+    trains: Layout
+    generates: Layout
+    hosts: tuple[int, ...]
+
+    @property
+    def world(self) -> int:
+        return len(self.hosts)
+
+
+def split(givers: int, takers: int, tp: int = 1, hosts: int = 1) -> Case:
+    """Trains with dp on some ranks and generates on others."""
+    world = givers + takers
+    trains, generates = Layout(tuple(range(givers)), givers), Layout(tuple(range(givers, world)), takers // tp, tp)
+    return Case(trains, generates, tuple(int(rank >= givers) * (hosts - 1) for rank in range(world)))
+
+
+LAYOUTS = {
+    "1→2": split(1, 2),
+    "2→2": split(2, 2),
+    "4→2": split(4, 2),
+    "2→4": split(2, 4),
+    "2→tp2": split(2, 2, tp=2),
+    "tp2, colocated": Case(Layout((0, 1), 2), Layout((0, 1), 1, 2), (0, 0)),
+    "2→2, two hosts": split(2, 2, hosts=2),
+}
+
+
+def worker(case: Case, rounds: int, mib: int) -> dict[str, Any]:
     """Hands over and broadcasts, in turns; returns what rank 0 reports of all."""
     dist.init_process_group("gloo")
-    rank, world = dist.get_rank(), givers + takers
-    specs, transport = small_model(mib), make_transport(rank, world)
-    trains, generates = Layout(tuple(range(givers)), givers), Layout(tuple(range(givers, world)), takers)
-    source, target = Shards(trains, givers), Shards(generates, 1)
-    shards = source if rank < givers else target
-    parts = {s.name: torch.ones([high - low for low, high in shards.box(s, rank)]) for s in specs}
-    held, filled = (parts, {}) if rank < givers else ({}, parts)
-    transfer = HandOver(specs, source, target, rank, torch.float32, Topology.single(world))
-    takes_part = [0, *generates.ranks]
-    group = dist.new_group(takes_part)
-    elements = sum(size(tuple((0, n) for n in s.shape)) for s in specs)
-    whole = torch.ones(elements) if rank in takes_part else torch.empty(0)
-    rows, sent, extra = [], 0, 0.0
+    rank, specs = dist.get_rank(), small_model(mib)
+    source, target = Shards(case.trains, case.trains.dp), Shards(case.generates, 1)
+    held = weights(specs, source, rank)
+    wanted = weights(specs, target, rank)
+    filled = {name: torch.zeros_like(tensor) for name, tensor in wanted.items()}
+    transport = make_transport(rank, case.world, topology=Topology(case.hosts))
+    transfer = HandOver(specs, source, target, rank, torch.float32, Topology(case.hosts))
+    ranks = sorted({0, *case.generates.ranks})
+    group = dist.new_group(ranks)
+    taken = sum(size(target.box(spec, case.generates.ranks[0])) for spec in specs)
+    whole = torch.ones(taken) if rank in ranks else torch.empty(0)
+    rows, extra = [], 0.0
     for i in range(rounds + 2):  # the first two warm up
         dist.barrier()
         transport.sent.clear()
@@ -98,39 +130,46 @@ def worker(givers: int, takers: int, rounds: int, mib: int) -> dict[str, Any]:
         start = time.perf_counter()
         transport.run(transfer.run(held, filled))
         took = time.perf_counter() - start
-        sent = sum(transport.sent.values())
-        extra = max(extra, _peak_mib() - before) if i > 1 else 0.0
+        if i == 0:
+            extra = _status("VmHWM") - before
+            assert all(torch.equal(filled[name], tensor) for name, tensor in wanted.items())
         dist.barrier()
         start = time.perf_counter()
-        if rank in takes_part:
+        if rank in ranks:
             dist.broadcast(whole, 0, group=group)
         rows.append([took, time.perf_counter() - start])
-    slowest = torch.tensor(rows[2:])
+    slowest = torch.tensor(rows[2:], dtype=torch.float64)
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
-    most = torch.tensor(
-        [extra if rank >= givers else 0.0, extra if rank < givers else 0.0, sent if rank < givers else 0]
-    )
+    gives, takes = rank in case.trains.ranks, rank in case.generates.ranks
+    most = torch.tensor([extra * takes, extra * gives, gives * sum(transport.sent.values())], dtype=torch.float64)
     dist.all_reduce(most, dist.ReduceOp.MAX)
     transport.close()
-    moved, broadcast = (statistics.median(column) for column in slowest.T.tolist())
+    moved, broadcast = slowest.T.tolist()
     return {
-        "hand_over_s": moved,
-        "broadcast_s": broadcast,
+        "hand_over_s": statistics.median(moved),
+        "broadcast_s": statistics.median(broadcast),
+        "hand_over_min_s": min(moved),
+        "broadcast_min_s": min(broadcast),
         "taker_extra_mib": float(most[0]),
         "giver_extra_mib": float(most[1]),
         "bytes_per_giver": int(most[2]),
-        "mib": elements * 4 / MIB,
+        "bytes_per_taker": taken * 4,
     }
+
+
+def weights(specs: list[Spec], shards: Shards, rank: int) -> dict[str, torch.Tensor]:
+    """Returns a rank's part of parameters whose rows and columns all differ."""
+    if rank not in shards.layout.ranks:
+        return {}
+    boxes = {spec.name: shards.box(spec, rank) for spec in specs}
+    ranges = {name: [torch.arange(low, high).float() for low, high in box] for name, box in boxes.items()}
+    return {name: r[0] if len(r) == 1 else 3 * r[0][:, None] + r[1] / 8 for name, r in ranges.items()}
 
 
 def _reset_peak() -> float:
     """Makes the kernel count this process's peak memory anew; returns what it has now."""
     Path("/proc/self/clear_refs").write_text("5")
     return _status("VmRSS")
-
-
-def _peak_mib() -> float:
-    return _status("VmHWM")
 
 
 def _status(key: str) -> float:
@@ -141,14 +180,13 @@ def _status(key: str) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workers", type=int, nargs="*", default=[1024, 8192])
-    parser.add_argument("--givers", type=int, nargs="*", default=[1, 2, 4])
-    parser.add_argument("--takers", type=int, default=2)
+    parser.add_argument("--layouts", nargs="*", default=list(LAYOUTS), choices=LAYOUTS)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--mib", type=int, default=256)
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:
-        row = worker(args.givers[0], args.takers, args.rounds, args.mib)
+        row = worker(LAYOUTS[args.layouts[0]], args.rounds, args.mib)
         if os.environ["RANK"] == "0":
             Path(args.worker).write_text(json.dumps(row))
         return
@@ -156,19 +194,19 @@ def main() -> None:
     for name, times in derived.items():
         print(f"hand-over of {name}, derived: " + ", ".join(f"{s} s at {n:,}" for n, s in times.items()))
     rows = {}
-    for n in args.givers:
-        words = ["--givers", n, "--takers", args.takers, "--rounds", args.rounds, "--mib", args.mib]
-        row = rows[n] = run_workers(__file__, n + args.takers, *map(str, words))
+    for name in args.layouts:
+        words = ["--layouts", name, "--rounds", args.rounds, "--mib", args.mib]
+        row = rows[name] = run_workers(__file__, LAYOUTS[name].world, *map(str, words))
         print(
-            f"{n} → {args.takers}: {row['mib']:.0f} MiB in {row['hand_over_s']:.3f} s, a broadcast"
+            f"{name}: {row['bytes_per_taker'] / MIB:.0f} MiB for each in {row['hand_over_s']:.3f} s, a broadcast"
             f" {row['broadcast_s']:.3f} s; a giver sends {row['bytes_per_giver'] / MIB:.0f} MiB; extra memory"
-            f" {row['taker_extra_mib']:.0f} MiB where they come, {row['giver_extra_mib']:.0f} MiB where they are given"
+            f" {row['taker_extra_mib']:.1f} MiB where they come, {row['giver_extra_mib']:.1f} MiB where they are given",
+            flush=True,
         )
+    extras = [max(r["taker_extra_mib"], r["giver_extra_mib"]) for r in rows.values()]
     result = {
         "vs_broadcast": {n: round(r["hand_over_s"] / r["broadcast_s"], 3) for n, r in rows.items()},
-        "peak_extra_mib": round(
-            max((max(r["taker_extra_mib"], r["giver_extra_mib"]) for r in rows.values()), default=0), 1
-        ),
+        "peak_extra_mib": round(max(extras, default=0), 1),
         "bytes_per_giver": {n: r["bytes_per_giver"] for n, r in rows.items()},
         "bucket_mib": hand_over._BUCKET / MIB,
         "rows": rows,

@@ -51,7 +51,10 @@ def simulate(
         (start, end), (into, until) = a.send.pop(receiver), b.receive.pop(sender)
         assert sender != receiver
         assert end - start == until - into > 0, (sender, receiver, end - start, until - into)
-        b.request.out[into:until] = a.data[start:end]
+        if b.request.take:
+            b.request.take(sender, a.data[start:end])
+        else:
+            b.request.out[into:until] = a.data[start:end]
         traffic.messages[sender] += 1
         traffic.bytes[sender] += end - start
         ready.extend((r, pending[r].request.out) for r in (sender, receiver) if pending[r].over())

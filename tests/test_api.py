@@ -2,6 +2,7 @@
 
 import functools
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -116,8 +117,8 @@ def test_what_workers_cannot_import_is_refused_with_the_way_out(folder: Path, mo
     def inner() -> None: ...
 
     cases = {
-        "is a lambda, where workers cannot import it": lambda: 0,
-        "is inside 'test_what_workers_cannot_import": inner,
+        "is a lambda, which workers cannot import": lambda: 0,
+        "is defined inside 'test_what_workers_cannot_import": inner,
         "is a functools.partial, which workers cannot import": functools.partial(mine.length, fail_at=1),
         "is a method, which workers cannot import": mine.Judge().score,
     }
@@ -164,6 +165,11 @@ def test_a_script_without_a_guard_is_refused_before_anything_starts(folder: Path
     assert not (folder / "runs").exists()
 
 
-def test_a_run_that_fails_raises_its_cause(folder: Path) -> None:
+def test_a_run_that_fails_raises_its_cause_and_leaves_the_environment_as_it_was(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCH_CPP_LOG_LEVEL", "ERROR")
+    before = dict(os.environ)
     with pytest.raises(DistflowError, match="rank 0, step 2, node 'length': ValueError: this step is bad"):
         distflow.run(flow="mine.py:measure", data={"files": "rows.jsonl", "batch": 2}, steps=3, algo={"fail_at": 2})
+    assert os.environ == before

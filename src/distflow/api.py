@@ -166,10 +166,12 @@ def _launch(program: "Program", resume: str | None) -> int:
 
 @contextmanager
 def _environment(**variables: str) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in variables}
+    """Sets variables, and takes back these and what the launcher sets: they are for the workers of one run."""
+    before = dict(os.environ)
     os.environ.update(variables)
     try:
         yield
     finally:
-        for name, value in before.items():
-            os.environ.pop(name) if value is None else os.environ.update({name: value})
+        for name in os.environ.keys() - before.keys():
+            del os.environ[name]
+        os.environ.update(before)

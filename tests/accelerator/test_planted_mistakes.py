@@ -99,8 +99,8 @@ PLANTS = {
         "AssertionError",
     ),
     "weights are received in host memory": Plant(
-        hand_over, "engine.hand_over:HandOver._move", "torch.uint8, device=device", "torch.uint8",
-        "is on the CPU",
+        hand_over, "engine.hand_over:HandOver.run", "torch.uint8, device=device", "torch.uint8",
+        "the weights went through host memory",
     ),
     "weights are sent from host memory": Plant(
         hand_over, "data.transport:Transport._send_buffer", "torch.uint8, device=device", "torch.uint8",

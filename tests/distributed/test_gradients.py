@@ -168,7 +168,7 @@ def gradient(rank: int, case: Case, folder: Path) -> tuple[Parts, list[str], flo
 
 def learn(rank: int, case: Case, folder: Path) -> tuple[Parts, list[Any]] | None:
     """Trains on two mini-batches, twice over, in two steps; returns the weights and log-probs of its samples."""
-    trainer = make_trainer(case, rank, folder, lr=5e-3, eps=1e-2, warmup=2)
+    trainer = make_trainer(case, rank, folder, lr=2e-3, eps=1e-2, warmup=2)
     if trainer is None:
         return None
     batch = share_of(rank, samples(), case.layout)

@@ -153,17 +153,23 @@ def test_too_small_a_cluster_is_reported_with_what_is_missing(cluster: Hosts, tm
 @needs_ray
 @needs_hosts
 @pytest.mark.slow
-def test_a_launcher_that_is_asked_to_stop_lets_the_workers_save_their_step(cluster: Hosts, tmp_path: Path) -> None:
+@pytest.mark.parametrize("sign", [signal.SIGTERM, signal.SIGINT])
+def test_a_launcher_that_is_asked_to_stop_lets_the_workers_save_their_step(
+    cluster: Hosts, tmp_path: Path, sign: signal.Signals
+) -> None:
     write_config(tmp_path, steps=1000)
     log = tmp_path / "log"
     with open(log, "w") as f:
         process = cluster[0].popen(command(cluster, "run"), ENV, cwd=str(tmp_path), stdout=f, stderr=f)
     wait_until(lambda: saved_step(tmp_path / "run") >= 1, [process], log)
     launchers = [p for p in cluster[0].pids() if b"--launcher" in Path(f"/proc/{p}/cmdline").read_bytes()]
-    os.kill(launchers[0], signal.SIGTERM)
-    assert process.wait(120) == 128 + signal.SIGTERM, log.read_text()
-    assert log.read_text().splitlines()[-1] == "distflow: stopped by SIGTERM"
-    assert saved_step(tmp_path / "run") == curve(tmp_path / "run")[-1][0] + 1
+    os.kill(launchers[0], sign)
+    assert process.wait(120) == 128 + sign, log.read_text()
+    step = saved_step(tmp_path / "run")
+    assert step == curve(tmp_path / "run")[-1][0]
+    again = f"distflow run config.yaml run_dir=run --workers=4 --launcher=ray --address={cluster[0].address}:{PORT}"
+    last = log.read_text().splitlines()[-1]
+    assert last == f"distflow: stopped by {sign.name}; continue from step {step}: {again} --resume"
     for host in cluster:
         assert not [p for p in host.pids() if b"config.yaml" in Path(f"/proc/{p}/cmdline").read_bytes()]
 
@@ -181,7 +187,7 @@ def test_a_run_that_loses_a_node_ends_with_the_undisturbed_curve(cluster: Hosts,
     calm = cluster[0].run([*job, f"cd {tmp_path} && exec {' '.join(command(cluster, 'calm'))}"], ENV, timeout_s=400)
     assert "succeeded" in calm.stdout, calm.stdout
     expected = curve(tmp_path / "calm")
-    assert [row[0] for row in expected] == list(range(STEPS))
+    assert [row[0] for row in expected] == list(range(1, STEPS + 1))
 
     lose_a_node(cluster, tmp_path)
     assert curve(tmp_path / "lost") == expected

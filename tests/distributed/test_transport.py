@@ -23,12 +23,22 @@ from spawn import make_transport, spawn
 both_ways = pytest.mark.parametrize("shared_memory", ["1", "0"])
 
 
-def swap(transport: Transport, peers: list[int], size: int, value: int) -> torch.Tensor:
-    """Sends `size` bytes of this value to each of the peers, and returns what they send, [peers, size]."""
+def swap(transport: Transport, peers: list[int], size: int, value: int, take: bool = False) -> torch.Tensor:
+    """Sends `size` bytes of this value to each of the peers, and returns what they send, [peers, size].
+
+    `take`: reads it from wherever it is.
+    """
     out = torch.empty(len(peers) * size, dtype=torch.uint8)
     receive = {p: (i * size, (i + 1) * size) for i, p in enumerate(peers)}
-    transport.execute(SendReceive(size, lambda data: data.fill_(value), dict.fromkeys(peers, (0, size)), out, receive))
-    return out.view(len(peers), size)
+    taken: dict[int, torch.Tensor] = {}
+
+    def read(peer: int, data: torch.Tensor) -> None:
+        assert peer not in taken
+        taken[peer] = data.clone()
+
+    send, reads = dict.fromkeys(peers, (0, size)), read if take else None
+    transport.execute(SendReceive(size, lambda data: data.fill_(value), send, out, receive, reads))
+    return torch.stack([taken[p] for p in peers]) if take else out.view(len(peers), size)
 
 
 def run_swaps(rank: int, shared_memory: str, sizes: list[int]) -> int:
@@ -36,10 +46,11 @@ def run_swaps(rank: int, shared_memory: str, sizes: list[int]) -> int:
     transport = make_transport(rank, 3)
     peers = [r for r in range(3) if r != rank]
     for turn, size in enumerate(sizes):
-        got = swap(transport, peers, size, 16 * rank + turn)
-        assert all((row == 16 * p + turn).all() for p, row in zip(peers, got, strict=True)), (turn, size)
-    assert transport.messages == 2 * len(sizes)
-    assert transport.bytes == 2 * sum(sizes)
+        for take in (False, True):
+            got = swap(transport, peers, size, 16 * rank + turn, take)
+            assert all((row == 16 * p + turn).all() for p, row in zip(peers, got, strict=True)), (turn, size, take)
+    assert transport.messages == 2 * 2 * len(sizes)
+    assert transport.bytes == 2 * 2 * sum(sizes)
     return transport.connections
 
 

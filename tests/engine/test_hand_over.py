@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from distflow.data.collectives import SendReceive
-from distflow.engine import hand_over, relay
+from distflow.engine import columns, hand_over, relay
 from distflow.engine.hand_over import HandOver
 from distflow.engine.weights import Shards, Spec, overlap, size, slices
 from distflow.plan import Layout
@@ -93,6 +93,7 @@ class Run:
     def __init__(self, case: Case, dtype: torch.dtype = torch.float32) -> None:
         self.case, self.full = case, whole(case.specs)
         self.sent: Counter[tuple[int, int]] = Counter()  # bytes
+        self.largest = 0  # bytes that a rank packed or received at once
         self.held: dict[int, Looked] = {}
         self.filled: dict[int, dict[str, Tensor]] = {}
         steps = {}
@@ -112,6 +113,8 @@ class Run:
 
     def watched(self, rank: int, transfer: HandOver, filled: dict[str, Tensor]) -> Generator[SendReceive, Tensor, None]:
         for wish in transfer.run(self.held[rank], filled):
+            received = sum(end - start for start, end in wish.receive.values())
+            self.largest = max(self.largest, wish.size, received)
             for peer, (start, end) in wish.send.items():
                 self.sent[rank, peer] += end - start
             yield wish
@@ -133,14 +136,15 @@ def tp_pairs(specs: tuple[Spec, ...], shard: int, givers: Layout, takers: Layout
 
 
 @BUSY
-@given(cases(), st.sampled_from([1, 100, 1 << 26]), st.sampled_from([2, 16]))
+@given(cases(), st.sampled_from([1, 100, 1 << 26]), st.sampled_from([0, 2, 16]))
 @example(tp_pairs((Spec("p", (2, 3)),), 4, Layout((0, 1, 2, 3), 4), Layout((0, 1, 2, 3), 4)), 1, 16)  # two hold nothing
 @example(tp_pairs((Spec("p", (6, 4), 1),), 2, Layout((0, 1, 2, 3), 2, 2), Layout((4, 5), 1, 2)), 1, 16)
 @example(tp_pairs((Spec("p", (8,), 0),), 2, Layout((3, 2, 1, 0), 2, 2), Layout((0, 1, 2, 3), 1, 4)), 1, 16)
 @example(tp_pairs((Spec("p", (12,), 0),), 1, Layout((0, 1, 2), 1, 3), Layout((0, 1), 1, 2)), 1, 16)
 @example(tp_pairs((Spec("p", (2, 12), 1),), 1, Layout((0, 1, 2), 1, 3), Layout((0, 1), 1, 2)), 1, 16)
 def test_every_taker_gets_exactly_its_part(case: Case, bucket: int, fan_in: int) -> None:
-    with patch.object(hand_over, "_BUCKET", bucket), patch.object(relay, "FAN_IN", fan_in):
+    direct = patch.object(columns, "FAN_IN", fan_in)  # 0: never
+    with direct, patch.object(hand_over, "_BUCKET", bucket), patch.object(relay, "FAN_IN", max(2, fan_in)):
         done = Run(case)
     done.check()
     for rank in case.source.layout.ranks:
@@ -215,14 +219,14 @@ def test_many_givers_send_to_few_takers_over_a_tree() -> None:
     done = Run(case)
     done.check()
     into = Counter(b for _, b in done.sent)
-    assert max(into.values()) <= 2 * relay.FAN_IN + 2 * (relay.FAN_IN - 1)
+    assert max(into.values()) <= 2 * columns.FAN_IN + 2 * (columns.FAN_IN - 1)
 
 
 def test_one_giver_is_no_bottleneck_for_many_takers() -> None:
     n = 256
     done = Run(tp_pairs((Spec("a", (n, 4)),), 1, Layout((0,), 1), Layout(tuple(range(n)), n), hosts=32))
     done.check()
-    assert max(done.traffic.messages.values()) <= math.log2(n) + relay.FAN_IN
+    assert max(done.traffic.messages.values()) <= math.log2(n) + columns.FAN_IN
 
 
 def test_with_hybrid_sharding_the_cost_does_not_depend_on_the_number_of_ranks() -> None:
@@ -247,12 +251,31 @@ def test_replicas_share_the_sending() -> None:
     with patch.object(hand_over, "_BUCKET", 1):
         done = Run(tp_pairs(specs, 1, Layout((0, 1, 2, 3), 1, 4), Layout((4, 5, 6, 7), 4)))
     done.check()
-    assert [sum(n for (a, _), n in done.sent.items() if a == r) for r in range(4)] == [2 * 32] * 4
+    assert [sum(n for (a, _), n in done.sent.items() if a == r) for r in range(4)] == [4 * 2 * 32] * 4
 
 
 def test_large_models_are_sent_in_several_buckets() -> None:
     specs = tuple(Spec(f"p{i}", (4, 4)) for i in range(6))
     case = tp_pairs(specs, 2, Layout((0, 1), 2), Layout((2,), 1))
     assert Run(case).traffic.messages == {0: 1, 1: 1}
-    with patch.object(hand_over, "_BUCKET", 128):  # bytes: two of them
+    with patch.object(hand_over, "_BUCKET", 256):  # bytes: two of them in each half
         assert Run(case).traffic.messages == {0: 3, 1: 3}
+
+
+@pytest.mark.parametrize("hosts", [1, 2])
+@pytest.mark.parametrize("takers", [Layout((2, 3), 2), Layout((2, 3), 1, 2)], ids=["dp2", "tp2"])
+def test_no_message_is_larger_than_half_a_bucket(takers: Layout, hosts: int) -> None:
+    """Parameters that are larger go in several."""
+    specs = Spec("large", (64, 32)), Spec("cut", (64, 32), 0), Spec("across", (64, 32), 1), Spec("small", (4,))
+    case = tp_pairs(specs, 2, Layout((0, 1), 2), takers, hosts)
+    with patch.object(hand_over, "_BUCKET", 2048):
+        done = Run(case)
+    done.check()
+    assert 256 <= done.largest <= 1024  # bytes
+
+
+def test_ranks_of_one_host_pass_nothing_on() -> None:
+    done = Run(tp_pairs((Spec("a", (12, 4)),), 3, Layout((0, 1, 2), 3), Layout((2, 3, 4), 3)))
+    done.check()
+    piece = 4 * 4 * 4
+    assert done.sent == {(giver, taker): piece for giver in (0, 1, 2) for taker in (2, 3, 4) if giver != taker}

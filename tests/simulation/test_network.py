@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import simulate
@@ -117,6 +117,7 @@ _flows = st.lists(
 )
 
 
+@settings(deadline=None)
 @given(_flows, st.sampled_from(["worker", "host"]), st.floats(0, 100))
 def test_what_is_sent_is_received_and_later_starts_end_later(flows: list[Flow], per: str, delay: float) -> None:
     network = Network(hardware(per), np.arange(8) // 2)

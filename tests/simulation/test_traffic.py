@@ -88,7 +88,7 @@ def test_the_hand_over_sends_what_the_workers_own_code_sends(
 
     real = simulate.simulate({r: worker(r) for r in ranks})
     network = Network(load_hardware("h100"), np.array(topology.hosts))
-    _, sent = hand_over(network, source, target, shard, 64 * 64 * 4, 64 * 64, np.zeros(8), 1.0 - dim)
+    _, sent = hand_over(network, source, target, shard, 64 * 64 * 4, np.zeros(8), 1.0 - dim)
     assert sent == pytest.approx(sum(real.bytes.values()))
     assert network.messages.tolist() == [real.messages[r] for r in ranks]
 
@@ -98,6 +98,6 @@ def test_one_copy_of_the_weights_crosses_to_each_host(split: bool) -> None:
     network = Network(load_hardware("h100"), np.arange(32) // 8)
     source = Layout(tuple(range(16, 32)) if split else tuple(range(32)), 16 if split else 32)
     target = Layout(tuple(range(16)) if split else tuple(range(32)), 8 if split else 16, 2)
-    hand_over(network, source, target, source.dp, 1e9, 5e8, np.zeros(32))
+    hand_over(network, source, target, source.dp, 1e9, np.zeros(32))
     into = np.bincount(network.hosts, network.received)
     assert into.tolist() == pytest.approx([1e9, 1e9, 0, 0] if split else [0.75e9] * 4)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 T = TypeVar("T")
 Range = tuple[int, int]  # [from, to)
+Take = Callable[[int, Tensor], object]  # reads the bytes of a peer
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,8 @@ class SendReceive:
     send: Mapping[int, Range]  # peer → its part of the packed bytes; parts may overlap: packed once, sent to many
     out: Tensor  # uint8, in host memory or on a device
     receive: Mapping[int, Range]  # peer → the part of `out` that it fills
+    # Is called with each peer's bytes as they come. They may be where the peer has packed them, and `out` not filled.
+    take: Take | None = None
 
 
 Communication = Generator[SendReceive, Tensor, T]  # returns T

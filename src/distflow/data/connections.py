@@ -16,6 +16,7 @@ import struct
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 
 from distflow.data.shared_memory import Block, MappedFile
 from distflow.errors import DistflowError, PeerLostError
@@ -88,6 +89,14 @@ class Outgoing:
         self.sock.close()
 
 
+@dataclass(frozen=True)
+class Expected:
+    """A message to receive: memory of its size, and what reads it from wherever it is, if not all go there."""
+
+    out: memoryview
+    take: Callable[[memoryview], object] | None = None
+
+
 class Incoming:
     """A connection to receive from a peer, with its shared memory if it is on this host.
 
@@ -98,18 +107,18 @@ class Incoming:
         self.peer, self.number, self.label, self.sock, self.memory = peer, number, label, sock, memory
         self._header = bytearray(HEADER.size)
         self._parts: list[memoryview] = []
-        self.out = memoryview(b"")
+        self.expected = Expected(memoryview(b""))
         self._checked = False
 
     def fileno(self) -> int:
         return self.sock.fileno()
 
-    def start(self, out: memoryview) -> None:
-        """Begins to receive a message of the size of `out` into it."""
-        self.out, self._checked = out, False
+    def start(self, expected: Expected) -> None:
+        """Begins to receive a message."""
+        self.expected, self._checked = expected, False
         self._parts = [memoryview(self._header)]
         if not self._shared():
-            self._parts.append(out)
+            self._parts.append(expected.out)
 
     def progress(self) -> bool:
         """Receives as much as there is; returns whether that was all."""
@@ -124,10 +133,12 @@ class Incoming:
             return False
         except OSError as e:
             raise lost(self.label, e) from e
+        if self.expected.take and not self._shared():
+            self.expected.take(self.expected.out)
         return True
 
     def _shared(self) -> bool:
-        return self.memory is not None and len(self.out) > SMALL
+        return self.memory is not None and len(self.expected.out) > SMALL
 
     def _check(self) -> None:
         """Reads the header once it is complete, and what it points to."""
@@ -137,13 +148,18 @@ class Incoming:
         offset, size = HEADER.unpack(self._header)
         if offset == MOVED:
             raise MovedError
-        if size != len(self.out):
+        out, take = self.expected.out, self.expected.take
+        if size != len(out):
             raise DistflowError(
-                f"{self.label} sent {size} bytes where {len(self.out)} were expected; do all hosts have the same"
+                f"{self.label} sent {size} bytes where {len(out)} were expected; do all hosts have the same"
                 " version of the code?"
             )
         if self.memory is not None and self._shared():
-            self.out[:] = self.memory.view(offset, size).data
+            sent = self.memory.view(offset, size).data
+            if take:
+                take(sent)
+            else:
+                out[:] = sent
             with suppress(OSError):  # if it has ended since, whoever waits for it will be told so
                 self.sock.send(ACKNOWLEDGEMENT)
 

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 Bytes = NDArray[np.uint8]
 
+_ALIGN = 64  # bytes: copies of whole cache lines are faster
 SPARE = 64 << 20  # bytes: up to this size the next message may be packed while the last one is still being read
 
 
@@ -45,6 +46,7 @@ class Block:
 
     start: int
     end: int
+    size: int  # that is used of it
     readers: int = 0
 
 
@@ -60,16 +62,17 @@ class SendMemory:
         """Returns a block of `size` bytes, or None as long as receivers have yet to read what is there."""
         while self._blocks and not self._blocks[0].readers:
             self._blocks.popleft()
-        if size > self._capacity:
-            self._capacity = size + min(size, SPARE)
+        room = -(-size // _ALIGN) * _ALIGN
+        if room > self._capacity:
+            self._capacity = room + min(room, SPARE)
             os.ftruncate(self.file.fd, self._capacity)
         start = self._blocks[-1].end if self._blocks else 0
-        if start + size > self._capacity:
+        if start + room > self._capacity:
             start = 0
-        if any(b.start < start + size and start < b.end for b in self._blocks):
+        if any(b.start < start + room and start < b.end for b in self._blocks):
             return None
-        self._blocks.append(Block(start, start + size))
+        self._blocks.append(Block(start, start + room, size))
         return self._blocks[-1]
 
     def view(self, block: Block) -> Bytes:
-        return self.file.view(block.start, block.end - block.start)
+        return self.file.view(block.start, block.size)

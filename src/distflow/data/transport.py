@@ -17,6 +17,7 @@ from distflow.data.collectives import Communication, SendReceive
 from distflow.data.connections import (
     GREETING,
     MAX_UNREAD,
+    Expected,
     Incoming,
     Listener,
     MovedError,
@@ -114,8 +115,7 @@ class Transport:
         sent = data.numpy().data
         for peer, (start, end) in request.send.items():
             connections[peer].start(sent[start:end], block, start)
-        out = request.out.numpy().data
-        self._complete(connections, {peer: out[start:end] for peer, (start, end) in request.receive.items()})
+        self._complete(connections, {peer: _expected(request, peer) for peer in request.receive})
         return request.out
 
     def _connect(self, peer: int) -> Outgoing:
@@ -162,7 +162,7 @@ class Transport:
             buffer = self._buffers[device] = torch.empty(size, dtype=torch.uint8, device=device)
         return buffer[:size]
 
-    def _complete(self, sends: Mapping[int, Outgoing], receives: dict[int, memoryview]) -> None:
+    def _complete(self, sends: Mapping[int, Outgoing], receives: dict[int, Expected]) -> None:
         """Progresses all sends and receives together, so that neither their sizes nor their order matter."""
         unfinished = _Unfinished(self._incoming, receives)
         for connection in sends.values():
@@ -210,6 +210,9 @@ class Transport:
         with self.waiting(peers), report_lost_peers(peers):
             for work in dist.batch_isend_irecv(operations):
                 work.wait()
+        if request.take:
+            for peer, (start, end) in request.receive.items():
+                request.take(peer, request.out[start:end])
         return request.out
 
     def close(self) -> None:
@@ -217,6 +220,12 @@ class Transport:
         connections: list[Outgoing | Incoming] = [*self._outgoing.values(), *self._incoming.all.values()]
         for connection in connections:
             connection.sock.close()
+
+
+def _expected(request: SendReceive, peer: int) -> Expected:
+    (start, end), take = request.receive[peer], request.take
+    out = request.out.numpy().data[start:end]
+    return Expected(out, None if take is None else lambda sent: take(peer, torch.frombuffer(sent, dtype=torch.uint8)))
 
 
 class _IncomingConnections:
@@ -241,7 +250,7 @@ class _Unfinished:
     The latter have not yet connected to this worker.
     """
 
-    def __init__(self, incoming: _IncomingConnections, awaited: dict[int, memoryview]) -> None:
+    def __init__(self, incoming: _IncomingConnections, awaited: dict[int, Expected]) -> None:
         self.incoming, self.awaited = incoming, awaited
         self.active: dict[int, Outgoing | Incoming] = {}
         self.poller = select.poll()
@@ -271,7 +280,7 @@ class _Unfinished:
             self.poller.unregister(fd)
         if moved and isinstance(connection, Incoming):
             self.incoming.drop(connection)
-            self.awaited[connection.peer] = connection.out
+            self.awaited[connection.peer] = connection.expected
             self.receive(connection.peer)
 
 

@@ -3,7 +3,8 @@
 A *zone* is one replica of the source's shards with the takers that it serves. A *column* is the takers of a zone that
 want the same part of every parameter: those with one tensor-parallel index. Each giver sends what a column wants to one
 of its takers, its *entry*. The takers then gather the rest from each other: first between hosts, among those with the
-same slot on their host (a *lane*), so that one copy of the data comes to a host; then within the host.
+same slot on their host (a *lane*), so that one copy of the data comes to a host; then within the host. Where all are on
+one host, or there is one taker, givers send to all takers directly.
 """
 
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from distflow.plan.topology import Topology
 
 Ints = NDArray[np.int64]
 Mask = NDArray[np.bool_]
+FAN_IN = 16  # ranks that one rank receives from at once, at most
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,7 @@ class Column:
     starts: Ints  # where the takers of each host begin
     lanes: int  # every host has at least as many takers; only these are entries
     entries: Ints  # by the giver's place
+    direct: bool  # all takers receive from all givers, and pass nothing on
 
     @classmethod
     def of(cls, givers: Ints, takers: Ints, hosts: Ints) -> "Column":
@@ -61,7 +64,9 @@ class Column:
         k, n = np.arange(len(far)), len(numbers)
         few = len(far) < n * lanes
         entries[far] = (k * n // max(1, len(far))) * lanes + k % lanes if few else k % (n * lanes)
-        return cls(givers, takers, starts, lanes, entries)
+        # Takers of one host read the same memory, where givers pack once for all of them.
+        together = len(takers) == 1 or (len(numbers) == 1 and bool((hosts[givers] == numbers[0]).all()))
+        return cls(givers, takers, starts, lanes, entries, together and max(len(givers), len(takers)) <= FAN_IN)
 
     @cached_property
     def own(self) -> Mask:

@@ -8,53 +8,72 @@ from dataclasses import dataclass
 from functools import cache, partial
 from math import prod
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from distflow.data.collectives import SendReceive
+from distflow.data.collectives import Range, SendReceive
 from distflow.engine.columns import Route, Zone
 from distflow.engine.pieces import Arrival, Cut, Cuts, Part, Segment
 from distflow.engine.relay import Write, collect, gather, pieces_per_message
 from distflow.engine.weights import Shards, Spec
 from distflow.plan.topology import Topology
 
-_BUCKET = 1 << 24  # bytes of parameters, in float32, that are sent together: they stay in a cache
+# Bytes that a hand-over takes on a rank beside the weights, at most: half is packed while the other half is read. They
+# stay in a CPU's cache, and a half takes milliseconds to copy, against which the latency of a message is small.
+_BUCKET = 1 << 24
 _HOST_RADIX, _LOCAL_RADIX = 2, 8  # ranks of a host all read the same memory; a link carries a copy for each
 
 Parts = tuple[Part, ...]
+Window = tuple[int, int]  # rows [from, to) of every giver's chunk
 
 
 @dataclass(frozen=True)
-class _Gift:
-    """A piece of every parameter of a bucket for one column, sent to its entry, as all `senders` do."""
+class _Given:
+    """The part of which a rank gives pieces to a column, to whom, and all who send to these; `kept`: also to itself."""
 
-    segment: Segment
     part: Part
-    entry: int
+    takers: Sequence[int]
     senders: Sequence[int]
+    kept: bool
+
+
+@dataclass(frozen=True)
+class _Relay:
+    """Pieces of all `parts` come to a taker: some from `senders`, as their entry, the rest from other takers."""
+
+    parts: Parts
+    senders: Sequence[int]
+    route: Route
+
+
+_Direct = Mapping[int, tuple[Part, int]]  # giver → the part of which it has a piece, and its shard
 
 
 @dataclass(frozen=True)
 class _Share:
-    """What a taker gets: pieces of all `parts`, those of `kept` from itself and some from `senders`, as their entry."""
+    """What a taker gets of a bucket, how, and of which part it gives the pieces itself."""
 
     segment: Segment
-    parts: Parts
     kept: Part | None
-    senders: Sequence[int]
-    route: Route
+    way: _Direct | _Relay
 
     @property
-    def alone(self) -> bool:
-        """Whether nobody else gives this rank anything, or takes anything from it."""
-        return self.kept is not None and self.route.total == len(self.route.lane) == len(self.route.host) == 1
+    def size(self) -> int:
+        """Returns the elements that come, or are kept to be passed on."""
+        pieces = self.way.route.total if isinstance(self.way, _Relay) else len(self.way)
+        return pieces * self.segment.size
 
 
 @dataclass(frozen=True)
 class _Bucket:
     specs: Sequence[Spec]
-    gifts: Sequence[_Gift]
+    gifts: Sequence[tuple[Segment, _Given]]
     share: _Share | None
+
+    @property
+    def gives(self) -> bool:
+        return bool(self.gifts or (self.share and self.share.kept))
 
 
 class HandOver:
@@ -72,106 +91,152 @@ class HandOver:
         assert target.shard == 1
         self.rank, self.dtype, self.target = rank, dtype, target
         self.zone, self.cuts = Zone.of(rank, source, target.layout, topology), Cuts.of(source, target)
-        limit = _BUCKET * min(8, max(1, len(self.zone.givers) // 128))  # of many givers nobody sends crumbs
         self._parts, self._given_of = cache(self.cuts.parts), cache(self._given)
-        self._routed_of, self._arrivals_on = cache(self._routed), cache(self._arrivals)
-        self.buckets = [self._bucket(i, bucket) for i, bucket in enumerate(_divide(specs, target, limit))]
+        self._way_of, self._arrivals_on = cache(self._way), cache(self._arrivals)
+        self.buckets = [self._bucket(i, *bucket) for i, bucket in enumerate(self._divide(specs))]
 
     def run(self, held: Mapping[str, Tensor], filled: Mapping[str, Tensor]) -> Iterator[SendReceive]:
         """Fills `filled`, this rank's parameters in the target layout, from everybody's `held` in the source layout.
 
-        A tensor of `held` is looked up when its bucket is sent, and once: it may be computed then.
+        A tensor of `held` is looked up when the first of it is sent, and once: it may be computed then.
         """
+        given: dict[str, Tensor] = {}
+        memory = torch.empty(0, dtype=torch.uint8)
+        if filled:  # one memory for all buckets: to fault its pages in costs as much as to fill it
+            size = max((b.share.size for b in self.buckets if b.share), default=0)
+            device = next(iter(filled.values())).device
+            memory = torch.empty(size * self.dtype.itemsize, dtype=torch.uint8, device=device)
         for bucket in self.buckets:
-            kept = bucket.share is not None and bucket.share.kept is not None
-            parts = {spec.name: held[spec.name] for spec in bucket.specs} if kept or bucket.gifts else {}
-            if parts or bucket.share:
-                yield from self._move(bucket, parts, filled)
+            given = {spec.name: given[spec.name] for spec in bucket.specs if spec.name in given}
+            if bucket.gives:
+                given |= {spec.name: held[spec.name] for spec in bucket.specs if spec.name not in given}
+            if bucket.gives or bucket.share:
+                yield from self._move(bucket, given, filled, memory)
 
-    def _bucket(self, number: int, specs: Sequence[Spec]) -> _Bucket:
+    def _divide(self, specs: Sequence[Spec]) -> Iterator[tuple[list[Spec], Window]]:
+        """Yields parameters that are sent together, and which rows of the givers' chunks: large ones go in several.
+
+        They are cut alike: so their pieces have the same size on all givers.
+        """
+        # Where takers pass weights on, they have them in memory that is received, and in memory that is sent.
+        limit = _BUCKET // (2 if all(c.direct for c in self.zone.columns if c) else 4)
+        limit = max(1, limit * min(8, max(1, len(self.zone.givers) // 128)))  # of many givers nobody sends crumbs
+        alike: dict[Cut, list[Spec]] = {}
+        for spec in specs:
+            if prod(spec.shape):
+                alike.setdefault(Cut.of(spec, self.target), []).append(spec)
+        for cut, group in alike.items():
+            chunk, bucket, size = self.cuts.chunk(cut), list[Spec](), 0
+            copies = self.cuts.target_tp if cut.replicated and not cut.block else 1
+            for spec in group:
+                whole = prod(spec.shape) * self.dtype.itemsize * copies
+                if bucket and size + whole > limit:
+                    yield bucket, (0, chunk)
+                    bucket, size = [], 0
+                if whole > limit:
+                    rows = -(-chunk // -(-whole // limit))
+                    yield from (([spec], (row, min(row + rows, chunk))) for row in range(0, chunk, rows))
+                else:
+                    bucket.append(spec)
+                    size += whole
+            if bucket:
+                yield bucket, (0, chunk)
+
+    def _bucket(self, number: int, specs: Sequence[Spec], window: Window) -> _Bucket:
         gifts, share, cut = [], None, Cut.of(specs[0], self.target)
         for t, column in enumerate(self.zone.columns):
-            if column is None:
+            parts = self._parts(cut, t, number % self.cuts.source_tp) if column else ()
+            given = self._given_of(t, parts) if parts else None
+            if not parts or (given is None and t != self.zone.column):
                 continue
-            parts = self._parts(cut, t, number % self.cuts.source_tp)
-            if not parts:
-                continue
-            given = self._given_of(t, parts)
-            if given is None and t != self.zone.column:
-                continue
-            segment = Segment.of(specs, self.cuts, t, parts[0].chunk)
-            kept = None
-            if given is not None:
-                part, entry, senders = given
-                if entry == self.rank:
-                    kept = part
-                else:
-                    gifts.append(_Gift(segment, part, entry, senders))
+            segment = Segment.of(specs, self.cuts, t, window)
+            if given and given.takers:
+                gifts.append((segment, given))
             if t == self.zone.column:
-                share = _Share(segment, parts, kept, *self._routed_of(parts))
+                share = _Share(segment, given.part if given and given.kept else None, self._way_of(parts))
         return _Bucket(specs, gifts, share)
 
-    def _given(self, t: int, parts: Parts) -> tuple[Part, int, list[int]] | None:
-        """Returns the part of which this rank gives a piece to a column, the entry, and all who send to that."""
+    def _given(self, t: int, parts: Parts) -> _Given | None:
+        """Returns what this rank gives to a column: to all of its takers, or to the entry."""
         column, place = self.zone.columns[t], self.zone.place
         active = self.cuts.active(parts)
         if column is None or place is None or not active[place]:
             return None
         part = next(p for p in parts if p.tp_index == place % self.cuts.source_tp)
-        return part, column.entry_of(place), column.senders(int(column.entries[place]), active)
+        if column.direct:
+            takers, senders = column.takers.tolist(), [self.rank]
+        else:
+            takers, senders = [column.entry_of(place)], column.senders(int(column.entries[place]), active)
+        return _Given(part, [r for r in takers if r != self.rank], senders, self.rank in takers)
 
-    def _routed(self, parts: Parts) -> tuple[list[int], Route]:
-        """Returns who sends to this rank, a taker, and how the rest comes to it."""
+    def _way(self, parts: Parts) -> _Direct | _Relay:
+        """Returns how pieces come to this rank, a taker."""
         active, column = self.cuts.active(parts), self.zone.own_column
-        host, slot = column.place_of(self.rank)
-        senders = column.senders(host * column.lanes + slot, active) if slot < column.lanes else []
-        return senders, column.route(self.rank, active)
+        if not column.direct:
+            host, slot = column.place_of(self.rank)
+            senders = column.senders(host * column.lanes + slot, active) if slot < column.lanes else []
+            return _Relay(parts, senders, column.route(self.rank, active))
+        by_index, tp = {part.tp_index: part for part in parts}, self.cuts.source_tp
+        givers = {int(self.zone.givers[i]): (by_index[i % tp], i // tp) for i in np.flatnonzero(active).tolist()}
+        return {rank: piece for rank, piece in givers.items() if rank != self.rank}
 
     def _arrivals(self, parts: Parts, device: torch.device) -> list[Arrival]:
-        _, route = self._routed_of(parts)
-        return [self.cuts.arrival(part, route.position, device) for part in parts]
+        way = self._way_of(parts)
+        assert isinstance(way, _Relay)
+        return [self.cuts.arrival(part, way.route.position, device) for part in parts]
 
-    def _move(self, bucket: _Bucket, held: Mapping[str, Tensor], filled: Mapping[str, Tensor]) -> Iterator[SendReceive]:
+    def _move(
+        self, bucket: _Bucket, held: Mapping[str, Tensor], filled: Mapping[str, Tensor], memory: Tensor
+    ) -> Iterator[SendReceive]:
+        share, take, receive = bucket.share, None, dict[int, Range]()
         device = next(iter((held or filled).values())).device
-        share = bucket.share
-        if share and share.kept and share.alone:
-            share.segment.keep(share.kept, self._shard, held, filled)
-            share = None
-        data = torch.empty(
-            self._bytes(share.segment) * share.route.total if share else 0, dtype=torch.uint8, device=device
-        )
-        receive = {}
+        data = memory[: share.size * self.dtype.itemsize] if share else torch.empty(0, dtype=torch.uint8, device=device)
         if share:
-            n, unit, first = len(share.senders), self._bytes(share.segment), int(share.kept is not None)
-            width = pieces_per_message(n)
-            for k in range(0, n, width):
-                receive[share.senders[k]] = (first + k) * unit, (first + min(k + width, n)) * unit
-            if share.kept:
-                self._pack(share.segment, share.kept, held, data[:unit])
-        send, writes, at = {}, [], 0
-        for gift in bucket.gifts:
-            unit, place = self._bytes(gift.segment), gift.senders.index(self.rank)
-            write = partial(self._pack, gift.segment, gift.part, held)
-            collected = yield from collect(gift.senders, place, unit, write, device)
+            receive = self._expect(share)
+            if isinstance(share.way, Mapping):
+                take = partial(self._take, share.segment, share.way, filled)
+                if share.kept:
+                    share.segment.keep(share.kept, self._shard, held, filled)
+            elif share.kept:
+                self._pack(share.segment, share.kept, held, data[: self._bytes(share.segment)])
+        size, send, writes = 0, dict[int, Range](), list[tuple[int, int, Write]]()
+        for segment, given in bucket.gifts:
+            unit, place = self._bytes(segment), given.senders.index(self.rank)
+            write = partial(self._pack, segment, given.part, held)
+            collected = yield from collect(given.senders, place, unit, write, device)
             if collected:
-                end = at + collected[0] * unit
-                send[gift.entry] = at, end
-                writes.append((at, end, collected[1]))
-                at = end
+                end = size + collected[0] * unit
+                send |= dict.fromkeys(given.takers, (size, end))
+                writes.append((size, end, collected[1]))
+                size = end
         if send or receive:
-            yield SendReceive(at, partial(_write_all, writes), send, data, receive)
-        if share:
-            yield from self._spread(share, data)
-            segments = data.view(self.dtype).view(share.route.total, -1)
-            share.segment.unpack(self._arrivals_on(share.parts, device), segments, filled)
+            yield SendReceive(size, partial(_write_all, writes), send, data, receive, take)
+        if share and isinstance(share.way, _Relay):
+            yield from self._spread(share.segment, share.way.route, data)
+            segments = data.view(self.dtype).view(share.way.route.total, -1)
+            share.segment.unpack(self._arrivals_on(share.way.parts, device), segments, filled)
 
-    def _spread(self, share: _Share, data: Tensor) -> Iterator[SendReceive]:
+    def _expect(self, share: _Share) -> dict[int, Range]:
+        """Returns who sends which bytes to this rank."""
+        unit = self._bytes(share.segment)
+        if isinstance(share.way, _Relay):
+            senders, first = list(share.way.senders), int(share.kept is not None)
+            width = pieces_per_message(len(senders))
+        else:
+            senders, first, width = list(share.way), 0, 1
+        ends = [first + k for k in (*range(0, len(senders), width), len(senders))]
+        return {s: (a * unit, b * unit) for s, a, b in zip(senders[::width], ends, ends[1:], strict=False)}
+
+    def _take(self, segment: Segment, way: _Direct, filled: Mapping[str, Tensor], giver: int, memory: Tensor) -> None:
+        segment.take(*way[giver], memory.view(self.dtype), filled)
+
+    def _spread(self, segment: Segment, route: Route, data: Tensor) -> Iterator[SendReceive]:
         """Gathers the pieces that other takers of this column have, first from other hosts, then within the host."""
-        column, unit = self.zone.own_column, self._bytes(share.segment)
+        column, unit = self.zone.own_column, self._bytes(segment)
         host, slot = column.place_of(self.rank)
         if slot < column.lanes:
-            yield from gather(column.lane_ranks(slot), host, share.route.lane, unit, data, _HOST_RADIX)
-        yield from gather(column.host_ranks(host), slot, share.route.host, unit, data, _LOCAL_RADIX)
+            yield from gather(column.lane_ranks(slot), host, route.lane, unit, data, _HOST_RADIX)
+        yield from gather(column.host_ranks(host), slot, route.host, unit, data, _LOCAL_RADIX)
 
     @property
     def _shard(self) -> int:
@@ -188,21 +253,3 @@ class HandOver:
 def _write_all(writes: Sequence[tuple[int, int, Write]], out: Tensor) -> None:
     for begin, end, write in writes:
         write(out[begin:end])
-
-
-def _divide(specs: Sequence[Spec], target: Shards, limit: int) -> Iterator[list[Spec]]:
-    """Yields parameters that are cut alike and sent together: so their pieces have the same size on all givers."""
-    alike: dict[Cut, list[Spec]] = {}
-    for spec in specs:
-        if prod(spec.shape):
-            alike.setdefault(Cut.of(spec, target), []).append(spec)
-    for group in alike.values():
-        bucket, size = [], 0
-        for spec in group:
-            bucket.append(spec)
-            size += 4 * prod(spec.shape)
-            if size >= limit:
-                yield bucket
-                bucket, size = [], 0
-        if bucket:
-            yield bucket

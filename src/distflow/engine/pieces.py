@@ -51,9 +51,11 @@ class Part:
         """The shards of which the column wants all rows, of a whole chunk."""
         return range(-(-self.low // self.chunk), self.high // self.chunk)
 
-    def rows(self, shard: int) -> tuple[int, int]:
-        """Returns which rows of a shard's chunk the column wants."""
-        return max(0, self.low - shard * self.chunk), min(self.chunk, self.high - shard * self.chunk)
+    def rows(self, shard: int, window: tuple[int, int]) -> tuple[int, int]:
+        """Returns which rows of a shard's chunk, of those in the window, the column wants."""
+        first, (begin, end) = shard * self.chunk, window
+        low = min(max(begin, self.low - first), end)
+        return low, max(low, min(end, self.high - first))
 
 
 @dataclass(frozen=True)
@@ -77,19 +79,23 @@ class Cuts:
     def of(cls, source: Shards, target: Shards) -> "Cuts":
         return cls(source.shard, source.layout.tp, target.layout.tp)
 
+    def chunk(self, cut: Cut) -> int:
+        """Returns the rows of such parameters that a giver has, at most."""
+        return -(-(cut.rows // self.source_tp if cut.along else cut.rows) // self.shard)
+
     def parts(self, cut: Cut, column: int, turn: int) -> tuple[Part, ...]:
         """Returns the parts that make up what a column wants of such parameters; none, if that is nothing.
 
         Replicas take turns in sending: with every `turn` it is another one, and columns begin with different ones.
         """
+        chunk = self.chunk(cut)
         if not cut.along:
-            chunk = -(-cut.rows // self.shard)
             one = (column + self.target_tp * turn) % self.source_tp
             indices = [one] if cut.replicated else list(self._overlapping(column))
             low, high = block_of(cut.rows, cut.block or cut.rows, column if cut.block else 0)
             return tuple(Part(t, chunk, low, high, -low) for t in indices if low < high)
         have, want = cut.rows // self.source_tp, cut.rows // self.target_tp
-        chunk, first = -(-have // self.shard), column * want
+        first = column * want
         bounds = [(t, max(0, first - t * have), min(have, first + want - t * have)) for t in range(self.source_tp)]
         return tuple(Part(t, chunk, low, high, t * have - first) for t, low, high in bounds if low < high)
 
@@ -133,18 +139,21 @@ class Cuts:
 
 @dataclass(frozen=True)
 class Segment:
-    """One giver's pieces for a column: one of each parameter of a bucket, a whole chunk long, at these offsets."""
+    """One giver's pieces for a column: of each parameter of a bucket the rows of its chunk that are in the window.
+
+    They are at these offsets, and all as long as the window, also where the column wants fewer rows.
+    """
 
     specs: Sequence[Spec]
     cuts: Cuts
     column: int
-    chunk: int
+    window: tuple[int, int]
     offsets: Sequence[int]  # in elements; the last one is its size
 
     @classmethod
-    def of(cls, specs: Sequence[Spec], cuts: Cuts, column: int, chunk: int) -> "Segment":
-        sizes = [chunk * cuts.row(spec, column) for spec in specs]
-        return cls(specs, cuts, column, chunk, list(accumulate(sizes, initial=0)))
+    def of(cls, specs: Sequence[Spec], cuts: Cuts, column: int, window: tuple[int, int]) -> "Segment":
+        sizes = [(window[1] - window[0]) * cuts.row(spec, column) for spec in specs]
+        return cls(specs, cuts, column, window, list(accumulate(sizes, initial=0)))
 
     @property
     def size(self) -> int:
@@ -152,37 +161,49 @@ class Segment:
 
     def pack(self, part: Part, shard: int, held: Mapping[str, Tensor], memory: Tensor) -> None:
         """Writes the pieces of a giver, of this tensor-parallel index and shard, to `memory`."""
-        low, high = part.rows(shard)
+        begin, (low, high) = self.window[0], part.rows(shard, self.window)
         for spec, offset in zip(self.specs, self.offsets, strict=False):
             given = self._given(spec, part, held[spec.name])
-            size = self.chunk * prod(given.shape[1:])
-            room = memory[offset : offset + size].view(self.chunk, *given.shape[1:])
-            room[low:high].copy_(given[low:high])
+            self._pieces(memory, offset, given.shape[1:])[low - begin : high - begin].copy_(given[low:high])
 
     def keep(self, part: Part, shard: int, held: Mapping[str, Tensor], filled: Mapping[str, Tensor]) -> None:
-        """Copies the pieces of a giver that is also the only taker."""
-        low, high = part.rows(shard)
+        """Copies the pieces of a giver to where it wants them itself."""
+        low, high = part.rows(shard, self.window)
         first = part.offset + shard * part.chunk
         for spec in self.specs:
             wanted = self._wanted(spec, part, filled[spec.name])
             wanted[first + low : first + high].copy_(self._given(spec, part, held[spec.name])[low:high])
 
+    def take(self, part: Part, shard: int, memory: Tensor, filled: Mapping[str, Tensor]) -> None:
+        """Reads the pieces of one giver from `memory` and writes them to where they are wanted."""
+        begin, (low, high) = self.window[0], part.rows(shard, self.window)
+        first = part.offset + shard * part.chunk
+        for spec, offset in zip(self.specs, self.offsets, strict=False):
+            wanted = self._wanted(spec, part, filled[spec.name])
+            pieces = self._pieces(memory, offset, wanted.shape[1:])
+            wanted[first + low : first + high].copy_(pieces[low - begin : high - begin])
+
     def unpack(self, arrivals: Sequence[Arrival], data: Tensor, filled: Mapping[str, Tensor]) -> None:
         """Reads the segments of all givers, [givers, size], and writes them to where they are wanted."""
         for spec, offset in zip(self.specs, self.offsets, strict=False):
             for arrival in arrivals:
-                part, chunk = arrival.part, self.chunk
+                part, (begin, end) = arrival.part, self.window
                 wanted = self._wanted(spec, part, filled[spec.name])
-                row = wanted.shape[1:]
-                pieces = data[:, offset : offset + chunk * prod(row)].unflatten(1, (chunk, *row))
+                pieces = self._pieces(data, offset, wanted.shape[1:])
                 if part.whole:
-                    begin, end = (part.offset + chunk * shard for shard in (part.whole.start, part.whole.stop))
-                    rows = wanted[begin:end].unflatten(0, (-1, chunk))
+                    first, last = (part.offset + part.chunk * shard for shard in (part.whole.start, part.whole.stop))
+                    rows = wanted[first:last].unflatten(0, (-1, part.chunk))[:, begin:end]
                     torch.index_select(pieces, 0, arrival.whole, out=rows)
                 for shard, position in arrival.edges:
-                    low, high = part.rows(shard)
-                    first = part.offset + chunk * shard
-                    wanted[first + low : first + high].copy_(pieces[position, low:high])
+                    low, high = part.rows(shard, self.window)
+                    first = part.offset + part.chunk * shard
+                    wanted[first + low : first + high].copy_(pieces[position, low - begin : high - begin])
+
+    def _pieces(self, memory: Tensor, offset: int, row: tuple[int, ...]) -> Tensor:
+        """Returns the pieces of a parameter, [..., window, *row], in the memory of segments, [..., size]."""
+        rows = self.window[1] - self.window[0]
+        pieces: Tensor = memory[..., offset : offset + rows * prod(row)].unflatten(-1, (rows, *row))
+        return pieces
 
     def _given(self, spec: Spec, part: Part, tensor: Tensor) -> Tensor:
         """Returns what of a giver's tensor the column wants, but for rows."""

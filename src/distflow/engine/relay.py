@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from distflow.data.collectives import Communication, SendReceive
+from distflow.engine.columns import FAN_IN
 
 Write = Callable[[Tensor], None]  # fills the memory that is sent
-FAN_IN = 16  # ranks that one rank receives from at once, at most
 
 
 def pieces_per_message(n: int) -> int:

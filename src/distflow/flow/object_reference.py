@@ -30,10 +30,11 @@ def object_reference(value: Any, where: str) -> str:
         )
     name = target.__qualname__
     if "<" in name:  # <lambda> or <locals>
-        inside = "a lambda" if name.endswith("<lambda>") else f"inside '{name.partition('.')[0]}'"
+        outer = name.partition(".")[0]
+        problem = "a lambda, which" if name.endswith("<lambda>") else f"defined inside '{outer}', where"
         raise FlowError(
-            f"{where}: {shown(name)} is {inside}, where workers cannot import it; make it a function at the top level"
-            " of a file, and give constants as its `args`"
+            f"{where}: {shown(name)} is {problem} workers cannot import; make it a function at the top level of a file,"
+            " and give constants as its `args`"
         )
     module = sys.modules.get(target.__module__)
     file = getattr(module, "__file__", None)

@@ -19,7 +19,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from distflow.config import Config
-from distflow.launch.restarts import run_with_restarts
+from distflow.launch.restarts import PRESS_AGAIN, run_with_restarts, workers_option
 from distflow.observe.failures import Failure, find_cause
 from distflow.observe.heartbeat import LAUNCHER_FOLDER, pids
 from distflow.run.launch_env import LAUNCHER_STORE
@@ -53,12 +53,8 @@ def launch(
     interrupt = _Interrupt()
     with interrupt.handling():
         start = partial(_run_workers, config, command, interrupt)
-        again = ["distflow", "run", path, *overrides, *_workers(config)] if started_by is None else started_by
+        again = ["distflow", "run", path, *overrides, *workers_option(config)] if started_by is None else started_by
         return run_with_restarts(config, start, resume, again)
-
-
-def _workers(config: Config) -> list[str]:
-    return [] if config.workers is None else [f"--workers={config.workers}"]
 
 
 class _Interrupt:
@@ -82,7 +78,7 @@ class _Interrupt:
     def _handle(self, *_: object) -> None:
         self._count += 1
         if self._count == 1:
-            logger.warning("the workers finish their step and save it; press Ctrl-C again to end them at once")
+            logger.warning(PRESS_AGAIN)
             raise SignalException("interrupted", signal.SIGINT)  # torchelastic passes it on to the workers
         for pid in pids(self.folder) if self.folder else ():
             with suppress(ProcessLookupError):

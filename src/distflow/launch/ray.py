@@ -22,7 +22,7 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from distflow.config import Config
 from distflow.errors import ConfigError, cut, suggest
 from distflow.launch.ray_actor import End, Place, WorkerActor
-from distflow.launch.restarts import run_with_restarts
+from distflow.launch.restarts import PRESS_AGAIN, run_with_restarts, workers_option
 from distflow.observe.failures import Failure, find_cause
 from distflow.observe.heartbeat import LAUNCHER_FOLDER
 from distflow.plan import format_ranks
@@ -58,9 +58,10 @@ def launch(
     _connect(address)
     command = ["-u", "-m", "distflow", "run", path, *overrides, f"workers={workers}"]
     launcher = _Launcher(config, resources_by_rank(config, workers, ray.cluster_resources()), command)
+    again = ["distflow", "run", path, *overrides, *workers_option(config), "--launcher=ray"]
     try:
         return run_with_restarts(
-            config, launcher.run_workers, resume, ["distflow", "run", path, *overrides, "--launcher=ray"]
+            config, launcher.run_workers, resume, [*again, *([f"--address={address}"] if address else [])]
         )
     finally:
         ray.shutdown()
@@ -69,15 +70,17 @@ def launch(
 class _Launcher:
     def __init__(self, config: Config, resources: Sequence[Resources], command: Sequence[str]) -> None:
         self.config, self.resources, self.command = config, resources, command
-        self._stop_requested = False
+        self._stop_signal: signal.Signals | None = None
         # Instead of Ray's own handlers. Both let the workers finish their step; a second SIGINT ends them at once.
         signal.signal(signal.SIGTERM, self._request_stop)
         signal.signal(signal.SIGINT, self._request_stop)
 
     def _request_stop(self, number: int, *_: object) -> None:
-        if self._stop_requested and number == signal.SIGINT:
-            raise SignalException("asked to end", signal.SIGINT)
-        self._stop_requested = True
+        if number == signal.SIGINT:
+            if self._stop_signal:
+                raise SignalException("interrupted again", signal.SIGINT)
+            logger.warning(PRESS_AGAIN)
+        self._stop_signal = self._stop_signal or signal.Signals(number)
 
     def run_workers(self, resume: str | None) -> Failure | None:
         """Runs all workers until they end; returns why, if they failed."""
@@ -97,7 +100,10 @@ class _Launcher:
                 command = [*self.command, *([f"--resume={resume}"] if resume else [])]
                 running[actor.run.remote(command, LAUNCHER_FOLDER, env, os.getcwd())] = rank
             ends = self._watch(running, actors)
-        return _cause(ends, places)
+        failure = _cause(ends, places)
+        if failure and failure.kind == "stopped" and self._stop_signal:
+            raise SignalException(failure.message, self._stop_signal)
+        return failure
 
     def _watch(self, running: dict[Any, int], actors: Sequence[Any]) -> dict[int, End | None]:
         """Returns how each worker has ended, None if its node is lost. Those that outlive a failure are left out."""
@@ -113,7 +119,7 @@ class _Launcher:
                     ends[rank] = None
             if deadline == float("inf") and any(end is None or end.exitcode for end in ends.values()):
                 deadline = time.monotonic() + GRACE_S
-            if self._stop_requested and not asked:
+            if self._stop_signal and not asked:
                 asked = True
                 for actor in actors:
                     actor.stop.remote()
@@ -150,8 +156,8 @@ class _Launcher:
     def _check(self, deadline: float) -> None:
         """Raises if the workers need not, or cannot, be started any more."""
         now = time.monotonic()
-        if self._stop_requested:
-            raise SignalException("asked to stop", signal.SIGTERM)
+        if self._stop_signal:
+            raise SignalException("asked to stop", self._stop_signal)
         if now > deadline:
             raise ConfigError(
                 f"the workers could not be placed on the cluster within {self.config.ray.start_limit_s:g} s:"

@@ -21,6 +21,7 @@ from distflow.run.run_dir import AUTO, make_dir
 
 logger = logging.getLogger(__name__)
 MAX_DELAY_S = 30.0  # between two attempts
+PRESS_AGAIN = "the workers finish their step and save it; press Ctrl-C again to end them at once"
 
 
 def run_with_restarts(
@@ -77,6 +78,11 @@ def _run(
             resume = AUTO
         previous = failure
     return 0
+
+
+def workers_option(config: Config) -> list[str]:
+    """Returns the option that starts as many workers again."""
+    return [] if config.workers is None else [f"--workers={config.workers}"]
 
 
 def _how_to_resume(checkpoints: "_NewCheckpoints", resume: str | None, command: Sequence[str]) -> str:

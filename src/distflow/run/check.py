@@ -25,7 +25,7 @@ def check(program: Program) -> Iterator[str]:
     nodes = ", ".join(n.id for n in plan.flow.order)
     yield f"flow      {plan.flow.name}: {nodes}"
     samples = f"{plan.samples} samples per step ({config.data.batch} prompts × {program.repeat})"
-    yield f"plan      {workers} workers, {samples}"
+    yield f"plan      {workers} {'worker' if workers == 1 else 'workers'}, {samples}"
     rows = program.dataset(plan)
     yield f"data      {len(rows)} rows, {rows.dataset.skipped_count} skipped; columns {', '.join(rows.column_names)}"
     held_out, plans = program.eval_dataset(), [plan]

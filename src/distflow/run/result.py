@@ -1,6 +1,5 @@
 """What a run has left in its folder, as the Python API returns it, and the calls per step while it runs."""
 
-import json
 import os
 import signal
 import threading
@@ -12,6 +11,7 @@ from types import TracebackType
 from typing import Any
 
 from distflow.errors import DistflowError
+from distflow.observe.page.lines import Tail, parse
 
 POLL_S = 0.2
 
@@ -34,7 +34,7 @@ class RunResult:
 
         steps = list_checkpoints(folder / "checkpoints")
         newest = checkpoint_dir(folder / "checkpoints", steps[0]) if steps else None
-        return cls(folder, list(_rows(folder / "metrics.jsonl")), newest)
+        return cls(folder, list(_new_rows(Tail(folder / "metrics.jsonl"))), newest)
 
     @property
     def last(self) -> dict[str, float]:
@@ -46,7 +46,7 @@ class StepCalls:
     """Calls a function for each step that a run logs, in a thread of its own."""
 
     def __init__(self, folder: Path, function: Callable[[int, dict[str, float]], object]) -> None:
-        self._path, self._function = folder / "metrics.jsonl", function
+        self._tail, self._function = Tail(folder / "metrics.jsonl"), function
         self._start, self._last = time.time(), -1
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
@@ -78,7 +78,7 @@ class StepCalls:
                 return
 
     def _call_new(self) -> None:
-        for row in _rows(self._path):
+        for row in _new_rows(self._tail):
             step = int(row["step"])
             # Before the run has started, the file may be that of an earlier one; after a restart, steps come again.
             if row["time"] >= self._start and step > self._last:
@@ -86,9 +86,8 @@ class StepCalls:
                 self._function(step, row)
 
 
-def _rows(path: Path) -> Iterator[dict[str, Any]]:
-    """Yields the lines that are complete."""
-    if path.exists():
-        for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
-            if line.endswith("}\n"):
-                yield json.loads(line)
+def _new_rows(tail: Tail) -> Iterator[dict[str, Any]]:
+    """Yields the rows of complete lines that were written since the last time."""
+    for _, line in tail.lines():
+        if row := parse(line):
+            yield row

@@ -1,6 +1,7 @@
 """The weight hand-over, in the phases of `engine/hand_over.py`: givers to entries, between hosts, within a host.
 
-A *column* is the ranks that want the same part of the weights. One copy of it crosses to each of their hosts.
+A *column* is the ranks that want the same part of the weights. One copy of it crosses to each of their hosts. On one
+host, givers send to all of them directly.
 """
 
 import math
@@ -16,7 +17,7 @@ from distflow.engine.weights import Shards
 from distflow.plan.layout import Layout
 from distflow.simulate.network import Network
 
-BUCKET = 1 << 24  # bytes of float32 parameters that are handed over together; more if there are many givers
+BUCKET = 1 << 23  # bytes that are handed over together; more if there are many givers
 ALONG = 0.7  # of the weights are cut by tensor parallelism along the rows that FSDP cuts, the others across
 _HOST_RADIX, _LOCAL_RADIX = 2, 8
 Flows = tuple[Ints, Ints, Floats]
@@ -28,7 +29,6 @@ def hand_over(
     target: Layout,
     shards: int,
     weights: float,
-    params: float,
     start: Floats,
     along: float = ALONG,
 ) -> tuple[Floats, float]:
@@ -41,7 +41,7 @@ def hand_over(
     for share, is_along in ((along, True), (1 - along, False)):
         if not weights * share:
             continue
-        buckets = max(1, math.ceil(4 * params * share / bucket))
+        buckets = max(1, math.ceil(weights * share / bucket))
         columns = list(_columns(source, target, shards, weights * share, network.hosts, is_along))
         for i, flows in enumerate(_phases(columns)):
             sender, receiver, size = (np.concatenate(parts) for parts in zip(*flows, strict=True))
@@ -60,8 +60,13 @@ class _Column:
     lanes: int  # every host has at least as many takers, and only those are entries
     entries: Ints  # by giver: host * lanes + slot
     pieces: Floats  # by giver
+    direct: bool
 
     def to_entries(self) -> Flows:
+        if self.direct:
+            giver, taker = (grid.ravel() for grid in np.meshgrid(self.givers, self.takers[0], indexing="ij"))
+            other = giver != taker
+            return giver[other], taker[other], np.repeat(self.pieces, self.takers.size)[other]
         entry = self.takers[self.entries // self.lanes, self.entries % self.lanes]
         other = entry != self.givers
         return self.givers[other], entry[other], self.pieces[other]
@@ -76,7 +81,7 @@ class _Column:
     def between_hosts(self, have: int, distance: int) -> Flows:
         """A round of Bruck's all-gather among the takers with the same slot: all pass on the blocks that they have."""
         hosts = len(self.takers)
-        if distance >= hosts:
+        if distance >= hosts or self.direct:
             return _NOTHING
         ranks = self.takers[:, : self.lanes]
         size = _window(self.entered, min(have, hosts - distance))
@@ -84,6 +89,8 @@ class _Column:
 
     def within_host(self, have: int, distance: int) -> Flows:
         """The same among the takers of a host, each of which has what entered at its slot of any host."""
+        if self.direct:
+            return _NOTHING
         count = (self.takers >= 0).sum(axis=1)
         flows = []
         for n in np.unique(count[count > distance]).tolist():
@@ -130,7 +137,7 @@ def _columns(
             served = takers[t :: target.tp][zones[t :: target.tp] == zone]
             if len(served):
                 column = Column.of(givers[zone * parts : (zone + 1) * parts], served, hosts)
-                yield _Column(column.givers, _table(column), column.lanes, column.entries, pieces)
+                yield _Column(column.givers, _table(column), column.lanes, column.entries, pieces, column.direct)
 
 
 def _overlaps(shards: int, source_tp: int, t: int, target_tp: int, along: bool) -> Floats:

@@ -120,8 +120,7 @@ class _Walk:
         size = self.costs.weights(task.role)
         if source is None or target is None or not size:
             return start, 0.0
-        params = size / self.costs.dtype_bytes
-        return hand_over(self.network, source, target, shards_of(source, self.costs), size, params, start)
+        return hand_over(self.network, source, target, shards_of(source, self.costs), size, start)
 
     def _metrics(self, task: Task | None, start: Floats) -> tuple[Floats, float]:
         return self.network.all_reduce(self._ranks(task), _METRICS, start), 0.0

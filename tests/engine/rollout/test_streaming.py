@@ -168,7 +168,7 @@ def test_requests_of_one_batch_may_differ_in_parameters_and_seeds(max_lanes: int
         (replace(PARAMS, max_tokens=3), SEED),
         (replace(PARAMS, top_k=5, top_p=0.8, min_tokens=4), 5),
         (replace(PARAMS, stop=frozenset(range(30))), SEED),
-        (SamplingParams(**vars(PARAMS)), SEED),  # equal to the first, another object
+        (replace(PARAMS), SEED),  # equal to the first, another object
     ]
     requests = [Request(i, PROMPTS[i % 3], *variants[i % len(variants)]) for i in range(21)]
     completions = complete(generator("qwen3", 16, max_lanes=max_lanes), requests)

@@ -6,7 +6,8 @@ tensor-parallel ranks make the same calls in the same order.
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Protocol
 
 import numpy as np
@@ -32,6 +33,11 @@ class SamplingParams:
     @property
     def truncated(self) -> bool:
         return self.top_p < 1 or self.top_k > 0
+
+    @cached_property
+    def next_token(self) -> "SamplingParams":
+        """What of them decides on the next token: requests that have it in common are sampled together."""
+        return replace(self, max_tokens=0)
 
 
 Wake = Callable[[], bool]

@@ -69,5 +69,5 @@ def _by_params(sequences: list[Sequence]) -> dict[tuple[SamplingParams, int], li
         return {(first.params, first.seed): list(range(len(sequences)))}
     rows = defaultdict(list)
     for i, s in enumerate(sequences):
-        rows[s.request.params, s.request.seed].append(i)
+        rows[s.request.params.next_token, s.request.seed].append(i)
     return rows

@@ -42,7 +42,7 @@ def make_sampler(logprobs: dict[int, list[float]]) -> type:
             """Sets the logits [rows, vocabulary] of all tokens but the sampled ones to −∞."""
             alike: dict[Any, list[int]] = {}
             for i, row in self.rows.items():
-                alike.setdefault((row.request.params, row.request.seed), []).append(i)
+                alike.setdefault((row.request.params.next_token, row.request.seed), []).append(i)
             for (params, seed), indices in alike.items():
                 rows = [self.rows[i] for i in indices]
                 index = torch.tensor(indices, device=logits.device)
