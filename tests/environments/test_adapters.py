@@ -234,6 +234,7 @@ def made(*specs: EnvironmentSpec, **options: Any) -> Iterator[Children]:
         (EnvironmentSpec("e", f"{FILE}:Countre"), "has no 'Countre'; did you mean 'Counter'?"),
         (EnvironmentSpec("e", "nowhere.py:Env"), "does not import: there is no file"),
         (EnvironmentSpec("e", "verl.tools.mine:Tool"), "No module named 'verl'.* that it is installed"),
+        (EnvironmentSpec("e", "verifiers:nothing"), "verifiers is not installed in .*; pip install|cannot make it"),
         (EnvironmentSpec("e", f"{FILE}:Walk"), "which server\\? Set `environment.args.base_url`"),
         (EnvironmentSpec("e", f"{FILE}:SearchTool", args={"config": 1}), "set `args.config` and `args.tool_schema`"),
         (EnvironmentSpec("e", f"{FILE}:Counter", kind="trll"), "kind 'trll' is not known; did you mean 'trl'?"),
