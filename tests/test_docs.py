@@ -97,6 +97,7 @@ def test_the_environments_of_the_page_train(tmp_path: Path) -> None:
     assert metrics["both"]["env/walk/turns"] == 3
     assert metrics["agent"]["env/environment/turns"] == 2
     assert not any(v for m in metrics.values() for k, v in m.items() if k.endswith("/failures"))
+    assert max(m["rollout/mismatch_max"] for m in metrics.values()) < 1e-4  # whoever led the conversation
     chat = conversations(tmp_path / "runs/agent")["train"][0]
     assert [m["role"] for m in chat] == ["user", "assistant"] * 2
     assert all(m["tokens"] > 0 for m in chat)
