@@ -23,6 +23,7 @@ os.environ |= {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}  # a fork
 
 import argparse
 import json
+import statistics
 import sys
 import tempfile
 from dataclasses import replace
@@ -180,7 +181,9 @@ class Scaling:
                 "namespaces", network={"rate": nominal}, cpu=scaled, efficiency={"network": min(1.0, reached)}
             )
             work = replace(self.work, split=name == OURS[0], compute_s=compute_s)
-            return predict(work, hosts, PER_HOST, nominal, hardware=hardware).step_s
+            # The same samples as in the steps that were measured: lengths, and so the busiest link, differ by step.
+            steps = range(1, self.args.steps + 1)
+            return statistics.median(predict(work, hosts, PER_HOST, nominal, k, hardware).step_s for k in steps)
 
         fitted = [(h, name) for h in self.rows if 1 < h <= FITTED_HOSTS for name in OURS]
         low, high = 0.05, 20.0
