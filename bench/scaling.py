@@ -23,6 +23,7 @@ os.environ |= {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}  # a fork
 
 import argparse
 import json
+import statistics
 import sys
 import tempfile
 from dataclasses import replace
@@ -46,7 +47,8 @@ PEER_HOSTS = 16  # a Ray node with two actors takes 0.7 GB
 FITTED_HOSTS = 4  # up to which the simulator is calibrated
 LIMIT_HOSTS, MEMORY_LIMIT, LARGEST = 16, 256 << 20, 4  # where the driver has so much memory, and batches to try
 OURS = ("every byte moves", "colocated")
-PEERS = ("verl", "verl, numpy", "transferqueue")
+VERL = ("verl", "verl, numpy")
+PEERS = (*VERL, "transferqueue")
 
 
 class Scaling:
@@ -87,7 +89,7 @@ class Scaling:
                 self.bare_s[n] = min(bare(hosts, int(row["every byte moves"].busiest)) for _ in range(3))
             if n == min(LIMIT_HOSTS, max(args.hosts)) and can_limit_memory():
                 self._largest_batch(hosts, n)
-            else:
+            elif n <= LIMIT_HOSTS:  # beyond, a step takes minutes
                 row["controller"] = controlled(hosts, PER_HOST, self.work, self._few(n))
         self._print(n, *OURS, "controller")
 
@@ -136,15 +138,25 @@ class Scaling:
             self.version = cluster.version
             for n in sizes:
                 cluster.grow(n)
-                for system in PEERS:
+                for system in self._peers_on(n):
                     before, steps = [h.traffic() for h in hosts], self._few(n)
                     size = {"rows": PER_HOST * WORK.rows, "tokens": self.work.tokens, "steps": steps}
                     seconds = cluster.ask(system=system, hosts=n, **size)
                     self.rows[n][system] = Measured(seconds, bytes_between(before, hosts, steps)[:n])
                 self._print(n, *PEERS)
 
+    def _peers_on(self, n: int) -> list[str]:
+        """Returns the peers to measure: where a step takes minutes, only the faster of verl's serialisations."""
+        before = self.rows.get(n // 2, {})
+        if n < PEER_HOSTS or not before.keys() >= {*VERL}:
+            return [*PEERS]
+        slower = max(VERL, key=lambda p: before[p].s)
+        return [p for p in PEERS if p != slower]
+
     def _print(self, n: int, *systems: str) -> None:
         for name in systems:
+            if name not in self.rows[n]:
+                continue
             m, compute_s = self.rows[n][name], self.with_compute_s(n, name)
             link = f"{m.busiest / 2**20:7.1f} MiB on the busiest link, {m.busiest_ratio:.2f} × the mean"
             print(f"{n:3d} hosts  {name:18} {m.s:8.3f} s  with compute {compute_s:8.3f} s  {link}", flush=True)
@@ -169,7 +181,9 @@ class Scaling:
                 "namespaces", network={"rate": nominal}, cpu=scaled, efficiency={"network": min(1.0, reached)}
             )
             work = replace(self.work, split=name == OURS[0], compute_s=compute_s)
-            return predict(work, hosts, PER_HOST, nominal, hardware=hardware).step_s
+            # The same samples as in the steps that were measured: lengths, and so the busiest link, differ by step.
+            steps = range(1, self.args.steps + 1)
+            return statistics.median(predict(work, hosts, PER_HOST, nominal, k, hardware).step_s for k in steps)
 
         fitted = [(h, name) for h in self.rows if 1 < h <= FITTED_HOSTS for name in OURS]
         low, high = 0.05, 20.0
@@ -200,9 +214,8 @@ class Scaling:
             return {h: round(of(h, name) / of(h, ours), 2) for h, row in self.rows.items() if name in row and h > 1}
 
         several = [h for h in self.rows if h > 1]
-        fastest = {
-            h: min(("verl", "verl, numpy"), key=lambda p: self.rows[h][p].s) for h in several if "verl" in self.rows[h]
-        }
+        verl = {h: [p for p in VERL if p in self.rows[h]] for h in several}
+        fastest = {h: min(names, key=lambda p: self.rows[h][p].s) for h, names in verl.items() if names}
         return {
             "rate": self.args.rate,
             "bytes_per_host": {"samples": PER_HOST * WORK.rows * self.work.tokens * 24, "weights": weight_bytes(WORK)},
@@ -237,16 +250,22 @@ class Scaling:
     def draw(self) -> str:
         """Draws seconds without compute, and throughput with it."""
         names = {"every byte moves": "DistFlow", "colocated": "DistFlow, colocated", "controller": "single controller"}
-        names |= {"verl, numpy": "verl (DataProto)", "transferqueue": "TransferQueue"}
-        data = {
-            label: [(h, row[name].s) for h, row in self.rows.items() if name in row and h > 1]
+        names |= {"verl": "verl (DataProto)", "transferqueue": "TransferQueue"}
+
+        def fastest(name: str, row: dict[str, Measured]) -> str | None:
+            return min(
+                (n for n in (VERL if name == "verl" else [name]) if n in row), key=lambda n: row[n].s, default=None
+            )
+
+        systems = {
+            label: [(h, n) for h, row in self.rows.items() if (n := fastest(name, row))]
             for name, label in names.items()
         }
+        data = {label: [(h, self.rows[h][n].s) for h, n in found if h > 1] for label, found in systems.items()}
         data["bare link"] = [(h, s) for h, s in self.bare_s.items()]
         tokens = PER_HOST * WORK.rows * self.work.tokens
         rate = {
-            label: [(h, h * tokens / self.with_compute_s(h, name)) for h, row in self.rows.items() if name in row]
-            for name, label in names.items()
+            label: [(h, h * tokens / self.with_compute_s(h, n)) for h, n in found] for label, found in systems.items()
         }
         first = rate["DistFlow"][0]
         rate["linear"] = [(h, h / first[0] * first[1]) for h, _ in rate["DistFlow"]]

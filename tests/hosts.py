@@ -28,6 +28,7 @@ NETWORK = "10.77.{}.{}"  # each bridge is a network of its own: all may have the
 PORT = 29500  # MASTER_PORT of forked workers: nothing else runs on a new host
 TOOLS = ("ip", "tc", "unshare", "nsenter", "setpriv")
 UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
+QUEUE_MS, SENDERS = 50, 8  # what a shaped link queues, and how many may send to it at once before it drops packets
 FAILED = 3  # exit code of a worker that has said why
 NAMESPACES = 0x20000 | 0x4000000 | 0x20000000 | 0x40000000  # CLONE_NEWNS, NEWUTS, NEWPID, NEWNET
 
@@ -131,7 +132,11 @@ class Host:
         for enter, device in ((self._sh, "eth0"), (self._hosts._switch, self._port)):
             enter(f"tc qdisc del dev {device} root 2>/dev/null || true")
             if rate is not None:
-                enter(f"tc qdisc add dev {device} root tbf rate {rate} burst {_burst(rate)} latency 50ms")
+                enter(f"tc qdisc add dev {device} root tbf rate {rate} burst {_burst(rate)} latency {QUEUE_MS}ms")
+        if rate is not None:
+            # Windows that fit the link, as one sets them: of those for fast networks, few senders overrun its queue.
+            window = (_burst(rate) + int(_bytes_per_s(rate) * QUEUE_MS / 1000)) // SENDERS
+            self._sh(f"echo 4096 {window // 2} {window} > /proc/sys/net/ipv4/tcp_rmem || true")
 
     def freeze(self) -> None:
         """Stops all its processes (SIGSTOP) until `thaw`; the link and the kernel's connections stay."""
@@ -280,11 +285,15 @@ def _check(command: Sequence[str]) -> None:
     assert done.returncode == 0, f"{command[-1]}\n{done.stdout}{done.stderr}"
 
 
-def _burst(rate: str) -> int:
-    """Returns the bytes that may be sent at once: 4 ms of the rate, at least two of the largest packets."""
+def _bytes_per_s(rate: str) -> float:
     match = re.fullmatch(r"([\d.]+)([kmg]bit)", rate)
     assert match, f"rate: '{rate}'; write it as 500kbit, 100mbit or 1gbit"
-    return max(2 << 16, int(float(match[1]) * UNITS[match[2]] / 8 * 0.004))
+    return float(match[1]) * UNITS[match[2]] / 8
+
+
+def _burst(rate: str) -> int:
+    """Returns the bytes that may be sent at once: 4 ms of the rate, at least two of the largest packets."""
+    return max(2 << 16, int(_bytes_per_s(rate) * 0.004))
 
 
 def _raise_open_files() -> None:

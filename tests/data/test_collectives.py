@@ -10,7 +10,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distflow.data.collectives import Communication, SendReceive, all_gather, all_gather_bytes, all_reduce, barrier
+from distflow.data.collectives import (
+    Communication,
+    SendReceive,
+    all_gather,
+    all_gather_by_host,
+    all_gather_bytes,
+    all_reduce,
+    barrier,
+)
+from distflow.plan.topology import Topology
 from simulate import DeadlockError, Traffic, simulate
 
 
@@ -35,6 +44,41 @@ def test_all_ranks_gather_the_data_of_all(ranks: list[int], dtype: torch.dtype, 
     assert all(torch.equal(results[r], expected) and results[r].dtype == dtype for r in ranks)
     rounds = math.ceil(math.log2(len(ranks))) if math.prod(shape) else 0
     assert all(traffic.messages[r] == rounds for r in ranks)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.integers(0, 4), min_size=1, max_size=40), st.sampled_from([(), (0,), (3, 2)]))
+def test_gathering_by_host_gives_the_same_on_any_hosts(hosts: list[int], shape: tuple[int, ...]) -> None:
+    ranks = range(len(hosts))
+    data = {r: torch.full(shape, r, dtype=torch.int16) for r in ranks}
+    results, _ = run(list(ranks), lambda r: all_gather_by_host(r, ranks, data[r], Topology(tuple(hosts))))
+    expected = torch.stack([data[r] for r in ranks])
+    assert all(torch.equal(results[r], expected) for r in ranks)
+
+
+@pytest.mark.parametrize(("hosts", "per_host"), [(2, 2), (3, 2), (16, 2), (5, 8), (128, 8)])
+def test_gathering_by_host_one_rank_of_each_host_speaks_to_others(hosts: int, per_host: int) -> None:
+    topology = Topology(tuple(h for h in range(hosts) for _ in range(per_host)))
+    ranks = range(hosts * per_host)
+    across: set[int] = set()
+
+    def worker(rank: int) -> Communication[Any]:
+        gather = all_gather_by_host(rank, ranks, torch.tensor([rank]), topology)
+        filled = None
+        while True:
+            try:
+                request = gather.send(filled)  # type: ignore[arg-type]
+            except StopIteration as end:
+                return end.value
+            across.update(rank for peer in request.send if not topology.same_host(rank, peer))
+            filled = yield request
+
+    results, traffic = run(list(ranks), worker)
+    assert all(torch.equal(results[r].flatten(), torch.arange(len(ranks))) for r in ranks)
+    assert across == set(ranks[::per_host])
+    rounds = math.ceil(math.log2(hosts))
+    assert {traffic.messages[r] for r in across} == {rounds + per_host - 1}
+    assert {traffic.messages[r] for r in ranks if r not in across} == {1}
 
 
 @settings(max_examples=100, deadline=None)

@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import simulate
-from distflow.data.collectives import all_gather, all_reduce
+from distflow.data.collectives import all_gather, all_gather_by_host, all_reduce
+from distflow.plan.topology import Topology
 from distflow.simulate import Hardware, load_hardware
 from distflow.simulate.network import Network
 
@@ -99,6 +100,19 @@ def test_collectives_send_what_the_workers_own_code_sends(n: int) -> None:
         simulated(network, np.arange(n), 24, np.zeros(n))
         assert network.messages.tolist() == [traffic.messages[r] for r in ranks]
         assert network.sent.tolist() == [traffic.bytes[r] for r in ranks]
+
+
+@pytest.mark.parametrize("per_host", [1, 2, 4, 8, 16])
+def test_gathering_by_host_sends_what_the_workers_own_code_sends(per_host: int) -> None:
+    import torch
+
+    hosts, data = np.arange(16) // per_host, torch.zeros(6, dtype=torch.int32)
+    topology = Topology(tuple(hosts.tolist()))
+    traffic = simulate.simulate({r: all_gather_by_host(r, range(16), data, topology) for r in range(16)})
+    network = Network(hardware(), hosts)
+    network.all_gather_by_host(np.arange(16), 24, np.zeros(16))
+    assert network.messages.tolist() == [traffic.messages[r] for r in range(16)]
+    assert (network.sent + network.sent_locally).tolist() == [traffic.bytes[r] for r in range(16)]
 
 
 def test_an_all_gather_takes_log_n_rounds() -> None:

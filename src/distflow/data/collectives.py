@@ -11,6 +11,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from distflow.plan.topology import Topology
+
 T = TypeVar("T")
 Range = tuple[int, int]  # [from, to)
 Take = Callable[[int, Tensor], object]  # reads the bytes of a peer
@@ -54,6 +56,34 @@ def all_gather(rank: int, ranks: Sequence[int], data: Tensor) -> Communication[T
         )
         have += count
     return gathered.roll(place, 0).view(-1).view(data.dtype).view(n, *data.shape)
+
+
+def all_gather_by_host(
+    rank: int, ranks: Sequence[int], data: Tensor, topology: Topology | None
+) -> Communication[Tensor]:
+    """Returns the same as `all_gather`; only the first rank of each host takes part in its rounds.
+
+    It collects the rows of its host before, and hands out all rows there after. So ranks of a host are done together:
+    no message of these rounds has to queue behind the samples that a rank of the same host sends already.
+    """
+    hosts = topology.by_host(ranks) if topology else None
+    size = data.numel() * data.element_size()
+    if hosts is None or not size:
+        return (yield from all_gather(rank, ranks, data))
+    first, *others = next(host for host in hosts if rank in host)
+    row = data.contiguous().view(-1).view(torch.uint8)
+    rows = row.new_empty(len(ranks), size)
+    if rank != first:
+        yield _send([first], row)
+        yield _receive(first, rows)
+    else:
+        own = row.new_empty(1 + len(others), size)
+        own[0] = row
+        receive = {r: (i * size, (i + 1) * size) for i, r in enumerate(others)}
+        yield SendReceive(0, lambda out: None, {}, own[1:].view(-1), receive)
+        rows = (yield from all_gather(rank, [host[0] for host in hosts], own)).view(len(ranks), size)
+        yield _send(others, rows)
+    return rows.view(-1).view(data.dtype).view(len(ranks), *data.shape)
 
 
 def all_gather_bytes(rank: int, ranks: Sequence[int], data: bytes) -> Communication[list[bytes]]:

@@ -18,7 +18,7 @@ from torch import Tensor
 from distflow.data.allocator import CachingAllocator
 from distflow.data.balance import Ints, imbalance
 from distflow.data.batch import Column
-from distflow.data.collectives import Communication, Range, SendReceive, all_gather
+from distflow.data.collectives import Communication, Range, SendReceive, all_gather_by_host
 from distflow.data.routes import assign_cells, route
 from distflow.data.wire import FlatColumn, Segments, flatten, pack, segment_size, unpack
 from distflow.errors import DataError
@@ -74,7 +74,9 @@ def exchange(
             sizes = sizes + c.lengths * c.item_bytes
     known, cell_imbalance = deal is not None, None
     if deal is None:
-        deal, size, cell_imbalance = yield from _agree(rank, move, samples, group_size, held, columns, sizes, wanted)
+        deal, size, cell_imbalance = yield from _agree(
+            rank, move, samples, group_size, held, columns, sizes, wanted, topology
+        )
     else:
         size = _scatter(samples, held[0], sizes) if held is not None else sizes
     own = route(rank, move.src.layout, move.dst.layout, deal.old, deal.new, topology)
@@ -141,6 +143,7 @@ def _agree(
     columns: Sequence[FlatColumn],
     sizes: Ints,
     wanted: Ints | None,
+    topology: Topology | None,
 ) -> Communication[tuple[Deal, Ints, float | None]]:
     """Returns the deal, the bytes of every slot, and the imbalance of the new cells if they are decided here.
 
@@ -152,11 +155,11 @@ def _agree(
     share = _share(samples, move.src, group_size)
     if move.src.uneven:  # the largest cell decides how long a header is
         count = torch.tensor([0 if held is None else len(held[0])])
-        counts = yield from all_gather(rank, move.ranks, count)
+        counts = yield from all_gather_by_host(rank, move.ranks, count, topology)
         share = math.ceil(int(counts.max()) / move.src.layout.tp)
     targets = _share(samples, move.dst, group_size)
     header = _header(rank, move, share, targets, held, weights, sizes, wanted)
-    headers = yield from all_gather(rank, move.ranks, header)
+    headers = yield from all_gather_by_host(rank, move.ranks, header, topology)
     return _read_headers(headers.numpy(), move, share, samples, group_size)
 
 

@@ -1,7 +1,10 @@
 """Which ranks share a host. Pure."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+
+HOST_RANKS = 8  # up to so many, one of them may send to all others of its host
 
 
 @dataclass(frozen=True)
@@ -27,6 +30,20 @@ class Topology:
     def local_ranks(self, rank: int) -> tuple[int, ...]:
         """Returns the ranks on the host of this one, itself included."""
         return self._ranks[self.hosts[rank]]
+
+    def by_host(self, ranks: Sequence[int]) -> list[Sequence[int]] | None:
+        """Returns `ranks` cut by host if a collective should go by host, from one rank of each to the same of others.
+
+        It should not if they are in another order, unequally many, alone on their hosts, or very many on each.
+        """
+        hosts = [self.hosts[r] for r in ranks]
+        count = hosts.count(hosts[0])
+        firsts = hosts[::count]
+        if len(firsts) == 1 or not 1 < count <= HOST_RANKS:
+            return None
+        if len(set(firsts)) < len(firsts) or [h for h in firsts for _ in range(count)] != hosts:
+            return None
+        return [ranks[i : i + count] for i in range(0, len(ranks), count)]
 
     @cached_property
     def _ranks(self) -> dict[int, tuple[int, ...]]:

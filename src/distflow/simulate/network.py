@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from distflow.config.model_shape import Floats
 from distflow.data.balance import Ints
+from distflow.plan.topology import Topology
 from distflow.simulate.hardware import Hardware, Link
 
 Bools = NDArray[np.bool_]
@@ -21,6 +22,7 @@ class Network:
     def __init__(self, hardware: Hardware, hosts: Ints) -> None:
         n = len(hosts)
         self.hardware, self.hosts = hardware, hosts
+        self._topology = Topology(tuple(hosts.tolist()))
         self.sent, self.received = np.zeros(n), np.zeros(n)  # bytes over the network
         self.sent_locally = np.zeros(n)  # bytes to workers of the same host
         self.messages, self.cpu_s = np.zeros(n), np.zeros(n)
@@ -93,6 +95,17 @@ class Network:
             blocks = min(1 << k, n - (1 << k))
             now = self.exchange(ranks, np.roll(ranks, 1 << k), np.full(n, size * blocks), now)
         return now
+
+    def all_gather_by_host(self, ranks: Ints, size: float, start: Floats) -> Floats:
+        """The same with one rank of each host in these rounds, which speaks for and to the others there."""
+        hosts = self._topology.by_host(ranks.tolist())
+        if hosts is None:
+            return self.all_gather(ranks, size, start)
+        table = np.array(hosts)
+        first, others = np.repeat(table[:, 0], table.shape[1] - 1), table[:, 1:].ravel()
+        now = self.exchange(others, first, np.full(len(others), size), start)
+        now = self.all_gather(table[:, 0], size * table.shape[1], now)
+        return self.exchange(first, others, np.full(len(others), size * len(ranks)), now)
 
     def all_reduce(self, ranks: Ints, size: float, start: Floats) -> Floats:
         """A binomial tree to the first rank and back: the parent of place p is p without its lowest set bit."""

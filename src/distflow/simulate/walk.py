@@ -106,7 +106,7 @@ class _Walk:
         elif task.dst.id not in self.cell:
             self.cell[task.dst.id] = contiguous(task.dst, plan.samples, plan.repeat)
         flows = traffic(task, old, self.cell[task.dst.id], size, plan.workers)
-        now = self.network.all_gather(ranks, header_bytes(task, plan.samples, plan.repeat), start)
+        now = self.network.all_gather_by_host(ranks, header_bytes(task, plan.samples, plan.repeat), start)
         routing = plan.samples * self.hardware.cpu.sample_s
         now = now.copy()
         now[ranks] += routing + flows.kept[ranks] / self.hardware.cpu.pack_rate
