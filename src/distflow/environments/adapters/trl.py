@@ -5,20 +5,13 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from distflow.environments.adapters.tools import Counts, Tool, call_tools, function_tool, json_schemas
-from distflow.environments.child import ChildSession, Result, check_reward
+from distflow.environments.child import ChildSession, EnvironmentFault, Result, check_reward
 from distflow.environments.loaded import Loaded
 from distflow.environments.reward_functions import as_messages
 from distflow.environments.spec import Description, EnvironmentSetupError
 from distflow.errors import shown, suggest
 
 _NO_TOOLS = ("reset", "get_reward")
-
-
-def matches(target: Any) -> bool:
-    """Whether it is a class or an object with `reset`, or a dict of factories."""
-    if isinstance(target, Mapping):
-        return bool(target) and all(callable(v) for v in target.values())
-    return callable(getattr(target, "reset", None))
 
 
 def describe(environment: Loaded) -> Description:
@@ -45,7 +38,7 @@ def drive(environment: Loaded, start: Mapping[str, Any], session: ChildSession) 
         factories = _factories(environment.target)
         choice = "" if "" in factories else str(row.get("environment"))
         if choice not in factories:
-            raise EnvironmentSetupError(f"has no environment '{choice}'{suggest(choice, factories)}")
+            raise EnvironmentFault(f"has no environment '{choice}'{suggest(choice, factories)}")
         env = factories[choice](**environment.spec.args)
         tools |= {m.__name__: m for m in _methods(env)}
         given = {k: v for k, v in row.items() if not (choice and k == "environment")}
