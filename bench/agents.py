@@ -2,7 +2,7 @@
 
     python bench/agents.py [--rounds 3] [--conversations 64] [--turns 16] [--trl-turns 4] [--peers DIR]
 
-The model (4M parameters, see talker.py) says some words and calls a tool in every turn; the tool takes 50 ms in the
+The model (0.4M parameters, see talker.py) says some words and calls a tool in every turn; the tool takes 50 ms in the
 middle and 1 s one time in twenty (peers/slow_environment.py). All conversations of a round begin at once; a round ends
 with the last of them. Latencies are the same for all drivers in the same round.
   ours      the loop of a worker: children, sessions, the built-in engine

@@ -12,10 +12,12 @@ import torch
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 from transformers.utils import logging
 
-from assets import SHAPE
+import assets
 from distflow.engine.model.tokenizer import train_tokenizer
 
-WORDS = 12  # before a call, on average: their number is geometric
+# As the models of examples/: larger ones are busy with reading histories again, whoever drives them.
+SHAPE = assets.SHAPE | {"hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 2}
+WORDS = 8  # before a call, on average: their number is geometric
 _CALL = ["<tool_call>", '\n{"name": "look", "arguments": {"at": ', "3", "}}\n", "</tool_call>", "<|im_end|>"]
 _WORD, _SURE = " hm", 40.0
 _TEMPLATE = """{%- if tools %}<|im_start|>system
