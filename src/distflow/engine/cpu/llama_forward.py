@@ -18,6 +18,7 @@ from distflow.engine.model.llama_family import attention_params, has_hooks, is_r
 
 Floats = NDArray[np.float32]
 _NONE = np.zeros(0, np.float32)
+_MIN_ROWS = 8
 
 
 class CpuLlamaForward:
@@ -73,10 +74,12 @@ class CpuLlamaForward:
         return self.body.embed_tokens(tokens).numpy()  # type: ignore[no-any-return]
 
     def _logits(self, x: Floats) -> Tensor:
-        normed = np.empty_like(x)
+        # MKL multiplies a few rows in another way than many; with more, a row's logits do not depend on the others.
+        normed = np.zeros((max(len(x), _MIN_ROWS), x.shape[1]), np.float32)
         self.kernels.norm(x, *self.norm, normed)
         if self.panels is None:
-            return linear(torch.from_numpy(normed), self.head.weight, self.head.bias)
+            return linear(torch.from_numpy(normed), self.head.weight, self.head.bias)[: len(x)]
+        normed = normed[: len(x)]
         out = np.zeros((len(x), len(self.head.weight)), np.float32)
         self.kernels.add_linear(normed, (self.panels,), self.bias, out)
         return torch.from_numpy(out)
