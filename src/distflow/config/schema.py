@@ -123,6 +123,7 @@ class RolloutConfig(Section):
     verify_every: int = Field(10, ge=0)  # hand-overs; compares the engine's weights with the trained ones; 0: never
     staleness: int = Field(0, ge=0, le=64)  # steps that the weights of a rollout are behind
     chunk: int | None = Field(None, gt=0)  # prompts that leave the workers that generate together; default: all
+    partial: bool | Annotated[int, Field(gt=0)] = False  # prompts of later steps that may be begun; true: one batch
 
 
 class TrainerConfig(Section):

@@ -84,6 +84,7 @@ class Actor(_Trained):
     ) -> dict[str, Any]:
         """Generates responses to the field `prompt`: text or chat messages."""
         from distflow.engine.rollout.engine_load import EngineLoad
+        from distflow.engine.rollout.partial import carried_tokens
         from distflow.engine.rollout.responses import generate_responses, log_lengths
 
         policy, sampling = self.policy, self.policy.sampling
@@ -95,14 +96,17 @@ class Actor(_Trained):
             load = EngineLoad()
             version = policy.weight_version
             where = policy.engine, policy.text
-            rollout = generate_responses(*where, batch, sampling, seed, version, load.add, ctx.chunks)
+            rollout = generate_responses(*where, batch, sampling, seed, version, load.add, ctx.chunks, ctx.partial)
             details["left"] = load.points()
         policy.release_engine_memory()
         log_lengths(rollout, ctx.metrics, "val/" if held_out else "")
         if not held_out and len(batch):
             staleness = ctx.step - 1 - rollout["weight_version"].double().mean()
             ctx.metrics.log("rollout/staleness", float(staleness), len(batch))
-        ctx.metrics.log("perf/tokens", int(rollout["response_tokens"].lengths.sum()), reduce="sum")
+        tokens = int(rollout["response_tokens"].lengths.sum())
+        if ctx.partial and tokens:
+            ctx.metrics.log("rollout/carried_frac", carried_tokens(ctx.partial, batch) / tokens, tokens)
+        ctx.metrics.log("perf/tokens", tokens, reduce="sum")
         return rollout
 
     @node(type="inference", writes="old_logprobs")

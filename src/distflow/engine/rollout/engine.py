@@ -7,7 +7,7 @@ tensor-parallel ranks make the same calls in the same order.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -47,6 +47,7 @@ class Request:
     prompt: tuple[int, ...]  # token ids; requests with the same prompt are prefilled once
     params: SamplingParams
     seed: int
+    priority: int = 0  # of those that wait, requests with a lower one start first
     position: int = 0  # in the response, of the first token to generate; above 0 if `prompt` ends with its beginning
 
 
@@ -107,4 +108,20 @@ class RolloutEngine(Protocol):
 
     def release_memory(self, weights: bool) -> None:
         """Gives back the KV cache, and the weights if a hand-over fills them again before the next request."""
+        ...
+
+
+@runtime_checkable
+class Interruptible(Protocol):
+    """What `rollout.partial` needs of an engine: it can stop in the middle of responses."""
+
+    def add_request(self, request: Request) -> None: ...
+
+    def step(self) -> list[Completion]: ...
+
+    def interrupt(self) -> list[Completion]:
+        """Drops unfinished requests; returns what there is of their responses, which may be no token.
+
+        How far each has come depends on the requests and what was generated, never on time.
+        """
         ...
