@@ -189,7 +189,13 @@ def test_an_interrupted_run_continues_where_it_was(folder: Path, complete: Path,
 
 
 # Responses end at different times, and there are fewer slots than samples: some of the next step begin early.
-PARTIAL = {"chunk": 2, "partial": True, "stop": list(ascii_letters), "max_tokens": 24, "max_sequences": 3}
+PARTIAL: dict[str, Any] = {
+    "chunk": 2,
+    "partial": True,
+    "stop": list(ascii_letters),
+    "max_tokens": 24,
+    "max_sequences": 3,
+}
 
 
 @pytest.fixture(scope="module")

@@ -123,7 +123,14 @@ class RolloutConfig(Section):
     verify_every: int = Field(10, ge=0)  # hand-overs; compares the engine's weights with the trained ones; 0: never
     staleness: int = Field(0, ge=0, le=64)  # steps that the weights of a rollout are behind
     chunk: int | None = Field(None, gt=0)  # prompts that leave the workers that generate together; default: all
-    partial: bool | Annotated[int, Field(gt=0)] = False  # prompts of later steps that may be begun; true: one batch
+    partial: bool | int = False  # prompts of later steps that may be begun early; true: as many as a batch
+
+    @field_validator("partial", mode="before")
+    @classmethod
+    def _prompts_ahead(cls, value: Any) -> Any:
+        if not isinstance(value, bool) and not (isinstance(value, int) and value > 0):
+            raise ValueError("give a number of prompts above 0, or true for as many as a batch has")
+        return value
 
 
 class TrainerConfig(Section):
