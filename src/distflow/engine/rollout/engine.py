@@ -47,8 +47,8 @@ class Request:
     prompt: tuple[int, ...]  # token ids; requests with the same prompt are prefilled once
     params: SamplingParams
     seed: int
-    priority: int = 0  # of those that wait, requests with a lower one start first
     position: int = 0  # in the response, of the first token to generate; above 0 if `prompt` ends with its beginning
+    priority: int = 0  # of those that wait, requests with a lower one start first
 
 
 @dataclass(frozen=True)
