@@ -57,6 +57,16 @@ def test_the_standard_library_works(plain: Sandbox) -> None:
     assert result.stdout == "11 (5,)\n", result
 
 
+def test_descriptors_that_others_of_this_user_have_in_flight_do_not_matter(sandbox: Sandbox) -> None:
+    """As browsers and many sandboxes at once do: the kernel counts them by user, against the limit of a program."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        for _ in range(LIMITS.open_files + 64):
+            socket.send_fds(ours, [b"x"], [0])
+        program = "import os\ntry:\n    while True: os.dup(0)\nexcept OSError as e: print(e.errno)"
+        assert sandbox.run(program, limits=LIMITS).stdout == "24\n"
+
+
 def test_nothing_is_left_for_the_next_program(plain: Sandbox) -> None:
     assert plain.run("import builtins, os; builtins.x = 1; open('left', 'w').write('x'); os.chdir('/')").status == "ok"
     assert plain.run("import os; print(os.listdir('.'))\nprint(x)").stdout == "[]\n"
