@@ -8,6 +8,7 @@ import sys
 import tempfile
 import threading
 import time
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -98,7 +99,7 @@ def test_sleeping_for_ever(sandbox: Sandbox) -> None:
 
 def test_memory_bomb(sandbox: Sandbox) -> None:
     for program in ("x = []\nwhile True: x.append(bytearray(1 << 20))", "x = 'a' * (1 << 40)", "x = [0] * (1 << 40)"):
-        assert sandbox.run(program).status == "memory"
+        assert sandbox.run(program, limits=replace(LIMITS, cpu_s=30, wall_s=60)).status == "memory"
     assert "Cannot allocate memory" in sandbox.run("import mmap; mmap.mmap(-1, 1 << 40)").stderr
 
 
