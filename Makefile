@@ -36,6 +36,8 @@ bench: setup  ## each prints one JSON object as its last line
 	$(BIN)/python bench/fuzz.py
 	$(BIN)/python bench/page.py
 	$(BIN)/python bench/agents.py
+	$(BIN)/python bench/overlap.py
+	$(BIN)/python bench/staleness_curve.py
 
 setup: .venv/ready
 

@@ -1,7 +1,8 @@
-"""How much time it saves that ranks that generate run ahead (staleness 1), and that their samples leave in chunks.
+"""How much time it saves that ranks that generate run ahead, that samples leave in chunks, and partial rollouts.
 
-All stages sleep, so the cores do not decide; workers, plan, moves, hand-over and metrics are those of a run.
-`--svg FILE` draws what each worker did, before and after.
+All stages sleep, so the cores do not decide; workers, plan, moves, hand-over and metrics are those of a run. With a
+heavy tail (log-normal lengths, σ 1), all that follows generation but the update, such as scores, reference log-probs
+and values, takes 0.8 s, of the order of generation. `--svg FILE` draws what each worker did, before and after.
 """
 
 import argparse
@@ -13,12 +14,16 @@ from pathlib import Path
 from typing import Any
 from xml.sax.saxutils import escape
 
+import numpy as np
 import yaml
 
+from overlap_flow import slots_in_order
+
 HERE = Path(__file__).parent
-BATCH, STEPS, SKIPPED = 16, 10, 3  # steps; the first ones are not measured: workers start, pipelines fill
-EQUAL = {"token_s": 0.4, "slots": 16, "update_s": 0.4, "sigma": 0.0, "score_s": 0.0}
-TAILED = {"token_s": 0.2, "slots": 4, "update_s": 0.2, "sigma": 1.0, "score_s": 0.6}
+BATCH, N, CELLS, CHUNK = 32, 2, 2, 2  # prompts, samples of each, workers that generate, prompts of a chunk
+STEPS, SKIPPED = 12, 4  # the first steps are not measured: workers start, pipelines fill
+EQUAL = {"token_s": 0.4, "slots": 32, "update_s": 0.4, "sigma": 0.0, "score_s": 0.0}
+TAILED = {"token_s": 0.15, "slots": 16, "update_s": 0.2, "sigma": 1.0, "score_s": 0.8}
 COLORS = {"generate": "#2b66c4", "score": "#b56500", "update": "#1d7f46"}
 Stage = tuple[int, str, float, float]  # step, name, start, end
 
@@ -35,7 +40,7 @@ def run(folder: Path, name: str, times: dict[str, float], **rollout: Any) -> lis
             "actor": {"call": f"{HERE / 'overlap_flow.py'}:Actor", "args": actor},
             "judge": {
                 "call": f"{HERE / 'overlap_flow.py'}:Judge",
-                "args": {"score_s": times["score_s"], "samples": BATCH * 2},
+                "args": {"score_s": times["score_s"], "samples": BATCH * N},
             },
         },
         "placement": {
@@ -43,7 +48,7 @@ def run(folder: Path, name: str, times: dict[str, float], **rollout: Any) -> lis
             "default": {"ranks": "train"},
             "nodes": {"actor.generate": {"ranks": "rollout"}, "judge.score": {"ranks": "judge"}},
         },
-        "rollout": {"n": 2, **rollout},
+        "rollout": {"n": N, **rollout},
         "checkpoint": {"every": 0},
         "run_dir": str(folder / name),
     }
@@ -57,6 +62,21 @@ def run(folder: Path, name: str, times: dict[str, float], **rollout: Any) -> lis
 def step_s(stages: list[list[Stage]]) -> float:
     ends = {step: end for own in stages for step, name, _, end in own if name == "update"}
     return (ends[STEPS] - ends[SKIPPED]) / (STEPS - SKIPPED)
+
+
+def streaming_bound(times: dict[str, float]) -> float:
+    """Returns the most that chunks can gain: all but the last of them are scored while others are generated."""
+    lengths = np.exp(times["sigma"] * normals() - times["sigma"] ** 2 / 2) * times["token_s"]
+    shares = lengths.reshape(STEPS - SKIPPED, CELLS, -1)
+    generate = np.mean([max(slots_in_order(c, int(times["slots"]))[1].max() for c in step) for step in shares])
+    score, update = times["score_s"], times["update_s"]
+    return float((generate + score + update) / (max(generate + score * CHUNK / BATCH, score) + update))
+
+
+def normals() -> Any:
+    """Returns the noise of the lengths of all samples of the measured steps."""
+    ids = range(SKIPPED * BATCH * N, STEPS * BATCH * N)
+    return np.array([np.random.default_rng(i).standard_normal() for i in ids])
 
 
 def bubble(stages: list[list[Stage]], names: tuple[str, ...]) -> float:
@@ -109,17 +129,22 @@ def main() -> None:
             "equal stages, staleness 0": run(folder, "d0", EQUAL),
             "equal stages, staleness 1": run(folder, "d1", EQUAL, staleness=1),
             "heavy tail, staleness 0": run(folder, "tail", TAILED),
-            "heavy tail, in chunks of 2 prompts": run(folder, "chunks", TAILED, chunk=2),
+            f"heavy tail, in chunks of {CHUNK} prompts": run(folder, "chunks", TAILED, chunk=CHUNK),
+            "heavy tail, staleness 1": run(folder, "tail1", TAILED, staleness=1),
+            "heavy tail, staleness 1, partial rollouts": run(folder, "partial", TAILED, staleness=1, partial=True),
         }
     times = {case: step_s(stages) for case, stages in cases.items()}
     for case, seconds in times.items():
         print(f"{case}: {seconds:.3f} s a step")
-    d0, d1, tail, chunks = times.values()
+    d0, d1, tail, chunks, tail_d1, partial = times.values()
     if args.svg:
         args.svg.write_text(svg(cases))
     result = {
         "speedup_d1": round(d0 / d1, 3),
         "speedup_streaming": round(tail / chunks, 3),
+        "speedup_streaming_bound": round(streaming_bound(TAILED), 3),
+        "speedup_partial": round(tail / partial, 3),
+        "speedup_partial_over_d1": round(tail_d1 / partial, 3),
         "bubble_frac": round(bubble(cases["equal stages, staleness 1"], ("generate", "update")), 4),
         "bubble_frac_before": round(bubble(cases["equal stages, staleness 0"], ("generate", "update")), 4),
         "step_s": {case: round(seconds, 4) for case, seconds in times.items()},

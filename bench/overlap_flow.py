@@ -23,6 +23,16 @@ def noted(ctx: Context, name: str) -> Iterator[None]:
         file.write(json.dumps([ctx.step, name, start, time.time()]) + "\n")
 
 
+def slots_in_order(work: Any, slots: int) -> tuple[Any, Any]:
+    """Returns when each piece of work starts and ends if the first slot that is free takes the next one."""
+    free, starts, ends = np.zeros(slots), np.zeros(len(work)), np.zeros(len(work))
+    for i, seconds in enumerate(work):
+        slot = free.argmin()
+        starts[i] = free[slot]
+        ends[i] = free[slot] = free[slot] + seconds
+    return starts, ends
+
+
 class Actor:
     """A response takes `token_s` × its length, log-normal with mean 1; `slots` are generated at once, in order.
 
@@ -46,20 +56,33 @@ class Actor:
 
     @node(type="inference", writes=("length",), hand_over=True)
     def generate(self, batch: Batch, ctx: Context) -> Any:
-        normal = np.array([np.random.default_rng(int(i)).standard_normal() for i in batch.ids])
-        lengths = np.exp(self.sigma * normal - self.sigma**2 / 2)
-        free, ends = np.zeros(self.slots), np.zeros(len(batch))
-        for i, length in enumerate(lengths):
-            slot = free.argmin()
-            ends[i] = free[slot] = free[slot] + self.token_s * length
+        lengths, partial = self.lengths(batch.ids), ctx.partial
+        begun = (
+            dict(zip(partial.begun.ids.tolist(), partial.begun["left"].tolist(), strict=True))
+            if (partial and partial.begun)
+            else {}
+        )
+        ids = np.concatenate([batch.ids, partial.ahead.ids]) if partial else batch.ids
+        work = np.array([begun.get(i, w) for i, w in zip(ids.tolist(), self.token_s * self.lengths(ids), strict=True)])
+        starts, ends = slots_in_order(work, self.slots)
         with noted(ctx, "generate"):
-            begun = time.monotonic()
+            begin = time.monotonic()
             parts = ctx.chunks.parts if ctx.chunks else [np.arange(len(batch))]
             for i in sorted(range(len(parts)), key=lambda i: ends[parts[i]].max()):
-                time.sleep(max(0.0, begun + ends[parts[i]].max() - time.monotonic()))
+                time.sleep(max(0.0, begin + ends[parts[i]].max() - time.monotonic()))
                 if ctx.chunks:
                     ctx.chunks.leave(i, {"length": torch.from_numpy(lengths[parts[i]])})
+        if partial:
+            own, over = len(batch), ends[: len(batch)].max()
+            left = work[own:] - np.clip(over - starts[own:], 0, work[own:])
+            kept = np.flatnonzero(starts[own:] < over)
+            ahead = partial.ahead
+            partial.carry(Batch(ahead.ids[kept], ahead.groups[kept], {"left": torch.from_numpy(left[kept])}))
         return torch.from_numpy(lengths)
+
+    def lengths(self, ids: Any) -> Any:
+        normal = np.array([np.random.default_rng(int(i)).standard_normal() for i in ids])
+        return np.exp(self.sigma * normal - self.sigma**2 / 2)
 
     @node(type="train", writes=())
     def update(self, batch: Batch, ctx: Context) -> None:

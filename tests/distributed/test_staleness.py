@@ -8,6 +8,7 @@ import threading
 import time
 from functools import partial
 from pathlib import Path
+from string import ascii_letters
 from typing import Any
 
 import pytest
@@ -185,6 +186,61 @@ def test_an_interrupted_run_continues_where_it_was(folder: Path, complete: Path,
     assert codes == [0, 0, 0]
     check_same(run_dir, complete, 0)
     assert trained(run_dir) == trained(complete)
+
+
+# Responses end at different times, and there are fewer slots than samples: some of the next step begin early.
+PARTIAL: dict[str, Any] = {
+    "chunk": 2,
+    "partial": True,
+    "stop": list(ascii_letters),
+    "max_tokens": 24,
+    "max_sequences": 3,
+}
+
+
+@pytest.fixture(scope="module")
+def partial_rollouts(folder: Path) -> Path:
+    return run(folder, "partial", **PARTIAL)[0]
+
+
+def loaded(run_dir: Path) -> list[tuple[int, int]]:
+    """Returns (epoch, row) of everything that was trained, sorted."""
+    return sorted((sample // (2 * ROWS), row) for (_, sample), (row, _) in trained(run_dir).items())
+
+
+def test_with_chunks_partial_rollouts_and_a_kill_every_sample_is_trained_once(
+    folder: Path, partial_rollouts: Path
+) -> None:
+    run(folder, "partial-killed", main=partial(interrupted, sign=signal.SIGKILL), **PARTIAL)
+    run_dir, _ = run(folder, "partial-killed", resume="newest", **PARTIAL)
+    check_same(run_dir, partial_rollouts, 0)
+    assert trained(run_dir) == trained(partial_rollouts)
+    for done in (run_dir, partial_rollouts):
+        assert sorted(trained(done)) == [(1 + i // (2 * BATCH), i) for i in range(STEPS * BATCH * 2)]
+        positions = [i // 2 for i in range(STEPS * BATCH * 2)]
+        assert [epoch for epoch, _ in loaded(done)] == [p // ROWS for p in positions]
+        assert [x for x in loaded(done) if x[0] == 0] == [(0, row) for row in range(ROWS) for _ in range(2)]
+    curve = [r["rollout/carried_frac"] for r in rows(partial_rollouts)[1:]]
+    assert curve[0] == 0
+    assert min(curve[1:]) > 0
+    staleness = [r["rollout/staleness"] for r in rows(partial_rollouts)[1:]]
+    assert all(2 < s <= 3 for s in staleness[3:])  # some samples have tokens of the weights of a step before
+
+
+def test_what_was_begun_early_survives_a_resume(folder: Path, partial_rollouts: Path) -> None:
+    cut(partial_rollouts, folder, "partial-resumed", 4)
+    shutil.rmtree(folder / "partial-resumed" / "trained")
+    resumed, _ = run(folder, "partial-resumed", resume="newest", **PARTIAL)
+    check_same(resumed, partial_rollouts, 0)
+    assert trained(resumed) == {k: v for k, v in trained(partial_rollouts).items() if k[0] > 4}
+
+
+@pytest.mark.slow
+def test_also_on_another_number_of_workers_every_sample_is_trained_once(folder: Path, partial_rollouts: Path) -> None:
+    cut(partial_rollouts, folder, "partial-on-fewer", 4)
+    fewer, _ = run(folder, "partial-on-fewer", rollout=1, resume="newest", **PARTIAL)
+    assert sorted(trained(fewer)) == sorted(trained(partial_rollouts))
+    assert loaded(fewer) == loaded(partial_rollouts)
 
 
 def d1(folder: Path, name: str) -> Path:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from distflow.cli import main
+from distflow.observe.spans import span_line
 from recorded import write_run
 
 
@@ -27,6 +28,20 @@ def test_a_trace_has_a_process_per_rank_and_every_span(tmp_path: Path) -> None:
     assert len(whole) == lines
     assert all(e["ts"] > 0 and e["dur"] >= 0 for e in whole)
     assert {e["cat"] for e in whole} == {"load", "weights", "call", "inference", "move", "train", "control", "step"}
+
+
+def test_spans_that_touch_do_not_overlap_in_a_trace(tmp_path: Path) -> None:
+    """Perfetto drops what overlaps something on its thread, and times are rounded to microseconds."""
+    run = write_run(tmp_path / "run", workers=1)
+    spans = [(100, 50, 1, "train", "update"), (101, 51, 1, "step", ""), (150, 51, 2, "train", "update")]
+    spans.append((150, 50, 2, "step", ""))
+    (run / "spans" / "0.jsonl").write_bytes(b"".join(span_line(*span, {}) for span in spans))
+    assert command("trace", str(run)) == 0
+    events = [e for e in json.loads((run / "trace.json").read_text())["traceEvents"] if e["ph"] == "X"]
+    for thread in {e["tid"] for e in events}:
+        first, second = (e for e in events if e["tid"] == thread)
+        assert first["ts"] + first["dur"] == second["ts"]
+        assert second["ts"] + second["dur"] == 150
 
 
 def test_runs_are_listed_with_state_score_and_how_to_go_on(

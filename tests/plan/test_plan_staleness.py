@@ -20,11 +20,19 @@ SPLIT = {"generate": Place("rollout"), "score": Place("train"), "update": Place(
 
 
 def planned(
-    *nodes: Node, staleness: int = 2, places: dict[str, Place] = SPLIT, chunk: int | None = None, prompts: int = 4
+    *nodes: Node,
+    staleness: int = 2,
+    places: dict[str, Place] = SPLIT,
+    chunk: int | None = None,
+    prompts: int = 4,
+    ahead: int = 0,
 ) -> Plan:
     rank_sets = {"rollout": "0-1", "train": "2-3"}
-    placement = Placement(4, rank_sets, nodes={k: v for k, v in places.items() if k in {n.id for n in nodes}})
-    return plan(Flow("loop", ("prompt",), nodes), placement, Workload(prompts), staleness=staleness, chunk=chunk)
+    placement = Placement(
+        4, rank_sets, nodes={k: v for k, v in places.items() if k in {n.id for n in nodes} | {"data"}}
+    )
+    flow, work = Flow("loop", ("prompt",), nodes), Workload(prompts)
+    return plan(flow, placement, work, staleness=staleness, chunk=chunk, prompts_ahead=ahead)
 
 
 def test_step_k_generates_with_the_weights_of_step_k_minus_d_and_never_with_older_ones_than_the_first() -> None:
@@ -94,3 +102,51 @@ def test_a_chunk_that_does_not_divide_is_refused() -> None:
             planned(GENERATE, SCORE, UPDATE, chunk=chunk, prompts=prompts)
     with pytest.raises(PlacementError, match=r"rollout\.chunk: 'generate' and 'update' share ranks"):
         planned(GENERATE, SCORE, UPDATE, places=SPLIT | {"update": Place()}, staleness=0, chunk=2)
+
+
+def test_prompts_of_later_steps_that_may_be_begun_are_in_the_plan_and_its_hash() -> None:
+    p = planned(GENERATE, SCORE, UPDATE, ahead=3)
+    assert p.prompts_ahead == p.to_json()["prompts_ahead"] == 3
+    assert p.hash != planned(GENERATE, SCORE, UPDATE).hash
+    console = Console(width=200, record=True)
+    console.print(render(p))
+    assert "while the responses of a step are generated, 3 prompts of later steps may begin" in console.export_text()
+
+
+@pytest.mark.parametrize(
+    ("nodes", "places", "staleness", "message"),
+    [
+        ((GENERATE, SCORE, UPDATE), SPLIT, 0, "tokens of older weights, and rollout.staleness is 0; make it 1 or more"),
+        ((GENERATE, SCORE, UPDATE), SPLIT | {"update": Place()}, 1, "'generate' and 'update' share ranks 0-1"),
+        ((GENERATE, SCORE), SPLIT, 1, "the flow 'loop' has no node that generates"),
+        (
+            (GENERATE, SCORE, UPDATE),
+            SPLIT | {"data": Place("train")},
+            1,
+            "'generate' runs on ranks 0-1, and its prompts are loaded on 2-3, so it cannot begin prompts of later",
+        ),
+        (
+            (
+                Node("rewrite", reads=("prompt",), writes=("question",)),
+                replace(GENERATE, reads=("question",)),
+                SCORE,
+                UPDATE,
+            ),
+            SPLIT | {"rewrite": Place("rollout")},
+            1,
+            "'generate' reads 'question', which 'rewrite' writes, so it cannot begin prompts of later steps",
+        ),
+        (
+            (GENERATE, replace(GENERATE, id="again", writes=("more",)), SCORE, UPDATE),
+            SPLIT | {"again": Place("rollout")},
+            1,
+            "'generate' and 'again' both generate; leave it out",
+        ),
+    ],
+)
+def test_where_responses_cannot_be_carried_on_it_is_refused(
+    nodes: Any, places: Any, staleness: int, message: str
+) -> None:
+    with pytest.raises(PlacementError, match=rf"^rollout\.partial: .*{message}"):
+        planned(*nodes, places=places, staleness=staleness, ahead=4)
+    planned(*nodes, places=places, staleness=0)

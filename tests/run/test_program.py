@@ -184,3 +184,36 @@ def test_expected_bytes_follow_from_the_model_and_the_longest_response(tmp_path:
     parameters = 300 * 64 + 2 * (4 * 64 * 64 + 3 * 64 * 256 + 2 * 64) + 64
     (task,) = (t for t in plan.tasks if isinstance(t, Weights))
     assert task.expected_bytes == 4 * parameters  # two ranks need a copy each and have a half of one each
+
+
+@pytest.mark.parametrize(
+    ("rollout", "message"),
+    [
+        ({"partial": True}, r"rollout\.partial: .* rollout\.staleness is 0; make it 1 or more"),
+        ({"partial": 4, "staleness": 1, "engine": "vllm"}, r"rollout\.partial: vLLM cannot be interrupted"),
+        ({"partial": 0, "staleness": 1}, r"rollout\.partial.* give a number of prompts above 0, or true"),
+        ({"partial": "some", "staleness": 1}, r"rollout\.partial.* give a number of prompts above 0"),
+        ({"staleness": 1, "chunk": 3}, r"rollout\.chunk: chunks of 3 do not divide the 4 prompts"),
+    ],
+)
+def test_rollouts_that_cannot_be_are_refused_before_anything_is_loaded(
+    tmp_path: Path, rollout: dict[str, Any], message: str
+) -> None:
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "a"}) + "\n")
+    (tmp_path / "reward.py").write_text("def score(solution_str): return 0.0\n")
+    config = {
+        "flow": "grpo",
+        "data": {"files": "rows.jsonl", "batch": 4},
+        "model": {"arch": "qwen2", "hidden": 64},
+        "reward": "reward.py:score",
+        "rollout": rollout,
+        "placement": {
+            "ranks": {"rollout": "0-1", "train": "2"},
+            "default": {"ranks": "train"},
+            "nodes": {"actor.generate": {"ranks": "rollout"}},
+        },
+    }
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(config))
+    with pytest.raises(DistflowError, match=message):
+        Program.load(path).plan(3)

@@ -123,6 +123,14 @@ class RolloutConfig(Section):
     verify_every: int = Field(10, ge=0)  # hand-overs; compares the engine's weights with the trained ones; 0: never
     staleness: int = Field(0, ge=0, le=64)  # steps that the weights of a rollout are behind
     chunk: int | None = Field(None, gt=0)  # prompts that leave the workers that generate together; default: all
+    partial: bool | int = False  # prompts of later steps that may be begun early; true: as many as a batch
+
+    @field_validator("partial", mode="before")
+    @classmethod
+    def _prompts_ahead(cls, value: Any) -> Any:
+        if not isinstance(value, bool) and not (isinstance(value, int) and value > 0):
+            raise ValueError("give a number of prompts above 0, or true for as many as a batch has")
+        return value
 
 
 class TrainerConfig(Section):
@@ -369,6 +377,8 @@ class Config(Section):
     def _one_or_several(self) -> "Config":
         if self.environment and self.environments:
             raise ValueError("give one of `environment` and `environments`")
+        if (self.environment or self.environments) and self.rollout.partial:
+            raise ValueError("rollout.partial: conversations are not carried on in later steps; set it to 0")
         if self.environments and not any(e.ratio for e in self.environments.values()):
             raise ValueError("environments: all have the ratio 0; give one of them a ratio above 0")
         return self

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from distflow.data.balance import Ints
-from distflow.data.batch import Column
+from distflow.data.batch import Batch, Column
 from distflow.plan.layout import Layout
 
 Reduce = Literal["mean", "sum", "max", "min"]
@@ -59,6 +59,24 @@ class Chunks(Protocol):
         ...
 
 
+class Partial(Protocol):
+    """Samples of later steps that a node that generates may begin, and those that it has begun."""
+
+    @property
+    def ahead(self) -> Batch:
+        """Samples of this worker's cell that come in later steps, with what the node reads of them."""
+        ...
+
+    @property
+    def begun(self) -> Batch | None:
+        """What `carry` was given in the step before: samples of this step or of later ones."""
+        ...
+
+    def carry(self, begun: Batch) -> None:
+        """Keeps what there is of some of the samples `ahead`, in columns of the node's own, for the next step."""
+        ...
+
+
 @dataclass(frozen=True)
 class Context:
     """The step, the worker, and the layout of the node that is called."""
@@ -74,6 +92,7 @@ class Context:
     record: Recording = NOT_RECORDED
     steps: int = 0  # of the whole run
     held_out: bool = False  # the node is part of an evaluation
+    partial: Partial | None = None  # for a node that may begin samples of later steps
     chunks: Chunks | None = None  # for a node whose samples may leave before all are done
 
     @property

@@ -29,6 +29,7 @@ from distflow.data.exchange import Deal, exchange
 from distflow.data.loader import Loader
 from distflow.errors import DataError, cut, suggest
 from distflow.flow.graph import SOURCE
+from distflow.plan.layout import contiguous_share
 from distflow.plan.tasks import Free, Load, Merge, Move, Partition, Plan, Refill, Run, Split
 from distflow.plan.topology import Topology
 
@@ -66,6 +67,7 @@ class Coordinator:
         self.position = 0  # of the next step's first prompt in the loader's stream, if the plan has a refill
         self._sampling: DynamicSampling | None = None  # while rounds of dynamic sampling are running
         self.sampled_prompts: SampledPrompts | None = None  # the prompts of the step, once they are chosen
+        self._loaded_ahead: dict[int, tuple[Ints, dict[str, list[Any]]]] = {}  # step → this cell's rows
         self._rounds: dict[str, list[tuple[Ints, dict[str, Column]]]] = {}  # partition → ids and columns of each round
 
     def load(self, step: int, task: Load) -> None:
@@ -76,11 +78,39 @@ class Coordinator:
         if self._sampling:
             ids, columns = self.loader.load_range(self._sampling.position, self._sampling.count, cell, layout.dp)
         else:
-            ids, columns = self.loader.load(step, cell, layout.dp)
-            self.loader.prefetch(step + 1, cell, layout.dp)
+            ids, columns = self._load(step, cell, layout.dp)
+            self._loaded_ahead.pop(step, None)
+            if step + 1 not in self._loaded_ahead:
+                self.loader.prefetch(step + 1, cell, layout.dp)
         self._state(step).slots[task.partition.id] = ids - self.groups(step)[0] * self.plan.repeat
         for f in task.fields:
             self.buffer.put(Key(step, task.partition.id, f), as_column(columns[f], len(ids), f"data column '{f}'"))
+
+    def _load(self, step: int, cell: int, cells: int) -> tuple[Ints, dict[str, list[Any]]]:
+        return self._loaded_ahead[step] if step in self._loaded_ahead else self.loader.load(step, cell, cells)
+
+    def ahead(self, step: int, task: Run, steps: int) -> Batch:
+        """Returns the first samples of this cell after those of a step: its share of the plan's prompts ahead.
+
+        `steps` of the run: there are no samples after the last one.
+        """
+        layout, repeat = task.partition.layout, self.plan.repeat
+        cell = layout.cell_of(self.rank)
+        assert cell is not None
+        first, last = contiguous_share(self.plan.prompts_ahead, layout.dp, cell)
+        ids: Ints = np.empty(0, np.int64)
+        columns: dict[str, list[Any]] = {f: [] for f in task.reads}
+        for later in range(step + 1, steps):
+            if len(ids) >= (last - first) * repeat:
+                break
+            more, rows = self._load(later, cell, layout.dp)
+            if not len(more):  # this cell has no prompts in any step
+                break
+            self._loaded_ahead[later] = more, rows
+            ids = np.concatenate([ids, more])
+            columns = {f: [*column, *rows[f]] for f, column in columns.items()}
+        ids = ids[: (last - first) * repeat]
+        return Batch(ids, ids // repeat, {f: copy_objects(column[: len(ids)]) for f, column in columns.items()})
 
     def move(self, step: int, task: Move) -> Communication[None]:
         """Moves fields from one partition to another."""

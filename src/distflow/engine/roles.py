@@ -85,6 +85,7 @@ class Actor(_Trained):
     ) -> dict[str, Any]:
         """Generates responses to the field `prompt`: text or chat messages."""
         from distflow.engine.rollout.engine_load import EngineLoad
+        from distflow.engine.rollout.partial import carried_tokens
         from distflow.engine.rollout.responses import generate_responses
 
         policy, sampling, seed = self.policy, self._sampling(temperature), eval_seed(ctx.seed) if held_out else ctx.seed
@@ -93,17 +94,20 @@ class Actor(_Trained):
             load = EngineLoad()
             version = policy.weight_version
             where = policy.engine, policy.text
-            rollout = generate_responses(*where, batch, sampling, seed, version, load.add, ctx.chunks)
+            rollout = generate_responses(*where, batch, sampling, seed, version, load.add, ctx.chunks, ctx.partial)
             details["left"] = load.points()
         policy.release_engine_memory()
-        self._log_rollout(rollout, ctx, held_out)
+        tokens = self._log_rollout(rollout, ctx, held_out)
+        if ctx.partial and tokens:
+            ctx.metrics.log("rollout/carried_frac", carried_tokens(ctx.partial, batch) / tokens, tokens)
         return rollout
 
     def _sampling(self, temperature: float | None) -> "SamplingParams":
         sampling = self.policy.sampling
         return sampling if temperature is None else replace(sampling, temperature=temperature)
 
-    def _log_rollout(self, rollout: Mapping[str, Any], ctx: "Context", held_out: bool) -> None:
+    def _log_rollout(self, rollout: Mapping[str, Any], ctx: "Context", held_out: bool) -> int:
+        """Logs lengths and staleness; returns how many tokens were sampled."""
         from distflow.engine.rollout.responses import log_lengths
 
         count = len(rollout["weight_version"])
@@ -112,6 +116,7 @@ class Actor(_Trained):
             staleness = ctx.step - 1 - rollout["weight_version"].double().mean()
             ctx.metrics.log("rollout/staleness", float(staleness), count)
         ctx.metrics.log("perf/tokens", tokens, reduce="sum")
+        return tokens
 
     @node(type="inference", writes="old_logprobs")
     def logprobs(self, batch: "Batch") -> "Ragged":

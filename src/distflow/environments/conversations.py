@@ -133,7 +133,7 @@ class Conversations:
         conversation = self._of_request.pop(completion.request_id, None)
         if conversation is None:
             return
-        check_version([completion], self.version)
+        check_version(completion, self.version)
         _, reply = conversation.requests.pop(completion.request_id)
         reply(completion)
 

@@ -41,6 +41,7 @@ SENTENCES = {
     "above 0.01 they disagree and training may collapse.",
     "rollout/mismatch_max": "Largest difference between the two log-probs of one token.",
     "rollout/staleness": "How many updates old the weights are that generated the samples; 0 is on-policy.",
+    "rollout/carried_frac": "Fraction of the response tokens that earlier steps have generated, with older weights.",
     "rollout/*": "A quantity of the generation.",
     "sampling/rounds": "Rounds of dynamic sampling that filled the step; if it rises, most groups have no signal.",
     "sampling/discarded": "Groups that dynamic sampling has dropped.",

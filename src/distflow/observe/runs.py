@@ -62,7 +62,7 @@ def resume(run: RunFolder, state: str) -> str:
     newest = max(
         (int(n) for p in (run.path / "checkpoints").glob("step_*") if (n := p.name[5:]).isdigit()), default=None
     )
-    if state in ("running", "finished"):
+    if state in ("running", "finished", "simulated"):
         return ""
     command = run.read_json("run.json").get("command")
     if newest is None:

@@ -6,14 +6,14 @@ ranks is at the same place in all their chains, which is why no exchange can dea
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 from distflow.flow.graph import SOURCE, Flow, Node
 from distflow.plan.chunks import in_chunks
 from distflow.plan.layout import Layout, contiguous_share
 from distflow.plan.placement import Placement
-from distflow.plan.staleness import check_apart
+from distflow.plan.staleness import check_apart, check_partial
 from distflow.plan.tasks import Free, Load, Merge, Move, Partition, Plan, Refill, Run, Task, Weights
 
 
@@ -41,18 +41,22 @@ def plan(
     model_ranks: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
     staleness: int = 0,
     chunk: int | None = None,
+    prompts_ahead: int = 0,
 ) -> Plan:
     """Plans a step. `model_ranks`: role → ranks that hold its model although no node of this flow runs there.
 
     With `staleness` d, the weights that a step generates with are those of d steps before. With `chunk`, samples leave
-    the ranks that generate in parts of so many prompts.
+    the ranks that generate in parts of so many prompts. With `prompts_ahead`, these may begin as many of later steps.
     """
     placement.check(flow)
+    if prompts_ahead:
+        check_partial(flow, placement, staleness)
     if staleness:
         check_apart(flow, placement, "rollout.staleness")
     if chunk:
         check_apart(flow, placement, "rollout.chunk")
-    return _Planner(flow, placement, workload, model_ranks, staleness, chunk).plan()
+    result = _Planner(flow, placement, workload, model_ranks, staleness, chunk).plan()
+    return replace(result, prompts_ahead=prompts_ahead)
 
 
 class _Planner:

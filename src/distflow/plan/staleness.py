@@ -7,7 +7,7 @@ steps, then of tasks, whatever the delay: each rank does its part of it in that 
 """
 
 from distflow.errors import PlacementError
-from distflow.flow.graph import Flow, Node
+from distflow.flow.graph import SOURCE, Flow, Node
 from distflow.plan.layout import format_ranks
 from distflow.plan.placement import Placement
 
@@ -43,6 +43,31 @@ def check_apart(flow: Flow, placement: Placement, key: str) -> None:
                     " run ahead of the other; place them on rank sets that do not overlap, such as"
                     f" placement.nodes.{n.id}: {{ranks: rollout}}, or leave it out"
                 )
+
+
+def check_partial(flow: Flow, placement: Placement, staleness: int) -> None:
+    """Raises unless responses may be begun in one step and carried on in the next."""
+    key = "rollout.partial"
+    if not staleness:
+        raise PlacementError(
+            f"{key}: responses that are carried on have tokens of older weights, and rollout.staleness is 0; make it"
+            " 1 or more, or leave out partial"
+        )
+    check_apart(flow, placement, key)
+    generates = [n for n in flow.nodes if n.hand_over]
+    loader = placement.source_layout(flow)
+    if len(generates) > 1:
+        raise PlacementError(f"{key}: '{generates[0].id}' and '{generates[1].id}' both generate; leave it out")
+    n = generates[0]
+    written = [f for f in n.reads if flow.writer[f] != SOURCE]
+    if written or placement.layout(n.id, n.role) != loader:
+        why = (
+            f"reads '{written[0]}', which '{flow.writer[written[0]]}' writes"
+            if written
+            else f"runs on ranks {format_ranks(placement.layout(n.id, n.role).ranks)}, and its prompts are loaded on"
+            f" {format_ranks(loader.ranks)}"
+        )
+        raise PlacementError(f"{key}: '{n.id}' {why}, so it cannot begin prompts of later steps; leave it out")
 
 
 def _is_trained(flow: Flow, role: str) -> bool:

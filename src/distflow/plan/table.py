@@ -74,6 +74,9 @@ def headline(plan: Plan) -> tuple[str, ...]:
     )
     rank_sets = " · ".join(f"{clean(name)} {ranks_text(ranks)}" for name, ranks in plan.rank_sets.items())
     ahead = [staleness_text(plan)] if plan.staleness else []
+    if plan.prompts_ahead:
+        count = _count(plan.prompts_ahead, "prompt")
+        ahead.append(f"partial rollouts: while the responses of a step are generated, {count} of later steps may begin")
     if plan.chunks > 1:
         by_chunk = dict.fromkeys(t.node for t in plan.tasks if isinstance(t, Run) and t.partition.chunk)
         ahead.append(f"{plan.chunks} chunks per step: {names(by_chunk)} run chunk by chunk, while others are generated")

@@ -232,6 +232,7 @@ class Plan:
     partitions: tuple[Partition, ...]
     home: Mapping[str, str]  # node → partition
     tasks: tuple[Task, ...]
+    prompts_ahead: int = 0  # of later steps, that may be begun while those of a step are generated
 
     @cached_property
     def staleness(self) -> int:
@@ -294,6 +295,7 @@ class Plan:
             "samples": self.samples,
             "samples_per_prompt": self.repeat,
             "staleness": self.staleness,
+            "prompts_ahead": self.prompts_ahead,
             "rank_sets": {name: format_ranks(ranks) for name, ranks in self.rank_sets.items()},
             "partitions": [
                 {

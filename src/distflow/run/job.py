@@ -120,7 +120,7 @@ class Job:
         if self.steps > self.first:
             self.checkpoints.finish(self.steps)
         self.metrics.wait()
-        self.network.barrier()
+        self.network.leave_together()
 
     def close(self) -> None:
         self.metrics.close()

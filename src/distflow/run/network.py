@@ -126,8 +126,14 @@ class Network:
         """Returns the reduction of all ranks' data, in host memory. All ranks call it at the same point."""
         return self.transport.run(all_reduce(self.rendezvous.rank, self.all_ranks, data, op))
 
-    def barrier(self) -> None:
-        self.transport.run(barrier(self.rendezvous.rank, self.all_ranks))
+    def leave_together(self) -> None:
+        """Returns once no worker needs the store any more, which may be gone with the first one that leaves.
+
+        In the first barrier workers may have to look up where others listen. Who comes to the second has done so, and
+        all come to it before one leaves.
+        """
+        for _ in range(2):
+            self.transport.run(barrier(self.rendezvous.rank, self.all_ranks))
 
     def close(self) -> None:
         for transport in self._transports():

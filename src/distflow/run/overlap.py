@@ -1,9 +1,10 @@
 """Lets ranks that generate run ahead: all communication of a worker in a thread of its own, while its chain computes.
 
-The thread does what the chain does together with other ranks, in the order that all ranks share: steps, then tasks.
-What the chain sends it leaves to the thread and goes on; what it receives it waits for. A step needs nothing but what
-comes before in that order, so nobody waits in a circle; and whoever generates waits for weights, so nobody is further
-ahead than the plan's staleness. That also bounds what lies here: as many steps of samples, and copies of weights.
+The thread does what the chain does together with other ranks, in an order that all ranks share: steps, then tasks, but
+the weights of a step as soon as those that generate with them have sent what they have made in the step before. What
+the chain sends it leaves to the thread and goes on; what it receives it waits for. A step needs nothing but what comes
+before in that order, so nobody waits in a circle; and whoever generates waits for weights, so nobody is further ahead
+than the plan's staleness. That also bounds what lies here: as many steps of samples, and copies of weights.
 """
 
 from collections import Counter
@@ -16,6 +17,7 @@ import torch
 from distflow.data.collectives import Communication, all_reduce
 from distflow.data.coordinator import Coordinator
 from distflow.observe.metrics import MetricsReducer, StepMetrics
+from distflow.plan.early_weights import weights_after
 from distflow.plan.tasks import Move, Partition, Split, Task, Weights, chunk_of
 from distflow.run.evaluation import Evaluation
 from distflow.run.link import Link
@@ -48,6 +50,10 @@ class Overlap(Link):
         self.sent = Counter() if sent is None else sent
         self.all_ranks = tuple(range(worker.plan.workers))
         self.mail = Mailbox()
+        tasks, rank = weights_after(worker.plan), worker.rank
+        # Tasks of the chain after which the next step begins for the thread, None: after all.
+        self._early = None if tasks is None else sum(rank in t.ranks for t in worker.plan.tasks[:tasks])
+        self._stop_step: int | None = None  # after which no chain goes on, as some worker was asked to stop
         self._complete: Counter[int] = Counter()  # batch of the data → its chunks that are complete here
         self._left: set[tuple[int, int, str]] = set()  # moves of chunks that were sent before the chain came to them
         for each in (worker, *([evaluation.worker] if evaluation else [])):
@@ -136,27 +142,48 @@ class Overlap(Link):
     # What the thread does.
 
     def _communicate(self, first: int, last: int) -> Communication[None]:
-        """Goes through all steps in the order of `Worker.steps`."""
+        """Goes through all steps in the order of `Worker.steps`, but for where a step begins."""
         for step in range(first + 1, last + self.versions.delay + 2):
-            ended = step - self.versions.delay - 1
-            if ended > first:
-                if self.evaluation and self.evaluation.due(ended):
-                    yield from self._tasks(self.evaluation.worker, ended, ended)
-                metrics, vote = self.mail.take((ended, "metrics"))  # the chains are done with the step
-                if self.evaluation:
-                    self.evaluation.worker.data.end_step(ended)
-                metrics.traffic(self.worker.data.end_step(ended - 1))
-                self.mail.put((ended, "vote"), (yield from self.reducer.reduce(ended, metrics, vote)))
-                self.sent.clear()  # of no task
+            if not self._begins_early(step):
+                yield from self._begin(step)
             if step <= last:
                 yield from self._tasks(self.worker, step - 1, step)
 
+    def _begins_early(self, step: int) -> bool:
+        """Whether a step begins before the one before it is over. Not after an evaluation, which follows that."""
+        due = self.evaluation is not None and self.evaluation.due(step - self.versions.delay - 1)
+        return self._early is not None and self.first + 1 < step <= self.last + 1 and not due
+
+    def _begin(self, step: int) -> Communication[None]:
+        """Ends the step whose weights a step generates with, and hands them over."""
+        ended = step - self.versions.delay - 1
+        if ended > self.first:
+            if self.evaluation and self.evaluation.due(ended):
+                yield from self._tasks(self.evaluation.worker, ended, ended)
+            metrics, vote = self.mail.take((ended, "metrics"))  # the chains are done with the step
+            if self.evaluation:
+                self.evaluation.worker.data.end_step(ended)
+            metrics.traffic(self.worker.data.end_step(ended - 1))
+            stop = yield from self.reducer.reduce(ended, metrics, vote)
+            if stop and self._stop_step is None:
+                self._stop_step = ended + self.versions.delay  # as `Job` does
+            self.mail.put((ended, "vote"), stop)
+            self.sent.clear()  # of no task
+        if self._early is not None and step <= self.last and ended != self._stop_step:
+            for task in (t for t in self.worker.chain if isinstance(t, Weights)):
+                yield from self._task(self.worker, step - 1, step, task)
+
     def _tasks(self, worker: Worker, index: int, step: int) -> Communication[None]:
-        for task in worker.chain:
-            if chunk_of(task) is None:
+        early = self._early if worker is self.worker else None
+        for place, task in enumerate(worker.chain):
+            if place == early and self._begins_early(step + 1):
+                yield from self._begin(step + 1)
+            if chunk_of(task) is None and not (early is not None and isinstance(task, Weights)):
                 yield from self._task(worker, index, step, task)
             if isinstance(task, Split):
                 yield from self._chunks(worker, index, step, task)
+        if early == len(worker.chain) and self._begins_early(step + 1):
+            yield from self._begin(step + 1)
 
     def _chunks(self, worker: Worker, index: int, step: int, split: Split) -> Communication[None]:
         """Does the tasks of all chunks, in an order on which its ranks agree: as they become complete.

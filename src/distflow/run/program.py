@@ -160,7 +160,12 @@ class Program:
         workload = Workload(config.data.batch, self.repeat, self._field_bytes(), self._weight_bytes())
         placement, rollout = self._placement(workers), config.rollout
         chunk = rollout.chunk if chunks else None
-        result = plan(self.flow, placement, workload, staleness=rollout.staleness, chunk=chunk)
+        ahead = config.data.batch if rollout.partial is True else int(rollout.partial)
+        if ahead and rollout.engine == "vllm":
+            raise ConfigError(
+                "rollout.partial: vLLM cannot be interrupted; use `engine: builtin`, or leave partial out"
+            )
+        result = plan(self.flow, placement, workload, staleness=rollout.staleness, chunk=chunk, prompts_ahead=ahead)
         for node in (n for n in result.flow.nodes if n.type == "train" and n.method):
             check = getattr(self.implementation(node.role), "check_training", None)
             if check is not None:

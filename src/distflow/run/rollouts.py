@@ -17,15 +17,17 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from distflow.data.balance import Ints
-from distflow.data.batch import NO_SAMPLES, Column, Ragged, concat, select
+from distflow.data.batch import NO_SAMPLES, Batch, Column, Ragged, concat, select
+from distflow.data.routes import contiguous_cells
 from distflow.errors import CheckpointError
 from distflow.flow.graph import Node
 from distflow.observe.metrics import StepMetrics
-from distflow.plan.layout import Layout
+from distflow.plan.layout import Layout, contiguous_share
 from distflow.plan.tasks import Plan
 from distflow.run.tensor_index import file_name
 
 ROLLOUTS = "rollouts-ahead"  # a folder of a checkpoint, beside those of roles, which cannot have such a name
+CARRIED = "carried on/"  # beside the ids of nodes, which cannot have such a name
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,17 @@ class Rollout:
     metrics: StepMetrics
 
 
+class PartialRollouts:
+    """What a node that generates may begin in a step, has begun before, and carries on to the next."""
+
+    def __init__(self, ahead: Batch, begun: Batch | None) -> None:
+        self.ahead, self.begun = ahead, begun
+        self.carried: Batch | None = None
+
+    def carry(self, begun: Batch) -> None:
+        self.carried = begun
+
+
 class Rollouts:
     """The rollouts of one worker, by step and node."""
 
@@ -45,6 +58,8 @@ class Rollouts:
         layouts = [plan.partition_of(n.id).layout for n in plan.flow.nodes if n.hand_over and self.delay]
         self.writers = tuple(sorted({cell[0] for layout in layouts for cell in layout.cells}))
         self._kept: dict[tuple[int, str], Rollout] = {}
+        self._carried: tuple[int, Batch | None] = -1, None  # the step that was generated last, what is carried on
+        self._prompts, self._repeat = plan.samples // plan.repeat, plan.repeat
         self._folder: Path | None = None
         self._places = 0  # files in the folder
 
@@ -53,16 +68,33 @@ class Rollouts:
         self._kept = {key: kept for key, kept in self._kept.items() if key[0] > step - self.delay}
         self._kept[step, node.id] = rollout
 
+    def carry(self, step: int, begun: Batch | None) -> None:
+        """Keeps what is carried on to the step after `step`."""
+        self._carried = step, begun
+
+    def begun(self, step: int, layout: Layout, rank: int) -> Batch | None:
+        """Returns what was begun before `step`: here, or, if it is the first that is generated, by the run before."""
+        before, begun = self._carried
+        if before == step - 1:
+            return begun
+        if self._folder is None:
+            return None
+        try:
+            return self._read_carried(self._folder, f"{step - 1}/{CARRIED}", layout, layout.cell_of(rank) or 0)
+        except (SafetensorError, OSError, ValueError, LookupError, TypeError) as e:
+            raise CheckpointError(f"{self._folder}: cannot be read ({e}); use another checkpoint") from e
+
     def tensors(self, step: int) -> dict[str, Tensor]:
         """Returns the rollouts of the steps after `step`, as a checkpoint keeps them."""
         tensors: dict[str, Tensor] = {}
+        before, begun = self._carried
+        if begun is not None and before > step:
+            tensors |= _batch_tensors(f"{before}/{CARRIED}", begun)
         for (after, node), rollout in self._kept.items():
             if after > step:
                 prefix = f"{after}/{node}/"
-                tensors[f"{prefix}ids"] = torch.from_numpy(rollout.ids).clone()
                 tensors[f"{prefix}metrics"] = _encode([[*k, *v] for k, v in rollout.metrics.totals.items()])
-                for field, column in rollout.columns.items():
-                    tensors |= {f"{prefix}{name}": t for name, t in _to_tensors(field, column).items()}
+                tensors |= _batch_tensors(prefix, rollout)
         return tensors
 
     @property
@@ -82,6 +114,25 @@ class Rollouts:
             return self._read(self._folder, f"{step}/{node.id}/", layout, layout.cell_of(rank) or 0, ids, node.writes)
         except (SafetensorError, OSError, ValueError, LookupError, TypeError) as e:
             raise CheckpointError(f"{self._folder}: cannot be read ({e}); use another checkpoint") from e
+
+    def _read_carried(self, folder: Path, prefix: str, layout: Layout, cell: int) -> Batch | None:
+        """Returns what is carried on in the files of the cells whose prompts may be this cell's now."""
+        first, last = contiguous_share(self._prompts, layout.dp, cell)
+        parts = []
+        for place in np.unique(contiguous_cells(self._prompts, self._places)[first:last]).tolist():
+            with safe_open(folder / file_name(place), "pt") as file:
+                names = [n for n in file.keys() if n.startswith(prefix)]  # noqa: SIM118 (it is no dict)
+                if names:
+                    tensors = {n.removeprefix(prefix): file.get_tensor(n) for n in names}
+                    parts.append((tensors.pop("ids").numpy(), _to_columns(tensors)))
+        parts = [(ids, columns) for ids, columns in parts if len(ids)]
+        if not parts:
+            return None
+        ids = np.concatenate([ids for ids, _ in parts])
+        order = np.argsort(ids)
+        fields = parts[0][1]
+        joined = {f: select(concat([columns[f] for _, columns in parts]), order) for f in fields}
+        return Batch(ids[order], ids[order] // self._repeat, joined)
 
     def _read(
         self, folder: Path, prefix: str, layout: Layout, cell: int, ids: Ints, writes: Iterable[str]
@@ -113,6 +164,13 @@ class Rollouts:
         order = np.argsort(every)[np.searchsorted(np.sort(every), ids)]
         fields = found[0][1]
         return Rollout(ids, {f: select(concat([columns[f] for _, columns in found]), order) for f in fields}, metrics)
+
+
+def _batch_tensors(prefix: str, batch: Batch | Rollout) -> dict[str, Tensor]:
+    tensors = {f"{prefix}ids": torch.from_numpy(batch.ids).clone()}
+    for field, column in batch.columns.items():
+        tensors |= {f"{prefix}{name}": t for name, t in _to_tensors(field, column).items()}
+    return tensors
 
 
 def _to_tensors(field: str, column: Column) -> dict[str, Tensor]:

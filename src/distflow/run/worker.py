@@ -26,7 +26,7 @@ from distflow.plan.layout import format_ranks
 from distflow.plan.tasks import Free, Load, Merge, Move, Plan, Refill, Run, Split, Task, Weights, chunk_of
 from distflow.run.leaving import Leaving
 from distflow.run.link import Link
-from distflow.run.rollouts import Rollout, Rollouts
+from distflow.run.rollouts import PartialRollouts, Rollout, Rollouts
 from distflow.run.weight_versions import WeightVersions
 
 logger = logging.getLogger(__name__)
@@ -186,7 +186,7 @@ class Worker:
             context = replace(context, chunks=leaving)
         try:
             if self.rollouts and node.hand_over:
-                result = self._generate(context, node, batch, metrics)
+                result = self._generate(context, node, index, task, batch, metrics)
             else:
                 result = fn(batch, context)
             _check_unchanged(node, batch, versions)
@@ -202,14 +202,23 @@ class Worker:
             raise NodeError(f"{where}: {message}") from e
         return {"samples": len(batch), **({"tokens": int(batch[TOKENS].lengths.sum())} if TOKENS in batch else {})}
 
-    def _generate(self, context: Context, node: Node, batch: Batch, metrics: StepMetrics) -> Mapping[str, Any]:
+    def _generate(
+        self, context: Context, node: Node, index: int, task: Run, batch: Batch, metrics: StepMetrics
+    ) -> Mapping[str, Any]:
         """Calls a node that generates, unless a resumed run has what it would return; keeps what is ahead."""
         assert self.rollouts
         rollout = self.rollouts.recall(context.step, node, context.layout, self.rank, batch.ids)
         if rollout is None:
             own = StepMetrics()
             context = replace(context, metrics=own.with_prefix(node.prefix) if node.prefix else own)
+            if self.plan.prompts_ahead:
+                ahead = self.data.ahead(index, task, self.run_steps)
+                ahead.columns = {node.local_name(f): c for f, c in ahead.columns.items()}
+                begun = self.rollouts.begun(context.step, context.layout, self.rank)
+                context = replace(context, partial=PartialRollouts(ahead, begun))
             result = by_field(self.functions[node.id](batch, context), node.writes)
+            if isinstance(context.partial, PartialRollouts):
+                self.rollouts.carry(context.step, context.partial.carried)
             rollout = Rollout(batch.ids, result, own)
         self.rollouts.keep(context.step, node, rollout)
         metrics.merge(rollout.metrics.totals)

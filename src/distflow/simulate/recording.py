@@ -29,7 +29,7 @@ def record_step(report: Report, folder: Path) -> None:
             (folder / SPANS / f"{rank}.jsonl").write_bytes(b"".join(own))
         (folder / "plan.json").write_text(json.dumps(report.plan.to_json(), indent=2) + "\n")
         (folder / "config.yaml").write_text(f"# a simulated step on {report.hardware.name}\n")
-        (folder / "state.json").write_text(json.dumps({"state": "ended", "steps": STEP, "time": 0}) + "\n")
+        (folder / "state.json").write_text(json.dumps({"state": "simulated", "steps": STEP, "time": 0}) + "\n")
     except OSError as e:
         raise ConfigError(f"--record {folder}: cannot be written: {e.strerror}") from None
 

@@ -35,6 +35,25 @@ def test_the_critical_path_goes_over_whoever_was_waited_for() -> None:
     assert path == [(0, "generate", 0, 60), (0, "m1", 60, 70), (1, "update", 70, 170), (1, "metrics", 170, 180)]
 
 
+def test_a_worker_that_is_idle_before_a_task_is_not_on_the_critical_path() -> None:
+    # As simulated steps are recorded: rank 1 has no span while it has nothing to do.
+    view = StepView(
+        1,
+        [
+            task(0, 0, 10, "weights", "actor_weights"),
+            task(1, 0, 10, "weights", "actor_weights"),
+            task(0, 10, 60, "inference", "generate"),
+            task(0, 60, 60, "inference", "score"),
+            task(0, 60, 60, "compute", "advantage"),
+            task(0, 60, 70, "move", "m1"),
+            task(1, 60, 70, "move", "m1"),
+            task(1, 70, 170, "train", "update"),
+        ],
+    )
+    path = {s.name: end - start for s, start, end in view.critical_path()}
+    assert path == {"actor_weights": 10, "generate": 50, "score": 0, "advantage": 0, "m1": 10, "update": 100}
+
+
 def test_idle_is_what_a_worker_did_not_work() -> None:
     assert STEP.idle() == pytest.approx({0: 1 - 75 / 180, 1: 1 - 118 / 180})
 

@@ -18,6 +18,10 @@ class ContinuousBatch:
     def has_unfinished(self) -> bool:
         return self.scheduler.has_unfinished
 
+    @property
+    def unfinished(self) -> list[Sequence]:
+        return [*self.scheduler.running, *self.scheduler.waiting]
+
     def add(self, sequences: Iterable[Sequence]) -> None:
         self.scheduler.add(sequences)
 

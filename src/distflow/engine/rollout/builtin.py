@@ -61,8 +61,10 @@ class BuiltinEngine:
         cache_bytes = int(config.kv_cache_gb * (1 << 30))
         check_kv_cache(cache_bytes, device)
         limits = CacheLimits(kv_bytes(source.config, dtype, layout.tp), cache_bytes, config.max_sequences)
-        # Tensor-parallel ranks meet in every layer, which they would do in different lanes.
-        lanes = torch.get_num_threads() if tp_group is None and device.type == "cpu" else 1
+        # Tensor-parallel ranks meet in every layer, which they would do in different lanes. Lanes are not in step with
+        # each other, so how far responses have come when others are complete would depend on time.
+        alone = tp_group is not None or bool(config.partial)
+        lanes = torch.get_num_threads() if not alone and device.type == "cpu" else 1
         self.generator = Generator(model, limits, device, agree, lanes)
 
     @property
@@ -111,6 +113,9 @@ class BuiltinEngine:
 
     def serving(self, sequences: int, longest: int) -> AbstractContextManager[None]:
         return self.generator.serving(sequences, longest)
+
+    def interrupt(self) -> list[Completion]:
+        return self.generator.interrupt(self.weight_version)
 
     def release_memory(self, weights: bool) -> None:
         if weights:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -62,6 +62,7 @@ class Request:
     position: int = 0  # in the response, of the first token to generate; above 0 if `prompt` ends with its beginning
     max_tokens: int | None = None  # to generate; by default those that are left of `params.max_tokens`
     request_id: int = -1  # by default the sample id; a sample with several requests at once gives each its own
+    priority: int = 0  # of those that wait, requests with a lower one start first
 
     @property
     def id(self) -> int:
@@ -143,4 +144,20 @@ class RolloutEngine(Protocol):
 
     def release_memory(self, weights: bool) -> None:
         """Gives back the KV cache, and the weights if a hand-over fills them again before the next request."""
+        ...
+
+
+@runtime_checkable
+class Interruptible(Protocol):
+    """What `rollout.partial` needs of an engine: it can stop in the middle of responses."""
+
+    def add_request(self, request: Request) -> None: ...
+
+    def step(self) -> list[Completion]: ...
+
+    def interrupt(self) -> list[Completion]:
+        """Drops unfinished requests; returns what there is of their responses, which may be no token.
+
+        How far each has come depends on the requests and what was generated, never on time.
+        """
         ...

@@ -125,6 +125,14 @@ class Generator:
         finished = [s for s in finished if not s.aborted]
         return [s.completion(weight_version) for s in finished]
 
+    def interrupt(self, weight_version: int = 0) -> list[Completion]:
+        """Drops unfinished requests; returns what there is of their responses."""
+        running = self._running
+        assert running is None or isinstance(running, ContinuousBatch)  # lanes are not in step with each other
+        unfinished = [*(running.unfinished if running else ()), *self._queue]
+        self.stop()
+        return [s.completion(weight_version) for s in unfinished]
+
     def stop(self) -> None:
         """Drops unfinished requests."""
         self._queue, self._unfinished = [], {}

@@ -10,10 +10,11 @@ from torch import Tensor
 
 from distflow.data.balance import Ints
 from distflow.data.batch import Batch, Ragged
-from distflow.data.context import Chunks, MetricLog
+from distflow.data.context import Chunks, MetricLog, Partial
 from distflow.data.response_mask import ModelTokens
 from distflow.engine.model.text import Text, ragged
-from distflow.engine.rollout.engine import Completion, Request, RolloutEngine, SamplingParams
+from distflow.engine.rollout.engine import Completion, Interruptible, Request, RolloutEngine, SamplingParams
+from distflow.engine.rollout.partial import Begun, complete_with_others
 from distflow.errors import WeightsError
 
 
@@ -26,22 +27,20 @@ def generate_responses(
     version: int,
     on_step: Callable[[int], None] = lambda left: None,
     chunks: Chunks | None = None,
+    partial: Partial | None = None,
 ) -> dict[str, Any]:
     """Generates a response for each sample of the field `prompt`; samples of one group share a prompt.
 
     `version` is that of the weights which the plan wants. `on_step` is told how many are left; `chunks` leave as soon
-    as they are complete.
+    as they are complete. With `partial`, responses of later steps are begun, and those that were begun are carried on.
     """
-    _, first, prompt_of = np.unique(batch.groups, return_index=True, return_inverse=True)
-    prompts = [tuple(text.encode(batch["prompt"][i])) for i in first.tolist()]
-    greedy = params.temperature == 0  # then all responses to a prompt are the same one
-    samples = first if greedy else np.argsort(prompt_of, kind="stable")
-    requests = [Request(int(batch.ids[i]), prompts[prompt_of[i]], params, seed) for i in samples.tolist()]
-    own = (batch.ids[first] if greedy else batch.ids)[prompt_of if greedy else slice(None)]
+    prompts, requests, own, prompt_of = _requests(text, batch, params, seed)
+
+    def check(completion: Completion) -> None:
+        check_version(completion, version)
 
     def columns(places: Ints, completions: Mapping[int, Completion]) -> dict[str, Any]:
         ordered = [completions[i] for i in own[places].tolist()]
-        check_version(ordered, version)
         return _columns(ordered, [prompts[i] for i in prompt_of[places]], text)
 
     waiting = {i: set(own[places].tolist()) for i, places in enumerate(chunks.parts)} if chunks else {}
@@ -53,7 +52,26 @@ def generate_responses(
             del waiting[i]
             chunks.leave(i, columns(chunks.parts[i], completions))
 
-    return columns(np.arange(len(batch)), complete(engine, requests, progress))
+    if partial is None:
+        completions = complete(engine, requests, progress, check)
+    else:
+        assert isinstance(engine, Interruptible)
+        begun, others = Begun(partial), _requests(text, partial.ahead, params, seed)[1]
+        completions = complete_with_others(engine, requests, others, begun, check, progress)
+    return columns(np.arange(len(batch)), completions)
+
+
+def _requests(
+    text: Text, batch: Batch, params: SamplingParams, seed: int
+) -> tuple[list[tuple[int, ...]], list[Request], Ints, Ints]:
+    """Returns the prompts of a batch, its requests, and for each sample, whose response it has, and its prompt."""
+    _, first, prompt_of = np.unique(batch.groups, return_index=True, return_inverse=True)
+    prompts = [tuple(text.encode(batch["prompt"][i])) for i in first.tolist()]
+    greedy = params.temperature == 0  # then all responses to a prompt are the same one
+    samples = first if greedy else np.argsort(prompt_of, kind="stable")
+    requests = [Request(int(batch.ids[i]), prompts[prompt_of[i]], params, seed) for i in samples.tolist()]
+    own = (batch.ids[first] if greedy else batch.ids)[prompt_of if greedy else slice(None)]
+    return prompts, requests, own, prompt_of
 
 
 def _columns(ordered: Sequence[Completion], prompts: list[tuple[int, ...]], text: Text) -> dict[str, Any]:
@@ -74,26 +92,29 @@ def _joined(arrays: list[NDArray[Any]], dtype: type) -> Tensor:
     return torch.from_numpy(np.concatenate([np.empty(0, dtype), *arrays]))  # a worker may have no responses
 
 
-def check_version(completions: Sequence[Completion], version: int) -> None:
-    for c in completions:
-        if c.weight_version != version:
-            raise WeightsError(
-                f"the response of sample {c.sample_id} was generated with weights of version {c.weight_version}, and"
-                f" the plan says {version}: the engine has missed a hand-over"
-            )
+def check_version(c: Completion, version: int) -> None:
+    """Raises unless a completion was generated with the weights that the plan wants."""
+    if c.weight_version != version:
+        raise WeightsError(
+            f"the response of sample {c.sample_id} was generated with weights of version {c.weight_version}, and"
+            f" the plan says {version}: the engine has missed a hand-over"
+        )
 
 
 def complete(
     engine: RolloutEngine,
     requests: list[Request],
     progress: Callable[[Mapping[int, Completion]], None] = lambda completions: None,
+    check: Callable[[Completion], None] = lambda completion: None,
 ) -> dict[int, Completion]:
     """Returns the completion of each request, by sample id; `progress` sees those that there are so far."""
     for request in requests:
         engine.add_request(request)
     completions: dict[int, Completion] = {}
     while engine.has_unfinished:
-        completions |= {c.sample_id: c for c in engine.step()}
+        for completion in engine.step():
+            check(completion)
+            completions[completion.sample_id] = completion
         progress(completions)
     return completions
 

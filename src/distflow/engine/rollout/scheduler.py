@@ -27,12 +27,12 @@ class Scheduler:
         return bool(self.waiting or self.running)
 
     def add(self, sequences: Iterable[Sequence]) -> None:
-        """Queues sequences by prompt, and prompts by length: those of one length are prefilled together."""
+        """Queues sequences by priority, prompts by length: those of one length are prefilled together."""
         first_seen: dict[tuple[int, ...], int] = {}
 
-        def order(sequence: Sequence) -> tuple[int, int]:
+        def order(sequence: Sequence) -> tuple[int, int, int]:
             prompt = sequence.request.prompt
-            return len(prompt), first_seen.setdefault(prompt, len(first_seen))
+            return sequence.request.priority, len(prompt), first_seen.setdefault(prompt, len(first_seen))
 
         self.waiting.extend(sorted(sequences, key=order))
 

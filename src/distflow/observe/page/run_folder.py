@@ -19,6 +19,7 @@ from distflow.observe.page.step_view import MAX_LANES, StepView, parse_spans
 from distflow.observe.spans import step_of
 
 MAX_POINTS = 2000  # of a curve
+ENDED = {"ended": "finished", "simulated": "simulated"}  # in state.json → as it is shown
 QUIET_S = 120.0  # without a sign of life a run of another host counts as ended
 HEADLINE = ("val/*/score", "reward/mean", "response_length/mean", "actor/entropy", "actor/grad_norm")
 HEADLINE_LAST = ("perf/tokens_per_s", "timing_max_s/step")
@@ -88,8 +89,8 @@ class RunFolder:
         last = max((float(row.get("time") or 0) for row in rows), default=state.get("time", 0.0))
         if error:
             word = "stopped" if "stopped on request" in error else "failed"
-        elif state.get("state") == "ended":
-            word = "finished"
+        elif state.get("state") in ENDED:
+            word = ENDED[state["state"]]
         elif _locked(self.path / "lock") or time.time() - last < QUIET_S:
             word = "running"
         else:  # without a word; an older version never said one
@@ -125,6 +126,8 @@ class RunFolder:
     def missing(self) -> list[str]:
         """Says in words what the folder lacks."""
         said = []
+        if self.state()["state"] == "simulated":
+            return ["A simulated step: it has no metrics and no samples."]
         if not self.rows():
             said.append("No metrics yet: the first step has not ended.")
         if not self.ranks():

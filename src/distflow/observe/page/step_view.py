@@ -152,23 +152,37 @@ class StepView:
         """
         if not self.tasks:
             return []
+        before = self._before()
+        # A worker comes to a task when it has done what is before it: a simulated one is idle then, without a span.
+        came = {id(s): p.end if (p := before[id(s)]) else self.start for s in self.tasks}
         last_to_come: dict[tuple[str, str, bool], Span] = {}
         for s in self.tasks:
             key = s.name, s.kind, s.held_out
-            if key not in last_to_come or s.start > last_to_come[key].start:
+            if key not in last_to_come or (came[id(s)], s.start) > (came[id(late := last_to_come[key])], late.start):
                 last_to_come[key] = s
         path: list[tuple[Span, int, int]] = []
         span: Span | None = max(self.tasks, key=lambda s: s.end)
         end = self.end
         while span is not None and len(path) < 10_000:
             late = last_to_come[span.name, span.kind, span.held_out]
-            if span.kind in COMMUNICATES and span.wait and span.start < late.start < end:
+            waited = span.wait or came[id(span)] < span.start
+            if span.kind in COMMUNICATES and waited and came[id(span)] < came[id(late)] and late.start < end:
                 span = late
             path.append((span, span.start, end))
             end = span.start
-            before = [s for s in self.by_rank[span.rank] if s.end <= span.start and s is not span]
-            span = max(before, key=lambda s: s.end) if before else None
+            span = before[id(span)]
         return path[::-1]
+
+    def _before(self) -> dict[int, Span | None]:
+        """Returns what the worker of each task did before it, by the id of the object."""
+        before: dict[int, Span | None] = {}
+        for spans in self.by_rank.values():
+            ordered = sorted(spans, key=lambda s: (s.end, s.start))
+            for i, span in enumerate(ordered):
+                before[id(span)] = next(
+                    (p for p in map(ordered.__getitem__, range(i - 1, -1, -1)) if p.end <= span.start), None
+                )
+        return before
 
     def traffic(self) -> dict[str, Any]:
         """Returns who sent how much to whom, in at most 64 × 64 cells of neighbouring ranks, and tokens by rank."""

@@ -20,15 +20,23 @@ function smooth(values, strength) {
   });
 }
 
+/** The top of a scale on which one slow step, mostly the first, does not flatten all others. */
+function robustTop(values) {
+  const sorted = [...values].sort((a, b) => a - b);
+  const most = sorted.at(-1), usual = sorted[Math.floor(0.95 * (sorted.length - 1))];
+  return usual > 0 && most > 3 * usual ? 1.5 * usual : most;
+}
+
 function sparkline(steps, values, height = 44) {
   const points = steps.map((s, i) => [s, values[i]]).filter(([, v]) => v !== null && v !== undefined);
   const box = el("div", { class: "spark" });
   requestAnimationFrame(() => {
     if (!box.clientWidth || !points.length) return;
     const data = [points.map((p) => p[0]), points.map((p) => p[1])];
+    const top = robustTop(data[1]);
     new uPlot({
       width: box.clientWidth, height, legend: { show: false }, cursor: { show: false }, select: { show: false },
-      padding: [4, 2, 4, 2], scales: { x: { time: false } }, axes: [{ show: false }, { show: false }],
+      padding: [4, 2, 4, 2], scales: { x: { time: false }, y: { range: (u, least, most) => (most > top ? [least, top] : uPlot.rangeNum(least, most, 0.1, true)) } }, axes: [{ show: false }, { show: false }],
       series: [{}, { stroke: color("accent"), width: 1.6, fill: color("accent-soft"), points: { show: points.length < 2 } }],
     }, data, box);
   });
@@ -69,7 +77,7 @@ function lineChart(box, lines, options) {
     padding: [8, 10, 0, 0],
     cursor: { sync: { key: "curves" }, points: { size: 5 }, drag: { x: true, y: false } },
     scales: { x: { time: false }, y: { range: yRange } },
-    axes: [{ ...axis, size: 26, values: (u, ticks) => ticks.map(options.xText || number) }, { ...axis, size: 52, values: (u, ticks) => ticks.map(number) }],
+    axes: [{ ...axis, size: 26, values: (u, ticks) => ticks.map(options.xText || number) }, { ...axis, size: 52, values: (u, ticks) => ticks.map(options.yText || number) }],
     series,
     hooks: {
       setCursor: [(u) => {

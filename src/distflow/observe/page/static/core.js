@@ -48,6 +48,7 @@ function go(view, params = {}, quietly = false) {
   const query = new URLSearchParams(Object.entries(params).filter(([, v]) => v !== null && v !== undefined && v !== ""));
   const hash = `#${view}${[...query].length ? `?${query}` : ""}`;
   if (hash === location.hash) return;
+  tip(null);  // of what is no longer there
   if (quietly) history.replaceState(null, "", hash);
   else location.hash = hash;
 }

@@ -32,12 +32,12 @@ function hero(info, metrics) {
     el("div", {}, el("h1", {}, info.name), el("div", { class: "muted path" }, info.path)),
     el("div", { class: "facts" },
       fact("state", el("span", { class: `pill ${info.state}` }, info.state)),
-      fact("step", info.step === null ? "–" : total ? `${Math.max(0, info.step)} of ${total}` : String(info.step)),
+      fact("step", info.step === null ? (info.state === "simulated" ? String(total) : "–") : total ? `${Math.max(0, info.step)} of ${total}` : String(info.step)),
       each && fact("per step", duration(each * 1e6)),
       elapsed !== null && fact("elapsed", duration(elapsed)),
       left !== null && fact("left", duration(left)),
       fact("workers", info.run.workers || info.workers || "–")),
-    share !== null && el("progress", { max: 1, value: share, "aria-label": "progress" }));
+    share !== null && info.state !== "simulated" && el("progress", { max: 1, value: share, "aria-label": "progress" }));
 }
 
 function fact(name, value) {
@@ -79,5 +79,5 @@ function environmentCard(info) {
   for (const [name, seed] of Object.entries(run.seeds || {})) rows.push([`seed of ${name}`, seed]);
   for (const host of run.hosts || []) rows.push([`host ${host.host}`, `ranks ${host.ranks}, ${host.device}`]);
   return el("div", { class: "card" }, el("h2", {}, "Environment"),
-    rows.length ? el("table", { class: "plain" }, rows.map(([name, value]) => el("tr", {}, el("th", {}, name), el("td", {}, String(value))))) : note("versions.json is missing."));
+    rows.length ? el("table", { class: "plain" }, rows.map(([name, value]) => el("tr", {}, el("th", {}, name), el("td", {}, String(value))))) : info.state === "simulated" ? note("It ran nowhere: it was simulated.") : note("versions.json is missing."));
 }

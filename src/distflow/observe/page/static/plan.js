@@ -50,7 +50,7 @@ function drawPlan(plan, step) {
   const times = new Map((step ? step.nodes : []).filter((n) => !n.held_out).map((n) => [n.name, n]));
   const critical = new Set((step ? step.nodes : []).filter((n) => !n.held_out && n.critical_us > ON_PATH * step.length).map((n) => n.name));
   const slowest = Math.max(1, ...plan.nodes.map((n) => (times.get(taskName(n)) || { work_us: 0 }).work_us));
-  const moved = Math.max(1, ...[...times.values()].map((n) => n.sent));
+  const moved = Math.max(1, ...[...times.values()].map((n) => n.sent));  // 1: no bytes are recorded, as of a simulated step
   const arcs = [...plan.arcs].sort((a, b) => (a.kind === "local" ? 0 : 1) - (b.kind === "local" ? 0 : 1)).map((arc) => drawArc(arc, at, times, critical, moved, below.indexOf(arc), gaps));
   const boxes = [...at.values()].map(({ node, x, y: top }) => drawNode(node, x, top, times.get(taskName(node)), critical.has(taskName(node)), slowest));
   return el("svg", { class: "plan", style: { width: "100%", maxWidth: `${Math.round(1.15 * width)}px`, minWidth: `${Math.round(0.72 * width)}px` }, viewBox: `0 0 ${width} ${y}`, role: "img", "aria-label": "the plan" }, lanes, arcs, boxes);
@@ -62,13 +62,16 @@ function taskName(node) {
 
 function drawNode(node, x, y, time, critical, slowest) {
   const share = time ? time.work_us / slowest : 0;
+  const took = time ? duration(time.work_us) : "";
+  const layout = node.tp > 1 ? `dp ${node.dp} × tp ${node.tp}` : `dp ${node.dp}`;
+  const fits = 6 * (node.type.length + 3 + layout.length) + 7 * took.length < BOX.width - 26;  // pixels a character
   const group = el("g", { class: `node${critical ? " critical" : ""}`, tabindex: "0" },
     el("rect", { x, y, width: BOX.width, height: BOX.height, rx: 9, class: "box" }),
     el("rect", { x: x + 1, y: y + BOX.height - 7, width: Math.max(0, (BOX.width - 2) * share), height: 6, rx: 3, fill: kindColor(node.type) }),
     el("circle", { cx: x + 14, cy: y + 18, r: 4.5, fill: kindColor(node.type) }),
     el("text", { x: x + 25, y: y + 22, class: "name" }, cut(node.id, 21)),
-    el("text", { x: x + 12, y: y + 40, class: "sub" }, `${node.type} · ${node.tp > 1 ? `dp ${node.dp} × tp ${node.tp}` : `dp ${node.dp}`}`),
-    time && el("text", { x: x + BOX.width - 10, y: y + 40, class: "time" }, duration(time.work_us)));
+    el("text", { x: x + 12, y: y + 40, class: "sub" }, fits ? `${node.type} · ${layout}` : layout),
+    time && el("text", { x: x + BOX.width - 10, y: y + 40, class: "time" }, took));
   group.addEventListener("mousemove", (e) => tip(e, el("b", {}, node.id),
     el("div", {}, `reads ${node.reads.join(", ") || "nothing"}`), el("div", {}, `writes ${node.writes.join(", ") || "nothing"}`),
     time && el("div", {}, `works ${duration(time.work_us)} on average, ${duration(time.max_us)} on rank ${time.slowest}; on the critical path ${duration(time.critical_us)}`)));
@@ -89,7 +92,7 @@ function drawArc(arc, at, times, critical, moved, passing, gaps) {
   const low = between ? gaps[Math.min(a.node.lane, b.node.lane)] : Math.max(y1, y2) + BOX.height / 2 + 18 + 18 * passing;
   if (passing >= 0 || between) line = `M${x1},${y1} C${x1 + 34},${y1} ${x1 + 6},${low} ${x1 + 46},${low} L${x2 - 46},${low} C${x2 - 6},${low} ${x2 - 34},${y2} ${x2 - 5},${y2}`;
   const width = arc.kind === "local" ? 1.4 : 2 + (time ? 3 * Math.sqrt(time.sent / moved) : 0);
-  const label = arc.kind === "local" ? "" : time ? bytes(time.sent) : arc.kind === "weights" ? "weights" : "";
+  const label = arc.kind === "local" ? "" : time && moved > 1 ? bytes(time.sent) : arc.kind === "weights" ? "weights" : "";
   const [lx, ly] = back ? [(x1 + x2) / 2, Math.min(y1, y2) - 22] : passing >= 0 || between ? [(x1 + x2) / 2, low] : [(x1 + x2) / 2, (y1 + y2) / 2];
   const group = el("g", { class: `arc ${arc.kind}${arc.move && critical.has(arc.move) ? " critical" : ""}` },
     el("path", { d: line, "stroke-width": width }), back ? null : el("path", { d: `M${x2 - 7},${y2 - 4} L${x2},${y2} L${x2 - 7},${y2 + 4}`, class: "head" }),

@@ -136,15 +136,17 @@ async function stepTimes(run, steps, step) {
   const values = metrics.series["timing_max_s/step"];
   if (!values || !values.some((v) => v)) return null;
   const points = metrics.step.map((s, i) => [s, values[i]]).filter(([, v]) => v);
-  const most = Math.max(...points.map((p) => p[1]));
+  const top = robustTop(points.map((p) => p[1]));
   const chart = canvas(96, (c, width) => {
     c.clearRect(0, 0, width, 96);
     const w = (width - LABEL - IDLE) / points.length;
     c.fillStyle = color("soft");
-    c.fillText(duration(most * 1e6), 8, 14);
+    c.fillText(duration(top * 1e6), 8, 14);
     points.forEach(([s, v], i) => {
       c.fillStyle = s === step ? color("critical") : steps.includes(s) ? color("accent") : color("kind-wait");
-      c.fillRect(LABEL + i * w, 92 - 86 * v / most, Math.max(0.7, w - (w > 4 ? 1.5 : 0)), 86 * v / most);
+      const wide = Math.max(0.7, w - (w > 4 ? 1.5 : 0)), high = 86 * Math.min(1, v / top);
+      c.fillRect(LABEL + i * w, 92 - high, wide, high);
+      if (v > top) c.clearRect(LABEL + i * w, 12, wide, 3);  // longer than the scale
     });
   }, "time of every step; click one to see it");
   const at = (e) => points[Math.floor((e.offsetX - LABEL) / (chart.clientWidth - LABEL - IDLE) * points.length)];

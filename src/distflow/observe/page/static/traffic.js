@@ -19,6 +19,7 @@ DF.views.traffic = {
 };
 
 function matrix(traffic) {
+  if (!traffic.matrix.flat().some((v) => v)) return note("No bytes between workers are recorded for this step.");
   const n = traffic.matrix.length;
   const most = Math.max(1, ...traffic.matrix.flat());
   const size = Math.max(6, Math.min(92, Math.floor(460 / n)));
@@ -61,6 +62,7 @@ function tint(share) {
 }
 
 function totals(traffic) {
+  if (!traffic.local && !Object.values(traffic.sent_by_kind).some((v) => v)) return null;
   const rows = Object.entries(traffic.sent_by_kind).filter(([, v]) => v).map(([kind, v]) => [KIND_NAMES[kind] || kind, v, kindColor(kind)]);
   rows.push(["stayed local", traffic.local, color("good")]);
   const most = Math.max(1, ...rows.map((r) => r[1]));
@@ -73,7 +75,7 @@ function overSteps(metrics) {
   if (!names.length) return note("No metrics of the data plane.");
   const box = el("div", { class: "chart" });
   const readout = el("div", { class: "muted hint" }, names.map(([, text], i) => el("span", { class: "key" }, el("span", { class: "swatch", style: { background: runColor(i) } }), text)));
-  requestAnimationFrame(() => lineChart(box, names.map(([n, text], i) => ({ label: text, x: metrics.step, y: metrics.series[n], color: runColor(i) })), { xLabel: "step", height: 150 }));
+  requestAnimationFrame(() => lineChart(box, names.map(([n, text], i) => ({ label: text, x: metrics.step, y: metrics.series[n], color: runColor(i) })), { xLabel: "step", height: 150, yText: bytes }));
   return [box, readout];
 }
 

@@ -133,7 +133,7 @@ class Jail:
             os.close(guard.fd)
             return lambda: program.execute(source)
 
-    def _isolate(self, job: Mapping[str, float], reports: int | None) -> None:
+    def _isolate(self, job: Mapping[str, Any], reports: int | None) -> None:
         """Isolates this process; sends the gate through which it starts threads to `reports`."""
         system.set_limits(job)
         # Without a file system of its own, the files that it has removed and still uses are counted from outside.
@@ -142,9 +142,11 @@ class Jail:
             self._restrict(self.ruleset)
         if self.thread_gate and reports is not None:
             gate = seccomp.install_thread_gate()
+            system.raise_limit_of_open_files()
             with socket.socket(fileno=os.dup(reports)) as sock:
                 socket.send_fds(sock, [_GATE], [gate])
             os.close(gate)
+        system.set_limit_of_open_files(job["open_files"])
         if self.filter:
             self._install(self.filter)
 

@@ -103,7 +103,6 @@ def set_limits(job: Mapping[str, float]) -> None:
         resource.RLIMIT_CPU: (cpu, cpu + 1),
         resource.RLIMIT_AS: job["memory"],
         resource.RLIMIT_FSIZE: job["disk"],
-        resource.RLIMIT_NOFILE: job["open_files"],
         resource.RLIMIT_CORE: 1,  # no core dump; with 0, there would be one if it is piped to a program
         resource.RLIMIT_MEMLOCK: 0,
         resource.RLIMIT_MSGQUEUE: 0,
@@ -111,7 +110,22 @@ def set_limits(job: Mapping[str, float]) -> None:
     }
     for which, limit in limits.items():
         soft, hard = limit if isinstance(limit, tuple) else (int(limit), int(limit))
-        ceiling = resource.getrlimit(which)[1]
-        if ceiling != resource.RLIM_INFINITY:
-            soft, hard = min(soft, ceiling), min(hard, ceiling)
-        resource.setrlimit(which, (soft, hard))
+        _set_limit(which, soft, hard)
+
+
+def set_limit_of_open_files(count: int) -> None:
+    """Sets the limit of descriptors, which the kernel also takes as that of all the user's descriptors in flight: once
+    it is set, this process cannot send any if another one, such as a browser, has more under way."""
+    _set_limit(resource.RLIMIT_NOFILE, count, count)
+
+
+def raise_limit_of_open_files() -> None:
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def _set_limit(which: int, soft: int, hard: int) -> None:
+    ceiling = resource.getrlimit(which)[1]
+    if ceiling != resource.RLIM_INFINITY:
+        soft, hard = min(soft, ceiling), min(hard, ceiling)
+    resource.setrlimit(which, (soft, hard))
