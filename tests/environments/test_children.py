@@ -95,15 +95,16 @@ def test_a_killed_child_is_silent_and_its_key_free(children: Children) -> None:
     children.kill(5)
 
 
-def test_events_are_seen_without_waiting(children: Children) -> None:
-    assert not children.has_events()
-    children.start(0, 0, start_message())
-    until = time.monotonic() + 60
-    while not children.has_events():
-        assert time.monotonic() < until
-    while not children.poll(0):
-        assert time.monotonic() < until
-    children.kill(0)
+def test_events_are_seen_without_waiting() -> None:
+    with made(GOOD) as children:
+        children.describe()
+        assert not children.has_events()
+        children.start(0, 0, start_message())
+        until = time.monotonic() + 60
+        while not children.has_events():
+            assert time.monotonic() < until
+        while not children.poll(0):
+            assert time.monotonic() < until
 
 
 def test_chance_is_a_function_of_the_sample(children: Children) -> None:
