@@ -223,7 +223,7 @@ def main() -> None:
             raise SystemExit((folder / "calm.log").read_text())
         calm_s = time.time() - began
         storm.mkdir()
-        mount = ["mount", "-t", "tmpfs", "-o", "size=48m", "tmpfs", str(storm)]
+        mount = ["mount", "-t", "tmpfs", "-o", "size=48m,mode=700", "tmpfs", str(storm)]
         disk = subprocess.run(mount, capture_output=True).returncode == 0
         chaos, kills = Chaos(storm, args.workers, args.steps, args.kills, args.seed, disk), 0
         try:
