@@ -25,7 +25,7 @@ def test_a_black_box_agent(tmp_path: Path, how: str) -> None:
     if how == "program":
         config = (folder / "agent.yaml").read_text()
         (folder / "agent.yaml").write_text(config.replace("call: agent.py:play", "command: [python, agent.py]"))
-    small = ("steps=1", "data.batch=2", "rollout.n=2")
+    small = ("steps=1", "data.batch=2", "rollout.n=2", "environment.time_limit_s=300")  # also on a busy machine
     ended = distflow_run(folder / "agent.yaml", *small, workers=1, folder=tmp_path)
     assert ended.codes == [0], ended.err
     [step] = metrics(tmp_path / "runs" / "agent")
@@ -39,7 +39,7 @@ def test_a_calculator(tmp_path: Path) -> None:
     shutil.copytree(EXAMPLES / "calculator", folder, ignore=shutil.ignore_patterns("__pycache__"))
     subprocess.run([sys.executable, folder / "calculator.py", tmp_path / "runs" / "calculator"], check=True)
     model = "model={arch: qwen2, hidden: 32, layers: 2, heads: 4, kv_heads: 2}"
-    small = ("steps=1", "data.batch=2", "rollout.n=2", "eval=null", model)
+    small = ("steps=1", "data.batch=2", "rollout.n=2", "environment.time_limit_s=300", "eval=null", model)
     ended = distflow_run(folder / "grpo.yaml", *small, workers=1, folder=tmp_path)
     assert ended.codes == [0], ended.err
     [step] = metrics(tmp_path / "runs" / "calculator" / "grpo")
