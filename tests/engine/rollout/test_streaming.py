@@ -263,7 +263,7 @@ def test_requests_of_one_sample_are_told_apart() -> None:
 
 
 def test_an_aborted_request_has_no_completion_and_frees_its_place(max_lanes: int) -> None:
-    qwen2, params = generator("qwen2", 3, max_lanes=max_lanes), replace(PARAMS, stop=frozenset(), max_tokens=30)
+    qwen2, params = generator("qwen2", 3, max_lanes=max_lanes), replace(PARAMS, stop=frozenset(), max_tokens=12)
     requests = [Request(i, PROMPTS[i], params, SEED) for i in range(6)]
     for request in requests:
         qwen2.add_request(request)
