@@ -44,7 +44,8 @@ def test_gradient_by_hand(estimator: Estimator, want: list[float]) -> None:
     torch.testing.assert_close(logprobs.grad, torch.tensor(want))
 
 
-WEIGHTS = st.lists(st.tuples(st.floats(0.05, 1), st.floats(0.05, 1)), min_size=2, max_size=8)
+# Of two distributions no ratio is above 16: beyond 21 k3 goes on as a line, and is biased.
+WEIGHTS = st.lists(st.tuples(st.floats(0.25, 1), st.floats(0.25, 1)), min_size=2, max_size=8)
 
 
 @BUSY

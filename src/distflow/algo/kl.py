@@ -17,7 +17,7 @@ def kl(estimator: Estimator, logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
 
     k1 and k3 are unbiased, k2 and k3 never negative. As a term of a loss use k2 or k3: the gradient of k1 is that of
     logprobs alone, whatever the reference. Where the reference finds a token more than 21 times as likely, k3 goes on
-    as a line: its gradient is at most 20, and never 0.
+    as a line and is lower than unbiased: its gradient is at most 20, and never 0.
     """
     x = log_ratio(logprobs, ref_logprobs)
     match estimator:
