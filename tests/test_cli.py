@@ -110,6 +110,21 @@ def test_run_reports_a_mistake_before_any_worker_starts(capsys: Output, monkeypa
     assert one_line(capsys, "the flow has no node 'corect'; did you mean 'correct'?")
 
 
+def test_workers_read_paths_from_where_the_command_says(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    words: list[str] = []
+
+    def launch(config: object, path: str, overrides: list[str], resume: object) -> int:
+        words.extend(overrides)
+        return 0
+
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setattr("distflow.launch.local.launch", launch)
+    config = tmp_path / "config.yaml"
+    config.write_text(Path(DIAMOND).read_text())
+    assert distflow("run", str(config), "seed=1", "--relative-to", str(Path(DIAMOND).parent)) == 0
+    assert words == ["seed=1", "--relative-to", str(Path(DIAMOND).parent)]
+
+
 @pytest.mark.parametrize(
     ("name", "reason"),
     [("file/plan.svg", "File exists"), ("file/x/plan.svg", "Not a directory"), ("", "Is a directory")],

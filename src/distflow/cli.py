@@ -219,13 +219,15 @@ def _start(args: argparse.Namespace, resume: str | None, on_ray: bool = False) -
 
         return run_worker(program, env, resume)
     program.plan(program.config.workers or 1)  # reports a mistake once, before any worker starts
+    base: Path | None = getattr(args, "relative_to", None)
+    words = [*args.overrides, *(["--relative-to", str(base.absolute())] if base else [])]
     if on_ray:
         from distflow.launch.ray import launch as launch_on_ray
 
-        return launch_on_ray(program.config, args.config, args.overrides, resume, args.address)
+        return launch_on_ray(program.config, args.config, words, resume, args.address)
     from distflow.launch.local import launch
 
-    return launch(program.config, args.config, args.overrides, resume)
+    return launch(program.config, args.config, words, resume)
 
 
 def _check(args: argparse.Namespace) -> int:

@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 
 from distflow.cli import main
+from distflow.observe.page.run_folder import RunFolder
+from distflow.observe.runs import resume
 from distflow.observe.spans import span_line
 from recorded import write_run
 
@@ -51,11 +53,15 @@ def test_runs_are_listed_with_state_score_and_how_to_go_on(
     write_run(tmp_path / "a" / "done", steps=4)
     killed = write_run(tmp_path / "b", steps=4, state="running")
     (killed / "checkpoints" / "step_2").mkdir(parents=True)
-    (killed / "run.json").write_text(json.dumps({"command": ["/usr/bin/distflow", "run", "grpo.yaml", "seed=1"]}))
+    (tmp_path / "grpo.yaml").touch()
+    started = {"command": ["/usr/bin/distflow", "run", "grpo.yaml", "seed=1"], "folder": str(tmp_path), "base": "there"}
+    (killed / "run.json").write_text(json.dumps(started))
     assert command("runs", ".") == 0
     out = capsys.readouterr().out
     assert re.search(r"a/done +finished +4/4 +val/all/score 1 ", out)
     assert re.search(r"b +killed +4/4 .*distflow run grpo.yaml seed=1 --resume", out)
+    (tmp_path / "grpo.yaml").unlink()  # as after a run from Python, whose config was in memory
+    assert resume(RunFolder(Path("b")), "killed") == "distflow run b/config.yaml --relative-to there --resume"
 
 
 def test_what_is_not_there_is_said(tmp_path: Path) -> None:

@@ -64,11 +64,20 @@ def resume(run: RunFolder, state: str) -> str:
     )
     if state in ("running", "finished", "simulated"):
         return ""
-    command = run.read_json("run.json").get("command")
     if newest is None:
         return "no checkpoint"
-    words = command[1:] if isinstance(command, list) and len(command) > 1 else ["run", f"{run.path}/config.yaml"]
-    return " ".join(["distflow", *(w for w in map(str, words) if not w.startswith("--resume")), "--resume"])
+    return " ".join(["distflow", *_run_again(run), "--resume"])
+
+
+def _run_again(run: RunFolder) -> list[str]:
+    """Returns the words that started a run; where its config is gone, as of a run from Python, those with its own."""
+    about = run.read_json("run.json")
+    command = about.get("command")
+    words = [str(w) for w in command[1:]] if isinstance(command, list) else []
+    if words[:1] == ["run"] and any((Path(about.get("folder", ".")) / w).is_file() for w in words[1:]):
+        return [w for w in words if not w.startswith("--resume")]
+    base = ["--relative-to", str(about["base"])] if "base" in about else []
+    return ["run", f"{run.path}/config.yaml", *base]
 
 
 def _ago(moment: float) -> str:

@@ -46,6 +46,7 @@ def describe_run(config: Config, plan: Plan, hosts: Sequence[Mapping[str, str]] 
     run = {
         "command": [redact_word(word) for word in sys.argv],
         "folder": str(Path.cwd()),
+        "base": str(config.base.absolute()),
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "workers": plan.workers,
         "hosts": hosts,
