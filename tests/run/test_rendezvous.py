@@ -4,6 +4,7 @@ import errno
 import os
 import socket
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
@@ -192,8 +193,14 @@ def test_a_mistake_of_one_worker_is_told_to_those_who_wait(env: LaunchEnv) -> No
 
 def test_a_store_that_is_gone_is_reported(env: LaunchEnv) -> None:
     os.environ["DISTFLOW_START_LIMIT_S"] = "30"
-    store: list[Any] = [Rendezvous(env, TIMEOUT)]
-    threading.Timer(0.5, store.clear).start()
+    first: list[Any] = [Rendezvous(env, TIMEOUT)]
+
+    def end_when_the_other_waits() -> None:
+        while not first[0].store.check(["joined"]):
+            time.sleep(0.01)
+        first.clear()
+
+    threading.Thread(target=end_when_the_other_waits, daemon=True).start()
     (error,) = meet(replace(env, rank=1))
     assert isinstance(error, PeerLostError)
     assert "while it waited for the others: rank 0 has ended; its own report says why" in str(error)
