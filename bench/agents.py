@@ -95,8 +95,8 @@ class Ours:
 
         samples = self.samples()
         ids = [s.id for s in samples]
-        records, busy = converse(self.engine, self.loop(samples), ids, self.longest, self.conversations)
-        return {**_work(records), "busy": busy}
+        records, use = converse(self.engine, self.loop(samples), ids, self.longest, self.conversations)
+        return {**_work(records), "busy": use.busy, "reused": use.reused}
 
     def lockstep(self) -> Row:
         samples = self.samples()
@@ -106,6 +106,7 @@ class Ours:
                 actions = loop.collect(wait=True)
                 requests += actions.requests
                 records |= {r.sample_id: r for r in actions.ended}
+                self.engine.forget([r.sample_id for r in actions.ended])
                 if len(requests) < len(samples) - len(records):
                     continue  # somebody's environment has not answered
                 for request in requests:
