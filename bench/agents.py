@@ -1,8 +1,9 @@
 """Conversations with environments that answer late: ours, turn by turn in lockstep, and TRL's tool loop.
 
-    python bench/agents.py [--rounds 3] [--conversations 64] [--turns 16] [--trl-turns 4] [--peers DIR]
+    python bench/agents.py [--rounds 3] [--conversations 64] [--turns 16] [--trl-turns 4] [--history 2048]
+        [--peers DIR]
 
-The model (0.4M parameters, see talker.py) says some words and calls a tool in every turn; the tool takes 50 ms in the
+The model (4M parameters, see talker.py) says some words and calls a tool in every turn; the tool takes 50 ms in the
 middle and 1 s one time in twenty (peers/slow_environment.py). All conversations of a round begin at once; a round ends
 with the last of them. Latencies are the same for all drivers in the same round.
   ours      the loop of a worker: children, sessions, the built-in engine
@@ -10,7 +11,9 @@ with the last of them. Latencies are the same for all drivers in the same round.
             environments, which answer all at once, are asked when all turns are generated
   trl       GRPOTrainer's tool loop, same model and environment, in DIR/trl; null if that is not there. Each turn
             of it takes the sum of all latencies, so it has only --trl-turns
-The first two have one thread for the model, TRL's has two.
+  long      ours, a quarter of the conversations, half of the turns, with a prompt of --history tokens
+  no_reuse  the same, but the engine computes the whole history in every turn: nothing is kept
+All but TRL's have one thread for the model, TRL's has two.
 Throughput is in turns per second. `engine_busy_frac`: the share of the time in which there was anything to decode that
 was spent inside the engine. Medians of the rounds; the last line is one JSON object.
 """
@@ -22,6 +25,7 @@ import statistics
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -31,7 +35,7 @@ import torch
 from serve import Served, keep_stdout_for_answers, serve
 from talker import make_talker
 
-THREADS = {"ours": 1, "lockstep": 1, "trl": 2}  # environments are processes of their own in the first two
+THREADS = {"trl": 2}  # of the model; of the others, whose environments are processes of their own, 1
 TURN_TOKENS, PER_TURN = 128, 48  # PER_TURN: tokens of a turn and its answer, at most, on average
 HERE = Path(__file__).resolve().parent
 Row = dict[str, Any]
@@ -40,7 +44,7 @@ Row = dict[str, Any]
 class Ours:
     """A worker's engine, children and loop, without the rest of a worker."""
 
-    def __init__(self, model: str, conversations: int, turns: int) -> None:
+    def __init__(self, model: str, conversations: int, turns: int, history: int, keep: bool = True) -> None:
         from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
         from distflow.engine.model import attention
@@ -57,7 +61,7 @@ class Ours:
         from distflow.environments.template_process import Children
         from distflow.launch.process import keep_freed_memory
 
-        self.conversations, self.turns = conversations, turns
+        self.conversations, self.turns, self.prompt = conversations, turns, "look" + " hm" * history
         lm = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation=attention.NAME)
         lm.eval().requires_grad_(False)
         keep_freed_memory()
@@ -66,10 +70,10 @@ class Ours:
         for name, p in lm.named_parameters():
             p.data = tensors[name].copy_(p.data)
         limits = CacheLimits(kv_bytes(lm.config, torch.float32, 1), 2 << 30, 256)
-        self.engine = _Engine(Generator(lm, limits, torch.device("cpu"), max_lanes=1))
+        self.engine = _Engine(Generator(lm, limits, torch.device("cpu"), max_lanes=1), keep)
         tokenizer = AutoTokenizer.from_pretrained(model)
-        text = Text(Source("talker", AutoConfig.from_pretrained(model), tokenizer), 512)
-        self.longest = 512 + turns * PER_TURN
+        text = Text(Source("talker", AutoConfig.from_pretrained(model), tokenizer), 512 + history)
+        self.longest = 512 + history + turns * PER_TURN
         self.params = SamplingParams(turns * PER_TURN, stop=frozenset([tokenizer.eos_token_id]))
         partner_limits = Limits(turns, turns * PER_TURN, TURN_TOKENS)
         self.partners = [Partner("slow", Renderer(text), partner_limits, conversations)]
@@ -83,7 +87,7 @@ class Ours:
         first = self.rounds * self.conversations
         self.rounds += 1
         seeds = range(first, first + self.conversations)
-        return [Sample(s, 0, [{"role": "user", "content": "look"}], {"seed": s}, s) for s in seeds]
+        return [Sample(s, 0, [{"role": "user", "content": self.prompt}], {"seed": s}, s) for s in seeds]
 
     def loop(self, samples: list[Any]) -> Any:
         from distflow.environments.conversations import Conversations
@@ -95,8 +99,8 @@ class Ours:
 
         samples = self.samples()
         ids = [s.id for s in samples]
-        records, busy = converse(self.engine, self.loop(samples), ids, self.longest, self.conversations)
-        return {**_work(records), "busy": busy}
+        records, use = converse(self.engine, self.loop(samples), ids, self.longest, self.conversations)
+        return {**_work(records), "busy": use.busy, "reused": use.reused}
 
     def lockstep(self) -> Row:
         samples = self.samples()
@@ -106,6 +110,7 @@ class Ours:
                 actions = loop.collect(wait=True)
                 requests += actions.requests
                 records |= {r.sample_id: r for r in actions.ended}
+                self.engine.forget([r.sample_id for r in actions.ended])
                 if len(requests) < len(samples) - len(records):
                     continue  # somebody's environment has not answered
                 for request in requests:
@@ -121,8 +126,11 @@ class Ours:
 class _Engine:
     """The generator with the methods of a rollout engine that conversations call."""
 
-    def __init__(self, generator: Any) -> None:
-        self._generator = generator
+    def __init__(self, generator: Any, keep: bool) -> None:
+        self._generator, self._keep = generator, keep
+
+    def add_request(self, request: Any) -> None:
+        self._generator.add_request(request if self._keep else replace(request, keep=False))
 
     def step(self, wake: Any = lambda: False) -> Any:
         return self._generator.step(0, wake)
@@ -138,22 +146,27 @@ def _work(records: dict[int, Any]) -> Row:
     return {"turns": sum(r.turns for r in records.values()), "tokens": sum(sum(r.mask) for r in records.values())}
 
 
-def work(name: str, model: str, conversations: int, turns: int) -> None:
-    ours = Ours(model, conversations, turns)
-    run = ours.run if name == "ours" else ours.lockstep
+def work(name: str, model: str, conversations: int, turns: int, history: int) -> None:
+    ours = Ours(model, conversations, turns, history, keep=name != "no_reuse")
+    run = ours.lockstep if name == "lockstep" else ours.run
     run()
     ours.rounds = 0
     serve(run, {"version": f"distflow {version('distflow-rl')}, torch {torch.__version__}"})
 
 
 def commands(args: argparse.Namespace, model: Path) -> dict[str, list[str]]:
-    sizes = [str(model), str(args.conversations), str(args.turns)]
-    found = {name: [sys.executable, __file__, "--driver", name, *sizes] for name in ("ours", "lockstep")}
+    def driver(name: str, *sizes: int) -> list[str]:
+        return [sys.executable, __file__, "--driver", name, str(model), *map(str, sizes)]
+
+    found = {name: driver(name, args.conversations, args.turns, 0) for name in ("ours", "lockstep")}
+    if args.history:
+        sizes = args.conversations // 4, args.turns // 2, args.history
+        found |= {name: driver(name, *sizes) for name in ("long", "no_reuse")}
     trl = args.peers.absolute() / "trl" / "bin" / "python"
     if trl.exists() and args.trl_turns:
         tokens = str(args.trl_turns * PER_TURN)
-        sizes = [str(model), str(args.conversations), str(args.trl_turns), tokens]
-        found["trl"] = [str(trl), str(HERE / "peers" / "trl_tools.py"), *sizes]
+        trl_sizes = [str(model), str(args.conversations), str(args.trl_turns), tokens]
+        found["trl"] = [str(trl), str(HERE / "peers" / "trl_tools.py"), *trl_sizes]
     return found
 
 
@@ -167,7 +180,7 @@ def measure(args: argparse.Namespace, folder: Path) -> tuple[dict[str, list[Row]
     versions: dict[str, str] = {}
     try:
         for name, command in commands(args, model).items():
-            drivers[name] = Served(name, command, env | {"OMP_NUM_THREADS": str(THREADS[name])}, folder)
+            drivers[name] = Served(name, command, env | {"OMP_NUM_THREADS": str(THREADS.get(name, 1))}, folder)
             about = drivers[name].ready()
             if about is not None:
                 rows[name], versions[name] = [], about["version"]
@@ -194,30 +207,33 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=16)
     parser.add_argument("--trl-turns", type=int, default=4, help="0: without TRL")
     parser.add_argument("--peers", type=Path, default=HERE.parent / ".peers", help="folder of the peers' environments")
-    parser.add_argument("--driver", nargs=4, help=argparse.SUPPRESS)
+    parser.add_argument("--history", type=int, default=2048, help="tokens; 0: without long histories")
+    parser.add_argument("--driver", nargs=5, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.driver:
-        name, model, conversations, turns = args.driver
+        name, model, *sizes = args.driver
         keep_stdout_for_answers()
-        torch.set_num_threads(THREADS[name])
-        work(name, model, int(conversations), int(turns))
+        torch.set_num_threads(1)
+        work(name, model, *map(int, sizes))
         return
     began = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         rows, versions = measure(args, Path(folder))
     speed = {name: statistics.median(r["turns_per_s"] for r in rs) for name, rs in rows.items() if rs}
 
-    def versus(peer: str) -> float | None:
-        return round(speed["ours"] / speed[peer], 2) if {"ours", peer} <= set(speed) else None
+    def versus(peer: str, ours: str = "ours") -> float | None:
+        return round(speed[ours] / speed[peer], 2) if {ours, peer} <= set(speed) else None
 
     result = {
         "vs_lockstep": versus("lockstep"),
         "engine_busy_frac": round(statistics.median(r["busy"] for r in rows["ours"]), 3) if "ours" in speed else None,
         "vs_trl": versus("trl"),
+        "vs_no_reuse": versus("no_reuse", "long"),
         "turns_per_s": {name: round(s, 1) for name, s in speed.items()},
         "conversations": args.conversations,
         "turns": args.turns,
         "trl_turns": args.trl_turns,
+        "history": args.history,
         "versions": versions,
         "seconds": round(time.perf_counter() - began, 1),
         "rows": rows,

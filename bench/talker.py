@@ -15,8 +15,6 @@ from transformers.utils import logging
 import assets
 from distflow.engine.model.tokenizer import train_tokenizer
 
-# As the models of examples/: larger ones are busy with reading histories again, whoever drives them.
-SHAPE = assets.SHAPE | {"hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 2}
 WORDS = 8  # before a call, on average: their number is geometric
 _CALL = ["<tool_call>", '\n{"name": "look", "arguments": {"at": ', "3", "}}\n", "</tool_call>", "<|im_end|>"]
 _WORD, _SURE = " hm", 40.0
@@ -38,7 +36,7 @@ def make_talker(folder: Path) -> None:
     torch.manual_seed(0)
     logging.disable_progress_bar()
     ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id, "bos_token_id": None}
-    shape = SHAPE | {"tie_word_embeddings": False}
+    shape = assets.SHAPE | {"tie_word_embeddings": False}
     model = Qwen2ForCausalLM(Qwen2Config(vocab_size=len(tokenizer), **ends, **shape))  # type: ignore[arg-type]
     ids = {token: tokenizer.convert_tokens_to_ids(token) for token in [_WORD, *_CALL]}
     newline = tokenizer("\n", add_special_tokens=False)["input_ids"][-1]  # the generation prompt ends with it

@@ -196,13 +196,20 @@ def fill_weights(engine: BuiltinEngine, rank: int, case: Case) -> None:
 
 
 def generate(engine: BuiltinEngine, params: SamplingParams) -> Generated:
-    requests = [Request(100 + i, PROMPTS[p], params, seed=11) for i, p in enumerate(PROMPT_OF)]
+    """Generates a response to each prompt, and a second one that goes on behind it in the pages of the first."""
+    requests = [Request(100 + i, PROMPTS[p], params, seed=11, keep=True) for i, p in enumerate(PROMPT_OF)]
     before = calls[WAIT]
-    with patch.object(model_runner, "sample", wraps=sample) as sampled:
-        completions = complete(engine, requests)
+    with patch.object(model_runner, "sample", wraps=sample) as sampled, engine.serving(len(requests), 64):
+        first = complete(engine, requests)
+        second = complete(engine, [_continued(r, first[r.sample_id].tokens.tolist()) for r in requests])
+    assert all(c.reused for c in second.values())
     waits = (calls[WAIT] - before) / sampled.call_count
-    ordered = [completions[r.sample_id] for r in requests]
+    ordered = [completions[r.sample_id] for completions in (first, second) for r in requests]
     return Generated([c.tokens.tolist() for c in ordered], np.concatenate([c.logprobs for c in ordered]), waits)
+
+
+def _continued(request: Request, tokens: list[int]) -> Request:
+    return replace(request, prompt=(*request.prompt, *tokens, 8, 9), position=len(tokens) + 2, max_tokens=4)
 
 
 def roll_out(

@@ -77,10 +77,15 @@ PLANTS = {
         check_rollout, "engine.rollout.sampling:gumbel_sample", ".copy()).to(logits.device)", ".copy())"
     ),
     "the mask of decoding is made in host memory": Plant(
-        check_rollout, "engine.rollout.kv_cache:_Block._mask", ", device=self.positions.device", ""
+        check_rollout, "engine.rollout.kv_cache:_mask", ", device=positions.device", ""
     ),
     "a token attends to the one after it": Plant(
-        check_rollout, "engine.rollout.kv_cache:_Block._mask", "key > self", "key > 1 + self",
+        check_rollout, "engine.rollout.kv_cache:_mask", "key > positions", "key > 1 + positions",
+        "the device generates something else",
+    ),
+    "the keys of a later turn are written a place too early": Plant(
+        check_rollout, "engine.rollout.kv_cache:Extension.__call__", "keys[self.pages, :, self.offsets",
+        "keys[self.pages, :, self.offsets - 1",
         "the device generates something else",
     ),
     "weights of the rollout are allocated in host memory": Plant(

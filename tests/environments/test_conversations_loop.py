@@ -22,7 +22,7 @@ from distflow.environments.record import Record, columns
 from distflow.environments.rendering import Renderer
 from distflow.environments.session import Limits
 from distflow.errors import DataError, WeightsError
-from engine.rollout.plain_loop import generator_for
+from engine.rollout.plain_loop import generator_for, passes
 from engine.tiny import config_of, randomize_weights
 from environments.fake_children import FakeChildren, Script
 
@@ -155,6 +155,18 @@ def test_tokens_are_those_that_the_engine_saw_and_sampled() -> None:
         assert record.reward == sum(record.turn_rewards)
         assert record.tool_errors == 1
         assert record.metrics == {"said": 1.0}
+
+
+@pytest.mark.parametrize(("concurrent", "late"), [(64, 0), (2, 3)])
+def test_a_turn_computes_what_is_new_since_the_last_one(concurrent: int, late: int) -> None:
+    """Whenever it comes: the last token that was sampled, and what the environment has said."""
+    with passes() as computed:
+        records, *_ = have(delay=lambda key, number: (key + number) * late % 7, concurrent=concurrent)
+    turns = sum(r.turns for r in records.values())
+    said = sum(r.mask.count(0) for r in records.values())
+    assert turns > 3 * len(records)
+    assert sum(computed["Extension"]) == said + turns - len(records)
+    assert sum(computed["Prefill"]) <= sum(len(r.prompt) for r in records.values())
 
 
 def test_limits_end_a_conversation() -> None:

@@ -167,15 +167,19 @@ def test_the_log_probs_of_the_engine_are_those_of_the_trainer(mesh: DeviceMesh, 
     engine.commit_weights(1)
     params = SamplingParams(max_tokens=300, stop=frozenset({tokenizer(family).eos_token_id}))
     games = [play(seed, [family], max_tokens=300) for seed in range(count)]
-    for i, (_, playing) in enumerate(games):
-        _ask(engine, params, i, next(playing))
-    while engine.has_unfinished:
-        for done in engine.step():
-            try:
-                reply = (done.tokens.tolist(), done.logprobs.tolist(), done.finished)
-                _ask(engine, params, done.sample_id, games[done.sample_id][1].send(reply))
-            except StopIteration:
-                pass
+    reused = 0
+    with engine.serving(count, 1000):
+        for i, (_, playing) in enumerate(games):
+            _ask(engine, params, i, next(playing))
+        while engine.has_unfinished:
+            for done in engine.step():
+                reused += done.reused
+                try:
+                    reply = (done.tokens.tolist(), done.logprobs.tolist(), done.finished)
+                    _ask(engine, params, done.sample_id, games[done.sample_id][1].send(reply))
+                except StopIteration:
+                    engine.forget([done.sample_id])
+    assert reused
     branches = []
     for played, _ in games:
         check_account(played)
@@ -198,4 +202,5 @@ def test_the_log_probs_of_the_engine_are_those_of_the_trainer(mesh: DeviceMesh, 
 
 
 def _ask(engine: BuiltinEngine, params: SamplingParams, sample: int, request: Any) -> None:
-    engine.add_request(Request(sample, request.prompt, params, 5, request.position, max_tokens=request.max_tokens))
+    room = request.max_tokens
+    engine.add_request(Request(sample, request.prompt, params, 5, request.position, max_tokens=room, keep=True))

@@ -139,6 +139,7 @@ def _turns_of_conversations_come_and_go(engine: RolloutEngine) -> None:
             engine.add_request(request)
         assert engine.step(lambda: True) == []
         engine.abort([dropped.id, 7])
+        engine.forget([7])
         engine.add_request(late)
         finished: dict[int, Completion] = {}
         while engine.has_unfinished:
@@ -190,7 +191,8 @@ def _a_prefix_is_not_kept_over_an_update(engine: RolloutEngine) -> None:
         tensors = {name: t * arch_scale for name, t in weights("qwen2").items()}
         fill(engine, tensors, 5)
         alone = complete(engine, [request])[7]
-        again = complete(engine, [replace(request, sample_id=8)])[8]  # the prompt's keys and values are in the cache
+        again = complete(engine, [replace(request, sample_id=8)])[8]
+        assert (alone.reused, again.reused) == (0, 32)  # a block of the prompt's keys and values is in the cache
         logits = _logits(tensors, [*prompt, *alone.tokens.tolist()])[len(prompt) - 1 : -1]
         wanted = logits.log_softmax(-1).gather(1, torch.from_numpy(alone.tokens)[:, None])[:, 0]
         assert alone.logprobs.tolist() == pytest.approx(wanted.tolist(), abs=1e-4)

@@ -145,7 +145,7 @@ class Agent(Actor):
         with ctx.record.call("engine") as details:
             load.add(len(batch))
             cell = self._cell(Cell, ctx)
-            records, busy = converse(policy.engine, conversations, ids, longest, concurrent, cell, on_ended)
+            records, use = converse(policy.engine, conversations, ids, longest, concurrent, cell, on_ended)
             details["left"] = load.points()
         policy.release_engine_memory()
         ordered = [records[i] for i in ids]
@@ -153,7 +153,8 @@ class Agent(Actor):
         self._log_rollout(rollout, ctx, held_out)
         log_conversations(ordered, ctx.metrics, "val/" if held_out else "")
         if ordered and not held_out:
-            ctx.metrics.log("rollout/engine_busy", busy)
+            ctx.metrics.log("rollout/engine_busy", use.busy)
+            ctx.metrics.log("rollout/reused", use.reused)
         return rollout
 
     def _cell(self, make: Any, ctx: "Context") -> Any:

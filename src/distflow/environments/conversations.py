@@ -239,7 +239,8 @@ class Conversations:
         params = replace(self.params, stop=self.params.stop | frozenset(stop)) if stop else self.params
         self._last_request += 1
         number = self._last_request
-        request = Request(conversation.sample.id, turn.prompt, params, self.seed, turn.position, room, number)
+        sample = conversation.sample.id
+        request = Request(sample, turn.prompt, params, self.seed, turn.position, room, number, keep=True)
         conversation.requests[number] = branch, reply
         self._of_request[number] = conversation
         self._actions.requests.append(request)

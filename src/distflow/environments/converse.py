@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from distflow.engine.rollout.engine import Request, RolloutEngine, SamplingParams
+from distflow.engine.rollout.engine import Completion, Request, RolloutEngine, SamplingParams
 from distflow.environments.conversations import Actions, Conversations
 from distflow.environments.record import Record
 
@@ -36,11 +36,12 @@ class Cell:
         return actions if actions is not None else _decode(bytes(payload.cpu().numpy()))
 
 
-class Busy:
-    """How much of the time in which the engine had something to decode it was decoding."""
+class EngineUse:
+    """How well the engine was used: how much of the time it was decoding, and how much it did not compute again."""
 
     def __init__(self) -> None:
         self._decoding = self._waiting = 0.0
+        self._reused = self._prompts = 0  # tokens
         self._since: float | None = None  # when the engine, which has something to decode, was left alone
 
     @contextmanager
@@ -53,10 +54,20 @@ class Busy:
         if not engine.has_unfinished:
             self._since = None
 
+    def count(self, requests: Iterable[Request], completions: Iterable[Completion]) -> None:
+        self._prompts += sum(len(r.prompt) for r in requests)
+        self._reused += sum(c.reused for c in completions)
+
     @property
-    def fraction(self) -> float:
+    def busy(self) -> float:
+        """Of the time in which the engine had something to decode, the fraction in which it was decoding."""
         total = self._decoding + self._waiting
         return self._decoding / total if total else 1.0
+
+    @property
+    def reused(self) -> float:
+        """Of the tokens that turns begin with, the fraction that was still in the KV cache."""
+        return self._reused / self._prompts if self._prompts else 0.0
 
 
 def converse(
@@ -67,13 +78,13 @@ def converse(
     concurrent: int,
     cell: Cell | None = None,
     on_ended: Callable[[list[Record]], list[Record]] = lambda records: records,
-) -> tuple[dict[int, Record], float]:
-    """Has all conversations, and returns their records by sample id, and how busy the engine was (0 to 1).
+) -> tuple[dict[int, Record], EngineUse]:
+    """Has all conversations, and returns their records by sample id, and how well the engine was used.
 
     `conversations` is None on all ranks of a cell but the first. `samples` are their ids; `on_ended` sees records as
     they end, and may return others for them.
     """
-    cell, records, busy = cell or Cell(), dict[int, Record](), Busy()
+    cell, records, use = cell or Cell(), dict[int, Record](), EngineUse()
     wake = conversations.has_events if conversations else lambda: False
     try:
         with engine.serving(min(concurrent, len(samples)), longest):
@@ -81,6 +92,7 @@ def converse(
                 idle = not engine.has_unfinished
                 actions = cell.share(conversations.collect(idle) if conversations else None)
                 engine.abort(actions.aborted)
+                engine.forget([r.sample_id for r in actions.ended])
                 dropped = set(actions.aborted)
                 for request in actions.requests:
                     if request.id not in dropped:
@@ -88,15 +100,16 @@ def converse(
                 if actions.ended:
                     records |= {r.sample_id: r for r in on_ended(actions.ended)}
                 if engine.has_unfinished:
-                    with busy.decoding(engine):
+                    with use.decoding(engine):
                         completions = engine.step(wake)
+                    use.count(actions.requests, completions)
                     if conversations:
                         for completion in completions:
                             conversations.complete(completion)
     finally:
         if conversations:
             conversations.close()
-    return records, busy.fraction
+    return records, use
 
 
 def _encode(actions: Actions) -> bytes:

@@ -6,6 +6,7 @@ prompt. So every template works that writes messages in their order, also change
 reasoning of earlier turns.
 """
 
+import json
 import re
 import secrets
 from collections.abc import Sequence
@@ -18,6 +19,7 @@ from distflow.errors import ConfigError, DataError, DistflowError, shown
 
 Message = dict[str, Any]
 _NONCE = secrets.token_hex(8)  # nobody's text has it; it never reaches the tokens
+_ENDS = 64  # sets of tools that are remembered: every sample may have its own
 _TURN, _OPEN, _CLOSE = f"{_NONCE}turn", f"{_NONCE}open", f"{_NONCE}close"
 
 
@@ -27,6 +29,7 @@ class Renderer:
     def __init__(self, text: Text, tool_parser: str = "auto") -> None:
         self.text, self.tokenizer = text, text.tokenizer
         self.parse: ToolParser = parser_for(self.tokenizer, tool_parser)
+        self._ends: dict[str, str] = {}  # tools as JSON → what is behind a turn that nothing follows
 
     def prompt(self, messages: Sequence[Message], tools: Tools = ()) -> list[int]:
         """Encodes messages and the generation prompt."""
@@ -133,13 +136,22 @@ class Renderer:
             calls, new = _answered(turn, new)
             calling: list[Message] = [*before, {"role": "assistant", "content": "", "tool_calls": calls}]
             try:
-                end, closed = (self._behind(chat, tools, False) for chat in (plain, calling))
+                end, closed = self._end(plain, tools), self._behind(calling, tools, False)
                 whole = self._behind([*calling, *new], tools, True)
                 if closed.endswith(end) and whole.startswith(closed):
                     return end + whole[len(closed) :]
             except DataError:
                 pass  # a template that refuses these calls may still write their results
         return self._behind([*plain, *new], tools, True)
+
+    def _end(self, plain: Sequence[Message], tools: Tools) -> str:
+        """Returns what is behind a turn that nothing follows, rendered once: it is the same after every turn."""
+        key = json.dumps(tools, default=repr)
+        if key not in self._ends:
+            if len(self._ends) >= _ENDS:
+                self._ends.clear()
+            self._ends[key] = self._behind(plain, tools, False)
+        return self._ends[key]
 
     def _behind(self, messages: Sequence[Message], tools: Tools, generate: bool) -> str:
         before, found, behind = self._render(messages, tools, generate).rpartition(_TURN)

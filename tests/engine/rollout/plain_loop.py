@@ -129,7 +129,7 @@ def same(got: Sequence[Response], want: Sequence[Response]) -> bool:
 @contextmanager
 def passes() -> Iterator[dict[str, list[int]]]:
     """Records how many tokens each pass through the model computes."""
-    tokens_of: dict[str, list[int]] = {"Prefill": [], "CpuDecode": []}
+    tokens_of: dict[str, list[int]] = {"Prefill": [], "Extension": [], "CpuDecode": []}
 
     def recording(model: PreTrainedModel) -> Forward:
         forward = forward_for(model)

@@ -1,6 +1,7 @@
 """The KV cache: decoding with it attends to what was written, in the version for any device and in that for CPUs."""
 
 import resource
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from distflow.engine.cpu.decode_attention import CpuDecode
 from distflow.engine.model.attention import AttentionParams, PackedAttention
-from distflow.engine.rollout.kv_cache import Decode, KVCache, Prefill
+from distflow.engine.rollout.kv_cache import Decode, Extension, KVCache, Prefill
 
 PAGE, DIM, CPU = 4, 8, torch.device("cpu")
 TABLES = np.random.default_rng(0).permutation(20).reshape(5, 4)  # the pages of five sequences of up to 16 tokens
@@ -81,6 +82,30 @@ def test_prefill_and_decode_give_what_a_pass_over_the_sequence_gives(
         positions = [n + step for n in prompts]
         new = kind(cache, torch.tensor(positions), tables, CPU)(0, *packed([1, 1, 1], positions), params)
         outputs = [torch.cat((before, one[None])) for before, one in zip(outputs, new, strict=True)]
+    for (q, k, v), got in zip(rows, outputs, strict=True):
+        want = PackedAttention([q.shape[1]])(0, q, k, v, params)
+        torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("params", PARAMS, ids=str)
+@pytest.mark.usefixtures("backend")
+def test_an_extension_gives_what_a_pass_over_the_sequence_gives(params: AttentionParams) -> None:
+    """Of several sequences at once, each with its own number of new tokens, twice in a row."""
+    torch.manual_seed(3)
+    cuts, tables = [[5, 1, 3], [7, 9, 4], [16, 10, 11]], TABLES[:3]
+    rows = [[torch.randn(heads, n, DIM) for heads in (4, 2, 2)] for n in cuts[-1]]
+    cache = KVCache(20, PAGE)
+
+    def packed(starts: list[int], ends: list[int]) -> tuple[Tensor, Tensor, Tensor]:
+        parts = [[x[:, a:b] for x in row] for row, a, b in zip(rows, starts, ends, strict=True)]
+        q, k, v = (torch.cat(x, 1) for x in zip(*parts, strict=True))
+        return q, k, v
+
+    outputs = list(Prefill(cache, cuts[0], tables.tolist())(0, *packed([0, 0, 0], cuts[0]), params).split(cuts[0]))
+    for starts, ends in pairwise(cuts):
+        new = Extension(cache, starts, ends, tables.tolist(), CPU)(0, *packed(starts, ends), params)
+        lengths = [b - a for a, b in zip(starts, ends, strict=True)]
+        outputs = [torch.cat(both) for both in zip(outputs, new.split(lengths), strict=True)]
     for (q, k, v), got in zip(rows, outputs, strict=True):
         want = PackedAttention([q.shape[1]])(0, q, k, v, params)
         torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)

@@ -73,6 +73,8 @@ class EchoEngine:
 
     def abort(self, request_ids: Iterable[int]) -> None: ...
 
+    def forget(self, sample_ids: Iterable[int]) -> None: ...
+
     def serving(self, sequences: int, longest: int) -> AbstractContextManager[None]:
         return nullcontext()
 

@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distflow.engine.rollout.engine import Request, SamplingParams
+from distflow.engine.rollout.history import History, HistoryPages, history_share
 from distflow.engine.rollout.page_pool import PagePool
 from distflow.engine.rollout.scheduler import Scheduler
 from distflow.engine.rollout.sequence import Sequence
@@ -187,6 +188,97 @@ def test_every_sequence_is_returned_once_and_has_its_own_pages(
         assert progress or not scheduler.has_unfinished  # some sequence always goes on
     assert sorted(ids(finished)) == ids(added)
     assert sorted(pool._free) == list(range(pool.pages))  # all were given back, once
+
+
+@settings(deadline=None)
+@given(st.integers(1, 6), st.integers(1, 4), st.integers(1, 4), st.integers(0, 30), st.data())
+def test_conversations_come_to_an_end_and_find_their_histories(
+    slots: int, page: int, open_at_once: int, more_pages: int, data: st.DataObject
+) -> None:
+    """Whatever is kept, some sequence always goes on, and what a sequence finds in its history is its own beginning.
+
+    Conversations of several turns, in branches that are cut somewhere, some with two requests at once, some that end
+    while a request runs. `cache` holds the token and the position that each place of each page has.
+    """
+    longest, turns = 24, data.draw(st.integers(1, 5), label="turns")
+    pages = -(-longest // page) + more_pages
+    share = history_share(pages, -(-longest // page), open_at_once)
+    pool = PagePool(pages - open_at_once * share, page)
+    scheduler = Scheduler(slots, 8, pool, HistoryPages(pool.pages, open_at_once, share))
+    cache: dict[tuple[int, int], tuple[int, int]] = {}
+    histories: dict[int, History] = {}
+    left = dict.fromkeys(range(6), turns)  # turns of each sample
+    running: dict[int, list[Sequence]] = {}
+    done: dict[int, list[int]] = {}  # all tokens of a sample's latest turn
+
+    def write(s: Sequence, position: int) -> None:
+        token = [*s.request.prompt, *s.tokens][position]
+        cache[s.pages[position // page], position % page] = token, position
+
+    def check(s: Sequence, length: int) -> None:
+        for t, token in enumerate([*s.request.prompt, *s.tokens][:length]):
+            assert cache[s.pages[t // page], t % page] == (token, t)
+
+    def say(s: Sequence) -> None:
+        s.append(END if data.draw(st.booleans()) else data.draw(st.integers(0, 3)), 0.0)
+
+    def ask(sample: int) -> None:
+        history = histories.setdefault(sample, History())
+        old = done.get(sample, [])
+        cut = old[: data.draw(st.integers(0, len(old)))] if data.draw(st.booleans()) else old
+        for _ in range(data.draw(st.sampled_from([1, 1, 1, 2]))):
+            new = data.draw(st.lists(st.integers(0, 3), min_size=1, max_size=4))
+            text = (*cut, *new)[: longest - 1]
+            params = SamplingParams(longest, stop=frozenset({END}))
+            room = data.draw(st.integers(1, longest - len(text)))
+            s = Sequence(Request(sample, text, params, 0, max_tokens=room, keep=True), history)
+            running.setdefault(sample, []).append(s)
+        scheduler.add(running[sample])
+
+    def leave(sequences: list[Sequence]) -> None:
+        for s in sequences:
+            sample = s.request.sample_id
+            if s in running.get(sample, []):
+                running[sample].remove(s)
+                done[sample] = [*s.request.prompt, *s.tokens]
+
+    while left or scheduler.has_unfinished:
+        for sample in list(left):
+            if sample not in histories and len(histories) == open_at_once:
+                continue
+            idle = not running.get(sample)
+            if idle and left[sample]:
+                left[sample] -= 1
+                ask(sample)
+            elif idle or data.draw(st.sampled_from([False] * 9 + [True])):  # over, maybe in the middle of a turn
+                for s in running.pop(sample, []):
+                    s.aborted = True
+                histories.pop(sample).closed = True
+                del left[sample]
+        progress = not scheduler.has_unfinished
+        for batch in scheduler.admit():
+            for shared in batch:
+                for s in shared:
+                    check(s, s.reused)
+                    for t in range(s.reused, len(s.request.prompt)):
+                        write(s, t)
+                    say(s)
+                    progress = True
+        retired = scheduler.retire()
+        progress |= bool(retired)
+        leave(retired)
+        if scheduler.running:
+            ready, tables = scheduler.ready()
+            for s, row in zip(ready, tables, strict=True):
+                assert row[: len(s.pages)].tolist() == s.pages
+                write(s, s.length - 1)
+                progress = True
+            for s in ready:
+                check(s, s.length)
+                say(s)
+            leave(scheduler.retire())
+        assert progress or not scheduler.has_unfinished
+    assert sorted(pool._free) == list(range(pool.pages))
 
 
 def test_the_oldest_goes_on_while_others_wait_for_its_pages() -> None:

@@ -141,7 +141,7 @@ def test_a_request_that_is_longer_than_a_lane_s_share_waits_and_then_runs(max_la
         qwen2.add_request(request)
     completions = drain(qwen2, short + long, finished)
     assert same([as_response(c) for c in completions], [plain_loop("qwen2", r) for r in short + long])
-    assert qwen2.caches[0].longest >= 21 + PARAMS.max_tokens
+    assert qwen2._longest >= 21 + PARAMS.max_tokens
 
 
 def test_a_request_too_long_for_the_memory_fails_when_it_is_its_turn() -> None:

@@ -4,6 +4,7 @@ The operations of a decoding step are too small to share: with lanes no thread i
 another reads memory. Every lane reads all weights, so a lane has to have a number of sequences to be worth it.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
@@ -52,6 +53,7 @@ class Lanes:
         self.batches = batches
         each = max(1, torch.get_num_threads() // len(batches))
         self._threads = ThreadPoolExecutor(len(batches), "lane", torch.set_num_threads, (each,))
+        self._histories: list[Any] = []  # that are open
         self._stepping: dict[Future[list[Any]], Batch[Any]] = {}
 
     def __enter__(self) -> Self:
@@ -66,14 +68,30 @@ class Lanes:
         return bool(self._stepping) or any(b.has_unfinished for b in self.batches)
 
     def add(self, sequences: list[Any]) -> None:
-        """Deals sequences out in contiguous shares, those of a prompt to one lane but for a few."""
-        count, lanes = len(sequences), len(self.batches)
+        """Deals sequences out in contiguous shares, those of a prompt to one lane but for a few.
+
+        One that goes on in a history runs where that is.
+        """
         first_seen: dict[Any, int] = {}
         ordered = sorted(sequences, key=lambda s: first_seen.setdefault(s.request.prompt, len(first_seen)))
+        self._settle([s.history for s in ordered if s.history])
+        free = [s for s in ordered if not s.history]
+        count, lanes = len(free), len(self.batches)
         bounds = [lane * (count // lanes) + min(lane, count % lanes) for lane in range(lanes + 1)]
-        for batch, (start, end) in zip(self.batches, pairwise(bounds), strict=True):
-            if end > start:
-                batch.add(ordered[start:end])
+        for lane, (batch, (start, end)) in enumerate(zip(self.batches, pairwise(bounds), strict=True)):
+            if mine := [s for s in ordered if s.history and s.history.lane == lane] + free[start:end]:
+                batch.add(mine)
+
+    def _settle(self, histories: list[Any]) -> None:
+        """Gives new histories a lane, so that no lane has more than its share of all that are open."""
+        new = [h for h in dict.fromkeys(histories) if h.lane < 0]
+        self._histories = [h for h in self._histories if not h.closed]
+        most = -(-(len(self._histories) + len(new)) // len(self.batches))
+        count = Counter(h.lane for h in self._histories)
+        for history in new:
+            history.lane = next(lane for lane in range(len(self.batches)) if count[lane] < most)
+            count[history.lane] += 1
+        self._histories += new
 
     def step(self, wake: Callable[[], bool] = lambda: False) -> list[Any]:
         busy = set(map(id, self._stepping.values()))

@@ -111,6 +111,9 @@ class BuiltinEngine:
     def abort(self, request_ids: Iterable[int]) -> None:
         self.generator.abort(request_ids)
 
+    def forget(self, sample_ids: Iterable[int]) -> None:
+        self.generator.forget(sample_ids)
+
     def serving(self, sequences: int, longest: int) -> AbstractContextManager[None]:
         return self.generator.serving(sequences, longest)
 

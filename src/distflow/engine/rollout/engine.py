@@ -63,6 +63,7 @@ class Request:
     max_tokens: int | None = None  # to generate; by default those that are left of `params.max_tokens`
     request_id: int = -1  # by default the sample id; a sample with several requests at once gives each its own
     priority: int = 0  # of those that wait, requests with a lower one start first
+    keep: bool = False  # the sample's next request begins as this one and its response do; `forget` ends that
 
     @property
     def id(self) -> int:
@@ -84,6 +85,7 @@ class Completion:
     finished: bool  # by a stop token, not by the length limit
     weight_version: int
     request_id: int = -1  # of the request
+    reused: int = 0  # tokens of the prompt that were not computed, because the sample's last request had been kept
 
 
 class RolloutEngine(Protocol):
@@ -138,8 +140,15 @@ class RolloutEngine(Protocol):
         """Drops requests, which have no completion then; ids of others, or of finished ones, are ignored."""
         ...
 
+    def forget(self, sample_ids: Iterable[int]) -> None:
+        """Drops what is kept of samples; their requests are finished or aborted. Ids of others are ignored."""
+        ...
+
     def serving(self, sequences: int, longest: int) -> AbstractContextManager[None]:
-        """Stays ready inside of it, also while there are no requests, for so many of at most so many tokens."""
+        """Stays ready inside of it, also while there are no requests, for so many of at most so many tokens.
+
+        Only inside of it requests are kept, of that many samples at a time.
+        """
         ...
 
     def release_memory(self, weights: bool) -> None:

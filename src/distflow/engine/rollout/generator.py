@@ -12,6 +12,7 @@ from distflow.engine.cpu.lanes import Lanes, lane_count, threads_of_a_lane
 from distflow.engine.rollout.batch import ContinuousBatch
 from distflow.engine.rollout.engine import Completion, Request, Wake, never
 from distflow.engine.rollout.forward import Forward, forward_for
+from distflow.engine.rollout.history import History, HistoryPages, history_share
 from distflow.engine.rollout.kv_cache import KVCache
 from distflow.engine.rollout.model_runner import Agree, ModelRunner
 from distflow.engine.rollout.page_pool import PagePool
@@ -74,13 +75,29 @@ class Generator:
         self.caches: list[KVCache] = []  # one per lane, kept from rollout to rollout
         self._queue: list[Sequence] = []
         self._unfinished: dict[int, Sequence] = {}  # by the id of the request
+        self._longest = 0  # sequence that there is room for in each of them
+        self._histories: dict[int, History] = {}  # by sample id, while they may be continued
         self._serving: tuple[int, int] | None = None  # sequences to be ready for, and the longest of them
         self._running: Running | None = None  # while requests are unfinished, or may come
         self._cleanup = ExitStack()  # unpacks the weights, ends the threads
 
     def add_request(self, request: Request) -> None:
-        sequence = self._unfinished[request.id] = Sequence(request)
+        sequence = self._unfinished[request.id] = Sequence(request, self._history(request))
         self._queue.append(sequence)
+
+    def _history(self, request: Request) -> History | None:
+        """Returns where a request leaves its keys and values; None: nowhere."""
+        if not request.keep or not self._serving:
+            return None
+        if request.sample_id not in self._histories and len(self._histories) < self._serving[0]:
+            self._histories[request.sample_id] = History()
+        return self._histories.get(request.sample_id)
+
+    def forget(self, sample_ids: Iterable[int]) -> None:
+        """Gives the pages of samples back; to others, when the last sequences of these have left."""
+        for sample_id in sample_ids:
+            if history := self._histories.pop(sample_id, None):
+                history.closed = True
 
     def abort(self, request_ids: Iterable[int]) -> None:
         """Drops requests; those that run leave the batch after its next decoding step."""
@@ -95,7 +112,7 @@ class Generator:
         try:
             yield
         finally:
-            self._serving = None
+            self._serving, self._histories = None, {}
             self.stop()
 
     @property
@@ -111,9 +128,8 @@ class Generator:
                 self._end()  # and start again, with room for it
             if self._running is None:
                 self._running = self._start(self._queue)
-            longest = self.caches[0].longest
-            self._running.add([s for s in self._queue if s.max_length <= longest])
-            self._queue = [s for s in self._queue if s.max_length > longest]  # until a lane has a larger share
+            self._running.add([s for s in self._queue if s.max_length <= self._longest])
+            self._queue = [s for s in self._queue if s.max_length > self._longest]  # until a lane has a larger share
             finished = self._running.step(wake)
         except BaseException:
             self.stop()
@@ -140,25 +156,34 @@ class Generator:
 
     def _too_long(self) -> bool:
         """Whether what waits has no room in the caches that there are."""
-        return all(s.max_length > self.caches[0].longest for s in self._queue)
+        return all(s.max_length > self._longest for s in self._queue)
 
     def _end(self) -> None:
         self._running = None
         self._cleanup.close()
+        for history in self._histories.values():
+            history.reset()
 
     def _start(self, sequences: list[Sequence]) -> Running:
-        expected, longest = self._serving or (0, 0)
-        longest = min(longest, self.limits.cache_bytes // self.limits.bytes_per_token // 2)  # it is not asked for yet
-        expected, longest = max(expected, len(sequences)), max(longest, *(s.max_length for s in sequences))
+        expected, longest = self._serving or (len(sequences), 0)
+        half = self.limits.cache_bytes // self.limits.bytes_per_token // 2
+        histories = expected if self._serving and longest <= half else 0
+        longest = max(min(longest, half), *(s.max_length for s in sequences))  # more is not asked for yet
         page = self._page(longest)
         pages, need, slots = self.limits.pages(page, longest), -(-longest // page), self.limits.max_sequences
         lanes = lane_count(self.model, min(self.max_lanes, slots, pages // need), expected)
-        slots //= lanes
-        self._allocate(lanes, min(pages // lanes, slots * need), page)
+        slots, pages, histories = slots // lanes, pages // lanes, -(-histories // lanes)
+        share = history_share(pages, need, histories) if histories else 0
+        self._allocate(lanes, min(pages, slots * need + histories * share), page)
+        pool = self.caches[0].pages - histories * share
+        self._longest = pool * page
         with threads_of_a_lane(lanes):
             forward = forward_for(self.model)
         self._cleanup.enter_context(forward.packed_weights())
-        batches = [self._batch(forward, cache, slots) for cache in self.caches]
+        batches = [
+            self._batch(forward, cache, slots, PagePool(pool, page), HistoryPages(pool, histories, share))
+            for cache in self.caches
+        ]
         return batches[0] if lanes == 1 else self._cleanup.enter_context(Lanes(batches))
 
     def _page(self, longest: int) -> int:
@@ -172,7 +197,9 @@ class Generator:
             self.caches = caches = []  # frees the old ones before there are new ones
             self.caches = [KVCache(pages, page) for _ in range(lanes)]
 
-    def _batch(self, forward: Forward, cache: KVCache, slots: int) -> ContinuousBatch:
+    def _batch(
+        self, forward: Forward, cache: KVCache, slots: int, pool: PagePool, history_pages: HistoryPages
+    ) -> ContinuousBatch:
         budget = _PREFILL_TOKENS_CPU if self.device.type == "cpu" else _PREFILL_TOKENS
         runner = ModelRunner(forward, cache, self.agree, self.device)
-        return ContinuousBatch(Scheduler(slots, budget, PagePool(cache.pages, cache.page)), runner)
+        return ContinuousBatch(Scheduler(slots, budget, pool, history_pages), runner)

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from collections.abc import Sequence as Rows
+from functools import cached_property
 from itertools import accumulate
 
 import numpy as np
@@ -9,7 +10,8 @@ import torch
 from torch import Tensor
 
 from distflow.data.balance import Ints
-from distflow.engine.cpu.decode_attention import gather_pages, split_slots
+from distflow.engine.cpu import kernels_for
+from distflow.engine.cpu.decode_attention import CpuDecode, gather_pages, split_slots
 from distflow.engine.model.attention import AttentionParams, PackedAttention, attend
 
 
@@ -74,6 +76,51 @@ class Prefill(PackedAttention):
         return super().__call__(layer, q, k, v, params)
 
 
+class Extension:
+    """Attention of the tokens from `starts` to `ends` of each sequence to all before them, which are in its pages."""
+
+    def __init__(
+        self, cache: KVCache, starts: list[int], ends: list[int], tables: Rows[Rows[int]], device: torch.device
+    ) -> None:
+        self.cache, self.device = cache, device
+        self.spans, lengths = list(zip(starts, ends, strict=True)), [b - a for a, b in zip(starts, ends, strict=True)]
+        self.lengths = lengths
+        self.positions = torch.cat([torch.arange(a, b) for a, b in self.spans])
+        needed = -(-max(ends) // cache.page)
+        padded = np.array([[*table[:needed], *[0] * (needed - len(table))] for table in tables], np.int64)
+        self.rows = np.repeat(padded, lengths, 0)  # [tokens, pages]
+        places = self.positions.numpy()
+        pages = np.take_along_axis(self.rows, places[:, None] // cache.page, 1)[:, 0]
+        self.pages, self.offsets = torch.from_numpy(pages).to(device), (self.positions % cache.page).to(device)
+        self.tables = torch.from_numpy(padded).to(device)
+        self._masks: dict[int | None, list[Tensor]] = {}  # by window, made by the first layer that has it
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, params: AttentionParams) -> Tensor:
+        if kernels_for(q) and params.softcap is None:
+            return self._by_token(layer, q, k, v, params)  # token after token, as if they were decoded
+        keys, values = self.cache.layer(layer, k)
+        keys[self.pages, :, self.offsets] = k.transpose(0, 1)
+        values[self.pages, :, self.offsets] = v.transpose(0, 1)
+        masks, parts = self._mask(params.window, q.dtype), []
+        for query, (_, end), table, mask in zip(q.split(self.lengths, 1), self.spans, self.tables, masks, strict=True):
+            pages = table[None, : -(-end // self.cache.page)]
+            k_seen, v_seen = (gather_pages(x, pages, end) for x in (keys, values))
+            parts.append(attend(query[None], k_seen, v_seen, params, mask=mask)[0].transpose(0, 1))
+        return torch.cat(parts)
+
+    @cached_property
+    def _by_token(self) -> CpuDecode:
+        return CpuDecode(self.cache, self.positions, self.rows, self.device)
+
+    def _mask(self, window: int | None, dtype: torch.dtype) -> list[Tensor]:
+        """One [new tokens, keys] for each sequence."""
+        if window not in self._masks:
+            self._masks[window] = [
+                _mask(torch.arange(a, b, device=self.device), b, window, dtype) for a, b in self.spans
+            ]
+        return self._masks[window]
+
+
 class Decode:
     """Attention of one new token for each sequence, at these positions, of which `tables` has the pages.
 
@@ -116,10 +163,15 @@ class _Block:
 
     def _mask(self, window: int | None, dtype: torch.dtype) -> Tensor:
         if window not in self._masks:
-            key = torch.arange(self.keys, device=self.positions.device)
-            hidden = key > self.positions[:, None]
-            if window is not None:
-                hidden |= key <= self.positions[:, None] - window
-            mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, -torch.inf)
+            mask = _mask(self.positions, self.keys, window, dtype)
             self._masks[window] = mask[:, None, None]  # [sequences, 1, 1, keys]
         return self._masks[window]
+
+
+def _mask(positions: Tensor, keys: int, window: int | None, dtype: torch.dtype) -> Tensor:
+    """Returns what is added to the scores of tokens at these positions: [positions, keys], -inf for what is hidden."""
+    key = torch.arange(keys, device=positions.device)
+    hidden = key > positions[:, None]
+    if window is not None:
+        hidden |= key <= positions[:, None] - window
+    return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, -torch.inf)

@@ -12,7 +12,7 @@ from distflow.engine.cpu.decode_attention import CpuDecode
 from distflow.engine.model.attention import Attention
 from distflow.engine.rollout.engine import SamplingParams
 from distflow.engine.rollout.forward import Forward
-from distflow.engine.rollout.kv_cache import Decode, KVCache, Prefill
+from distflow.engine.rollout.kv_cache import Decode, Extension, KVCache, Prefill
 from distflow.engine.rollout.sampling import sample
 from distflow.engine.rollout.sequence import Sequence
 
@@ -27,12 +27,22 @@ class ModelRunner:
         self.decode_attention = CpuDecode if device.type == "cpu" else Decode
 
     def prefill(self, prompts: list[list[Sequence]]) -> None:
-        """Computes each prompt once, for all sequences that share it, and samples their first tokens."""
-        lengths = [len(sequences[0].request.prompt) for sequences in prompts]
-        tokens = torch.tensor([t for sequences in prompts for t in sequences[0].request.prompt])
-        positions = torch.cat([torch.arange(n) for n in lengths])
-        attention = Prefill(self.cache, lengths, [sequences[0].pages for sequences in prompts])
-        logits = self._logits(tokens, positions, attention, torch.tensor(lengths).cumsum(0) - 1)
+        """Computes each prompt once, for all sequences that share it, and samples their first tokens.
+
+        Of sequences that go on in a history, which all or none do, only what is not in it is computed.
+        """
+        firsts = [sequences[0] for sequences in prompts]
+        starts, ends = [s.reused for s in firsts], [len(s.request.prompt) for s in firsts]
+        tokens = torch.tensor([t for s in firsts for t in s.request.prompt[s.reused :]])
+        positions = torch.cat([torch.arange(start, end) for start, end in zip(starts, ends, strict=True)])
+        tables = [s.pages for s in firsts]
+        attention = (
+            Extension(self.cache, starts, ends, tables, self.device)
+            if any(starts)
+            else Prefill(self.cache, ends, tables)
+        )
+        last = torch.tensor([end - start for start, end in zip(starts, ends, strict=True)]).cumsum(0) - 1
+        logits = self._logits(tokens, positions, attention, last)
         shared = ((sequences[0], s) for sequences in prompts for s in sequences[1:])
         self.cache.copy((first.pages, s.pages, len(s.request.prompt)) for first, s in shared)
         row_of = torch.tensor([row for row, sequences in enumerate(prompts) for _ in sequences])

@@ -7,6 +7,7 @@ from itertools import groupby
 import numpy as np
 
 from distflow.data.balance import Ints
+from distflow.engine.rollout.history import HistoryPages
 from distflow.engine.rollout.page_pool import PagePool
 from distflow.engine.rollout.sequence import Sequence
 
@@ -14,8 +15,11 @@ from distflow.engine.rollout.sequence import Sequence
 class Scheduler:
     """`running` has at most `slots` sequences, those that `wait` join it in their order, as the pool has pages."""
 
-    def __init__(self, slots: int, prefill_tokens: int, pool: PagePool) -> None:
+    def __init__(
+        self, slots: int, prefill_tokens: int, pool: PagePool, history_pages: HistoryPages | None = None
+    ) -> None:
         self.slots, self.prefill_tokens, self.pool = slots, prefill_tokens, pool
+        self.history_pages = history_pages or HistoryPages()
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self._tables: Ints = np.zeros((slots, 1), np.int64)  # row i: the pages of running[i]
@@ -39,31 +43,63 @@ class Scheduler:
     def admit(self) -> Iterator[list[list[Sequence]]]:
         """Starts waiting sequences; yields them in prefill batches, as lists that share a prompt.
 
-        Prefill stalls decoding, so nothing is admitted before an eighth of the slots is free.
+        Those that go on in a history are in batches of their own, each in a list of its own. Prefill stalls decoding,
+        so nothing is admitted before an eighth of the slots is free.
         """
-        for sequence in [s for s in self.waiting if s.aborted]:
+        if not self.waiting:
+            return
+        for sequence in [s for s in list(self.waiting) if s.aborted]:  # a list at once: others may join it meanwhile
             self.waiting.remove(sequence)
+        self.retire()  # those that were aborted
         free = self.slots - len(self.running)
         if not self.waiting or free < min(len(self.waiting), max(1, self.slots // 8)):
             return
         admitted: list[Sequence] = []
         oldest = self._oldest()
-        while len(admitted) < free and self.waiting and self.pool.admit(self.waiting[0], oldest):
-            sequence = self.waiting.popleft()
-            oldest = oldest or sequence
+        while len(admitted) < free and self.waiting:
+            sequence = self.waiting[0]
+            if not self._find_history(sequence) or not self.pool.admit(sequence, oldest):
+                break
+            self.waiting.popleft()
+            if sequence.history:
+                sequence.history.busy = True
+            if self.pool.most(sequence):
+                oldest = oldest or sequence
             sequence.slot, sequence.order, self._admitted = len(self.running), self._admitted, self._admitted + 1
             self.running.append(sequence)
             self._enter(sequence, 0)
             self._room = 0
             admitted.append(sequence)
+        fresh = [s for s in admitted if not s.reused]
+        yield from self._batches([list(group) for _, group in groupby(fresh, key=lambda s: s.request.prompt)])
+        yield from self._batches([[s] for s in admitted if s.reused])
+
+    def _find_history(self, sequence: Sequence) -> bool:
+        """Finds what the sequence's history has of its prompt; False: it has to wait for a share of the pages.
+
+        A sequence whose history another one runs in does without it.
+        """
+        history = sequence.history
+        if history is None:
+            return True
+        if history.busy or history.closed or not self.history_pages.each:
+            sequence.history, sequence.reused = None, 0
+            return True
+        if not self.history_pages.give(history):
+            return False
+        sequence.reused = history.shared_with(sequence.request.prompt)
+        return True
+
+    def _batches(self, prompts: list[list[Sequence]]) -> Iterator[list[list[Sequence]]]:
         batch: list[list[Sequence]] = []
         tokens = 0
-        for prompt, group in groupby(admitted, key=lambda s: s.request.prompt):
-            if batch and tokens + len(prompt) > self.prefill_tokens:
+        for sequences in prompts:
+            new = len(sequences[0].request.prompt) - sequences[0].reused
+            if batch and tokens + new > self.prefill_tokens:
                 yield batch
                 batch, tokens = [], 0
-            batch.append(list(group))
-            tokens += len(prompt)
+            batch.append(sequences)
+            tokens += new
         if batch:
             yield batch
 
@@ -73,7 +109,6 @@ class Scheduler:
             self._room -= 1
             return self.running, self._tables[: len(self.running)]
         oldest = self._oldest()
-        assert oldest is not None
         for s in self.running:
             if self._room_of(s) < 0 and self.pool.grow(s, oldest):
                 self._enter(s, len(s.pages) - 1)
@@ -99,10 +134,12 @@ class Scheduler:
         del self.running[left:]
         for sequence in finished:
             self.pool.release(sequence)
+            sequence.leave_history(self.pool.page)
         return finished
 
     def _oldest(self) -> Sequence | None:
-        return min(self.running, key=lambda s: s.order, default=None)
+        """Returns the one that the pool has to be enough for."""
+        return min(filter(self.pool.most, self.running), key=lambda s: s.order, default=None)
 
     def _enter(self, sequence: Sequence, first: int) -> None:
         """Enters the pages of a running sequence from the `first` on into its row."""

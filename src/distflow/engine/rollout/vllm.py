@@ -187,6 +187,9 @@ class VllmEngine:
         for name in dropped:
             self._logprobs.pop(self._requests.pop(name).id, None)
 
+    def forget(self, sample_ids: Iterable[int]) -> None:
+        """Does nothing: vLLM keeps the blocks of all requests, and takes those that were not used for longest."""
+
     def serving(self, sequences: int, longest: int) -> AbstractContextManager[None]:
         return nullcontext()
 
@@ -196,7 +199,8 @@ class VllmEngine:
         logprobs = np.array(self._logprobs.pop(request.id), np.float32)
         assert len(logprobs) == len(tokens)
         finished = int(tokens[-1]) in request.params.stop
-        return Completion(request.sample_id, tokens, logprobs, finished, self.weight_version, request.id)
+        reused = output.num_cached_tokens or 0
+        return Completion(request.sample_id, tokens, logprobs, finished, self.weight_version, request.id, reused)
 
     def release_memory(self, weights: bool) -> None:
         if self.device.type != "cpu":  # where vLLM has no sleep mode
