@@ -75,11 +75,14 @@ def log(x):
 
 
 @_compile(set())
-def _to_panel(rows, panel):
-    """Transposes rows [PANEL, dim] into a panel [dim, PANEL]."""
+def _to_panel(columns, panel):
+    """Copies columns [dim, at most PANEL] into a panel [dim, PANEL]."""
+    width = columns.shape[1]
     for d in range(len(panel)):
-        for r in range(PANEL):
-            panel[d, r] = rows[r, d]
+        for c in range(width):
+            panel[d, c] = columns[d, c]
+        for c in range(width, PANEL):
+            panel[d, c] = _F(0)
 
 
 @_compile(set())
@@ -89,7 +92,7 @@ def pack(panels):
     rows = np.empty((PANEL, dim), _F)
     for p in range(count):
         rows[:] = panels[p].reshape(PANEL, dim)
-        _to_panel(rows, panels[p])
+        _to_panel(rows.T, panels[p])
 
 
 @_compile(set())
@@ -217,22 +220,28 @@ def _multiply_block(x, panels, first, out, fresh):
 
 
 @_compile(set())
+def _spread(x):
+    """Copies x into rows that lie one after the other, and not so that they compete."""
+    n, dim = x.shape
+    rows = np.empty((n, dim + PANEL), _F)[:, :dim]
+    for start in range(0, dim, PANEL):  # some columns at a time, as x may lie transposed
+        for i in range(n):
+            for d in range(start, min(start + PANEL, dim)):
+                rows[i, d] = x[i, d]
+    return rows
+
+
+@_compile(set())
 def _multiply(x, panels, out, fresh):
     """out = x · the packed weight, or that added to `out`"""
     n, dim = x.shape
-    room = np.empty((_ROWS, _SUM + PANEL), _F)
-    aliased = x.strides[0] // 4 % _ALIASED == 0
     for start in range(0, len(panels), _PANELS):
         part, to = panels[start : start + _PANELS], out[:, start * PANEL : (start + _PANELS) * PANEL]
         for low in range(0, n, _ROWS):
             high = min(low + _ROWS, n)
             for first in range(0, dim, _SUM):
                 last = min(first + _SUM, dim)
-                some = x[low:high, first:last]
-                if aliased:
-                    room[: high - low, : last - first] = some
-                    some = room[: high - low, : last - first]
-                _multiply_block(some, part, first, to[low:high], fresh and first == 0)
+                _multiply_block(x[low:high, first:last], part, first, to[low:high], fresh and first == 0)
 
 
 @_compile(set())
@@ -240,23 +249,33 @@ def add_linear(x, matrices, bias, out):
     """out += bias + x · each of the packed weights, side by side"""
     if len(bias):
         out += bias
+    rows = _spread(x) if x.strides[0] // 4 % _ALIASED == 0 else x
     at = 0
     for panels in matrices:
         width = len(panels) * PANEL
-        _multiply(x, panels, out[:, at : at + width], False)
+        _multiply(rows, panels, out[:, at : at + width], False)
         at += width
 
 
 @_compile(set())
-def multiply(x, matrix, out):
-    """out = x · a weight [n × PANEL rows, dim] that is not packed"""
-    rows, dim = matrix.shape
-    room = np.empty((max(1, min(rows, _PACKED // dim) // PANEL), dim, PANEL), _F)
-    for start in range(0, rows, len(room) * PANEL):
-        panels = room[: (rows - start) // PANEL]
+def multiply(a, b, out, fresh):
+    """out = a [n, dim] · b [dim, columns], or that added to `out`; a and b may lie transposed"""
+    n, dim = a.shape
+    columns = b.shape[1]
+    rows = _spread(a) if a.strides[1] != 4 or a.strides[0] // 4 % _ALIASED == 0 else a
+    room = np.empty((max(1, min(columns, _PACKED // dim) // PANEL), dim, PANEL), _F)
+    whole = columns - columns % PANEL
+    for start in range(0, whole, len(room) * PANEL):
+        panels = room[: (whole - start) // PANEL]
         for p in range(len(panels)):
-            _to_panel(matrix[start + p * PANEL : start + (p + 1) * PANEL], panels[p])
-        _multiply(x, panels, out[:, start : start + len(panels) * PANEL], True)
+            _to_panel(b[:, start + p * PANEL : start + (p + 1) * PANEL], panels[p])
+        _multiply(rows, panels, out[:, start : start + len(panels) * PANEL], fresh)
+    if whole < columns:
+        _to_panel(b[:, whole:], room[0])
+        some = np.empty((n, PANEL), _F)
+        some[:, : columns - whole] = out[:, whole:]
+        _multiply(rows, room[:1], some, fresh)
+        out[:, whole:] = some[:, : columns - whole]
 
 
 @_compile(_SUMS, inline=True)
