@@ -1,7 +1,9 @@
 """Lanes: on a CPU with several threads, a continuous batch per thread.
 
 The operations of a decoding step are too small to share: with lanes no thread idles, and one lane computes while
-another reads memory. Every lane reads all weights, so a lane has to have a number of sequences to be worth it.
+another reads memory. Every lane reads all weights, so a lane has to have a number of sequences to be worth it: fewer
+with kernels, which work in one thread only. Where there are still fewer, one thread with kernels is faster than a few
+without.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -13,9 +15,11 @@ from typing import Any, Protocol, Self, TypeVar
 import torch
 from transformers import PreTrainedModel
 
+from distflow.engine.cpu.llama_forward import CpuLlamaForward
 from distflow.engine.model.llama_family import is_reentrant
 
-_MIN_SEQUENCES = 64
+_MIN_SEQUENCES, _MIN_WITH_KERNELS = 64, 8
+_THREADS = 4  # without kernels, that may be faster than one with them
 
 S = TypeVar("S")
 
@@ -24,34 +28,49 @@ class Batch(Protocol[S]):
     @property
     def has_unfinished(self) -> bool: ...
 
+    @property
+    def unfinished(self) -> list[S]: ...
+
     def add(self, sequences: list[S]) -> None: ...
 
     def step(self, wake: Callable[[], bool]) -> list[S]: ...
 
 
-def lane_count(model: PreTrainedModel, most: int, sequences: int) -> int:
-    """The number of lanes for this many sequences, at most `most`."""
-    return max(1, min(most, sequences // _MIN_SEQUENCES)) if is_reentrant(model) else 1
+def share_threads(model: PreTrainedModel, most: int, sequences: int) -> tuple[int, int]:
+    """Returns the number of lanes for this many sequences, at most `most`, and of torch's threads of each."""
+    threads = torch.get_num_threads()
+    if most == 1 or not is_reentrant(model):
+        return 1, threads
+    lanes = max(1, min(most, sequences // _MIN_WITH_KERNELS))
+    if threads < _THREADS * lanes and _has_kernels(model):
+        return lanes, 1
+    lanes = max(1, min(most, sequences // _MIN_SEQUENCES))
+    return lanes, max(1, threads // lanes)
+
+
+def _has_kernels(model: PreTrainedModel) -> bool:
+    with torch_threads(1):
+        return CpuLlamaForward.for_model(model) is not None
 
 
 @contextmanager
-def threads_of_a_lane(lanes: int) -> Iterator[None]:
-    """Sets the calling thread's share of torch's threads to that of a lane."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(max(1, threads // lanes))
+def torch_threads(count: int) -> Iterator[None]:
+    """Sets the number of torch's threads of the calling thread."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
     try:
         yield
     finally:
-        torch.set_num_threads(threads)
+        torch.set_num_threads(before)
 
 
 class Lanes:
     """Several batches as one. Which sequence runs in which lane does not depend on timing if all come at once."""
 
-    def __init__(self, batches: Sequence[Batch[Any]]) -> None:
+    def __init__(self, batches: Sequence[Batch[Any]], threads: int) -> None:
+        """`threads`: torch's, of each lane."""
         self.batches = batches
-        each = max(1, torch.get_num_threads() // len(batches))
-        self._threads = ThreadPoolExecutor(len(batches), "lane", torch.set_num_threads, (each,))
+        self._threads = ThreadPoolExecutor(len(batches), "lane", torch.set_num_threads, (threads,))
         self._stepping: dict[Future[list[Any]], Batch[Any]] = {}
 
     def __enter__(self) -> Self:
@@ -66,12 +85,14 @@ class Lanes:
         return bool(self._stepping) or any(b.has_unfinished for b in self.batches)
 
     def add(self, sequences: list[Any]) -> None:
-        """Deals sequences out in contiguous shares, those of a prompt to one lane but for a few."""
+        """Deals sequences out in contiguous shares, those of a prompt to one lane but for a few, the larger shares to
+        lanes that have less to do."""
         count, lanes = len(sequences), len(self.batches)
         first_seen: dict[Any, int] = {}
         ordered = sorted(sequences, key=lambda s: first_seen.setdefault(s.request.prompt, len(first_seen)))
         bounds = [lane * (count // lanes) + min(lane, count % lanes) for lane in range(lanes + 1)]
-        for batch, (start, end) in zip(self.batches, pairwise(bounds), strict=True):
+        batches = sorted(self.batches, key=lambda b: len(b.unfinished))
+        for batch, (start, end) in zip(batches, pairwise(bounds), strict=True):
             if end > start:
                 batch.add(ordered[start:end])
 

@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from transformers import PreTrainedModel
 
-from distflow.engine.cpu.lanes import Lanes, lane_count, threads_of_a_lane
+from distflow.engine.cpu.lanes import Lanes, share_threads, torch_threads
 from distflow.engine.rollout.batch import ContinuousBatch
 from distflow.engine.rollout.engine import Completion, Request, Wake, never
 from distflow.engine.rollout.forward import Forward, forward_for
@@ -152,14 +152,15 @@ class Generator:
         expected, longest = max(expected, len(sequences)), max(longest, *(s.max_length for s in sequences))
         page = self._page(longest)
         pages, need, slots = self.limits.pages(page, longest), -(-longest // page), self.limits.max_sequences
-        lanes = lane_count(self.model, min(self.max_lanes, slots, pages // need), expected)
+        lanes, threads = share_threads(self.model, min(self.max_lanes, slots, pages // need), expected)
         slots //= lanes
         self._allocate(lanes, min(pages // lanes, slots * need), page)
-        with threads_of_a_lane(lanes):
+        with torch_threads(threads):
             forward = forward_for(self.model)
         self._cleanup.enter_context(forward.packed_weights())
         batches = [self._batch(forward, cache, slots) for cache in self.caches]
-        return batches[0] if lanes == 1 else self._cleanup.enter_context(Lanes(batches))
+        alone = lanes == 1 and threads == torch.get_num_threads()
+        return batches[0] if alone else self._cleanup.enter_context(Lanes(batches, threads))
 
     def _page(self, longest: int) -> int:
         """Returns the size of pages: those that there are, if they are large enough and not too large."""
