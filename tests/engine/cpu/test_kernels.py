@@ -85,27 +85,39 @@ def test_add_linear(rows: int, dim: int, panels: list[int], biased: bool) -> Non
 
 
 @pytest.mark.parametrize("dim", [16, 300, 1024])  # rows of 1024 numbers share places in a cache, and are copied
+@pytest.mark.parametrize("columns", [5 * kernels.PANEL, 5 * kernels.PANEL + 3, 3])
 @pytest.mark.parametrize("rows", [1, 101])
-def test_a_product_with_a_weight_that_is_not_packed(rows: int, dim: int) -> None:
+def test_a_product_of_any_two_matrices(rows: int, columns: int, dim: int) -> None:
     draw = np.random.default_rng(dim)
-    x, matrix = (draw.standard_normal((n, dim), np.float32) for n in (rows, 5 * kernels.PANEL))
-    before, out = matrix.copy(), np.full((rows, len(matrix)), np.nan, np.float32)
-    kernels.multiply(x, matrix, out)
-    np.testing.assert_allclose(out, x.astype(np.float64) @ matrix.T, atol=1e-4)
-    assert (matrix == before).all()
-    packed = matrix.reshape(-1, dim, kernels.PANEL)
-    kernels.pack(packed)
-    again = out.copy()
-    kernels.add_linear(x, (packed,), np.zeros(0, np.float32), again)
-    np.testing.assert_allclose(again, 2 * out, atol=1e-4)
+    a, b, before = (draw.standard_normal(s, np.float32) for s in ((rows, dim), (dim, columns), (rows, columns)))
+    want = a.astype(np.float64) @ b
+    for x in (a, np.asfortranarray(a)):
+        for y in (b, np.asfortranarray(b)):
+            out, more = np.full((rows, columns), np.nan, np.float32), before.copy()
+            kernels.multiply(x, y, out, True)
+            kernels.multiply(x, y, more, False)
+            np.testing.assert_allclose(out, want, atol=1e-4)
+            np.testing.assert_allclose(more, before + want, atol=1e-4)
 
 
-def test_a_large_weight_is_packed_in_pieces() -> None:
+def test_a_large_matrix_is_packed_in_pieces() -> None:
     draw = np.random.default_rng(0)
     x, matrix = (draw.standard_normal((n, 8192), np.float32) for n in (3, 25 * kernels.PANEL))  # 256 rows at once
     out = np.full((3, len(matrix)), np.nan, np.float32)
-    kernels.multiply(x, matrix, out)
+    kernels.multiply(x, matrix.T, out, True)
     np.testing.assert_allclose(out, x.astype(np.float64) @ matrix.T, atol=2e-3)
+
+
+@pytest.mark.parametrize("columns", [kernels.PANEL * n for n in (1, 3, 4, 7, 19)])
+def test_a_row_of_a_product_does_not_depend_on_the_others(columns: int) -> None:
+    draw = np.random.default_rng(columns)
+    x, panels = draw.standard_normal((110, 300), np.float32), draw.standard_normal((columns // 16, 300, 16), np.float32)
+    whole = np.zeros((110, columns), np.float32)
+    kernels.add_linear(x, (panels,), np.zeros(0, np.float32), whole)
+    for n in range(1, 110):
+        some = np.zeros((n, columns), np.float32)
+        kernels.add_linear(x[-n:], (panels,), np.zeros(0, np.float32), some)
+        assert (some == whole[-n:]).all()
 
 
 def test_products_add_to_large_numbers_without_losing_small_terms() -> None:

@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
+from distflow.engine import cpu
 from distflow.engine.cpu import lanes
-from distflow.engine.cpu.lanes import Lanes, lane_count, threads_of_a_lane
+from distflow.engine.cpu.lanes import Lanes, share_threads
 from distflow.engine.rollout.engine import Request
 from distflow.engine.rollout.sequence import Sequence
 from engine.rollout.plain_loop import (
@@ -39,6 +40,7 @@ def threads(count: int) -> Iterator[None]:
 def small_lanes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes one sequence enough for a lane."""
     monkeypatch.setattr(lanes, "_MIN_SEQUENCES", 1)
+    monkeypatch.setattr(lanes, "_MIN_WITH_KERNELS", 1)
 
 
 @pytest.mark.parametrize("max_lanes", [2, 3, 100])
@@ -69,22 +71,30 @@ def test_a_failure_in_a_lane_is_raised_and_the_weights_stay_as_they_were() -> No
     assert same(generate(qwen3), expected("qwen3"))
 
 
-def test_a_lane_has_to_be_worth_its_reads_of_the_weights() -> None:
+def test_a_lane_has_to_be_worth_its_reads_of_the_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     model = pair("qwen2").ours
-    assert [lane_count(model, 4, n) for n in (0, 1, 127, 128, 255, 256, 10_000)] == [1, 1, 1, 2, 3, 4, 4]
-    assert lane_count(model, 1, 10_000) == 1
+    with threads(4):
+        for n, count in ((0, 1), (8, 1), (16, 2), (31, 3), (32, 4), (10_000, 4)):
+            assert share_threads(model, 4, n) == ((count, 1) if count > 1 else (1, 4))
+        assert share_threads(model, 1, 10_000) == (1, 4)
+        monkeypatch.setattr(cpu, "_kernels", lambda: None)
+        for n, share in ((0, (1, 4)), (127, (1, 4)), (128, (2, 2)), (255, (3, 1)), (10_000, (4, 1))):
+            assert share_threads(model, 4, n) == share
+        assert share_threads(model, 9, 10_000) == (9, 1)
+
+
+def test_one_thread_with_kernels_serves_fewer_sequences_than_a_lane_is_worth() -> None:
+    model = deepcopy(pair("qwen3").ours)
+    with threads(2):
+        assert share_threads(model, 2, 3) == (1, 1)
+        qwen3 = generator_for(model, 12, max_lanes=2)
+        assert same(generate(qwen3, range(3)), expected("qwen3", range(3)))
+        assert torch.get_num_threads() == 2
 
 
 def test_a_model_that_may_not_be_reentrant_has_one_lane() -> None:
-    assert lane_count(pair("gemma2").ours, 4, 10_000) == 1
-
-
-def test_a_lane_has_its_share_of_the_threads() -> None:
-    with threads(4):
-        for count, share in ((1, 4), (2, 2), (3, 1), (9, 1)):
-            with threads_of_a_lane(count):
-                assert torch.get_num_threads() == share
-            assert torch.get_num_threads() == 4
+    with threads(2):
+        assert share_threads(pair("gemma2").ours, 4, 10_000) == (1, 2)
 
 
 @dataclass
@@ -98,6 +108,10 @@ class FakeBatch:
     @property
     def has_unfinished(self) -> bool:
         return bool(self.sequences)
+
+    @property
+    def unfinished(self) -> list[Sequence]:
+        return self.sequences
 
     def add(self, sequences: list[Sequence]) -> None:
         self.added.append([s.request.sample_id for s in sequences])
@@ -117,16 +131,16 @@ def sequences(prompts: str, first: int = 0) -> list[Sequence]:
 
 
 def test_sequences_are_dealt_out_evenly_and_by_prompt() -> None:
-    with Lanes([FakeBatch() for _ in range(3)]) as three:
+    with Lanes([FakeBatch() for _ in range(3)], 1) as three:
         three.add(sequences("abacbacb"))
         three.add(sequences("a", first=8))
         three.add([])
-        assert [b.added for b in three.batches] == [[[0, 2, 5], [8]], [[1, 4, 7]], [[3, 6]]]  # type: ignore[attr-defined]
+        assert [b.added for b in three.batches] == [[[0, 2, 5]], [[1, 4, 7]], [[3, 6], [8]]]  # type: ignore[attr-defined]
 
 
 def test_every_sequence_is_returned_once_and_lanes_share_the_threads() -> None:
     batches = [FakeBatch(), FakeBatch()]
-    with threads(4), Lanes(batches) as two:
+    with threads(4), Lanes(batches, 2) as two:
         two.add(sequences("abcdefg"))
         finished: list[int] = []
         while two.has_unfinished:
@@ -144,7 +158,7 @@ def test_threads_that_start_later_have_all_of_the_threads() -> None:
     """A thread begins with the number of torch's threads that any thread has set last."""
     started: list[int] = []
     with threads(4):
-        with Lanes([FakeBatch(), FakeBatch()]) as two:
+        with Lanes([FakeBatch(), FakeBatch()], 2) as two:
             two.add(sequences("ab"))
             while two.has_unfinished:
                 two.step()
@@ -156,7 +170,7 @@ def test_threads_that_start_later_have_all_of_the_threads() -> None:
 
 
 def test_a_failure_in_a_lane_is_raised_by_step() -> None:
-    with Lanes([FakeBatch(), FakeBatch()]) as two:
+    with Lanes([FakeBatch(), FakeBatch()], 2) as two:
         two.add(sequences("a", first=-1))
         with pytest.raises(RuntimeError, match="on purpose"):
             two.step()

@@ -33,6 +33,10 @@ def _norm_backward(d: Any, x: Any, weight: Any, dx: Any, dw: Any) -> None:
     kernels.norm_backward(d, x, weight, _EPSILON, dx, dw)
 
 
+def _multiply(a: Any, b: Any, out: Any) -> None:
+    kernels.multiply(a, b.T, out, False)
+
+
 def _cases() -> list[Any]:
     cases = []
     for n, dim in ((1, 16), (1, 258), (2, 40), (15, 32), (15, 86), (3, 300)):
@@ -41,6 +45,7 @@ def _cases() -> list[Any]:
         calls: dict[str, tuple[Callable[..., None], list[np.ndarray]]] = {
             "norm": (_norm, [_numbers(*s) for s in (rows, row, rows)]),
             "norm_backward": (_norm_backward, [_numbers(*s) for s in (rows, rows, row, rows, row)]),
+            "multiply": (_multiply, [_numbers(*s) for s in (rows, (19, dim), (n, 19))]),
             "gate": (kernels.gate, [_numbers(*rows) for _ in range(3)]),
             "gate_backward": (kernels.gate_backward, [_numbers(*rows) for _ in range(5)]),
             "token_logprobs": (

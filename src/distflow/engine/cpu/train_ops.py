@@ -1,8 +1,8 @@
 """Modules of a model under training, replaced by ones that are faster on a CPU: in one thread and float32."""
 
-import os
 from functools import cache
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -37,7 +37,7 @@ def _subclass(ours: Any, theirs: Any) -> Any:
 
 class CpuLinear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
-        if _uses_openblas(x, self.weight):
+        if _multiplier(x, self.weight):
             return _Linear.apply(x, self.weight, self.bias)  # type: ignore[no-any-return, no-untyped-call]
         return functional.linear(x, self.weight, self.bias)
 
@@ -67,29 +67,33 @@ class CpuGatedMLP(nn.Module):
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """A linear layer for x [n, in], without a gradient."""
-    if not _uses_openblas(x, weight):
+    if not _multiplier(x, weight):
         return functional.linear(x, weight, bias)
-    kernels, out = kernels_for(x), x.new_empty(len(x), len(weight))
-    if kernels and len(weight) % kernels.PANEL == 0:  # faster still
-        kernels.multiply(as_numpy(x.contiguous()), as_numpy(weight), as_numpy(out))
-    else:
-        multiply(x, weight.T, out)
+    out = multiply(x, weight.T)
     return out if bias is None else out.add_(bias)
 
 
 def multiply(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
     """a [n, m] · b [m, k], without a gradient."""
     out = a.new_empty(len(a), b.shape[1]) if out is None else out
-    if not _uses_openblas(a, b):
-        return torch.mm(a, b, out=out)
-    np.matmul(as_numpy(a), as_numpy(b), out=as_numpy(out))
-    return out
+    if kernels := _multiplier(a, b, out):
+        kernels.multiply(as_numpy(a), as_numpy(b), as_numpy(out), True)
+        return out
+    return torch.mm(a, b, out=out)
 
 
-def _uses_openblas(*tensors: Tensor) -> bool:
-    """Whether to multiply with numpy's OpenBLAS: on AMD's CPUs it is faster than torch's MKL when every core has a
-    worker of its own. Its number of threads is fixed when it is loaded, so it has to be 1 already."""
-    return _plain(*tensors) and torch.get_num_threads() == 1 and _openblas_has_one_thread() and _is_amd()
+def add_product(a: Tensor, b: Tensor, out: Tensor) -> None:
+    """Adds a [n, m] · b [m, k] to `out`, without a gradient."""
+    if kernels := _multiplier(a, b, out):
+        kernels.multiply(as_numpy(a), as_numpy(b), as_numpy(out), False)
+    else:
+        out.addmm_(a, b)
+
+
+def _multiplier(*tensors: Tensor) -> ModuleType | None:
+    """Returns the kernels if they multiply faster than torch's MKL: on AMD's CPUs, twice as fast."""
+    kernels = kernels_for(tensors[0]) if _plain(*tensors) and _is_amd() else None
+    return kernels if kernels and all(t.numel() for t in tensors) else None
 
 
 class _Linear(torch.autograd.Function):
@@ -155,10 +159,6 @@ def _rows(x: Tensor) -> Tensor:
 
 def _plain(*tensors: Tensor) -> bool:
     return all(type(t) in (Tensor, nn.Parameter) and t.dtype == torch.float32 and t.is_cpu for t in tensors)
-
-
-def _openblas_has_one_thread() -> bool:
-    return os.environ.get("OPENBLAS_NUM_THREADS", os.environ.get("OMP_NUM_THREADS")) == "1"
 
 
 @cache

@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from transformers import PreTrainedModel
 
-from distflow.engine.cpu.lanes import Lanes, lane_count, threads_of_a_lane
+from distflow.engine.cpu.lanes import Lanes, share_threads, torch_threads
 from distflow.engine.rollout.batch import ContinuousBatch
 from distflow.engine.rollout.engine import Completion, Request, Wake, never
 from distflow.engine.rollout.forward import Forward, forward_for
@@ -171,20 +171,21 @@ class Generator:
         longest = max(min(longest, half), *(s.max_length for s in sequences))  # more is not asked for yet
         page = self._page(longest)
         pages, need, slots = self.limits.pages(page, longest), -(-longest // page), self.limits.max_sequences
-        lanes = lane_count(self.model, min(self.max_lanes, slots, pages // need), expected)
+        lanes, threads = share_threads(self.model, min(self.max_lanes, slots, pages // need), expected)
         slots, pages, histories = slots // lanes, pages // lanes, -(-histories // lanes)
         share = history_share(pages, need, histories) if histories else 0
         self._allocate(lanes, min(pages, slots * need + histories * share), page)
         pool = self.caches[0].pages - histories * share
         self._longest = pool * page
-        with threads_of_a_lane(lanes):
+        with torch_threads(threads):
             forward = forward_for(self.model)
         self._cleanup.enter_context(forward.packed_weights())
         batches = [
             self._batch(forward, cache, slots, PagePool(pool, page), HistoryPages(pool, histories, share))
             for cache in self.caches
         ]
-        return batches[0] if lanes == 1 else self._cleanup.enter_context(Lanes(batches))
+        alone = lanes == 1 and threads == torch.get_num_threads()
+        return batches[0] if alone else self._cleanup.enter_context(Lanes(batches, threads))
 
     def _page(self, longest: int) -> int:
         """Returns the size of pages: those that there are, if they are large enough and not too large."""

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from distflow.engine.cpu import as_numpy, kernels_for
-from distflow.engine.cpu.train_ops import linear, multiply
+from distflow.engine.cpu.train_ops import add_product, linear, multiply
 
 _CHUNK = 1 << 20  # logits held at once
 _MIN_TOKENS = 128  # at once all the same: each time the whole output layer is read
@@ -76,7 +76,7 @@ class _Head(torch.autograd.Function):
             d_logits = d_logits.to(hidden.dtype)
             multiply(d_logits, weight, out=d_hidden[part])
             if d_weight is not None and dtype == d_logits.dtype:
-                d_weight.addmm_(d_logits.T, hidden[part])
+                add_product(d_logits.T, hidden[part], d_weight)
             elif d_weight is not None:
                 d_weight += d_logits.T @ hidden[part]
             if d_bias is not None:
