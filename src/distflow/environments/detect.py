@@ -13,9 +13,9 @@ from typing import Any
 
 from distflow.environments.loaded import Loaded
 from distflow.environments.spec import Description, EnvironmentSetupError, EnvironmentSpec
-from distflow.environments.template import describe_exit
 from distflow.errors import DistflowError, shown, suggest
 from distflow.flow.importing import load
+from distflow.reward.user_process import describe_exit
 
 _KNOWN = (
     "a TRL environment (class with `reset` whose public methods are tools, or a dict of such), a list of tools, a"
