@@ -233,6 +233,7 @@ class EnvironmentConfig(Section):
     turn_tokens: int | None = Field(None, gt=0)  # that the model samples in a turn; default: rollout.max_tokens
     time_limit_s: float = Field(30.0, gt=0, le=MAX_SECONDS)  # for each thing that the environment does
     concurrent: int = Field(64, gt=0)  # conversations of a worker at once
+    endpoint_host: str = "127.0.0.1"  # address on which a worker's chat endpoint listens; 0.0.0.0: all of the host
     tool_parser: str = "auto"  # how the model writes tool calls; default: as its chat template says
     on_failure: Literal["error"] | float = 0.0  # the score of a conversation that fails, or "error" to end the run
 
@@ -379,6 +380,12 @@ class Config(Section):
             raise ValueError("give one of `environment` and `environments`")
         if (self.environment or self.environments) and self.rollout.partial:
             raise ValueError("rollout.partial: conversations are not carried on in later steps; set it to 0")
+        hosts = sorted({e.endpoint_host for e in self.environments.values()})
+        if len(hosts) > 1:
+            raise ValueError(
+                f"environments: they have different values of endpoint_host, {' and '.join(hosts)}, and the endpoint of"
+                " a worker has one address; give all of them the same"
+            )
         if self.environments and not any(e.ratio for e in self.environments.values()):
             raise ValueError("environments: all have the ratio 0; give one of them a ratio above 0")
         return self
