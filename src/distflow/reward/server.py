@@ -63,7 +63,8 @@ def _describe(error: BaseException, fn: Function) -> str:
     """Returns type, message and the line in the function's own file."""
     inner = inspect.unwrap(fn)
     code = getattr(inner, "__code__", None) or getattr(type(inner).__call__, "__code__", None)
-    return describe_error(error, lambda filename: bool(code) and filename == code.co_filename)
+    file = code.co_filename if code else None
+    return describe_error(error, lambda filename: filename == file)
 
 
 def serve(channel: socket.socket) -> None:
