@@ -218,11 +218,25 @@ class RewardConfig(Section):
         return float(value) if isinstance(value, int) and not isinstance(value, bool) else value
 
 
+class McpServer(Section):
+    """A server of the Model Context Protocol: a program that each conversation starts, or a URL."""
+
+    command: Names = []
+    url: str | None = None
+
+    @model_validator(mode="after")
+    def _one_of_two(self) -> "McpServer":
+        if bool(self.command) == bool(self.url):
+            raise ValueError("give one of `command` (a program, as a list of words) and `url`")
+        return self
+
+
 class EnvironmentConfig(Section):
     """Whom the model talks to: an environment, tools, or an agent program, each in a process of its own."""
 
     call: str | None = None  # file.py:name or package.module:name of an environment, a dict of them, or an agent
     tools: Names = []  # functions that the model may call, beside `call` or without it
+    mcp: dict[str, McpServer] = {}  # servers by name, whose tools the model may call, likewise
     command: Names = []  # a program instead of `call`; it gets the address and the key of the chat endpoint
     args: dict[str, Any] = {}  # of the environment's constructor
     kind: str = "auto"  # of environment; default: it is recognised
@@ -250,10 +264,11 @@ class EnvironmentConfig(Section):
 
     @model_validator(mode="after")
     def _something(self) -> "EnvironmentConfig":
-        if bool(self.command) and (self.call is not None or self.tools):
-            raise ValueError("give one of `command` (a program) and `call` or `tools` (Python)")
-        if not (self.command or self.call or self.tools):
-            raise ValueError("give one of `call` (file.py:name), `tools` (file.py:function) and `command` (a program)")
+        if bool(self.command) and (self.call is not None or self.tools or self.mcp):
+            raise ValueError("give one of `command` (a program) and `call`, `tools` or `mcp`")
+        if not (self.command or self.call or self.tools or self.mcp):
+            names = "`call` (file.py:name), `tools` (file.py:function), `mcp` (servers)"
+            raise ValueError(f"give one of {names} and `command` (a program)")
         return self
 
 

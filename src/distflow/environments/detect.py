@@ -47,6 +47,14 @@ def load_environment(spec: EnvironmentSpec, base: Path) -> Loaded:
         raise EnvironmentSetupError(f"{spec.where}: kind '{kind}' is not known{suggest(kind, _ADAPTERS)}")
     if kind == "tools" and target is not None:
         tools, target = tools + as_tools(target, spec.where, spec.args), None
+    if spec.mcp:
+        from distflow.environments.adapters.mcp_tools import check_installed
+
+        check_installed(spec)
+        if _ADAPTERS[kind] != "trl":
+            raise EnvironmentSetupError(
+                f"{spec.where}: `mcp` is for tools and TRL's environments, and this is of kind '{kind}'; remove it"
+            )
     adapter = importlib.import_module(f"distflow.environments.adapters.{_ADAPTERS[kind]}")
     return Loaded(spec, target, adapter, tools, base=base)
 

@@ -128,6 +128,8 @@ async def _gather(values: Sequence[Any]) -> list[Any]:
     async def one(value: Any) -> Any:
         try:
             return await value if inspect.isawaitable(value) else value
+        except EnvironmentFault:
+            raise
         except Exception as e:
             return e
 
