@@ -114,11 +114,14 @@ class ChildSession:
         return text
 
     def apply_chat_template(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] = (),
+        generation_prompt: bool = True,
     ) -> list[int]:
         """Returns the tokens of messages and the generation prompt, as the model's chat template renders them."""
-        message = {"op": "apply_chat_template", "messages": check_messages(messages), "tools": list(tools)}
-        tokens: list[int] = self.request(message)["token_ids"]
+        given = {"messages": check_messages(messages), "tools": list(tools), "generation_prompt": generation_prompt}
+        tokens: list[int] = self.request({"op": "apply_chat_template", **given})["token_ids"]
         return tokens
 
     def turn_reward(self, reward: Any, branch: int = 0) -> float:

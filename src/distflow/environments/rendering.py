@@ -28,10 +28,10 @@ class Renderer:
         self.text, self.tokenizer = text, text.tokenizer
         self.parse: ToolParser = parser_for(self.tokenizer, tool_parser)
 
-    def prompt(self, messages: Sequence[Message], tools: Tools = ()) -> list[int]:
+    def prompt(self, messages: Sequence[Message], tools: Tools = (), generation_prompt: bool = True) -> list[int]:
         """Encodes messages and the generation prompt."""
         self.text.check_size(list(messages))
-        return self.text.check_length(self._encode(self._render(messages, tools, True), inside=False))
+        return self.text.check_length(self._encode(self._render(messages, tools, generation_prompt), inside=False))
 
     def continuation(
         self,

@@ -23,6 +23,7 @@ class Tool:
     schema: dict[str, Any] | None = None  # None: as the type hints and the docstring of `call` say
     start: Callable[[Mapping[str, Any]], Awaitable[None]] | None = None
     finish: Callable[[], Awaitable[float]] | None = None
+    source: Any = None  # verl's object, for agent loops of verl
 
 
 @dataclass(frozen=True)
