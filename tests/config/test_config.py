@@ -258,6 +258,10 @@ def test_a_number_of_many_digits_is_not_even_read(monkeypatch: pytest.MonkeyPatc
         ({"environment": {"call": "a.py:b", "command": ["x"]}}, "give one of `command` (a program) and `call`"),
         ({"environment": "a.py:b", "environments": {"c": "d.py:e"}}, "give one of `environment` and `environments`"),
         ({"environments": {"c": {"call": "d.py:e", "ratio": 0}}}, "all have the ratio 0"),
+        (
+            {"environments": {"c": "d.py:e", "f": {"call": "d.py:e", "endpoint_host": "0.0.0.0"}}},
+            "endpoint_host, 0.0.0.0 and 127.0.0.1",
+        ),
         ({"environment": {"call": "a.py:b", "turns": 3}}, "unknown key 'environment.turns'"),
         ({"environments": {"c": {"call": "d.py:e", "max_turn": 3}}}, "did you mean 'max_turns'?"),
     ],

@@ -82,6 +82,7 @@ def answer(children: Children, event: Event, conversation: Conversation, say: Sa
             children.send(event.key, {"text": "".join(map(chr, body["token_ids"]))})
         case "apply_chat_template":
             text = "".join(f"[{m['role']}]{m['content']}" for m in body["messages"])
+            text += "|" * body["generation_prompt"]
             children.send(event.key, {"token_ids": [ord(c) for c in text]})
         case "turn_reward":
             conversation.turn_rewards.append(body["reward"])

@@ -25,6 +25,9 @@ SPECS = {
     "skyrl": EnvironmentSpec("skyrl", f"{FILE}:Guess", args={"rules": "Guess."}),
     "search": EnvironmentSpec("search", f"{FILE}:SearchTool", args={"config": {"engine": "local"}}),
     "loop": EnvironmentSpec("loop", f"{FILE}:TwoTurns"),
+    "tool_loop": EnvironmentSpec(
+        "tool_loop", f"{FILE}:UsesTools", [f"{FILE}:SearchTool"], args={"config": {"engine": "local"}}
+    ),
     "openrlhf": EnvironmentSpec("openrlhf", f"{FILE}:Rounds"),
     "walk": EnvironmentSpec("walk", f"{FILE}:Walk", args={"base_url": "http://localhost"}),
     "farther": EnvironmentSpec("farther", f"{FILE}:WalkFarther", args={"base_url": "http://localhost"}),
@@ -76,6 +79,7 @@ def said(conversation: Conversation, role: str) -> list[str]:
         ("skyrl", "skyrl"),
         ("search", "tools"),
         ("loop", "verl_loop"),
+        ("tool_loop", "verl_loop"),
         ("openrlhf", "openrlhf"),
         ("walk", "openenv"),
     ],
@@ -168,10 +172,16 @@ def test_verl_base_tool(children: Children) -> None:
     assert ended(conversation)["reward"] == 1.5
 
 
+def test_an_agent_loop_of_verl_has_the_tools_beside_it(children: Children) -> None:
+    conversation = play(children, "tool_loop", {}, ["cat", "done"])
+    assert ended(conversation)["reward"] == 0.25
+    assert conversation.generated[1] == [ord(c) for c in "[user]Go.|cat[tool]local: cat|"]
+
+
 def test_verl_agent_loop(children: Children) -> None:
     conversation = play(children, "loop", {"answer": "yes"}, ["no", "yes"])
     first, second = ("".join(map(chr, tokens)) for tokens in conversation.generated)
-    assert (first, second) == ("[user]Go.", "[user]Go.no<NO>")
+    assert (first, second) == ("[user]Go.|", "[user]Go.|no<NO>")
     assert ended(conversation)["reward"] == 1.0
     assert ended(conversation)["metrics"] == {"num_turns": 4.0}
 
@@ -179,7 +189,7 @@ def test_verl_agent_loop(children: Children) -> None:
 def test_openrlhf(children: Children) -> None:
     conversation = play(children, "openrlhf", {"label": "b"}, ["a", "b"], [{"role": "user", "content": "Go."}])
     first, second = ("".join(map(chr, tokens)) for tokens in conversation.generated)
-    assert (first, second) == ("[user]Go.?", "[user]Go.?a\nAgain:")
+    assert (first, second) == ("[user]Go.|?", "[user]Go.|?a\nAgain:")
     assert conversation.turn_rewards == [0.0, 1.0]
     assert ended(conversation)["reward"] == 1.0
     assert ended(conversation)["metrics"] == {"rounds": 2.0, "scores": 2.0}

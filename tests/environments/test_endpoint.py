@@ -16,6 +16,7 @@ import pytest
 from distflow.environments.endpoint import MAX_REFUSED, Call, Endpoint
 from distflow.environments.endpoint_protocol import cut_at_stop
 from distflow.environments.session import Limits
+from distflow.errors import ConfigError
 from environments.families import ADD, sampled, tokenizer, written
 from environments.scripted_loop import ScriptedLoop, scripted
 
@@ -226,6 +227,27 @@ def test_only_the_key_of_a_session_is_served(caplog: pytest.LogCaptureFixture) -
         assert post(f"{loop.endpoint.session_url(1)}/chat/completions", body, one)[0] == 200
         assert loop.endpoint.counts["unauthorized"] == 5
     assert "a call to the session of sample 101 had the key of sample 102" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("host", "reached"), [("127.0.0.2", "127.0.0.2"), ("::1", "[::1]"), ("localhost", "127.0.0.1"), ("0.0.0.0", None)]
+)
+def test_an_endpoint_on_another_address_gives_a_url_that_reaches_it(host: str, reached: str | None) -> None:
+    with scripted(host=host) as loop:
+        key, (address, port) = loop.open(1), loop.endpoint.url.removeprefix("http://").rsplit(":", 1)
+        assert address == reached if reached else address not in ("", "0.0.0.0")
+        chat = f"{loop.endpoint.session_url(1)}/chat/completions"
+        assert post(chat, {"messages": HELLO})[0] == 401
+        assert post(chat, {"messages": HELLO}, key)[0] == 200
+        if host != "0.0.0.0":
+            with pytest.raises(OSError):  # noqa: PT011 - refused: it listens nowhere else
+                socket.create_connection(("127.0.0.3", int(port)), timeout=5)
+
+
+@pytest.mark.parametrize("host", ["203.0.113.9", "no such host"])
+def test_an_address_of_another_host_is_refused(host: str) -> None:
+    with pytest.raises(ConfigError, match=rf"endpoint_host: .* cannot listen on '{host}': .*; give an address of this"):
+        Endpoint("tiny", 100, host=host)
 
 
 def test_a_call_after_the_sample_ended_is_refused_by_its_id() -> None:

@@ -134,25 +134,61 @@ def test_a_column_that_is_not_there_is_named() -> None:
         make("{respons}", base_url="http://x", name="m").check_fields(["prompt", "response"])
 
 
-def test_the_model_of_the_run_judges_in_an_engine_of_its_own(tmp_path: Path) -> None:
-    """As it was before training; what it says of the recorded samples is recorded."""
-    (tmp_path / "train.jsonl").write_text("".join(f'{{"prompt": "{i} + 1 = "}}\n' for i in range(8)))
-    judge = {"call": "distflow.environments.judge:Judge", "args": {"question": QUESTION, "max_tokens": 3}}
+OWN_SCORES = """
+from distflow.environments.judge import Judge
+
+
+class Reader(Judge):
+    def read(self, verdict):
+        return sum(verdict.encode()) % 7 / 6
+"""
+SPLIT = {
+    "ranks": {"rollout": "0", "train": "1"},
+    "default": {"ranks": "train"},
+    "nodes": {"actor.generate": {"ranks": "rollout"}},
+}
+
+
+def judged(folder: Path, name: str, workers: int = 2, **changes: Any) -> dict[tuple[int, int], str]:
+    """What the model of a run says of its samples in two steps, by step and sample."""
+    args = {"question": "{prompt}{response}", "max_tokens": 3, **changes.pop("args", {})}
     config = {
         "flow": "grpo",
         "model": {"arch": "qwen2", "hidden": 32, "layers": 2, "heads": 4, "kv_heads": 2},
         "data": {"files": "train.jsonl", "batch": 4},
         "rollout": {"n": 2, "max_tokens": 4},
-        "roles": {"reward": judge},
-        "steps": 1,
-        "run_dir": "run",
+        "train": {"lr": 0.05},
+        "roles": {"reward": {"call": "scores.py:Reader", "args": args}},
+        "steps": 2,
+        "run_dir": name,
+        **changes,
     }
-    (tmp_path / "c.yaml").write_text(json.dumps(config))
-    ended = distflow_run(tmp_path / "c.yaml", workers=2, folder=tmp_path)
+    (folder / "scores.py").write_text(OWN_SCORES)
+    (folder / "train.jsonl").write_text("".join(f'{{"prompt": "{i} + 1 = "}}\n' for i in range(8)))
+    (folder / "c.yaml").write_text(json.dumps(config))
+    ended = distflow_run(folder / "c.yaml", workers=workers, folder=folder)
     assert not any(ended.codes), ended.err
-    (metrics,) = map(json.loads, (tmp_path / "run/metrics.jsonl").read_text().splitlines())
-    assert 0 <= metrics["judge/unread"] <= 8
-    rows = [json.loads(r) for p in (tmp_path / "run/samples").iterdir() for r in p.read_text().splitlines()]
-    verdicts = [r["fields"]["verdict"] for r in rows if "verdict" in r["fields"]]
-    assert len(verdicts) == 8
-    assert all(verdicts)
+    assert all("judge/unread" in row for row in map(json.loads, (folder / name / "metrics.jsonl").open()))
+    rows = [json.loads(r) for p in (folder / name / "samples").iterdir() for r in p.read_text().splitlines()]
+    verdicts = {(r["step"], r["id"]): r["fields"]["verdict"] for r in rows if "verdict" in r["fields"]}
+    assert len(verdicts) == 16
+    assert all(verdicts.values())
+    return verdicts
+
+
+def test_the_model_of_the_run_judges_as_it_was_or_as_it_is(tmp_path: Path) -> None:
+    """As it was, in an engine of its own; as it is, in that of the actor, wherever this generates."""
+    frozen = judged(tmp_path, "frozen")
+    current = judged(tmp_path, "current", args={"model": "actor"})
+    first = {key: verdict for key, verdict in frozen.items() if key[0] == 1}
+    assert first == {key: verdict for key, verdict in current.items() if key[0] == 1}
+    assert frozen != current  # after a step of training
+    placement = SPLIT | {"roles": {"reward": {"ranks": "rollout"}}}
+    assert judged(tmp_path, "split", args={"model": "actor"}, placement=placement) == current
+
+
+def test_a_judge_that_asks_the_actor_is_where_that_generates(tmp_path: Path) -> None:
+    with pytest.raises(
+        AssertionError, match=r"engine of 'actor', which is dp1 on ranks 0, and itself is dp1 on 1; give"
+    ):
+        judged(tmp_path, "split", args={"model": "actor"}, placement=SPLIT)

@@ -149,6 +149,7 @@ class SearchTool:
         self.instances: dict[str, list[str]] = {}
 
     async def create(self, instance_id: str | None = None, **kwargs: Any) -> tuple[str, Any]:
+        assert kwargs["create_kwargs"]["answer"] == kwargs["answer"]  # verl passes the one or the other
         self.instances["1"] = [kwargs["answer"]]
         return "1", SimpleNamespace(text="")
 
@@ -193,6 +194,29 @@ class TwoTurns(AgentLoopBase):
             metrics={},
             extra_fields={"said": said},
         )
+
+
+class UsesTools(AgentLoopBase):
+    """Renders what follows a turn by difference, and calls the tools it was given, as verl's own loop does."""
+
+    def __init__(self, *args: Any, tools: Any = None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.tools = {t.tool_schema["function"]["name"]: t for t in tools.tools}
+
+    async def run(self, sampling_params: dict[str, Any], **row: Any) -> Any:
+        messages = list(row["raw_prompt"])
+        tokens = list(self.tokenizer.apply_chat_template(messages, add_generation_prompt=True))
+        output = await self.server_manager.generate("1", prompt_ids=tokens, sampling_params=sampling_params)
+        query = self.tokenizer.decode(output.token_ids)
+        tool = self.tools["search"]
+        instance, _ = await tool.create(None, answer="cat", create_kwargs={"answer": "cat"})
+        response, reward, _ = await tool.execute(instance, {"query": query})
+        before = self.tokenizer.apply_chat_template(messages, add_generation_prompt=False)
+        messages.append({"role": "tool", "content": response.text})
+        after = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True)
+        tokens += output.token_ids + after[len(before) :]
+        output = await self.server_manager.generate("1", prompt_ids=tokens, sampling_params=sampling_params)
+        return SimpleNamespace(reward_score=reward, num_turns=4, metrics={}, extra_fields={})
 
 
 # --- OpenRLHF

@@ -218,11 +218,25 @@ class RewardConfig(Section):
         return float(value) if isinstance(value, int) and not isinstance(value, bool) else value
 
 
+class McpServer(Section):
+    """A server of the Model Context Protocol: a program that each conversation starts, or a URL."""
+
+    command: Names = []
+    url: str | None = None
+
+    @model_validator(mode="after")
+    def _one_of_two(self) -> "McpServer":
+        if bool(self.command) == bool(self.url):
+            raise ValueError("give one of `command` (a program, as a list of words) and `url`")
+        return self
+
+
 class EnvironmentConfig(Section):
     """Whom the model talks to: an environment, tools, or an agent program, each in a process of its own."""
 
     call: str | None = None  # file.py:name or package.module:name of an environment, a dict of them, or an agent
     tools: Names = []  # functions that the model may call, beside `call` or without it
+    mcp: dict[str, McpServer] = {}  # servers by name, whose tools the model may call, likewise
     command: Names = []  # a program instead of `call`; it gets the address and the key of the chat endpoint
     args: dict[str, Any] = {}  # of the environment's constructor
     kind: str = "auto"  # of environment; default: it is recognised
@@ -233,6 +247,7 @@ class EnvironmentConfig(Section):
     turn_tokens: int | None = Field(None, gt=0)  # that the model samples in a turn; default: rollout.max_tokens
     time_limit_s: float = Field(30.0, gt=0, le=MAX_SECONDS)  # for each thing that the environment does
     concurrent: int = Field(64, gt=0)  # conversations of a worker at once
+    endpoint_host: str = "127.0.0.1"  # address on which a worker's chat endpoint listens; 0.0.0.0: all of the host
     tool_parser: str = "auto"  # how the model writes tool calls; default: as its chat template says
     on_failure: Literal["error"] | float = 0.0  # the score of a conversation that fails, or "error" to end the run
 
@@ -249,10 +264,11 @@ class EnvironmentConfig(Section):
 
     @model_validator(mode="after")
     def _something(self) -> "EnvironmentConfig":
-        if bool(self.command) and (self.call is not None or self.tools):
-            raise ValueError("give one of `command` (a program) and `call` or `tools` (Python)")
-        if not (self.command or self.call or self.tools):
-            raise ValueError("give one of `call` (file.py:name), `tools` (file.py:function) and `command` (a program)")
+        if bool(self.command) and (self.call is not None or self.tools or self.mcp):
+            raise ValueError("give one of `command` (a program) and `call`, `tools` or `mcp`")
+        if not (self.command or self.call or self.tools or self.mcp):
+            names = "`call` (file.py:name), `tools` (file.py:function), `mcp` (servers)"
+            raise ValueError(f"give one of {names} and `command` (a program)")
         return self
 
 
@@ -379,6 +395,12 @@ class Config(Section):
             raise ValueError("give one of `environment` and `environments`")
         if (self.environment or self.environments) and self.rollout.partial:
             raise ValueError("rollout.partial: conversations are not carried on in later steps; set it to 0")
+        hosts = sorted({e.endpoint_host for e in self.environments.values()})
+        if len(hosts) > 1:
+            raise ValueError(
+                f"environments: they have different values of endpoint_host, {' and '.join(hosts)}, and the endpoint of"
+                " a worker has one address; give all of them the same"
+            )
         if self.environments and not any(e.ratio for e in self.environments.values()):
             raise ValueError("environments: all have the ratio 0; give one of them a ratio above 0")
         return self

@@ -58,6 +58,7 @@ class Policy:
             config.min_tokens,
             self.text.stop_tokens(source, config.stop),
         )
+        self.lent = False  # to another role, which has it after us in every step
         self.weight_version = -1  # that the plan wants the engine to have
         self.transfer: HandOver | None = None  # None: the engine has its weights already
         self.base_specs: Sequence[Spec] = ()  # of the weights beside an adapter, if the engine has that apart
@@ -148,6 +149,25 @@ class Policy:
 
     def release_engine_memory(self) -> None:
         """Gives back the KV cache and the weights that the next hand-over fills again: training needs the memory."""
-        if self.engine:
-            weights = self.transfer is not None and not self.base_specs and not self.keeps_weights
-            self.engine.release_memory(weights=weights)
+        if self.engine and not self.lent:
+            self._release(self.engine)
+
+    def lend_engine(self) -> RolloutEngine:
+        """Lets another role of this rank generate with the weights of each step, after us; it says when it is done."""
+        assert self.engine is not None
+        self.lent = True
+        return self.engine
+
+    def return_engine(self) -> None:
+        """Is called by that role once it has generated: now memory is given back."""
+        assert self.engine is not None
+        self._release(self.engine)
+
+    def longest_prompt(self, max_tokens: int) -> int:
+        """Returns how many tokens a prompt may have that the engine answers with `max_tokens`."""
+        limit = prompt_limit(self.role.model, max_tokens, None)
+        return min(limit, self.engine.longest - max_tokens) if isinstance(self.engine, vllm.VllmEngine) else limit
+
+    def _release(self, engine: RolloutEngine) -> None:
+        weights = self.transfer is not None and not self.base_specs and not self.keeps_weights
+        engine.release_memory(weights=weights)

@@ -1,9 +1,9 @@
 """What an object that implements a role may ask for, by a parameter called `role`. Imports no torch."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from distflow.config.schema import CriticConfig, RolloutConfig, TrainConfig, TrainerConfig
 from distflow.errors import ConfigError
@@ -36,6 +36,8 @@ class RoleContext:
     steps: int  # of the run
     seed: int
     base: Path  # folder of the config; losses and models are looked up from here
+    generates: Mapping[str, Layout] = field(default_factory=dict)  # role with an engine → where it generates
+    roles: Mapping[str, Any] = field(default_factory=dict)  # this rank's objects of them, which are made first
 
     @property
     def model(self) -> "Source":

@@ -106,7 +106,8 @@ class Agent(Actor):
         if any(p.needs_endpoint for p in self._partners):
             from distflow.environments.endpoint import Endpoint
 
-            self.endpoint = Endpoint(text.name, len(text.tokenizer))
+            host = next(iter(self.environments.values())).endpoint_host  # all have the same
+            self.endpoint = Endpoint(text.name, len(text.tokenizer), host=host)
 
     def _converse(
         self, batch: "Batch", ctx: "Context", temperature: float | None, held_out: bool, environment: str | None

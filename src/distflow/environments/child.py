@@ -8,22 +8,18 @@ import random
 import socket
 import sys
 import threading
-import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import distflow
 from distflow.environments.channel import LINE_LIMIT
-from distflow.errors import cut, shown
+from distflow.errors import shown
 from distflow.reward.signature import to_float
+from distflow.reward.user_process import PACKAGE, describe_error
 
 if TYPE_CHECKING:
     from distflow.environments.loaded import Loaded
     from distflow.environments.reward_functions import EndFunction
-
-_PACKAGE = str(Path(distflow.__file__).parent)
 
 
 class EnvironmentFault(Exception):  # noqa: N818 - the environment's, not ours
@@ -118,11 +114,14 @@ class ChildSession:
         return text
 
     def apply_chat_template(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] = (),
+        generation_prompt: bool = True,
     ) -> list[int]:
         """Returns the tokens of messages and the generation prompt, as the model's chat template renders them."""
-        message = {"op": "apply_chat_template", "messages": check_messages(messages), "tools": list(tools)}
-        tokens: list[int] = self.request(message)["token_ids"]
+        given = {"messages": check_messages(messages), "tools": list(tools), "generation_prompt": generation_prompt}
+        tokens: list[int] = self.request({"op": "apply_chat_template", **given})["token_ids"]
         return tokens
 
     def turn_reward(self, reward: Any, branch: int = 0) -> float:
@@ -205,17 +204,9 @@ def check_reward(reward: Any) -> float:
     return number
 
 
-def describe_error(error: BaseException) -> str:
-    """Returns type, message and the user's line of an error."""
-    frames = traceback.extract_tb(error.__traceback__)
-    libraries = (_PACKAGE, sys.prefix, sys.base_prefix, "<")
-    own = [f for f in frames if not f.filename.startswith(libraries)] or frames
-    place = f" ({own[-1].filename}:{own[-1].lineno})" if own else ""
-    try:
-        message = cut(str(error), 300)
-    except Exception:  # `__str__` of a user's exception may raise
-        message = ""
-    return f"{type(error).__name__}{': ' * bool(message)}{message}{place}"
+def _is_own(filename: str) -> bool:
+    """Whether a file is the user's: neither ours nor of a library."""
+    return not filename.startswith((PACKAGE, sys.prefix, sys.base_prefix, "<"))
 
 
 def run_child(descriptor: int, pipe: int, environment: "Loaded", functions: Sequence["EndFunction"]) -> None:
@@ -238,7 +229,7 @@ def run_child(descriptor: int, pipe: int, environment: "Loaded", functions: Sequ
     except EnvironmentFault as e:
         error = str(e)
     except BaseException as e:  # sys.exit() in an environment, too
-        error = f"raised {describe_error(e)}"
+        error = f"raised {describe_error(e, _is_own)}"
     try:
         session.done(result, error)
     except EnvironmentFault as e:

@@ -215,7 +215,8 @@ class Conversations:
             case "decode":
                 return {"text": renderer.decode(body["token_ids"], keep_special=bool(body.get("keep_special")))}
             case "apply_chat_template":
-                return {"token_ids": renderer.prompt(body["messages"], body.get("tools") or ())}
+                ask = bool(body.get("generation_prompt", True))
+                return {"token_ids": renderer.prompt(body["messages"], body.get("tools") or (), ask)}
             case "done":
                 self._end(conversation, body)
         return None

@@ -13,9 +13,9 @@ from typing import Any
 
 from distflow.environments.loaded import Loaded
 from distflow.environments.spec import Description, EnvironmentSetupError, EnvironmentSpec
-from distflow.environments.template import describe_exit
 from distflow.errors import DistflowError, shown, suggest
 from distflow.flow.importing import load
+from distflow.reward.user_process import describe_exit
 
 _KNOWN = (
     "a TRL environment (class with `reset` whose public methods are tools, or a dict of such), a list of tools, a"
@@ -47,6 +47,14 @@ def load_environment(spec: EnvironmentSpec, base: Path) -> Loaded:
         raise EnvironmentSetupError(f"{spec.where}: kind '{kind}' is not known{suggest(kind, _ADAPTERS)}")
     if kind == "tools" and target is not None:
         tools, target = tools + as_tools(target, spec.where, spec.args), None
+    if spec.mcp:
+        from distflow.environments.adapters.mcp_tools import check_installed
+
+        check_installed(spec)
+        if _ADAPTERS[kind] != "trl":
+            raise EnvironmentSetupError(
+                f"{spec.where}: `mcp` is for tools and TRL's environments, and this is of kind '{kind}'; remove it"
+            )
     adapter = importlib.import_module(f"distflow.environments.adapters.{_ADAPTERS[kind]}")
     return Loaded(spec, target, adapter, tools, base=base)
 

@@ -124,7 +124,7 @@ class Call:
 class Endpoint:
     """Serves the sessions of one worker, for as long as the worker lives; a fork of the worker does not serve.
 
-    `host` is loopback unless somebody asks for another address, on which every client that has a key is served.
+    `host` is loopback unless the config asks for another address, on which every client that has a key is served.
     """
 
     def __init__(self, model: str, vocabulary: int, max_calls: int = MAX_CALLS, host: str = LOOPBACK) -> None:

@@ -1,4 +1,4 @@
-"""The HTTP side of the endpoint: starlette and uvicorn in a thread, on a free port of loopback.
+"""The HTTP side of the endpoint: starlette and uvicorn in a thread, on a free port.
 
 What a client can make this process hold is bounded: connections, seconds until a request and its body have come,
 bytes of a body. Whoever is refused waits a little for the reply, so that a flood is a slow one.
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from distflow.environments.endpoint_protocol import CallError, Json, Kind
-from distflow.errors import ConfigError
+from distflow.errors import ConfigError, cut
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette
@@ -54,7 +54,7 @@ class ServerThread:
         except ImportError:
             raise ConfigError(f"the server uvicorn is not installed; {INSTALL}") from None
         self._socket = _listen(host)
-        self.url = f"http://{host}:{self._socket.getsockname()[1]}"
+        self.url = _url(self._socket)
         self._owner = os.getpid()
         self._server = uvicorn.Server(
             uvicorn.Config(
@@ -128,14 +128,38 @@ def _set(future: "asyncio.Future[Reply]", reply: Reply) -> None:
 
 
 def _listen(host: str) -> socket.socket:
-    sock = socket.socket()
+    sock = None
     try:
-        sock.bind((host, 0))
+        family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        sock = socket.socket(family)
+        sock.bind(address)
         sock.listen(256)
     except OSError as e:
-        sock.close()
-        raise ConfigError(f"environment.endpoint: cannot listen on {host}: {e.strerror or e}") from None
+        if sock is not None:
+            sock.close()
+        raise ConfigError(
+            f"environment.endpoint_host: {socket.gethostname()} cannot listen on '{cut(host)}': {e.strerror or e}; give"
+            " an address of this host, or 0.0.0.0 for all of them"
+        ) from None
     return sock
+
+
+def _url(sock: socket.socket) -> str:
+    """Returns a URL of a listening socket that agents elsewhere reach: all addresses are none of them."""
+    address, port = sock.getsockname()[:2]
+    if address in ("0.0.0.0", "::"):
+        address = _outward_address(sock.family)
+    return f"http://[{address}]:{port}" if ":" in address else f"http://{address}:{port}"
+
+
+def _outward_address(family: int) -> str:
+    """Returns the address from which this host reaches others."""
+    with socket.socket(family, socket.SOCK_DGRAM) as s:
+        try:
+            s.connect(("2001:db8::1" if family == socket.AF_INET6 else "198.51.100.1", 9))  # sends nothing
+        except OSError:  # it reaches nobody: there is no route
+            return "::1" if family == socket.AF_INET6 else LOOPBACK
+        return str(s.getsockname()[0])
 
 
 def make_app(endpoint: "Endpoint", hosts: list[str]) -> "Starlette":

@@ -23,9 +23,9 @@ from distflow.environments.detect import describe_all, load_environment
 from distflow.environments.loaded import Loaded
 from distflow.environments.reward_functions import EndFunction, load_functions
 from distflow.environments.spec import EnvironmentSpec
-from distflow.environments.template import describe_exit
 from distflow.errors import DistflowError
 from distflow.reward.die_with_parent import die_with_parent
+from distflow.reward.user_process import describe_exit
 
 _PR_SET_CHILD_SUBREAPER = 36
 

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from distflow.engine.role_context import RoleContext
 from distflow.errors import ConfigError, DataError, NodeError, cut, shown, suggest
 from distflow.flow import node
+from distflow.plan.layout import Layout, format_ranks
 
 if TYPE_CHECKING:
     from distflow.data.batch import Batch
@@ -36,7 +37,8 @@ class Judge:
     number is expected in `range`, which becomes a score from 0 to 1. The model is one of:
 
     - `base_url` and `name`: any endpoint that speaks OpenAI's API; the key is in the variable `api_key_env`,
-    - `model`: a model section as in a config, generated from by a built-in engine of the worker,
+    - `model: actor`, or another role that generates: its own engine, with the weights that the step's samples are from,
+    - `model`: a model section as in a config, generated from by a second engine of the worker, a built-in one,
     - neither: the model of the config as it was before training, the same way.
     """
 
@@ -72,10 +74,27 @@ class Judge:
         layout = role.layout("score")
         if self.endpoint and layout is not None and layout.tp > 1:
             raise ConfigError(f"placement: {self.where} asks an endpoint, once for each sample; give it tp: 1")
-        if not self.endpoint and layout is not None and role.rank in layout.ranks:
-            from distflow.environments.judge_engine import JudgeEngine
+        if self.endpoint or layout is None or role.rank not in layout.ranks:
+            return
+        from distflow.environments.judge_engine import borrowed_engine, frozen_engine
 
-            self.engine = JudgeEngine(role, layout, model, max_tokens)
+        if isinstance(model, str) and model in role.generates:
+            self._check_place(role, layout, model)
+            self.engine = borrowed_engine(role.roles[model].policy, max_tokens)
+        else:
+            self.engine = frozen_engine(role, layout, model, max_tokens)
+
+    def _check_place(self, role: RoleContext, layout: Layout, generator: str) -> None:
+        """Raises unless the judge is where the role generates whose engine it asks."""
+        other = role.generates[generator]
+        if layout != other:
+            raise ConfigError(
+                f"placement: {self.where} asks the engine of '{generator}', which is {other} on ranks"
+                f" {format_ranks(other.ranks)}, and itself is {layout} on {format_ranks(layout.ranks)}; give"
+                f" placement.roles.{role.name} the place of {generator}.generate"
+            )
+        if not hasattr(role.roles[generator], "policy"):
+            raise ConfigError(f"{self.where}: '{generator}' is none of the built-in actors; it has no engine to ask")
 
     @node(
         type="inference",

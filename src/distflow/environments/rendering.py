@@ -31,10 +31,10 @@ class Renderer:
         self.parse: ToolParser = parser_for(self.tokenizer, tool_parser)
         self._ends: dict[str, str] = {}  # tools as JSON → what is behind a turn that nothing follows
 
-    def prompt(self, messages: Sequence[Message], tools: Tools = ()) -> list[int]:
+    def prompt(self, messages: Sequence[Message], tools: Tools = (), generation_prompt: bool = True) -> list[int]:
         """Encodes messages and the generation prompt."""
         self.text.check_size(list(messages))
-        return self.text.check_length(self._encode(self._render(messages, tools, True), inside=False))
+        return self.text.check_length(self._encode(self._render(messages, tools, generation_prompt), inside=False))
 
     def continuation(
         self,

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from distflow.config.schema import EnvironmentConfig
+from distflow.config.schema import EnvironmentConfig, McpServer
 from distflow.data.dataset_view import DatasetView
 from distflow.environments.spec import Description, EnvironmentSpec
 from distflow.errors import ConfigError, DataError, shown, suggest
@@ -21,12 +21,16 @@ def start_children(environments: Mapping[str, EnvironmentConfig], base: Path) ->
     from distflow.environments.template_process import Children
 
     specs = [
-        EnvironmentSpec(name, e.call, e.tools, e.command, e.args, e.kind, e.python, e.time_limit_s)
+        EnvironmentSpec(name, e.call, e.tools, e.command, e.args, e.kind, e.python, e.time_limit_s, _plain(e.mcp))
         for name, e in environments.items()
     ]
     functions = {f.name or f.call: f for e in environments.values() for f in e.rewards}
     given = [{"name": name, "call": f.call, "args": f.args} for name, f in functions.items()]
     return Children(specs, base, reward_functions=given)
+
+
+def _plain(servers: Mapping[str, McpServer]) -> dict[str, dict[str, Any]]:
+    return {name: server.model_dump() for name, server in servers.items()}
 
 
 def check_columns(names: Sequence[str], descriptions: Sequence[Description], fields: Sequence[str], where: str) -> None:

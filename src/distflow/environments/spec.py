@@ -23,11 +23,12 @@ class EnvironmentSpec:
     kind: str = "auto"
     python: str | None = None  # interpreter of another virtual environment, where its packages are installed
     time_limit_s: float | None = None  # for its next message; None: that of `Children`
+    mcp: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # name → `command` or `url` of a server
 
     @property
     def where(self) -> str:
         """How errors begin."""
-        call = self.call or ", ".join(self.tools) or " ".join(self.command)
+        call = self.call or ", ".join(self.tools) or " ".join(self.command) or ", ".join(self.mcp)
         return f"environment '{self.name}' ({call})"
 
 

@@ -3,9 +3,7 @@
 import contextlib
 import math
 import os
-import signal
 import socket
-import subprocess
 import sys
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,8 +14,7 @@ from typing import Any
 import distflow
 from distflow.environments.channel import Channel, encode
 from distflow.environments.spec import EnvironmentSetupError, EnvironmentSpec
-
-_EXIT_S = 2.0  # how long it may take to exit after it closed its channel or was killed
+from distflow.reward.user_process import UserProcess
 
 
 class Template:
@@ -33,30 +30,14 @@ class Template:
     ) -> None:
         self.python, self.deadline, self.ready = python, deadline, False
         self._forks: deque[tuple[bytes, int, int]] = deque()
-        self.control, theirs = socket.socketpair()
-        self._channel = Channel(self.control)
-        pipe, self._pipe = os.pipe()  # closes when we die, which ends the template
-        fds = (theirs.fileno(), pipe)
-        command = [python, "-P", "-u", "-X", "faulthandler", "-m", "distflow.environments.fork_server"]
         try:
-            self._process = subprocess.Popen(
-                [*command, *map(str, (*fds, os.getpid()))],
-                stdin=subprocess.DEVNULL,
-                stdout=2,  # what environments print goes to stderr
-                pass_fds=fds,
-                start_new_session=True,
-                env=_process_environment(python),
-            )
+            self._process = UserProcess("distflow.environments.fork_server", python, _process_environment(python))
         except OSError as e:
-            self.control.close()
-            os.close(self._pipe)
             raise EnvironmentSetupError(
                 f"cannot start {python} for environments: {e}; check `environment.python`, or free memory"
             ) from e
-        finally:
-            theirs.close()
-            os.close(pipe)
-        self.pid = self._process.pid
+        self.pid, self.control = self._process.pid, self._process.channel
+        self._channel = Channel(self.control)
         setup = {
             # Import what we can import; another interpreter has packages of its own.
             "path": list(map(str, sys.path)) if python == sys.executable else None,
@@ -80,23 +61,14 @@ class Template:
 
     def ending(self) -> str:
         """Says how the process ended after it closed its channel."""
-        try:
-            code = self._process.wait(_EXIT_S)
-        except subprocess.TimeoutExpired:
-            return "closed its channel"
-        return describe_exit(code)
+        return self._process.ending() or "closed its channel"
 
     def kill(self) -> None:
-        with contextlib.suppress(ProcessLookupError, PermissionError):  # its process group is empty
-            os.killpg(self.pid, signal.SIGKILL)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(_EXIT_S)
+        self._process.kill()
         for _, channel, pipe in self._forks:
             os.close(channel)
             os.close(pipe)
         self._forks.clear()
-        self.control.close()
-        os.close(self._pipe)
 
     def _flush(self) -> None:
         # If the socket is closed, `receive` reports it; if it is full, the next message from there sends the rest.
@@ -107,14 +79,6 @@ class Template:
                 self._forks.popleft()
                 os.close(channel)
                 os.close(pipe)
-
-
-def describe_exit(code: int) -> str:
-    """Completes a sentence about a process with its exit status, as `subprocess` gives it."""
-    if code >= 0:
-        return f"exited with {code}"
-    hint = " (by a user, or by the system when memory ran out)" if code == -signal.SIGKILL else ""
-    return f"was killed by {signal.Signals(-code).name}{hint}"
 
 
 def _process_environment(python: str) -> dict[str, str]:

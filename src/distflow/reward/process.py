@@ -2,18 +2,12 @@
 
 import contextlib
 import json
-import os
-import signal
-import socket
-import subprocess
-import sys
 from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
 from distflow.reward.errors import RewardError
-
-_EXIT_S = 2.0  # how long a process may take to exit after it closed its channel or was killed
+from distflow.reward.user_process import UserProcess
 
 
 class BrokenChannelError(Exception):
@@ -27,27 +21,11 @@ class Process:
         self.deadline, self.ready = deadline, False
         self.calls: deque[int] = deque()
         self._in, self._out = b"", bytearray()
-        self.channel, child_end = socket.socketpair()
-        pipe, self._pipe = os.pipe()  # closes when we die, which ends the child
-        fds = (child_end.fileno(), pipe)
-        command = [sys.executable, "-P", "-u", "-X", "faulthandler", "-m", "distflow.reward.server"]
         try:
-            # It leads its own process group, so that whatever a function starts is killed with it.
-            self._child = subprocess.Popen(
-                [*command, *map(str, (*fds, os.getpid()))],
-                stdin=subprocess.DEVNULL,
-                stdout=2,  # what functions print goes to stderr
-                pass_fds=fds,
-                start_new_session=True,
-            )
+            self._process = UserProcess("distflow.reward.server")
         except OSError as e:
-            self.channel.close()
-            os.close(self._pipe)
             raise RewardError(f"cannot start a reward process: {e}; lower `reward.processes`, or free memory") from e
-        finally:
-            child_end.close()
-            os.close(pipe)
-        self.pid = self._child.pid
+        self.pid, self.channel = self._process.pid, self._process.channel
         self.channel.setblocking(False)
         self.queue(setup)
         self.flush()
@@ -89,20 +67,8 @@ class Process:
 
     def ending(self) -> str:
         """Says how the process ended after it closed its channel."""
-        try:
-            code = self._child.wait(_EXIT_S)
-        except subprocess.TimeoutExpired:
-            return "broke the channel to the pool"
-        if code >= 0:
-            return f"exited with {code}"
-        hint = " (by a user, or by the system when memory ran out)" if code == -signal.SIGKILL else ""
-        return f"was killed by {signal.Signals(-code).name}{hint}"
+        return self._process.ending() or "broke the channel to the pool"
 
     def kill(self) -> None:
         """Kills the process and everything it has started."""
-        with contextlib.suppress(ProcessLookupError, PermissionError):  # its process group is empty
-            os.killpg(self.pid, signal.SIGKILL)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._child.wait(_EXIT_S)
-        self.channel.close()
-        os.close(self._pipe)
+        self._process.kill()

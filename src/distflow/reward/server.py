@@ -10,18 +10,18 @@ import os
 import socket
 import sys
 import time
-import traceback
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from distflow.errors import DistflowError, cut
+from distflow.errors import DistflowError
 from distflow.flow.importing import load
 from distflow.reward.die_with_parent import die_with_parent
 from distflow.reward.reward_log import RewardLog
 from distflow.reward.signature import Failure, Function, Result, Signature, parse_results, parse_signature
+from distflow.reward.user_process import describe_error
 
 
 class Scorer:
@@ -60,17 +60,11 @@ async def _await(value: Any) -> Any:
 
 
 def _describe(error: BaseException, fn: Function) -> str:
-    """Returns type, message and line; the line is in the function's own file even if a library raised the error."""
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename != __file__]
+    """Returns type, message and the line in the function's own file."""
     inner = inspect.unwrap(fn)
     code = getattr(inner, "__code__", None) or getattr(type(inner).__call__, "__code__", None)
-    own = [f for f in frames if code and f.filename == code.co_filename] or frames
-    place = f" ({own[-1].filename}:{own[-1].lineno})" if own else ""
-    try:
-        message = cut(str(error), 300)
-    except Exception:  # `__str__` of a user's exception may raise
-        message = ""
-    return f"{type(error).__name__}{': ' * bool(message)}{message}{place}"
+    file = code.co_filename if code else None
+    return describe_error(error, lambda filename: filename == file)
 
 
 def serve(channel: socket.socket) -> None:

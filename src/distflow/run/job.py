@@ -68,9 +68,12 @@ class Job:
         self.source = self._open_model()
         self.steps = max(1, len(self.rows) // config.data.batch) if config.steps is None else config.steps
         heartbeat.start_task(-1, "load models")
-        # In the same order on all ranks, which may create process groups for them.
         self.hybrid_mesh = cache(self.network.mesh)
-        self.roles = {name: self._make_role(name) for name in sorted(_roles(self.plans, rank))}
+        self.generates = {n.role: p.partition_of(n.id).layout for p in self.plans for n in p.flow.nodes if n.hand_over}
+        self.roles: dict[str, Any] = {}
+        # In the same order on all ranks, which may create process groups for them; those with engines first.
+        for name in sorted(_roles(self.plans, rank), key=lambda role: (role not in self.generates, role)):
+            self.roles[name] = self._make_role(name)
         self.data = self._coordinator(plan, Loader(self.rows, config.data.batch, program.repeat, config.seed))
         self.stop_requested = stop_requested
         self.rollouts = Rollouts(plan)
@@ -188,6 +191,8 @@ class Job:
                 steps=self.steps,
                 seed=config.seed,
                 base=config.base,
+                generates=self.generates,
+                roles=self.roles,
             )
         return implementation(**args)
 

@@ -23,6 +23,7 @@ class Tool:
     schema: dict[str, Any] | None = None  # None: as the type hints and the docstring of `call` say
     start: Callable[[Mapping[str, Any]], Awaitable[None]] | None = None
     finish: Callable[[], Awaitable[float]] | None = None
+    source: Any = None  # verl's object, for agent loops of verl
 
 
 @dataclass(frozen=True)
@@ -128,6 +129,8 @@ async def _gather(values: Sequence[Any]) -> list[Any]:
     async def one(value: Any) -> Any:
         try:
             return await value if inspect.isawaitable(value) else value
+        except EnvironmentFault:
+            raise
         except Exception as e:
             return e
 

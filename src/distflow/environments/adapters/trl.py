@@ -4,11 +4,12 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from distflow.environments.adapters.mcp_tools import connect
 from distflow.environments.adapters.tools import Counts, Tool, call_tools, function_tool, json_schemas
 from distflow.environments.child import ChildSession, EnvironmentFault, Result, check_reward
 from distflow.environments.loaded import Loaded
 from distflow.environments.reward_functions import as_messages
-from distflow.environments.spec import Description, EnvironmentSetupError
+from distflow.environments.spec import Description, EnvironmentSetupError, EnvironmentSpec
 from distflow.errors import shown, suggest
 
 _NO_TOOLS = ("reset", "get_reward")
@@ -16,7 +17,7 @@ _NO_TOOLS = ("reset", "get_reward")
 
 def describe(environment: Loaded) -> Description:
     """Reads the methods of the class; only the object of a factory function is made for that."""
-    spec, common = environment.spec, environment.tools
+    spec, common = environment.spec, [*environment.tools, *_served(environment.spec)]
     if environment.target is None:  # nothing but tools
         return Description("tools", {"": json_schemas(common, spec.where)}, any(t.finish for t in common))
     schemas, rewards, columns = {}, False, set[str]()
@@ -32,8 +33,15 @@ def describe(environment: Loaded) -> Description:
 
 def drive(environment: Loaded, start: Mapping[str, Any], session: ChildSession) -> Result:
     """Lets the model call tools until it calls none, or the worker takes no further turn."""
+    with connect(environment.spec) as served:
+        return _drive(environment, {t.name: t.call for t in [*environment.tools, *served]}, start, session)
+
+
+def _drive(
+    environment: Loaded, tools: dict[str, Callable[..., Any]], start: Mapping[str, Any], session: ChildSession
+) -> Result:
     row, messages = start["row"], as_messages(start["prompt"])
-    choice, env, tools = "", None, {t.name: t.call for t in environment.tools}
+    choice, env = "", None
     if environment.target is not None:
         factories = _factories(environment.target)
         choice = "" if "" in factories else str(row.get("environment"))
@@ -58,6 +66,15 @@ def drive(environment: Loaded, start: Mapping[str, Any], session: ChildSession) 
     if env is not None and callable(getattr(env, "get_reward", None)):
         result.reward = (result.reward or 0.0) + check_reward(session.run(env.get_reward()))
     return result
+
+
+def _served(spec: EnvironmentSpec) -> list[Tool]:
+    """Returns the tools of the environment's servers, which have to run before training starts."""
+    try:
+        with connect(spec) as tools:
+            return tools
+    except EnvironmentFault as e:
+        raise EnvironmentSetupError(f"{spec.where}: {e}") from e
 
 
 def with_observation(messages: list[dict[str, Any]], observation: Any) -> list[dict[str, Any]]:

@@ -63,9 +63,10 @@ def drive(environment: Loaded, start: Mapping[str, Any], session: ChildSession) 
     episode = session.run(run())
     trained = trained or next(iter(_agents.agent_config_fields(env.config)))
     traces = [t for t in episode.traces if _name(t) in (trained, None, "")] or episode.traces
-    if not traces:
-        errors = "; ".join(f"{e.type}: {e.message}" for e in episode.errors)
-        raise EnvironmentFault(f"failed: {cut(errors, 300)}")
+    if not any(t.num_turns for t in episode.traces):  # such as a harness that cannot be installed
+        errors = [*episode.errors, *(e for t in episode.traces for e in t.errors)]
+        said = [f"{e.type}: {e.message}" for e in errors[:1]] or ["its agents took no turn"]
+        raise EnvironmentFault(f"failed before the first turn: {cut(said[0], 300)}")
     trace = traces[0]
     metrics = {**numbers_of(trace.metrics), "errors": float(len(trace.errors))}
     return Result(check_reward(trace.reward), metrics=metrics, environment=env)

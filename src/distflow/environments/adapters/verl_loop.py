@@ -20,7 +20,12 @@ _CONFIG = {
         "rollout": {
             "prompt_length": 1 << 20,
             "response_length": 1 << 20,
-            "multi_turn": {"format": "hermes", "max_parallel_calls": 1, "max_tool_response_length": 1 << 16},
+            "multi_turn": {
+                "format": "hermes",
+                "max_parallel_calls": 1,
+                "max_tool_response_length": 1 << 16,
+                "tool_response_truncate_side": "middle",
+            },
         },
         "model": {},
     },
@@ -43,6 +48,7 @@ def drive(environment: Loaded, start: Mapping[str, Any], session: ChildSession) 
         "dataset_cls": None,
         "data_config": SimpleNamespace(config=config.data),
         "dataset_config": config.data,
+        "tools": SimpleNamespace(tools=[t.source for t in environment.tools]),
     }
     parameters = inspect.signature(environment.target).parameters.values()
     variadic = any(p.kind is p.VAR_KEYWORD for p in parameters)
@@ -121,9 +127,7 @@ class Tokenizer:
         return_dict: bool = False,
         **_: Any,
     ) -> Any:
-        if not add_generation_prompt:
-            raise EnvironmentFault("calls apply_chat_template without add_generation_prompt, which is not offered here")
-        tokens = self._session.apply_chat_template(messages, tools or ())
+        tokens = self._session.apply_chat_template(messages, tools or (), add_generation_prompt)
         if not tokenize:
             return self._session.decode(tokens, keep_special=True)
         return {"input_ids": tokens} if return_dict else tokens

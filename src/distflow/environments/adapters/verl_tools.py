@@ -19,7 +19,7 @@ def as_tools(target: Any, where: str, args: Mapping[str, Any]) -> list[Tool]:
         return [base_tool(target, where, args)]
     entry = target if callable(getattr(target, "fn", None)) else _registered(target)
     if entry is not None:
-        return [Tool(entry.name, _reading_response(entry.fn), _plain_schema(entry.tool_schema))]
+        return [Tool(entry.name, _reading_response(entry.fn), _plain_schema(entry.tool_schema), source=entry)]
     if not callable(target) or inspect.isclass(target):
         raise EnvironmentSetupError(f"{where}: {shown(target, 60)} is no tool; name a function, or a verl BaseTool")
     return [function_tool(target, where)]
@@ -46,7 +46,7 @@ def base_tool(target: Any, where: str, args: Mapping[str, Any]) -> Tool:
     get_schema = getattr(target, "get_openai_tool_schema", None)
     schema = _plain_schema(get_schema() if get_schema else target.tool_schema)
     state = _Instance(target)
-    return Tool(str(schema["function"]["name"]), state.execute, schema, state.start, state.finish)
+    return Tool(str(schema["function"]["name"]), state.execute, schema, state.start, state.finish, target)
 
 
 def _construct(cls: Any, **arguments: Any) -> Any:
@@ -60,7 +60,12 @@ class _Instance:
         self._tool, self._id = tool, None
 
     async def start(self, arguments: Mapping[str, Any]) -> None:
-        created = await self._tool.create(None, **arguments)
+        """Passes the arguments as verl does, which is one by one or as `create_kwargs`, depending on its version."""
+        parameters = inspect.signature(self._tool.create).parameters.values()
+        given = {**arguments, "create_kwargs": dict(arguments)}
+        if not any(p.kind is p.VAR_KEYWORD for p in parameters):
+            given = {p.name: given[p.name] for p in parameters if p.name in given}
+        created = await self._tool.create(None, **given)
         self._id = created[0] if isinstance(created, tuple) else created
 
     async def execute(self, **parameters: Any) -> Response:
