@@ -205,7 +205,7 @@ def test_a_prompt_is_computed_once_for_all_of_its_samples() -> None:
     params = replace(PARAMS, max_tokens=1)
     with passes() as computed:
         complete(generator("qwen2"), [Request(i, PROMPTS[(5, 1)[i % 2]], params, SEED) for i in range(16)])
-    assert computed == {"Prefill": [len(PROMPTS[5]) + len(PROMPTS[1])], "CpuDecode": []}
+    assert computed == {"Prefill": [len(PROMPTS[5]) + len(PROMPTS[1])], "Extension": [], "CpuDecode": []}
 
 
 def test_a_free_slot_is_taken_by_a_waiting_request() -> None:
