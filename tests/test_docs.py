@@ -215,7 +215,7 @@ def test_the_reference_has_every_key() -> None:
     listed = re.findall(r"^\| `([\w.]+)` \|", (ROOT / "docs/reference.md").read_text().partition("## Metrics")[0], re.M)
     # Sections that have the keys of another one, or names of the user's own.
     models, places = r"(critic|reward)\.model\..*", r"placement\.(default|roles|nodes)\..*"
-    environments = r"environments\..*|environment\.rewards\..*"
+    environments = r"environments\..*|environment\.(rewards|mcp)\..*"
     elsewhere = re.compile(rf"base|{models}|{places}|{environments}|eval\.reward\..*|reward\.functions\..*|roles\..*")
     of_train = {f"critic.{key}" for key in TrainerConfig.model_fields} - {"critic.lr"}
     assert sorted(listed) == sorted(k for k in config_keys() if not elsewhere.fullmatch(k) and k not in of_train)
