@@ -30,12 +30,11 @@ import sys
 import tempfile
 import time
 from dataclasses import replace
-from math import prod
 from pathlib import Path
 from typing import Any
 
 from controller import can_limit_memory, memory_limit
-from distflow.simulate import load_hardware
+from distflow.simulate import Result, load_hardware
 from links import Measured, bare, bytes_between, controlled, decentralised
 from plot import Chart, svg
 from predicted import bytes_per_s, predict
@@ -202,14 +201,14 @@ class Scaling:
         return row[f"{name}, compute"].s if name in OURS else row[name].s + self.compute_s
 
     def predicted(self) -> dict[str, Any]:
-        """Returns the simulator's seconds of a step, beside ours; its CPU costs are fitted on two and four hosts."""
+        """Returns the simulator's seconds of a step, beside ours; its CPU costs are scaled on two and four hosts."""
         nominal, measured_rows = bytes_per_s(self.args.rate), self.measured()
         base = max((h for h in self.bare_s if h <= FITTED_HOSTS), default=None)
         if base is None:
             return {}
         reached = self.rows[base][OURS[0]].busiest / self.bare_s[base] / nominal
 
-        def seconds(hosts: int, name: str, compute_s: float, cpu: float) -> float:
+        def simulated(hosts: int, name: str, compute_s: float, cpu: float) -> list[Result]:
             costs = load_hardware("namespaces").cpu
             scaled = {k: cpu * getattr(costs, k) for k in ("message_s", "byte_s", "sample_s")}
             scaled["pack_rate"] = costs.pack_rate / cpu
@@ -219,22 +218,25 @@ class Scaling:
             work = replace(self.work, split=name == OURS[0], compute_s=compute_s)
             # The same samples as in the steps that were measured: lengths, and so the busiest link, differ by step.
             steps = range(1, 1 + (self._few_with_compute() if compute_s else self.args.steps))
-            return statistics.median(predict(work, hosts, PER_HOST, nominal, k, hardware).step_s for k in steps)
+            return [predict(work, hosts, PER_HOST, nominal, k, hardware) for k in steps]
 
-        fitted = [(h, name) for h in measured_rows if 1 < h <= FITTED_HOSTS for name in OURS]
-        low, high = 0.05, 20.0
-        while high / low > 1.01:
-            cpu = (low * high) ** 0.5
-            ratio = prod(seconds(h, name, 0.0, cpu) / self.rows[h][name].s for h, name in fitted)
-            low, high = (cpu, high) if ratio < 1 else (low, cpu)
+        # By CPU seconds, not by those of a step, of which the CPU's are few on so few hosts.
+        ratios = [
+            self.rows[h][name].cpu_s / statistics.mean(r.all_cpu_s for r in simulated(h, name, 0.0, 1.0))
+            for h in measured_rows
+            for name in OURS
+            if 1 < h <= FITTED_HOSTS
+        ]
+        cpu = statistics.geometric_mean(ratios)
         rows = []
         for h in measured_rows:
             for name in OURS:
                 for compute_s, label in ((0.0, name), (self.compute_s, f"{name}, compute")):
-                    guess, measured = seconds(h, name, compute_s, low), self.rows[h][label].s
+                    guess = statistics.median(r.step_s for r in simulated(h, name, compute_s, cpu))
+                    measured = self.rows[h][label].s
                     row = {"hosts": h, "name": label, "measured_s": round(measured, 3), "predicted_s": round(guess, 3)}
                     rows.append(row | {"error": round(guess / measured - 1, 4), "fitted": 1 < h <= FITTED_HOSTS})
-        return {"cpu_factor": round(low, 3), "link_efficiency": round(reached, 4), "rows": rows}
+        return {"cpu_factor": round(cpu, 3), "link_efficiency": round(reached, 4), "rows": rows}
 
     def measured(self) -> dict[int, dict[str, Measured]]:
         """Returns the rows that have our own steps."""
