@@ -201,42 +201,45 @@ class Scaling:
         return row[f"{name}, compute"].s if name in OURS else row[name].s + self.compute_s
 
     def predicted(self) -> dict[str, Any]:
-        """Returns the simulator's seconds of a step, beside ours; its CPU costs are scaled on two and four hosts."""
+        """Returns the simulator's seconds of a step, beside ours; CPU costs and links are scaled on 2 and 4 hosts."""
         nominal, measured_rows = bytes_per_s(self.args.rate), self.measured()
         base = max((h for h in self.bare_s if h <= FITTED_HOSTS), default=None)
         if base is None:
             return {}
         reached = self.rows[base][OURS[0]].busiest / self.bare_s[base] / nominal
 
-        def simulated(hosts: int, name: str, compute_s: float, cpu: float) -> list[Result]:
+        def simulated(hosts: int, name: str, compute_s: float, cpu: float, network: float) -> list[Result]:
             costs = load_hardware("namespaces").cpu
             scaled = {k: cpu * getattr(costs, k) for k in ("message_s", "byte_s", "sample_s")}
             scaled["pack_rate"] = costs.pack_rate / cpu
             hardware = load_hardware(
-                "namespaces", network={"rate": nominal}, cpu=scaled, efficiency={"network": min(1.0, reached)}
+                "namespaces", network={"rate": nominal}, cpu=scaled, efficiency={"network": min(1.0, network)}
             )
             work = replace(self.work, split=name == OURS[0], compute_s=compute_s)
             # The same samples as in the steps that were measured: lengths, and so the busiest link, differ by step.
             steps = range(1, 1 + (self._few_with_compute() if compute_s else self.args.steps))
             return [predict(work, hosts, PER_HOST, nominal, k, hardware) for k in steps]
 
-        # By CPU seconds, not by those of a step, of which the CPU's are few on so few hosts.
-        ratios = [
-            self.rows[h][name].cpu_s / statistics.mean(r.all_cpu_s for r in simulated(h, name, 0.0, 1.0))
-            for h in measured_rows
-            for name in OURS
-            if 1 < h <= FITTED_HOSTS
-        ]
-        cpu = statistics.geometric_mean(ratios)
+        # CPU costs by CPU seconds, not by those of a step, of which the CPU's are few on so few hosts.
+        fitted = [(h, name) for h in measured_rows for name in OURS if 1 < h <= FITTED_HOSTS]
+        cpu = statistics.geometric_mean(
+            self.rows[h][name].cpu_s / statistics.mean(r.all_cpu_s for r in simulated(h, name, 0.0, 1.0, reached))
+            for h, name in fitted
+        )
+        network = reached / statistics.geometric_mean(
+            self.rows[h][name].s / statistics.median(r.step_s for r in simulated(h, name, 0.0, cpu, reached))
+            for h, name in fitted
+        )
         rows = []
         for h in measured_rows:
             for name in OURS:
                 for compute_s, label in ((0.0, name), (self.compute_s, f"{name}, compute")):
-                    guess = statistics.median(r.step_s for r in simulated(h, name, compute_s, cpu))
+                    guess = statistics.median(r.step_s for r in simulated(h, name, compute_s, cpu, network))
                     measured = self.rows[h][label].s
                     row = {"hosts": h, "name": label, "measured_s": round(measured, 3), "predicted_s": round(guess, 3)}
                     rows.append(row | {"error": round(guess / measured - 1, 4), "fitted": 1 < h <= FITTED_HOSTS})
-        return {"cpu_factor": round(cpu, 3), "link_efficiency": round(reached, 4), "rows": rows}
+        efficiency = {"link_efficiency": round(reached, 4), "of_steps": round(network, 4)}
+        return {"cpu_factor": round(cpu, 3), **efficiency, "rows": rows}
 
     def measured(self) -> dict[int, dict[str, Measured]]:
         """Returns the rows that have our own steps."""
