@@ -29,22 +29,25 @@ def accepted(listener: Listener) -> Incoming:
     return connections[0]
 
 
-def wait_for(connection: Outgoing | Incoming, event: int) -> None:
+def finish(connection: Outgoing | Incoming) -> None:
     poller = select.poll()
-    poller.register(connection.fileno(), event)
-    assert poller.poll(10_000)
+    poller.register(connection.fileno(), select.POLLOUT if isinstance(connection, Outgoing) else select.POLLIN)
+    while not connection.progress():
+        assert poller.poll(10_000)
+
+
+def send(port: int, data: bytes) -> None:
+    outgoing = connection_to(port)
+    outgoing.start(memoryview(data), None, 0)
+    finish(outgoing)
 
 
 def test_a_message_follows_the_greeting_of_a_connection_that_was_just_begun(listener: Listener) -> None:
-    outgoing = connection_to(listener.port)
-    outgoing.start(memoryview(b"samples"), None, 0)
-    while not outgoing.progress():
-        wait_for(outgoing, select.POLLOUT)
+    send(listener.port, b"samples")
     incoming, out = accepted(listener), bytearray(7)
     assert (incoming.peer, incoming.number) == (0, 0)
     incoming.start(Expected(memoryview(out)))
-    while not incoming.progress():
-        wait_for(incoming, select.POLLIN)
+    finish(incoming)
     assert out == b"samples"
 
 
@@ -53,15 +56,11 @@ def test_a_connection_that_was_never_used_can_be_moved(listener: Listener) -> No
     incoming = accepted(listener)
     incoming.start(Expected(memoryview(bytearray(7))))
     with pytest.raises(MovedError):
-        while not incoming.progress():
-            wait_for(incoming, select.POLLIN)
+        finish(incoming)
 
 
 def test_a_peer_that_refuses_the_connection_is_lost() -> None:
     with socket.create_server(("127.0.0.1", 0)) as s:
         port = s.getsockname()[1]
     with pytest.raises(PeerLostError, match="lost rank 1: Connection refused"):
-        outgoing = connection_to(port)
-        outgoing.start(memoryview(b"samples"), None, 0)
-        while not outgoing.progress():
-            wait_for(outgoing, select.POLLOUT)
+        send(port, b"samples")
