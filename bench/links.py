@@ -23,6 +23,7 @@ class Measured:
     seconds: list[float]
     links: list[tuple[float, float]]
     messages: float = 0.0  # of a worker and step
+    cpu_s: float = 0.0  # of all workers and a step
 
     @property
     def s(self) -> float:
@@ -39,7 +40,7 @@ class Measured:
 
     def as_dict(self) -> dict[str, Any]:
         row = {"s": self.s, "min_s": min(self.seconds), "busiest_link_mib": self.busiest / 2**20}
-        return {k: round(v, 4) for k, v in row.items()} | {"steps": len(self.seconds)}
+        return {k: round(v, 4) for k, v in row.items()} | {"steps": len(self.seconds), "cpu_s": round(self.cpu_s, 4)}
 
 
 def bytes_between(before: Sequence[tuple[int, int]], hosts: Hosts, steps: int) -> list[tuple[float, float]]:
@@ -53,8 +54,9 @@ def decentralised(hosts: Hosts, per_host: int, work: Work, steps: int, folder: s
     workers = hosts.fork(per_host, run_steps, work, steps + 1, folder, timeout_s=TIMEOUT_S)
     ends = [max(w["rows"][k]["end"] for w in workers) for k in range(1, steps + 2)]
     sent = statistics.mean(w["rows"][-1]["messages"] - w["rows"][1]["messages"] for w in workers)
+    cpu_s = sum(w["rows"][-1]["cpu_s"] - w["rows"][1]["cpu_s"] for w in workers)
     links = bytes_between(before, hosts, steps + 1)
-    return Measured([b - a for a, b in pairwise(ends)], links, sent / steps)
+    return Measured([b - a for a, b in pairwise(ends)], links, sent / steps, cpu_s / steps)
 
 
 def controlled(hosts: Hosts, per_host: int, work: Work, steps: int, cgroup: int | None = None) -> Measured:

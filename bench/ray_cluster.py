@@ -10,6 +10,7 @@ from typing import Any
 from workers import Hosts
 
 PORT = 6379
+LAST_LINES = 5
 SCRIPT = Path(__file__).resolve().parent / "peers" / "steps_over_ray.py"
 # Workers that are neither niced nor started in stock; memory that is not watched, as there is enough.
 ENV = {
@@ -24,14 +25,15 @@ ENV = {
 
 
 class RayCluster:
-    """`hosts` should have a private /tmp. `python` has Ray, verl and TransferQueue. Ends with the hosts."""
+    """`hosts` have a private /tmp/ray. `python` has Ray, verl and TransferQueue. Ends with the hosts."""
 
     def __init__(self, hosts: Hosts, python: Path, log: Path, timeout_s: float) -> None:
-        self.hosts, self.python, self.timeout_s = hosts, python, timeout_s
+        self.hosts, self.python, self.timeout_s, self.log = hosts, python, timeout_s, log
         self.address = f"{hosts[0].address}:{PORT}"
         self.nodes = 0
+        log.write_text("")
         self.grow(1)
-        with open(log, "w") as errors:
+        with open(log, "a") as errors:
             command = [str(python), str(SCRIPT), self.address]
             pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": errors, "text": True}
             self.driver = hosts[0].popen(command, ENV, **pipes)
@@ -45,10 +47,11 @@ class RayCluster:
         for host in self.hosts[self.nodes : nodes]:
             words = [f"--node-ip-address={host.address}", "--num-cpus=8", *(others if host.index else head)]
             command = [str(self.python.parent / "ray"), "start", "--disable-usage-stats", *words]
-            started.append(host.popen(command, ENV, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL))
+            with open(self.log, "a") as output:
+                started.append(host.popen(command, ENV, stdout=output, stderr=output))
         for process in started:
             if process.wait(self.timeout_s):
-                raise RuntimeError("a Ray node did not start")
+                raise RuntimeError(f"a Ray node did not start; its last words: {self._last_words()}")
         self.nodes = max(self.nodes, nodes)
 
     def ask(self, **request: Any) -> list[float]:
@@ -69,6 +72,12 @@ class RayCluster:
             signal.alarm(0)
             signal.signal(signal.SIGALRM, previous)
         if not line:
-            raise RuntimeError(f"the peers' driver has ended, or took over {self.timeout_s:g} s")
+            what = f"the peers' driver has ended, or took over {self.timeout_s:g} s"
+            raise RuntimeError(f"{what}; its last words: {self._last_words()}")
         answer: dict[str, Any] = json.loads(line)
         return answer
+
+    def _last_words(self) -> str:
+        """Returns the last lines that Ray or the driver wrote."""
+        lines = [line.strip() for line in self.log.read_text(errors="replace").splitlines() if line.strip()]
+        return " | ".join(lines[-LAST_LINES:]) or "none"

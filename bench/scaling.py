@@ -1,6 +1,6 @@
 """Weak scaling of whole steps over hosts with shaped links, beside a single controller, verl and TransferQueue.
 
-    python bench/scaling.py [--hosts 1 2 4 8 16 32] [--rate 20mbit] [--peers DIR] [--svg FILE] [--quick]
+    python bench/scaling.py [--hosts 1 2 4 8 16 32] [--steps 5] [--rate 20mbit] [--peers DIR] [--json FILE] [--svg FILE]
 
 Hosts are network namespaces, so this needs root. A host has two workers and the same share of the batch whatever their
 number: 64 samples of 2,048 tokens on average, 24 bytes per token when they are generated and 36 when they are trained
@@ -13,8 +13,10 @@ checkpoint after every step. On the same links, in the same run:
   verl                 its DataProto through a Ray driver, one actor on each host, with both of its serialisations
   TransferQueue        with a storage unit on each host
   bare link            the bytes of the busiest link, streamed from each host to the next
-The controller and the peers move the samples only; their compute is added, as a driver waits for every call. Links are
-counted by the interfaces. The last line is one JSON object.
+The controller and the peers move the samples only; their compute is added, as a driver waits for every call, and they
+run fewer steps on more hosts, one from eight on: a step of theirs takes minutes there. So they end at 16 hosts, with
+the faster of verl's serialisations. Links are counted by the interfaces. Peers are tried before anything else, so that
+one that does not start is known at once. The last line is one JSON object; `--json` has it as far as it goes, always.
 """
 
 import os
@@ -26,13 +28,13 @@ import json
 import statistics
 import sys
 import tempfile
+import time
 from dataclasses import replace
-from math import prod
 from pathlib import Path
 from typing import Any
 
 from controller import can_limit_memory, memory_limit
-from distflow.simulate import load_hardware
+from distflow.simulate import Result, load_hardware
 from links import Measured, bare, bytes_between, controlled, decentralised
 from plot import Chart, svg
 from predicted import bytes_per_s, predict
@@ -43,7 +45,9 @@ from workers import Hosts, why_not
 PER_HOST = 2
 WORK = Work(rows=32, tokens=2048, hidden=64, layers=2, save=False)
 COMPUTE_RATIO, PUBLISHED_HOSTS = 81 / 10, 4  # measured by others on 32 GPUs: four hosts of eight
-PEER_HOSTS = 16  # a Ray node with two actors takes 0.7 GB
+PEER_HOSTS = 16  # where a step of verl takes over three minutes; a Ray node with two actors takes 0.7 GB
+TRY_S = 120  # in which a peer has to answer before all else
+RAY_FOLDER = "/tmp/ray"  # where Ray keeps its sockets: each host has its own
 FITTED_HOSTS = 4  # up to which the simulator is calibrated
 LIMIT_HOSTS, MEMORY_LIMIT, LARGEST = 16, 256 << 20, 4  # where the driver has so much memory, and batches to try
 OURS = ("every byte moves", "colocated")
@@ -62,6 +66,8 @@ class Scaling:
         self.bare_s: dict[int, float] = {}
         self.survived: dict[str, Any] = {}
         self.version: str | None = None
+        self.left_out: list[str] = []  # what was not measured, and why
+        self.began = time.monotonic()
 
     def decentralised(self, hosts: Hosts, work: Work, steps: int) -> Measured:
         with tempfile.TemporaryDirectory(dir=self.folder) as run:
@@ -84,14 +90,21 @@ class Scaling:
                 work = replace(self.work, split=name == "every byte moves")
                 row[name] = self.decentralised(hosts, work, args.steps)
                 whole = replace(work, compute_s=self.compute_s, save=True)
-                row[f"{name}, compute"] = self.decentralised(hosts, whole, args.steps)
+                row[f"{name}, compute"] = self.decentralised(hosts, whole, self._few_with_compute())
             if n > 1:
                 self.bare_s[n] = min(bare(hosts, int(row["every byte moves"].busiest)) for _ in range(3))
             if n == min(LIMIT_HOSTS, max(args.hosts)) and can_limit_memory():
                 self._largest_batch(hosts, n)
             elif n <= LIMIT_HOSTS:  # beyond, a step takes minutes
                 row["controller"] = controlled(hosts, PER_HOST, self.work, self._few(n))
+            else:
+                self.left_out.append(f"controller on {n} hosts: a step takes minutes")
         self._print(n, *OURS, "controller")
+        self.write()
+
+    def _few_with_compute(self) -> int:
+        """Returns how many steps with compute: they differ by as much as those without, which is little of them."""
+        return max(1, self.args.steps // 2)
 
     def _few(self, n: int) -> int:
         """Returns how many steps of a system are worth their time: those of a centre take longer with each host."""
@@ -130,10 +143,26 @@ class Scaling:
             "speedup": round((last.s + compute_s) / ours.s, 2),
         }
 
+    def try_peers(self, python: Path) -> bool:
+        """Returns whether every peer makes a small step on two hosts; says which does not, and its last words."""
+        try:
+            with Hosts(2, self.args.rate, private=[RAY_FOLDER]) as hosts:
+                cluster = RayCluster(hosts, python, self.folder / "peers.log", TRY_S)
+                cluster.grow(2)
+                for system in PEERS:
+                    cluster.ask(system=system, hosts=2, rows=4, tokens=16, steps=1)
+        except (RuntimeError, AssertionError, OSError) as e:
+            self.left_out.append(f"peers: {e}")
+            print(f"the peers do not start: {e}", file=sys.stderr, flush=True)
+            return False
+        print(f"peers start: {cluster.version}", flush=True)
+        return True
+
     def peers(self, python: Path) -> None:
         """Measures the peers in one Ray cluster, which grows."""
         sizes = [h for h in self.args.hosts if 1 < h <= PEER_HOSTS]
-        with Hosts(max(sizes), self.args.rate, private=["/tmp"]) as hosts:
+        self.left_out += [f"peers on {h} hosts: a step takes minutes" for h in self.args.hosts if h > PEER_HOSTS]
+        with Hosts(max(sizes), self.args.rate, private=[RAY_FOLDER]) as hosts:
             cluster = RayCluster(hosts, python, self.folder / "peers.log", self.args.peer_timeout)
             self.version = cluster.version
             for n in sizes:
@@ -143,7 +172,8 @@ class Scaling:
                     size = {"rows": PER_HOST * WORK.rows, "tokens": self.work.tokens, "steps": steps}
                     seconds = cluster.ask(system=system, hosts=n, **size)
                     self.rows[n][system] = Measured(seconds, bytes_between(before, hosts, steps)[:n])
-                self._print(n, *PEERS)
+                    self._print(n, system)
+                    self.write()
 
     def _peers_on(self, n: int) -> list[str]:
         """Returns the peers to measure: where a step takes minutes, only the faster of verl's serialisations."""
@@ -151,6 +181,7 @@ class Scaling:
         if n < PEER_HOSTS or not before.keys() >= {*VERL}:
             return [*PEERS]
         slower = max(VERL, key=lambda p: before[p].s)
+        self.left_out.append(f"{slower} on {n} hosts: the slower serialisation, and a step takes minutes")
         return [p for p in PEERS if p != slower]
 
     def _print(self, n: int, *systems: str) -> None:
@@ -159,62 +190,81 @@ class Scaling:
                 continue
             m, compute_s = self.rows[n][name], self.with_compute_s(n, name)
             link = f"{m.busiest / 2**20:7.1f} MiB on the busiest link, {m.busiest_ratio:.2f} × the mean"
-            print(f"{n:3d} hosts  {name:18} {m.s:8.3f} s  with compute {compute_s:8.3f} s  {link}", flush=True)
+            minutes = (time.monotonic() - self.began) / 60
+            print(
+                f"{n:3d} hosts  {name:18} {m.s:8.3f} s  with compute {compute_s:8.3f} s  {link}  ({minutes:.1f} min)",
+                flush=True,
+            )
 
     def with_compute_s(self, n: int, name: str) -> float:
         row = self.rows[n]
         return row[f"{name}, compute"].s if name in OURS else row[name].s + self.compute_s
 
     def predicted(self) -> dict[str, Any]:
-        """Returns the simulator's seconds of a step, beside ours; its CPU costs are fitted on two and four hosts."""
-        nominal = bytes_per_s(self.args.rate)
+        """Returns the simulator's seconds of a step, beside ours; CPU costs and links are scaled on 2 and 4 hosts."""
+        nominal, measured_rows = bytes_per_s(self.args.rate), self.measured()
         base = max((h for h in self.bare_s if h <= FITTED_HOSTS), default=None)
         if base is None:
             return {}
         reached = self.rows[base][OURS[0]].busiest / self.bare_s[base] / nominal
 
-        def seconds(hosts: int, name: str, compute_s: float, cpu: float) -> float:
+        def simulated(hosts: int, name: str, compute_s: float, cpu: float, network: float) -> list[Result]:
             costs = load_hardware("namespaces").cpu
             scaled = {k: cpu * getattr(costs, k) for k in ("message_s", "byte_s", "sample_s")}
             scaled["pack_rate"] = costs.pack_rate / cpu
             hardware = load_hardware(
-                "namespaces", network={"rate": nominal}, cpu=scaled, efficiency={"network": min(1.0, reached)}
+                "namespaces", network={"rate": nominal}, cpu=scaled, efficiency={"network": min(1.0, network)}
             )
             work = replace(self.work, split=name == OURS[0], compute_s=compute_s)
             # The same samples as in the steps that were measured: lengths, and so the busiest link, differ by step.
-            steps = range(1, self.args.steps + 1)
-            return statistics.median(predict(work, hosts, PER_HOST, nominal, k, hardware).step_s for k in steps)
+            steps = range(1, 1 + (self._few_with_compute() if compute_s else self.args.steps))
+            return [predict(work, hosts, PER_HOST, nominal, k, hardware) for k in steps]
 
-        fitted = [(h, name) for h in self.rows if 1 < h <= FITTED_HOSTS for name in OURS]
-        low, high = 0.05, 20.0
-        while high / low > 1.01:
-            cpu = (low * high) ** 0.5
-            ratio = prod(seconds(h, name, 0.0, cpu) / self.rows[h][name].s for h, name in fitted)
-            low, high = (cpu, high) if ratio < 1 else (low, cpu)
+        # CPU costs by CPU seconds, not by those of a step, of which the CPU's are few on so few hosts.
+        fitted = [(h, name) for h in measured_rows for name in OURS if 1 < h <= FITTED_HOSTS]
+        cpu = statistics.geometric_mean(
+            self.rows[h][name].cpu_s / statistics.mean(r.all_cpu_s for r in simulated(h, name, 0.0, 1.0, reached))
+            for h, name in fitted
+        )
+        network = reached / statistics.geometric_mean(
+            self.rows[h][name].s / statistics.median(r.step_s for r in simulated(h, name, 0.0, cpu, reached))
+            for h, name in fitted
+        )
         rows = []
-        for h in self.rows:
+        for h in measured_rows:
             for name in OURS:
                 for compute_s, label in ((0.0, name), (self.compute_s, f"{name}, compute")):
-                    guess, measured = seconds(h, name, compute_s, low), self.rows[h][label].s
+                    guess = statistics.median(r.step_s for r in simulated(h, name, compute_s, cpu, network))
+                    measured = self.rows[h][label].s
                     row = {"hosts": h, "name": label, "measured_s": round(measured, 3), "predicted_s": round(guess, 3)}
                     rows.append(row | {"error": round(guess / measured - 1, 4), "fitted": 1 < h <= FITTED_HOSTS})
-        return {"cpu_factor": round(low, 3), "link_efficiency": round(reached, 4), "rows": rows}
+        efficiency = {"link_efficiency": round(reached, 4), "of_steps": round(network, 4)}
+        return {"cpu_factor": round(cpu, 3), **efficiency, "rows": rows}
+
+    def measured(self) -> dict[int, dict[str, Measured]]:
+        """Returns the rows that have our own steps."""
+        return {h: row for h, row in self.rows.items() if f"{OURS[-1]}, compute" in row}
+
+    def write(self) -> None:
+        """Writes the result so far, if it is wanted: a run that is interrupted is not lost."""
+        if self.args.json:
+            self.args.json.write_text(json.dumps(self.result()) + "\n")
 
     def result(self) -> dict[str, Any]:
-        ours = "every byte moves"
+        ours, rows = "every byte moves", self.measured()
 
         def efficiency(name: str, base: int) -> dict[int, float]:
-            if base not in self.rows:
+            if base not in rows:
                 return {}
             first = self.with_compute_s(base, name)
-            return {h: round(first / self.with_compute_s(h, name), 4) for h in self.rows if h >= base}
+            return {h: round(first / self.with_compute_s(h, name), 4) for h in rows if h >= base}
 
         def speedup(name: str, compute: bool) -> dict[int, float]:
             of = self.with_compute_s if compute else lambda h, n: self.rows[h][n].s
-            return {h: round(of(h, name) / of(h, ours), 2) for h, row in self.rows.items() if name in row and h > 1}
+            return {h: round(of(h, name) / of(h, ours), 2) for h, row in rows.items() if name in row and h > 1}
 
-        several = [h for h in self.rows if h > 1]
-        verl = {h: [p for p in VERL if p in self.rows[h]] for h in several}
+        several = [h for h in rows if h > 1]
+        verl = {h: [p for p in VERL if p in rows[h]] for h in several}
         fastest = {h: min(names, key=lambda p: self.rows[h][p].s) for h, names in verl.items() if names}
         return {
             "rate": self.args.rate,
@@ -230,9 +280,11 @@ class Scaling:
             "speedup_vs_verl_no_compute": {h: speedup(p, compute=False)[h] for h, p in fastest.items()},
             "speedup_vs_transferqueue_no_compute": speedup("transferqueue", compute=False),
             "busiest_link_ratio": {h: round(self.rows[h][ours].busiest_ratio, 3) for h in several},
-            "of_bare_link": {h: round(self.bare_s[h] / self.rows[h][ours].s, 3) for h in self.bare_s},
+            "of_bare_link": {h: round(self.bare_s[h] / self.rows[h][ours].s, 3) for h in self.bare_s if h in rows},
             "largest_batch": self.survived,
             "peers": self.version,
+            "left_out": self.left_out,
+            "minutes": round((time.monotonic() - self.began) / 60, 1),
             "predicted": self.predicted(),
             "rows": {h: {name: m.as_dict() for name, m in row.items()} for h, row in self.rows.items()},
         }
@@ -282,11 +334,12 @@ class Scaling:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hosts", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32])
-    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=5, help="that are measured without compute; with it, half of them")
     parser.add_argument("--tokens", type=int, default=WORK.tokens, help="of a sample, on average")
     parser.add_argument("--rate", default="20mbit", help="of every link, each way")
     parser.add_argument("--peers", type=Path, default=Path(__file__).resolve().parent.parent / ".peers")
     parser.add_argument("--peer-timeout", type=float, default=400, help="seconds for one request to the peers")
+    parser.add_argument("--json", type=Path, help="the result so far, written after each number of hosts and each peer")
     parser.add_argument("--svg", type=Path)
     parser.add_argument("--quick", action="store_true", help="1 to 4 hosts, two steps, short samples")
     args = parser.parse_args()
@@ -297,14 +350,19 @@ def main() -> None:
     python = args.peers / "verl" / "bin" / "python"
     with tempfile.TemporaryDirectory(prefix="scaling-") as name:
         scaling = Scaling(args, Path(name))
+        with_peers = python.exists() and scaling.try_peers(python)
+        if not python.exists():
+            scaling.left_out.append(f"peers: there is no {python}; see bench/peers/README.md")
         scaling.calibrate()
         for n in args.hosts:
             scaling.on_hosts(n)
-        if python.exists():
+        if with_peers:
             try:
                 scaling.peers(python)
             except (RuntimeError, AssertionError) as e:  # as far as it goes
+                scaling.left_out.append(f"peers: {e}")
                 print(f"the peers went no further: {e}", file=sys.stderr)
+    scaling.write()
     if args.svg:
         args.svg.write_text(scaling.draw())
     print(scaling.table())

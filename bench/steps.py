@@ -99,15 +99,15 @@ class Actor:
     def generate(self, batch: Batch) -> dict[str, Ragged]:
         self._compute("generate")
         n = lengths(batch.ids, self.work.tokens)
-        return {f: Ragged.packed(torch.zeros(int(n.sum()), dtype=torch.int64), n) for f in INTS}
+        return {f: Ragged.packed(_values(f, torch.int64, n), n) for f in INTS}
 
     def old(self, batch: Batch) -> Ragged:
         self._compute("old")
-        return _like(batch["tokens"])
+        return _like(batch["tokens"], "old_logprobs")
 
     def ref(self, batch: Batch) -> Ragged:
         self._compute("ref")
-        return _like(batch["tokens"])
+        return _like(batch["tokens"], "ref_logprobs")
 
     def update(self, batch: Batch) -> None:
         self._compute("update")
@@ -122,11 +122,22 @@ def judge(batch: Batch) -> Tensor:
 
 
 def advantage(batch: Batch) -> Ragged:
-    return _like(batch["tokens"])
+    return _like(batch["tokens"], "advantage")
 
 
-def _like(tokens: Any) -> Ragged:
-    return Ragged.packed(torch.zeros(int(tokens.lengths.sum())), tokens.lengths)
+def _like(tokens: Any, field: str) -> Ragged:
+    return Ragged.packed(_values(field, torch.float32, tokens.lengths), tokens.lengths)
+
+
+_made: dict[str, Tensor] = {}  # field → the values of all steps
+
+
+def _values(field: str, dtype: torch.dtype, lengths: np.ndarray) -> Tensor:
+    """Returns a field of samples, whose making is compute and takes no time here, as with the peers: made once."""
+    size = int(lengths.sum())
+    if field not in _made or len(_made[field]) < size:
+        _made[field] = torch.zeros(size + size // 2, dtype=dtype)
+    return _made[field][:size]
 
 
 def model_specs(hidden: int, layers: int) -> list[Spec]:

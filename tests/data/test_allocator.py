@@ -32,10 +32,16 @@ def test_freed_memory_is_used_again() -> None:
     memory = allocator.empty(1000)
     pointer, view = memory.data_ptr(), memory[:8]
     del memory
-    assert allocator.empty(900).data_ptr() != pointer
+    assert allocator.empty(500).data_ptr() != pointer
     del view
     assert allocator.empty(1000).data_ptr() == pointer
-    assert allocator.empty(800).data_ptr() != pointer  # the smallest block that is large enough
+    assert allocator.empty(400).data_ptr() != pointer  # the smallest block that is large enough
+
+
+def test_freed_memory_is_used_again_for_a_little_more() -> None:
+    allocator = CachingAllocator()
+    pointer = allocator.empty(1000).data_ptr()
+    assert allocator.empty(1200).data_ptr() == pointer
 
 
 def test_memory_that_another_thread_frees_is_used_again() -> None:

@@ -13,6 +13,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 
+def with_headroom(size: int) -> int:
+    """Returns the bytes to allocate, a quarter more, as the next step needs about as many and often a few more.
+
+    Pages that are never written to take no memory.
+    """
+    return size + size // 4
+
+
 class CachingAllocator:
     """Keeps freed blocks for the next allocation, as PyTorch's own allocator does for GPUs but not for CPUs."""
 
@@ -27,7 +35,7 @@ class CachingAllocator:
             block = self._free.pop(min(fitting, key=lambda i: len(self._free[i])))
         else:
             self._free.clear()  # all are too small: give them back to the system
-            block = np.empty(size, np.uint8)
+            block = np.empty(with_headroom(size), np.uint8)
         # torch refers to this array for as long as any tensor on its memory exists.
         owner = block[:size]
         weakref.finalize(owner, self._free.append, block).atexit = False

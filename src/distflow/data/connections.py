@@ -27,7 +27,7 @@ INLINE, MOVED = -1, -2  # the bytes follow; there is no more here, but on anothe
 SMALL = 4096  # bytes that are not worth the detour through shared memory
 MAX_UNREAD = 32  # messages in shared memory to one peer: its answers have to fit the socket's buffer
 ACKNOWLEDGEMENT = b"\1"
-TCP_CONNECT_S = 60.0
+SYN_RETRIES = 5  # a host that does not answer is given up after a minute
 
 
 class MovedError(Exception):
@@ -35,12 +35,16 @@ class MovedError(Exception):
 
 
 class Outgoing:
-    """A connection to send to a peer. `unread`: the blocks of shared memory that it has yet to read, oldest first."""
+    """A connection to send to a peer. `unread`: the blocks of shared memory that it has yet to read, oldest first.
 
-    def __init__(self, peer: int, label: str, sock: socket.socket, shared: bool) -> None:
+    It may be used before the peer has answered: `greeting` goes before the first message.
+    """
+
+    def __init__(self, peer: int, label: str, where: str, sock: socket.socket, shared: bool, greeting: bytes) -> None:
         self.peer, self.label, self.sock, self.shared = peer, label, sock, shared
         self.unread: deque[Block] = deque()
         self._parts: list[memoryview] = []  # of the message, as far as it is not sent
+        self._where, self._greeting, self._connected = where, greeting, False
 
     def fileno(self) -> int:
         return self.sock.fileno()
@@ -57,10 +61,15 @@ class Outgoing:
             self._parts = [memoryview(HEADER.pack(block.start + offset, len(data)))]
         else:
             self._parts = [memoryview(HEADER.pack(INLINE, len(data))), data]
+        if self._greeting:
+            self._parts.insert(0, memoryview(self._greeting))
+            self._greeting = b""
 
     def progress(self) -> bool:
         """Sends as much as the socket takes; returns whether that was all."""
         try:
+            if not self._is_connected():
+                return False
             while self._parts:
                 _advance(self._parts, self.sock.sendmsg(self._parts))
         except BlockingIOError:
@@ -69,8 +78,24 @@ class Outgoing:
             raise lost(self.label, e) from e
         return True
 
+    def _is_connected(self) -> bool:
+        """Returns whether the peer's host has answered. Raises if it has refused or does not answer at all."""
+        if not self._connected:
+            try:
+                if code := self.sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+                    raise OSError(code, os.strerror(code))
+                self.sock.getpeername()
+            except OSError as e:
+                if e.errno == errno.ENOTCONN:
+                    return False
+                raise unreachable(self.label, self._where, e) from e
+            self._connected = True
+        return self._connected
+
     def read_acknowledgements(self) -> None:
         """Marks the blocks as read that the peer has read by now. Raises if the peer is gone."""
+        if not self._is_connected():
+            return
         try:
             answer = self.sock.recv(2 * MAX_UNREAD)
         except BlockingIOError:
@@ -85,7 +110,7 @@ class Outgoing:
     def move(self) -> None:
         """Closes this connection; further messages to the peer come over another one."""
         self.sock.setblocking(True)
-        self.sock.sendall(HEADER.pack(MOVED, 0))
+        self.sock.sendall(self._greeting + HEADER.pack(MOVED, 0))
         self.sock.close()
 
 
@@ -262,26 +287,39 @@ class Listener:
 
 
 def connect(peer: int, label: str, where: str, greeting: bytes, memory: MappedFile | None) -> Outgoing:
-    """Connects to a listener: with `memory`, `where` is the name of its Unix socket, else its host:port."""
+    """Begins to connect to a listener: with `memory`, `where` is the name of its Unix socket, else its host:port.
+
+    Does not wait for a host to answer, so that a worker connects to all its new peers within one round trip.
+    """
     try:
         if memory:
             sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             sock.connect(b"\0" + where.encode())
             socket.send_fds(sock, [greeting], [memory.fd])
-        else:
-            host, _, port = where.rpartition(":")
-            sock = socket.create_connection((host, int(port)), TCP_CONNECT_S)
-            sock.sendall(greeting)
-    except ConnectionError as e:  # its host is there, and the port closed: so it was open before
-        raise lost(label, e) from e
+            sock.setblocking(False)
+            return Outgoing(peer, label, where, sock, shared=True, greeting=b"")
+        host, _, port = where.rpartition(":")
+        family, kind, protocol, _, address = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)[0]
+        sock = socket.socket(family, kind, protocol)
+        sock.setblocking(False)
+        _keep_alive(sock)
+        if hasattr(socket, "TCP_SYNCNT"):
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_SYNCNT, SYN_RETRIES)
+        with suppress(BlockingIOError):
+            sock.connect(address)
     except OSError as e:
-        raise too_many_open_files(e) or PeerLostError(
-            f"cannot reach {label} at {where}: {e.strerror or e}; check the network between the hosts, and that"
-            " firewalls let workers connect to each other on any port"
-        ) from e
-    sock.setblocking(False)
-    _keep_alive(sock)
-    return Outgoing(peer, label, sock, shared=memory is not None)
+        raise unreachable(label, where, e) from e
+    return Outgoing(peer, label, where, sock, shared=False, greeting=greeting)
+
+
+def unreachable(label: str, where: str, error: OSError) -> DistflowError:
+    """Returns what to say about a peer that could not be connected to."""
+    if isinstance(error, ConnectionError):  # its host is there, and the port closed: so it was open before
+        return lost(label, error)
+    return too_many_open_files(error) or PeerLostError(
+        f"cannot reach {label} at {where}: {error.strerror or error}; check the network between the hosts, and that"
+        " firewalls let workers connect to each other on any port"
+    )
 
 
 def _keep_alive(sock: socket.socket) -> None:

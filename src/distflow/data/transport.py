@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from distflow.data.allocator import with_headroom
 from distflow.data.collectives import Communication, SendReceive
 from distflow.data.connections import (
     GREETING,
@@ -32,6 +33,7 @@ from distflow.plan.topology import Topology
 
 T = TypeVar("T")
 
+CPU = torch.device("cpu")
 SHARED_MEMORY = "DISTFLOW_SHARED_MEMORY"  # environment variable; 0: send to workers of the same host by TCP, too
 PROBE_MS = 2000  # after which a peer that has not yet connected is asked whether it is there
 
@@ -108,7 +110,8 @@ class Transport:
             self.sent[peer] += end - start
         if request.out.device.type != "cpu":
             return self._execute_on_device(request)
-        connections = {peer: self._outgoing.get(peer) or self._connect(peer) for peer in request.send}
+        self._connect([peer for peer in request.send if peer not in self._outgoing])
+        connections = {peer: self._outgoing[peer] for peer in request.send}
         block, data = self._reserve(request, connections)
         if request.size:
             request.pack(data)
@@ -118,15 +121,19 @@ class Transport:
         self._complete(connections, {peer: _expected(request, peer) for peer in request.receive})
         return request.out
 
-    def _connect(self, peer: int) -> Outgoing:
-        with self.waiting((peer,)):
-            address, unix_name = self._store.get(str(peer)).decode().split(" ")
+    def _connect(self, peers: Sequence[int]) -> None:
+        """Begins to connect to these peers, all at once."""
+        if not peers:
+            return
+        with self.waiting(tuple(peers)):
+            addresses = self._store.multi_get([str(peer) for peer in peers])
+        for peer, published in zip(peers, addresses, strict=True):
+            address, unix_name = published.decode().split(" ")
             memory = self._memory if unix_name and self._topology.same_host(self.rank, peer) else None
             greeting = GREETING.pack(self._token, self.rank, self._moved[peer])
             self._outgoing[peer] = connect(
                 peer, self._label(peer), unix_name if memory else address, greeting, memory.file if memory else None
             )
-        return self._outgoing[peer]
 
     def _label(self, peer: int) -> str:
         return f"rank {peer} ({self._host_names[peer]})" if self._host_names else f"rank {peer}"
@@ -134,13 +141,20 @@ class Transport:
     def _reserve(self, request: SendReceive, connections: Mapping[int, Outgoing]) -> tuple[Block | None, Tensor]:
         """Returns the memory to pack into, once receivers have read what was there; a block if they share it."""
         readers = [c for p, (a, b) in request.send.items() if (c := connections[p]).in_shared_memory(b - a)]
-        if not self._memory or not readers:
-            return None, self._send_buffer(request.size, torch.device("cpu"))
+        if not self._memory or not request.size:
+            return None, self._send_buffer(request.size, CPU)
+        if not readers:  # the same memory, if it is free: fresh pages are slow, and two buffers twice as many
+            free = self._memory.allocate(request.size)
+            return None, self._send_buffer(request.size, CPU) if free is None else self._view(free)
         while any(len(c.unread) >= MAX_UNREAD for c in readers):
             self._await_readers([c for c in readers if len(c.unread) >= MAX_UNREAD])
         while (block := self._memory.allocate(request.size)) is None:
             self._await_readers([c for c in self._outgoing.values() if c.unread])
-        return block, torch.from_numpy(self._memory.view(block))
+        return block, self._view(block)
+
+    def _view(self, block: Block) -> Tensor:
+        assert self._memory is not None
+        return torch.from_numpy(self._memory.view(block))
 
     def _await_readers(self, connections: Collection[Outgoing]) -> None:
         """Waits until one of these peers has read something."""
@@ -159,7 +173,8 @@ class Transport:
         buffer = self._buffers.get(device)
         if buffer is None or len(buffer) < size:
             self._buffers.pop(device, None)  # frees it before there is a larger one
-            buffer = self._buffers[device] = torch.empty(size, dtype=torch.uint8, device=device)
+            room = with_headroom(size) if device == CPU else size
+            buffer = self._buffers[device] = torch.empty(room, dtype=torch.uint8, device=device)
         return buffer[:size]
 
     def _complete(self, sends: Mapping[int, Outgoing], receives: dict[int, Expected]) -> None:
@@ -196,7 +211,8 @@ class Transport:
         """Raises if a peer that should connect to this one is gone."""
         for peer in peers:
             if self._store.check([str(peer)]):
-                (self._outgoing.get(peer) or self._connect(peer)).read_acknowledgements()
+                self._connect([] if peer in self._outgoing else [peer])
+                self._outgoing[peer].read_acknowledgements()
 
     def _execute_on_device(self, request: SendReceive) -> Tensor:
         peers = tuple(sorted({*request.send, *request.receive}))

@@ -134,8 +134,8 @@ class HandOver:
                     yield bucket, (0, chunk)
                     bucket, size = [], 0
                 if whole > limit:
-                    rows = -(-chunk // -(-whole // limit))
-                    yield from (([spec], (row, min(row + rows, chunk))) for row in range(0, chunk, rows))
+                    rows, alone = -(-chunk // -(-whole // limit)), [spec]
+                    yield from ((alone, (row, min(row + rows, chunk))) for row in range(0, chunk, rows))
                 else:
                     bucket.append(spec)
                     size += whole

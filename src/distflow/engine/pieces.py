@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import accumulate
 from math import prod
 
@@ -91,7 +92,7 @@ class Cuts:
         chunk = self.chunk(cut)
         if not cut.along:
             one = (column + self.target_tp * turn) % self.source_tp
-            indices = [one] if cut.replicated else list(self._overlapping(column))
+            indices = [one] if cut.replicated else list(self.overlapping(column))
             low, high = block_of(cut.rows, cut.block or cut.rows, column if cut.block else 0)
             return tuple(Part(t, chunk, low, high, -low) for t in indices if low < high)
         have, want = cut.rows // self.source_tp, cut.rows // self.target_tp
@@ -113,13 +114,12 @@ class Cuts:
         whole = torch.from_numpy(of_shards[part.whole.start : part.whole.stop].copy())
         return Arrival(part, whole.to(device), [(shard, int(of_shards[shard])) for shard in edges])
 
-    def beside(self, spec: Spec, column: int, tp_index: int) -> tuple[int, int, int]:
-        """Returns what a giver and a column have in common of a dimension other than the first that is cut.
+    def beside(self, size: int, column: int, tp_index: int) -> tuple[int, int, int]:
+        """Returns what a giver and a column have in common of a dimension of this size, which is cut.
 
         Where it begins in the giver's tensor and in the column's, and how long it is.
         """
-        assert spec.tp_dim is not None
-        have, want = (spec.shape[spec.tp_dim] // tp for tp in (self.source_tp, self.target_tp))
+        have, want = (size // tp for tp in (self.source_tp, self.target_tp))
         low, high = max(tp_index * have, column * want), min((tp_index + 1) * have, (column + 1) * want)
         return low - tp_index * have, low - column * want, high - low
 
@@ -128,13 +128,18 @@ class Cuts:
         elements = prod(spec.shape[1:])
         if not spec.tp_dim:
             return elements
-        widest = max(self.beside(spec, column, t)[2] for t in self._overlapping(column))
-        return elements // spec.shape[spec.tp_dim] * widest
+        return elements // spec.shape[spec.tp_dim] * _widest(self, spec.shape[spec.tp_dim], column)
 
-    def _overlapping(self, column: int) -> range:
+    def overlapping(self, column: int) -> range:
         """Returns the tensor-parallel indices of the source that have some of what a column wants."""
         first, end = column * self.source_tp, (column + 1) * self.source_tp
         return range(first // self.target_tp, -(-end // self.target_tp))
+
+
+@cache  # large parameters are cut into thousands of buckets, and have few shapes
+def _widest(cuts: Cuts, size: int, column: int) -> int:
+    """Returns the most that a giver and a column have in common of a dimension of this size."""
+    return max(cuts.beside(size, column, t)[2] for t in cuts.overlapping(column))
 
 
 @dataclass(frozen=True)
@@ -153,7 +158,7 @@ class Segment:
     @classmethod
     def of(cls, specs: Sequence[Spec], cuts: Cuts, column: int, window: tuple[int, int]) -> "Segment":
         sizes = [(window[1] - window[0]) * cuts.row(spec, column) for spec in specs]
-        return cls(specs, cuts, column, window, list(accumulate(sizes, initial=0)))
+        return cls(specs, cuts, column, window, tuple(accumulate(sizes, initial=0)))
 
     @property
     def size(self) -> int:
@@ -208,13 +213,13 @@ class Segment:
     def _given(self, spec: Spec, part: Part, tensor: Tensor) -> Tensor:
         """Returns what of a giver's tensor the column wants, but for rows."""
         if spec.tp_dim:
-            begin, _, length = self.cuts.beside(spec, self.column, part.tp_index)
+            begin, _, length = self.cuts.beside(spec.shape[spec.tp_dim], self.column, part.tp_index)
             return tensor.narrow(spec.tp_dim, begin, length)
         return tensor if spec.shape else tensor.view(1)
 
     def _wanted(self, spec: Spec, part: Part, tensor: Tensor) -> Tensor:
         """Returns the place of it in the tensor of a taker."""
         if spec.tp_dim:
-            _, begin, length = self.cuts.beside(spec, self.column, part.tp_index)
+            _, begin, length = self.cuts.beside(spec.shape[spec.tp_dim], self.column, part.tp_index)
             return tensor.narrow(spec.tp_dim, begin, length)
         return tensor if spec.shape else tensor.view(1)

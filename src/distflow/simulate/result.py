@@ -89,6 +89,7 @@ class Result:
     local_bytes: float  # between workers of a host, all together
     messages: float  # sent by the worker that sends most
     control_cpu_s: float  # spent on messages by the worker that spends most
+    all_cpu_s: float  # by all workers
     tokens: float
     workers: int
     events: int

@@ -201,6 +201,7 @@ class _Walk:
             local_bytes=float(network.sent_locally.sum()),
             messages=float(network.messages.max()),
             control_cpu_s=float(network.cpu_s.max()),
+            all_cpu_s=float(network.cpu_s.sum()),
             tokens=float(self.lengths.sum()),
             workers=self.plan.workers,
             events=self.events + network.events,
