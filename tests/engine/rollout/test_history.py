@@ -56,6 +56,7 @@ def converse(engine: Generator, arch: str, samples: Sequence[int]) -> list[Compl
 @pytest.fixture(params=[1, 3])
 def max_lanes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
     monkeypatch.setattr(lanes, "_MIN_SEQUENCES", 1)
+    monkeypatch.setattr(lanes, "_MIN_WITH_KERNELS", 1)
     return int(request.param)
 
 
