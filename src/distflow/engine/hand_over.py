@@ -6,6 +6,7 @@ Everybody derives from specs and layouts alone, once, what it sends and what it 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
+from itertools import cycle
 from math import prod
 
 import numpy as np
@@ -50,7 +51,7 @@ class _Relay:
 _Direct = Mapping[int, tuple[Part, int]]  # giver → the part of which it has a piece, and its shard
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class _Share:
     """What a taker gets of a bucket, how, and of which part it gives the pieces itself."""
 
@@ -65,7 +66,7 @@ class _Share:
         return pieces * self.segment.size
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class _Bucket:
     specs: Sequence[Spec]
     gifts: Sequence[tuple[Segment, _Given]]
@@ -91,9 +92,9 @@ class HandOver:
         assert target.shard == 1
         self.rank, self.dtype, self.target = rank, dtype, target
         self.zone, self.cuts = Zone.of(rank, source, target.layout, topology), Cuts.of(source, target)
-        self._parts, self._given_of = cache(self.cuts.parts), cache(self._given)
-        self._way_of, self._arrivals_on = cache(self._way), cache(self._arrivals)
-        self.buckets = [self._bucket(i, *bucket) for i, bucket in enumerate(self._divide(specs))]
+        self._columns_of, self._way_of = cache(self._columns), cache(self._way)
+        self._arrivals_on = cache(self._arrivals)
+        self.buckets = list(self._buckets(specs))
 
     def run(self, held: Mapping[str, Tensor], filled: Mapping[str, Tensor]) -> Iterator[SendReceive]:
         """Fills `filled`, this rank's parameters in the target layout, from everybody's `held` in the source layout.
@@ -113,7 +114,7 @@ class HandOver:
             if bucket.gives or bucket.share:
                 yield from self._move(bucket, given, filled, memory)
 
-    def _divide(self, specs: Sequence[Spec]) -> Iterator[tuple[list[Spec], Window]]:
+    def _divide(self, specs: Sequence[Spec]) -> Iterator[tuple[Cut, list[Spec], list[Window]]]:
         """Yields parameters that are sent together, and which rows of the givers' chunks: large ones go in several.
 
         They are cut alike: so their pieces have the same size on all givers.
@@ -131,30 +132,40 @@ class HandOver:
             for spec in group:
                 whole = prod(spec.shape) * self.dtype.itemsize * copies
                 if bucket and size + whole > limit:
-                    yield bucket, (0, chunk)
+                    yield cut, bucket, [(0, chunk)]
                     bucket, size = [], 0
                 if whole > limit:
-                    rows, alone = -(-chunk // -(-whole // limit)), [spec]
-                    yield from ((alone, (row, min(row + rows, chunk))) for row in range(0, chunk, rows))
+                    rows = -(-chunk // -(-whole // limit))
+                    yield cut, [spec], [(row, min(row + rows, chunk)) for row in range(0, chunk, rows)]
                 else:
                     bucket.append(spec)
                     size += whole
             if bucket:
-                yield bucket, (0, chunk)
+                yield cut, bucket, [(0, chunk)]
 
-    def _bucket(self, number: int, specs: Sequence[Spec], window: Window) -> _Bucket:
-        gifts, share, cut = [], None, Cut.of(specs[0], self.target)
+    def _buckets(self, specs: Sequence[Spec]) -> Iterator[_Bucket]:
+        turns = cycle(range(self.cuts.source_tp))  # replicas of the source take turns, bucket by bucket
+        for cut, together, windows in self._divide(specs):
+            offsets = [self.cuts.row_offsets(together, t) for t in range(len(self.zone.columns))]
+            for window, turn in zip(windows, turns, strict=False):
+                gifts, share = [], None
+                for t, given, way in self._columns_of(cut, turn):
+                    segment = Segment(together, self.cuts, t, window, offsets[t])
+                    if given and given.takers:
+                        gifts.append((segment, given))
+                    if way is not None:
+                        share = _Share(segment, given.part if given and given.kept else None, way)
+                yield _Bucket(together, gifts, share)
+
+    def _columns(self, cut: Cut, turn: int) -> list[tuple[int, _Given | None, _Direct | _Relay | None]]:
+        """Returns the columns that this rank gives to or is in: what it gives, and how pieces come to it."""
+        found: list[tuple[int, _Given | None, _Direct | _Relay | None]] = []
         for t, column in enumerate(self.zone.columns):
-            parts = self._parts(cut, t, number % self.cuts.source_tp) if column else ()
-            given = self._given_of(t, parts) if parts else None
-            if not parts or (given is None and t != self.zone.column):
-                continue
-            segment = Segment.of(specs, self.cuts, t, window)
-            if given and given.takers:
-                gifts.append((segment, given))
-            if t == self.zone.column:
-                share = _Share(segment, given.part if given and given.kept else None, self._way_of(parts))
-        return _Bucket(specs, gifts, share)
+            parts = self.cuts.parts(cut, t, turn) if column else ()
+            given = self._given(t, parts) if parts else None
+            if given or (parts and t == self.zone.column):
+                found.append((t, given, self._way_of(parts) if t == self.zone.column else None))
+        return found
 
     def _given(self, t: int, parts: Parts) -> _Given | None:
         """Returns what this rank gives to a column: to all of its takers, or to the entry."""

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from itertools import accumulate
 from math import prod
 
@@ -92,7 +91,7 @@ class Cuts:
         chunk = self.chunk(cut)
         if not cut.along:
             one = (column + self.target_tp * turn) % self.source_tp
-            indices = [one] if cut.replicated else list(self.overlapping(column))
+            indices = [one] if cut.replicated else list(self._overlapping(column))
             low, high = block_of(cut.rows, cut.block or cut.rows, column if cut.block else 0)
             return tuple(Part(t, chunk, low, high, -low) for t in indices if low < high)
         have, want = cut.rows // self.source_tp, cut.rows // self.target_tp
@@ -123,51 +122,56 @@ class Cuts:
         low, high = max(tp_index * have, column * want), min((tp_index + 1) * have, (column + 1) * want)
         return low - tp_index * have, low - column * want, high - low
 
-    def row(self, spec: Spec, column: int) -> int:
+    def row_offsets(self, specs: Sequence[Spec], column: int) -> tuple[int, ...]:
+        """Returns where each of some parameters begins in a piece of one row of all, in elements, and where it ends."""
+        return tuple(accumulate((self._row(spec, column) for spec in specs), initial=0))
+
+    def _row(self, spec: Spec, column: int) -> int:
         """Returns the elements of a row in a piece; all pieces for a column have room for the widest."""
         elements = prod(spec.shape[1:])
         if not spec.tp_dim:
             return elements
-        return elements // spec.shape[spec.tp_dim] * _widest(self, spec.shape[spec.tp_dim], column)
+        size = spec.shape[spec.tp_dim]
+        return elements // size * max(self.beside(size, column, t)[2] for t in self._overlapping(column))
 
-    def overlapping(self, column: int) -> range:
+    def _overlapping(self, column: int) -> range:
         """Returns the tensor-parallel indices of the source that have some of what a column wants."""
         first, end = column * self.source_tp, (column + 1) * self.source_tp
         return range(first // self.target_tp, -(-end // self.target_tp))
 
 
-@cache  # large parameters are cut into thousands of buckets, and have few shapes
-def _widest(cuts: Cuts, size: int, column: int) -> int:
-    """Returns the most that a giver and a column have in common of a dimension of this size."""
-    return max(cuts.beside(size, column, t)[2] for t in cuts.overlapping(column))
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)  # there are thousands
 class Segment:
     """One giver's pieces for a column: of each parameter of a bucket the rows of its chunk that are in the window.
 
-    They are at these offsets, and all as long as the window, also where the column wants fewer rows.
+    All pieces are as long as the window, also where the column wants fewer rows.
     """
 
     specs: Sequence[Spec]
     cuts: Cuts
     column: int
     window: tuple[int, int]
-    offsets: Sequence[int]  # in elements; the last one is its size
+    row_offsets: Sequence[
+        int
+    ]  # where the parameters would begin in a window of one row, in elements; the last: its size
 
-    @classmethod
-    def of(cls, specs: Sequence[Spec], cuts: Cuts, column: int, window: tuple[int, int]) -> "Segment":
-        sizes = [(window[1] - window[0]) * cuts.row(spec, column) for spec in specs]
-        return cls(specs, cuts, column, window, tuple(accumulate(sizes, initial=0)))
+    @property
+    def rows(self) -> int:
+        return self.window[1] - self.window[0]
+
+    @property
+    def offsets(self) -> list[int]:
+        """Where the pieces of each parameter begin, in elements."""
+        return [self.rows * offset for offset in self.row_offsets[:-1]]
 
     @property
     def size(self) -> int:
-        return self.offsets[-1]
+        return self.rows * self.row_offsets[-1]
 
     def pack(self, part: Part, shard: int, held: Mapping[str, Tensor], memory: Tensor) -> None:
         """Writes the pieces of a giver, of this tensor-parallel index and shard, to `memory`."""
         begin, (low, high) = self.window[0], part.rows(shard, self.window)
-        for spec, offset in zip(self.specs, self.offsets, strict=False):
+        for spec, offset in zip(self.specs, self.offsets, strict=True):
             given = self._given(spec, part, held[spec.name])
             self._pieces(memory, offset, given.shape[1:])[low - begin : high - begin].copy_(given[low:high])
 
@@ -183,14 +187,14 @@ class Segment:
         """Reads the pieces of one giver from `memory` and writes them to where they are wanted."""
         begin, (low, high) = self.window[0], part.rows(shard, self.window)
         first = part.offset + shard * part.chunk
-        for spec, offset in zip(self.specs, self.offsets, strict=False):
+        for spec, offset in zip(self.specs, self.offsets, strict=True):
             wanted = self._wanted(spec, part, filled[spec.name])
             pieces = self._pieces(memory, offset, wanted.shape[1:])
             wanted[first + low : first + high].copy_(pieces[low - begin : high - begin])
 
     def unpack(self, arrivals: Sequence[Arrival], data: Tensor, filled: Mapping[str, Tensor]) -> None:
         """Reads the segments of all givers, [givers, size], and writes them to where they are wanted."""
-        for spec, offset in zip(self.specs, self.offsets, strict=False):
+        for spec, offset in zip(self.specs, self.offsets, strict=True):
             for arrival in arrivals:
                 part, (begin, end) = arrival.part, self.window
                 wanted = self._wanted(spec, part, filled[spec.name])
@@ -206,8 +210,7 @@ class Segment:
 
     def _pieces(self, memory: Tensor, offset: int, row: tuple[int, ...]) -> Tensor:
         """Returns the pieces of a parameter, [..., window, *row], in the memory of segments, [..., size]."""
-        rows = self.window[1] - self.window[0]
-        pieces: Tensor = memory[..., offset : offset + rows * prod(row)].unflatten(-1, (rows, *row))
+        pieces: Tensor = memory[..., offset : offset + self.rows * prod(row)].unflatten(-1, (self.rows, *row))
         return pieces
 
     def _given(self, spec: Spec, part: Part, tensor: Tensor) -> Tensor:
