@@ -248,6 +248,10 @@ def made(*specs: EnvironmentSpec, **options: Any) -> Iterator[Children]:
         (EnvironmentSpec("e", f"{FILE}:Walk"), "which server\\? Set `environment.args.base_url`"),
         (EnvironmentSpec("e", f"{FILE}:SearchTool", args={"config": 1}), "set `args.config` and `args.tool_schema`"),
         (EnvironmentSpec("e", f"{FILE}:Counter", kind="trll"), "kind 'trll' is not known; did you mean 'trl'?"),
+        (
+            EnvironmentSpec("e", f"{FILE}:Guess", tools=[f"{FILE}:multiply"]),
+            "`tools` is for environments of the kinds 'trl', 'tools', 'verl_loop', and this is of 'skyrl'; remove it",
+        ),
         (EnvironmentSpec("e", f"{FILE}:Counter", python="/nowhere/python"), "cannot start /nowhere/python"),
     ],
 )

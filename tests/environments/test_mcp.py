@@ -113,7 +113,10 @@ def test_a_url_is_a_server_for_all() -> None:
     [
         (spec("silent", "garbage", time_limit_s=5.0), "waited longer than 4 s for its MCP server 'silent'"),
         (EnvironmentSpec("gone", mcp={"gone": {"command": ["/no/such/server"]}}), "trouble with its MCP server 'gone'"),
-        (spec("other", call="user_environments.py:Guess"), "of kind 'skyrl'; remove it"),
+        (
+            spec("other", call="user_environments.py:Guess"),
+            "of the kinds 'trl', 'tools', and this is of 'skyrl'; remove it",
+        ),
     ],
 )
 def test_a_server_that_cannot_work_is_said_before_the_first_step(environment: EnvironmentSpec, words: str) -> None:

@@ -35,6 +35,9 @@ _ADAPTERS = {
     "program": "program",
 }
 
+_TAKE_MCP = ("trl", "tools")
+_TAKE_TOOLS = (*_TAKE_MCP, "verl_loop")
+
 
 def load_environment(spec: EnvironmentSpec, base: Path) -> Loaded:
     """Imports what a spec names; errors name the environment and the way out."""
@@ -47,16 +50,23 @@ def load_environment(spec: EnvironmentSpec, base: Path) -> Loaded:
         raise EnvironmentSetupError(f"{spec.where}: kind '{kind}' is not known{suggest(kind, _ADAPTERS)}")
     if kind == "tools" and target is not None:
         tools, target = tools + as_tools(target, spec.where, spec.args), None
+    _check_takes_tools(spec, kind)
     if spec.mcp:
         from distflow.environments.adapters.mcp_tools import check_installed
 
         check_installed(spec)
-        if _ADAPTERS[kind] != "trl":
-            raise EnvironmentSetupError(
-                f"{spec.where}: `mcp` is for tools and TRL's environments, and this is of kind '{kind}'; remove it"
-            )
     adapter = importlib.import_module(f"distflow.environments.adapters.{_ADAPTERS[kind]}")
     return Loaded(spec, target, adapter, tools, base=base)
+
+
+def _check_takes_tools(spec: EnvironmentSpec, kind: str) -> None:
+    """Raises if tools are given beside an environment that would never offer them to the model."""
+    for name, given, takers in (("tools", spec.tools, _TAKE_TOOLS), ("mcp", spec.mcp, _TAKE_MCP)):
+        if given and kind not in takers:
+            kinds = ", ".join(f"'{taker}'" for taker in takers)
+            raise EnvironmentSetupError(
+                f"{spec.where}: `{name}` is for environments of the kinds {kinds}, and this is of '{kind}'; remove it"
+            )
 
 
 def _load_target(spec: EnvironmentSpec, base: Path) -> tuple[Any, str | None]:
