@@ -252,6 +252,10 @@ def made(*specs: EnvironmentSpec, **options: Any) -> Iterator[Children]:
             EnvironmentSpec("e", f"{FILE}:Guess", tools=[f"{FILE}:multiply"]),
             "`tools` is for environments of the kinds 'trl', 'tools', 'verl_loop', and this is of 'skyrl'; remove it",
         ),
+        (
+            EnvironmentSpec("e", f"{FILE}:UsesTools", tools=[f"{FILE}:multiply"]),
+            "tool 'multiply' is a plain function, and verl's agent loops call verl's own",
+        ),
         (EnvironmentSpec("e", f"{FILE}:Counter", python="/nowhere/python"), "cannot start /nowhere/python"),
     ],
 )

@@ -119,7 +119,7 @@ class ChildSession:
         tools: Sequence[Mapping[str, Any]] = (),
         generation_prompt: bool = True,
     ) -> list[int]:
-        """Returns the tokens of messages and the generation prompt, as the model's chat template renders them."""
+        """Returns the tokens of messages, and of the generation prompt if wanted, as the chat template renders them."""
         given = {"messages": check_messages(messages), "tools": list(tools), "generation_prompt": generation_prompt}
         tokens: list[int] = self.request({"op": "apply_chat_template", **given})["token_ids"]
         return tokens

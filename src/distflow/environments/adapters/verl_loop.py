@@ -12,7 +12,7 @@ from distflow.environments.child import ChildSession, EnvironmentFault, Result, 
 from distflow.environments.loaded import Loaded
 from distflow.environments.reward_functions import as_messages
 from distflow.environments.settings import Settings, merge
-from distflow.environments.spec import Description
+from distflow.environments.spec import Description, EnvironmentSetupError
 
 # What agent loops read of verl's config; `environment.args` is laid over it.
 _CONFIG = {
@@ -34,6 +34,12 @@ _CONFIG = {
 
 
 def describe(environment: Loaded) -> Description:
+    for tool in environment.tools:
+        if tool.source is None:
+            raise EnvironmentSetupError(
+                f"{environment.spec.where}: tool '{tool.name}' is a plain function, and verl's agent loops call verl's"
+                " own tools; decorate it with verl's `@function_tool`, or name a BaseTool"
+            )
     return Description("verl_loop", gives_reward=True)
 
 
