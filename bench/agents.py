@@ -47,19 +47,19 @@ class Ours:
     def __init__(self, model: str, conversations: int, turns: int, history: int, keep: bool = True) -> None:
         from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-        from distflow.engine.model import attention
-        from distflow.engine.model.llama_family import fused_weights
-        from distflow.engine.model.source import Source, kv_bytes
-        from distflow.engine.model.text import Text
-        from distflow.engine.rollout.engine import SamplingParams
-        from distflow.engine.rollout.generator import CacheLimits, Generator
-        from distflow.engine.rollout.weight_buffers import empty_weights
-        from distflow.environments.conversations import Partner
-        from distflow.environments.rendering import Renderer
-        from distflow.environments.session import Limits
-        from distflow.environments.spec import EnvironmentSpec
-        from distflow.environments.template_process import Children
-        from distflow.launch.process import keep_freed_memory
+        from distflow.agents.conversations import Partner
+        from distflow.agents.rendering import Renderer
+        from distflow.agents.session import Limits
+        from distflow.agents.spec import EnvironmentSpec
+        from distflow.agents.template_process import Children
+        from distflow.model import attention
+        from distflow.model.llama_family import fused_weights
+        from distflow.model.source import Source, kv_bytes
+        from distflow.model.text import Text
+        from distflow.rollout.builtin.generator import CacheLimits, Generator
+        from distflow.rollout.builtin.weight_buffers import empty_weights
+        from distflow.rollout.engine import SamplingParams
+        from distflow.run.process import keep_freed_memory
 
         self.conversations, self.turns, self.prompt = conversations, turns, "look" + " hm" * history
         lm = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation=attention.NAME)
@@ -82,7 +82,7 @@ class Ours:
         self.rounds = 0
 
     def samples(self) -> list[Any]:
-        from distflow.environments.conversations import Sample
+        from distflow.agents.conversations import Sample
 
         first = self.rounds * self.conversations
         self.rounds += 1
@@ -90,12 +90,12 @@ class Ours:
         return [Sample(s, 0, [{"role": "user", "content": self.prompt}], {"seed": s}, s) for s in seeds]
 
     def loop(self, samples: list[Any]) -> Any:
-        from distflow.environments.conversations import Conversations
+        from distflow.agents.conversations import Conversations
 
         return Conversations(samples, self.partners, self.children, self.params, 0, 0)
 
     def run(self) -> Row:
-        from distflow.environments.converse import converse
+        from distflow.agents.converse import converse
 
         samples = self.samples()
         ids = [s.id for s in samples]

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 from transformers.utils import logging
 
-from distflow.engine.model.tokenizer import train_tokenizer
+from distflow.model.tokenizer import train_tokenizer
 
 PAD, EOS = "<pad>", "<eos>"
 SHAPE = {

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import torch
 
-from distflow.run.checkpoint import checkpoint_dir, list_checkpoints, load_full_tensors
+from distflow.checkpoint.store import checkpoint_dir, list_checkpoints, load_full_tensors
 
 MOMENTS = ("actor.generate", "move", "actor.update", "checkpoint", "any")
 CURVES = ("actor/loss", "actor/grad_norm", "actor/kl", "actor/entropy", "reward/mean", "response_length/mean")

@@ -19,9 +19,9 @@ from pathlib import Path
 import torch
 
 from assets import make_assets
-from distflow.engine.weights import Shards
+from distflow.checkpoint.tensor_index import StoredTensor, TensorIndex
 from distflow.plan import Layout
-from distflow.run.tensor_index import StoredTensor, TensorIndex
+from distflow.weights.shards import Shards
 from handover import MODELS
 
 WRITTEN = (1024, 1, 1024)  # dp, tp, shard

@@ -16,11 +16,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from distflow.data.batch import Column, Ragged
-from distflow.data.collectives import SendReceive
-from distflow.data.routes import assign_cells, contiguous_cells
-from distflow.data.transport import Transport
-from distflow.data.wire import Segments, flatten, pack, segment_size, unpack
+from distflow.batch.batch import Column, Ragged
+from distflow.comm.collectives import SendReceive
+from distflow.comm.routes import assign_cells, contiguous_cells
+from distflow.comm.transport import Transport
+from distflow.comm.wire import Segments, flatten, pack, segment_size, unpack
 from distflow.plan import Layout
 from steps import COMPUTE, INTS, LOGPROBS, TOKEN_BYTES, Work, join, lengths
 

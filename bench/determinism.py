@@ -93,7 +93,7 @@ class Outcome:
 
 
 def read(run: Path) -> Outcome:
-    from distflow.run.checkpoint import checkpoint_dir, load_full_tensors
+    from distflow.checkpoint.store import checkpoint_dir, load_full_tensors
 
     weights = {}
     for role in sorted(p for p in checkpoint_dir(run / "checkpoints", STEPS).iterdir() if p.is_dir()):
@@ -204,7 +204,7 @@ ONE_LOOP = """\
 
 def former_kernels() -> str:
     """Returns kernels without the fix: one loop both sums and stores, and kernels call each other without inlining."""
-    from distflow.engine.cpu import kernels
+    from distflow.cpu import kernels
 
     text = Path(kernels.__file__).read_text()
     start = text.index("        for start in range", text.index("def gumbel_sample("))
@@ -221,17 +221,17 @@ def cost_worker(out: str, folder: str, rounds: int) -> None:
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
-    from distflow.data.response_mask import ModelTokens
-    from distflow.engine import cpu
-    from distflow.engine.cpu import kernels
-    from distflow.engine.cpu.train_ops import use_cpu_modules
-    from distflow.engine.model import attention
-    from distflow.engine.model.source import kv_bytes
-    from distflow.engine.rollout.engine import Request, SamplingParams
-    from distflow.engine.rollout.generator import CacheLimits, Generator
-    from distflow.engine.train.heads import LogprobHead
-    from distflow.engine.train.packing import Pack
-    from distflow.launch.process import keep_freed_memory
+    from distflow import cpu
+    from distflow.batch.response_mask import ModelTokens
+    from distflow.cpu import kernels
+    from distflow.cpu.train_ops import use_cpu_modules
+    from distflow.model import attention
+    from distflow.model.source import kv_bytes
+    from distflow.rollout.builtin.generator import CacheLimits, Generator
+    from distflow.rollout.engine import Request, SamplingParams
+    from distflow.run.process import keep_freed_memory
+    from distflow.train.heads import LogprobHead
+    from distflow.train.packing import Pack
 
     logging.disable_progress_bar()
     torch.set_num_threads(1)

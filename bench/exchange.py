@@ -28,13 +28,13 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from distflow.data.allocator import CachingAllocator
-from distflow.data.batch import Column, Ragged
-from distflow.data.collectives import SendReceive
-from distflow.data.exchange import exchange
-from distflow.data.routes import contiguous_cells, route
-from distflow.data.transport import SHARED_MEMORY, Transport
-from distflow.data.wire import Segments, flatten, pack, segment_size, unpack
+from distflow.batch.batch import Column, Ragged
+from distflow.comm.allocator import CachingAllocator
+from distflow.comm.collectives import SendReceive
+from distflow.comm.exchange import exchange
+from distflow.comm.routes import contiguous_cells, route
+from distflow.comm.transport import SHARED_MEMORY, Transport
+from distflow.comm.wire import Segments, flatten, pack, segment_size, unpack
 from distflow.plan import Layout, Move, Partition
 from distflow.plan.topology import Topology
 from workers import run_workers

@@ -27,11 +27,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from distflow.engine import hand_over
-from distflow.engine.hand_over import HandOver
-from distflow.engine.weights import Shards, Spec, size
 from distflow.plan import Layout
 from distflow.plan.topology import Topology
+from distflow.weights import sync as hand_over
+from distflow.weights.shards import Shards, Spec, size
+from distflow.weights.sync import HandOver
 from workers import run_workers
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from transformers import AutoModelForCausalLM, Qwen2Config
 
-from distflow.engine.model.tokenizer import train_tokenizer
+from distflow.model.tokenizer import train_tokenizer
 
 
 def make(folder: Path) -> int:
@@ -68,7 +68,7 @@ def peak(folder: Path, workers: int, kl: float, steps: int = 2) -> float:
 
 def bare() -> float:
     """MiB of a process that has imported everything. Not by `getrusage`, which starts from what its parent has."""
-    code = "import distflow.engine.policy; print(open('/proc/self/status').read())"
+    code = "import distflow.roles.policy; print(open('/proc/self/status').read())"
     status = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
     return next(int(line.split()[1]) / 1024 for line in status.splitlines() if line.startswith("VmHWM:"))
 

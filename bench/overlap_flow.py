@@ -10,8 +10,8 @@ import numpy as np
 import torch
 
 from distflow import Batch, Context, flow, node
-from distflow.data.collectives import SendReceive
-from distflow.engine.role_context import RoleContext
+from distflow.comm.collectives import SendReceive
+from distflow.roles.context import RoleContext
 
 
 @contextmanager

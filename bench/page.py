@@ -46,8 +46,8 @@ def main() -> None:
 
 def opening(folder: Path) -> dict[str, Any]:
     """Opens the views of a long run, and a step of many workers, in a browser."""
-    from distflow.observe.page.html_file import html_file
-    from distflow.observe.page.run_folder import RunFolder
+    from distflow.page.html_file import html_file
+    from distflow.page.run_folder import RunFolder
     from recorded import write_run
 
     run = write_run(folder / "long", STEPS, WORKERS, SAMPLES // STEPS, tokens=200)

@@ -49,13 +49,13 @@ Work = dict[str, Any]
 def ours(model: str, work: Work) -> None:
     from transformers import AutoModelForCausalLM
 
-    from distflow.engine.model import attention
-    from distflow.engine.model.llama_family import fused_weights
-    from distflow.engine.model.source import kv_bytes
-    from distflow.engine.rollout.engine import Request, SamplingParams
-    from distflow.engine.rollout.generator import CacheLimits, Generator
-    from distflow.engine.rollout.weight_buffers import empty_weights
-    from distflow.launch.process import keep_freed_memory
+    from distflow.model import attention
+    from distflow.model.llama_family import fused_weights
+    from distflow.model.source import kv_bytes
+    from distflow.rollout.builtin.generator import CacheLimits, Generator
+    from distflow.rollout.builtin.weight_buffers import empty_weights
+    from distflow.rollout.engine import Request, SamplingParams
+    from distflow.run.process import keep_freed_memory
 
     lm = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation=attention.NAME)
     lm.eval().requires_grad_(False)

@@ -11,8 +11,8 @@ import time
 
 import numpy as np
 
-from distflow.data.balance import imbalance
-from distflow.data.routes import assign_cells, contiguous_cells, route
+from distflow.comm.balance import imbalance
+from distflow.comm.routes import assign_cells, contiguous_cells, route
 from distflow.plan import Layout
 
 

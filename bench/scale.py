@@ -16,10 +16,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from distflow.data.batch import Batch, Ragged
-from distflow.data.coordinator import Coordinator, Traffic
-from distflow.data.loader import Loader
-from distflow.data.transport import Transport
+from distflow.batch.batch import Batch, Ragged
+from distflow.comm.transport import Transport
+from distflow.coordinator.coordinator import Coordinator, Traffic
+from distflow.dataset.loader import Loader
 from distflow.flow import Flow, Node
 from distflow.plan import Place, Placement, Plan, Workload
 from distflow.plan import plan as derive_plan

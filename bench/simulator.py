@@ -19,13 +19,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from distflow.engine.roles import Actor, Reference
 from distflow.flow.importing import load
 from distflow.flows import BUILT_IN
 from distflow.plan import Place, Placement, Plan, Workload
 from distflow.plan import plan as derive_plan
 from distflow.plan.field_bytes import KNOWN_FIELDS
 from distflow.reward.reward import Reward
+from distflow.roles.roles import Actor, Reference
 from distflow.simulate import Costs, FieldBytes, Hardware, Result, load_hardware, load_model, simulate
 from distflow.simulate.controller import ControllerResult, simulate_controller
 

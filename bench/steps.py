@@ -18,24 +18,24 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from distflow.data.batch import Batch, Ragged
-from distflow.data.collectives import Communication, all_gather_bytes
-from distflow.data.coordinator import Coordinator
-from distflow.data.loader import Loader
-from distflow.data.shared_memory import host_id
-from distflow.data.transport import Transport
-from distflow.engine.hand_over import HandOver
-from distflow.engine.role_state import RoleState
-from distflow.engine.weights import Shards, Spec
+from distflow.batch.batch import Batch, Ragged
+from distflow.checkpoint.writer import CheckpointWriter
+from distflow.cluster.launch_env import read_launch_env
+from distflow.cluster.rendezvous import Rendezvous
+from distflow.comm.collectives import Communication, all_gather_bytes
+from distflow.comm.shared_memory import host_id
+from distflow.comm.transport import Transport
+from distflow.coordinator.coordinator import Coordinator
+from distflow.dataset.loader import Loader
 from distflow.flow import Flow, Node
 from distflow.observe.metrics import MetricsReducer, StepMetrics
 from distflow.plan import Place, Placement, Plan, Workload
 from distflow.plan import plan as derive_plan
 from distflow.plan.topology import Topology
-from distflow.run.checkpoint_writer import CheckpointWriter
-from distflow.run.launch_env import read_launch_env
-from distflow.run.rendezvous import Rendezvous
 from distflow.run.worker import Worker
+from distflow.weights.shards import Shards, Spec
+from distflow.weights.state import RoleState
+from distflow.weights.sync import HandOver
 
 INTS, LOGPROBS = ("tokens", "mask", "position"), ("old_logprobs", "ref_logprobs")
 TOKEN_BYTES = dict.fromkeys(INTS, 8) | dict.fromkeys((*LOGPROBS, "advantage"), 4)

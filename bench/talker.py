@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 from transformers.utils import logging
 
 import assets
-from distflow.engine.model.tokenizer import train_tokenizer
+from distflow.model.tokenizer import train_tokenizer
 
 WORDS = 8  # before a call, on average: their number is geometric
 _CALL = ["<tool_call>", '\n{"name": "look", "arguments": {"at": ', "3", "}}\n", "</tool_call>", "<|im_end|>"]

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from distflow.data.batch import Batch, Column, Ragged
-from distflow.data.context import Context
-from distflow.data.shuffle import permute
+from distflow.batch.batch import Batch, Column, Ragged
+from distflow.batch.context import Context
+from distflow.dataset.shuffle import permute
 from distflow.flow import Flow, Node
 from distflow.plan import Place, Placement, Plan, Workload, plan
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from distflow.data.collectives import SendReceive
+from distflow.comm.collectives import SendReceive
 
 
 class Hub:

@@ -12,7 +12,7 @@ from typing import Any
 
 # The server imports torch once; each worker is then a quick fork of it.
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["distflow.run.worker", "distflow.data.transport", "pytest"])
+_context.set_forkserver_preload(["distflow.run.worker", "distflow.comm.transport", "pytest"])
 
 
 def spawn(n: int, fn: Callable[..., Any], *args: Any, timeout_s: float = 120) -> list[Any]:
@@ -65,7 +65,7 @@ def make_transport(rank: int, workers: int, device: str = "cpu", topology: Any =
     import torch
     from torch.distributed.distributed_c10d import _get_default_store
 
-    from distflow.data.transport import Transport
+    from distflow.comm.transport import Transport
     from distflow.plan.topology import Topology
 
     store, name = _get_default_store(), f"test{next(_names)}"

@@ -118,7 +118,7 @@ def test_workers_read_paths_from_where_the_command_says(monkeypatch: pytest.Monk
         return 0
 
     monkeypatch.delenv("RANK", raising=False)
-    monkeypatch.setattr("distflow.launch.local.launch", launch)
+    monkeypatch.setattr("distflow.cluster.local.launch", launch)
     config = tmp_path / "config.yaml"
     config.write_text(Path(DIAMOND).read_text())
     assert distflow("run", str(config), "seed=1", "--relative-to", str(Path(DIAMOND).parent)) == 0

@@ -9,8 +9,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from cases import Source, random_plan
-from distflow.data.coordinator import Coordinator
-from distflow.data.loader import Loader
+from distflow.coordinator.coordinator import Coordinator
+from distflow.dataset.loader import Loader
 from distflow.observe.metrics import StepMetrics
 from distflow.plan import Plan, Run
 from distflow.run.worker import Worker

@@ -11,40 +11,48 @@ import distflow
 
 SOURCE = Path(distflow.__file__).parent
 
-# area → the areas that it may import, as words; an area is a package, a part of the engine, or a module
+# area → the areas that it may import, as words; an area is a package, or one of the modules named here
+_BASE = "errors util"
 _ALLOWED = {
     "errors": "",
-    "private_folder": "",
-    "flow": "errors",
-    "plan": "flow errors",
-    "config.schema": "errors",
-    "config": "config.schema errors",
-    "algo": "errors",
-    "data": "flow plan private_folder errors",
-    "flows": "flow algo data errors",
-    "reward": "flow data errors",
-    "engine.base": "data plan errors",  # weights, columns, role_state
-    "engine.model": "engine.base data plan config.schema errors",
-    "engine.role_context": "engine.model plan config.schema errors",
-    "engine.cpu": "engine.model data errors",
-    "engine.train": "engine.cpu engine.role_context engine.model engine.base algo data flow plan config.schema errors",
-    "engine.rollout": "engine.cpu engine.model engine.base data plan config.schema errors",
-    "engine": "engine.train engine.rollout engine.role_context engine.model engine.base"
-    " data flow plan config.schema errors",
-    "environments": "reward engine engine.train engine.rollout engine.role_context engine.model engine.base"
-    " data flow plan config.schema private_folder errors distflow",
-    "observe": "data plan errors distflow",
-    "run": "environments observe reward engine engine.train engine.role_context engine.model engine.base"
-    " flows data plan flow config config.schema private_folder errors",
-    "launch": "run observe data plan config private_folder errors distflow",
-    "simulate": "run observe engine.base data plan flow config config.schema errors",
-    "api": "launch run observe plan flow config errors",
-    "cli": "simulate launch run observe plan config errors distflow",
-    "distflow": "api run flow plan algo data",  # the package's own names
+    "util": "",
+    "run_folder": _BASE,
+    "reward.errors": _BASE,
+    "sandbox": f"reward.errors {_BASE}",
+    "flow": _BASE,
+    "plan": f"flow {_BASE}",
+    "config.schema": _BASE,
+    "config": f"config.schema {_BASE}",
+    "algo": _BASE,
+    "batch": f"plan {_BASE}",
+    "dataset": f"plan {_BASE}",
+    "comm": f"batch plan {_BASE}",
+    "coordinator": f"comm dataset batch flow plan {_BASE}",
+    "flows": f"flow algo batch {_BASE}",
+    "userproc": f"flow {_BASE}",
+    "reward": f"reward.errors sandbox userproc flow batch {_BASE}",
+    "weights": f"comm plan {_BASE}",
+    "model": f"weights batch dataset plan config.schema {_BASE}",
+    "cpu": f"model {_BASE}",
+    "roles.context": f"model plan config.schema {_BASE}",
+    "train": f"cpu roles.context model weights algo batch flow plan config.schema {_BASE}",
+    "rollout": f"cpu model weights batch plan config.schema {_BASE}",
+    "roles": f"train rollout roles.context model weights comm batch flow plan config.schema {_BASE}",
+    "agents": f"reward userproc roles rollout roles.context model dataset batch flow config.schema {_BASE} distflow",
+    "liveness": f"comm plan {_BASE} distflow",
+    "cluster": f"liveness comm run_folder plan flow config {_BASE}",
+    "checkpoint": f"comm roles.context model weights run_folder plan {_BASE}",
+    "observe": f"coordinator comm batch run_folder plan {_BASE}",
+    "page": f"observe run_folder plan {_BASE}",
+    "run": "observe checkpoint cluster liveness agents reward roles train roles.context model weights coordinator comm"
+    f" dataset batch flows flow plan config config.schema run_folder {_BASE}",
+    "simulate": f"run observe weights comm plan flow config config.schema run_folder {_BASE}",
+    "api": f"run checkpoint cluster observe plan flow config {_BASE}",
+    "cli": f"simulate page run checkpoint cluster observe plan config run_folder {_BASE} distflow",
+    "distflow": "api run flow plan algo batch",  # the package's own names
     "__main__": "cli",
 }
 ALLOWED = {area: set(names.split()) for area, names in _ALLOWED.items()}
-BASE = {"engine.weights", "engine.columns", "engine.role_state"}
 
 
 def area(module: str) -> str:
@@ -52,11 +60,7 @@ def area(module: str) -> str:
     parts = module.removeprefix("distflow").lstrip(".").split(".")
     if not parts[0]:
         return "distflow"
-    if ".".join(parts[:2]) in BASE:
-        return "engine.base"
-    if parts[0] == "engine" and len(parts) > 1 and f"engine.{parts[1]}" in ALLOWED:
-        return f"engine.{parts[1]}"
-    return "config.schema" if parts[:2] == ["config", "schema"] else parts[0]
+    return ".".join(parts[:2]) if ".".join(parts[:2]) in ALLOWED else parts[0]
 
 
 def imports(path: Path) -> Iterator[tuple[int, str]]:
@@ -107,7 +111,7 @@ def test_the_allowed_directions_have_no_cycle() -> None:
     [
         ("def f():\n    from distflow.run import worker\n", "distflow.run.worker"),
         ("if TYPE_CHECKING:\n    import distflow.run.job\n", "distflow.run.job"),
-        ("ROLES = 'distflow.engine.roles:Actor'\n", "distflow.engine.roles"),
+        ("ROLES = 'distflow.roles.roles:Actor'\n", "distflow.roles.roles"),
     ],
 )
 def test_lazy_imports_and_names_in_strings_are_seen(text: str, name: str, tmp_path: Path) -> None:

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from distflow.data.dataset_cache import HostCache
+from distflow.cluster.restarts import _lock
+from distflow.dataset.cache import HostCache
 from distflow.errors import ConfigError, DataError
-from distflow.launch.restarts import _lock
-from distflow.private_folder import make_private, why_unsafe
-from distflow.run.run_dir import make_dir
+from distflow.run_folder import make_dir
+from distflow.util.private_folder import make_private, why_unsafe
 
 as_root = pytest.mark.skipif(os.getuid() != 0, reason="only root can make a folder of another user")
 

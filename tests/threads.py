@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from distflow.data.collectives import Communication
+from distflow.comm.collectives import Communication
 
 Run = Callable[[Communication[Any]], Any]
 

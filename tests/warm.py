@@ -14,7 +14,7 @@ from pathlib import Path
 import spawn  # noqa: F401 (all tests share one server, whose last list of imports counts: this one, after spawn's)
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["distflow.launch.local", "distflow.engine.policy", "warm_kernels", "pytest"])
+_context.set_forkserver_preload(["distflow.cluster.local", "distflow.roles.policy", "warm_kernels", "pytest"])
 
 
 _GRACE_S = 3.0  # for the other workers after one has failed; torchrun ends them, too

@@ -5,10 +5,10 @@ from copy import deepcopy
 import numpy as np
 import torch
 
-from distflow.engine.cpu import kernels
-from distflow.engine.rollout.engine import Request, SamplingParams
-from distflow.engine.rollout.generator import CacheLimits, Generator
-from engine.tiny import pair, side_by_side
+from distflow.cpu import kernels
+from distflow.rollout.builtin.generator import CacheLimits, Generator
+from distflow.rollout.engine import Request, SamplingParams
+from tiny import pair, side_by_side
 
 
 def _generate() -> None:

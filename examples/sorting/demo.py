@@ -12,8 +12,8 @@ import plotext
 from rich.console import Console
 from rich.table import Table
 
-from distflow.observe.names import HELD_OUT
-from distflow.observe.page.sample_index import SampleIndex
+from distflow.observe.splits import HELD_OUT
+from distflow.page.sample_index import SampleIndex
 
 HERE = Path(__file__).parent
 RUNS = HERE.parents[1] / "runs" / "sorting"

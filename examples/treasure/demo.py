@@ -10,8 +10,8 @@ from typing import Any
 
 import plotext
 
-from distflow.observe.names import HELD_OUT
-from distflow.observe.page.sample_index import SampleIndex
+from distflow.observe.splits import HELD_OUT
+from distflow.page.sample_index import SampleIndex
 
 HERE = Path(__file__).parent
 RUNS = HERE.parents[1] / "runs" / "treasure"

@@ -16,8 +16,8 @@ from distflow.plan import Layout, Plan
 
 if TYPE_CHECKING:
     from distflow.algo.tokens import Loss, Tokens
-    from distflow.data.batch import Batch, Ragged
-    from distflow.data.context import Context
+    from distflow.batch.batch import Batch, Ragged
+    from distflow.batch.context import Context
 
 __all__ = [
     "Batch",
@@ -45,10 +45,10 @@ except PackageNotFoundError:  # used from its source folder
     __version__ = "unknown"
 
 _WITH_TORCH = {
-    "Batch": "distflow.data.batch",
-    "Context": "distflow.data.context",
+    "Batch": "distflow.batch.batch",
+    "Context": "distflow.batch.context",
     "Loss": "distflow.algo.tokens",
-    "Ragged": "distflow.data.batch",
+    "Ragged": "distflow.batch.batch",
     "Tokens": "distflow.algo.tokens",
 }
 

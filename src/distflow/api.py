@@ -85,7 +85,7 @@ def export(
     ema: bool = False,
 ) -> Path:
     """Writes the weights of a run, the newest or those of `step`, as a directory for `from_pretrained`."""
-    from distflow.run.export import export, export_adapter
+    from distflow.checkpoint.export import export, export_adapter
 
     folder = Path(run) if isinstance(run, str | Path) else run.folder
     if adapter:
@@ -127,15 +127,15 @@ def _merge(old: Any, new: Any) -> Any:
 def _run(program: "Program", resume: str | None, on_step: OnStep | None) -> "RunResult":
     # Before torch is imported: it logs every connection that fails, with frames of C++; we log what it means.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    from distflow.cluster.launch_env import read_launch_env
     from distflow.observe.logs import logged_errors, set_up_logging
-    from distflow.run.launch_env import read_launch_env
     from distflow.run.result import RunError, RunResult, StepCalls
 
     set_up_logging(keep=True)
     calls = StepCalls(program.config.run_folder, on_step) if on_step else None
     with logged_errors() as errors, calls or nullcontext():
         if env := read_launch_env():
-            from distflow.launch.process import run_worker
+            from distflow.run.process import run_worker
 
             code = run_worker(program, env, resume)
         else:
@@ -154,7 +154,7 @@ def _launch(program: "Program", resume: str | None) -> int:
     """Starts the workers, which read the config from a file and import what this process can import."""
     import sys
 
-    from distflow.launch.local import launch
+    from distflow.cluster.local import launch
 
     config = program.config
     with tempfile.TemporaryDirectory(prefix="distflow-") as folder, _environment(PYTHONPATH=os.pathsep.join(sys.path)):

@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import distflow
+from distflow.cluster.launch_env import read_launch_env
 from distflow.errors import ConfigError, DistflowError, cut, printable
-from distflow.observe.commands import add_commands
 from distflow.observe.logs import set_up_logging
-from distflow.run.launch_env import read_launch_env
+from distflow.page.commands import add_commands
 from distflow.run.program import Program
-from distflow.run.run_dir import AUTO, NEWEST
+from distflow.run_folder import AUTO, NEWEST
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -215,17 +215,17 @@ def _start(args: argparse.Namespace, resume: str | None, on_ray: bool = False) -
     program = _program(args)
     env = read_launch_env()
     if env:
-        from distflow.launch.process import run_worker
+        from distflow.run.process import run_worker
 
         return run_worker(program, env, resume)
     program.plan(program.config.workers or 1)  # reports a mistake once, before any worker starts
     base: Path | None = getattr(args, "relative_to", None)
     words = [*args.overrides, *(["--relative-to", str(base.absolute())] if base else [])]
     if on_ray:
-        from distflow.launch.ray import launch as launch_on_ray
+        from distflow.cluster.ray import launch as launch_on_ray
 
         return launch_on_ray(program.config, args.config, words, resume, args.address)
-    from distflow.launch.local import launch
+    from distflow.cluster.local import launch
 
     return launch(program.config, args.config, words, resume)
 
@@ -250,7 +250,7 @@ def _eval(args: argparse.Namespace) -> int:
         args.overrides.append(checkpoint)
         checkpoint = NEWEST
     if checkpoint:
-        from distflow.run.checkpoint_model import find_checkpoint
+        from distflow.checkpoint.model import find_checkpoint
 
         checkpoint = str(config.run_folder) if checkpoint == NEWEST else checkpoint  # this one has a folder of its own
         find_checkpoint(config.run_folder, checkpoint)
@@ -260,7 +260,7 @@ def _eval(args: argparse.Namespace) -> int:
 def _export(args: argparse.Namespace) -> int:
     import torch
 
-    from distflow.run.export import export, export_adapter
+    from distflow.checkpoint.export import export, export_adapter
 
     if args.adapter:
         out = export_adapter(args.run, args.out, args.step, args.role, args.ema)

@@ -18,35 +18,35 @@ from accelerator.rehearse import DEVICE, REHEARSED
 from cases import Source as Rows
 from distflow.algo.correction import Correction
 from distflow.algo.losses import policy, value
+from distflow.batch.batch import Batch, Ragged
+from distflow.batch.context import Context
+from distflow.checkpoint.store import checkpoint_dir, load_tensors
+from distflow.checkpoint.writer import CheckpointWriter, _copy
+from distflow.comm import transport
+from distflow.comm.transport import Transport
 from distflow.config.schema import Dtype, LoraConfig, RolloutConfig, TrainConfig
-from distflow.data import transport
-from distflow.data.batch import Batch, Ragged
-from distflow.data.context import Context
-from distflow.data.coordinator import Coordinator
-from distflow.data.loader import Loader
-from distflow.data.transport import Transport
-from distflow.engine.hand_over import HandOver
-from distflow.engine.model.source import DTYPES, Source
-from distflow.engine.model.tokenizer import train_tokenizer
-from distflow.engine.rollout import model_runner
-from distflow.engine.rollout.builtin import BuiltinEngine
-from distflow.engine.rollout.engine import Request, SamplingParams
-from distflow.engine.rollout.responses import complete
-from distflow.engine.rollout.sampling import sample
-from distflow.engine.rollout.weight_buffers import empty_weights
-from distflow.engine.train import fsdp
-from distflow.engine.train.trainer import Trainer
-from distflow.engine.train.update_spec import UpdateSpec
-from distflow.engine.weights import Shards, slices
+from distflow.coordinator.coordinator import Coordinator
+from distflow.dataset.loader import Loader
 from distflow.flow import Flow, Node
+from distflow.model.source import DTYPES, Source
+from distflow.model.tokenizer import train_tokenizer
 from distflow.observe.metrics import StepMetrics
 from distflow.plan import Layout, Place, Placement, Workload, plan
 from distflow.plan.topology import Topology
-from distflow.run.checkpoint import checkpoint_dir, load_tensors
-from distflow.run.checkpoint_writer import CheckpointWriter, _copy
+from distflow.rollout.builtin import model_runner
+from distflow.rollout.builtin.engine import BuiltinEngine
+from distflow.rollout.builtin.weight_buffers import empty_weights
+from distflow.rollout.engine import Request, SamplingParams
+from distflow.rollout.responses import complete
+from distflow.rollout.sampling import sample
 from distflow.run.worker import Worker
-from engine.tiny import VOCABULARY, config_of, pair
+from distflow.train import fsdp
+from distflow.train.trainer import Trainer
+from distflow.train.update_spec import UpdateSpec
+from distflow.weights.shards import Shards, slices
+from distflow.weights.sync import HandOver
 from spawn import make_transport
+from tiny import VOCABULARY, config_of, pair
 
 DEVICES = (DEVICE, "cpu")
 

@@ -12,8 +12,8 @@ from accelerator.rehearsal_device import MEMORY
 from accelerator.rehearse import DEVICE, REHEARSED, rehearse
 from accelerator.scenarios import PARAMS, Case, exchange, hand_over, roll_out, save_and_restore, train
 from distflow.config.schema import RolloutConfig
-from distflow.engine.rollout.builtin import BuiltinEngine
 from distflow.errors import ConfigError
+from distflow.rollout.builtin.engine import BuiltinEngine
 
 TRAINED = [
     Case(),

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from distflow.cluster.network import own_device
 from distflow.errors import DistflowError
-from distflow.run.network import own_device
 
 
 @pytest.fixture

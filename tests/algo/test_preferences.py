@@ -16,8 +16,8 @@ from distflow.algo import losses
 from distflow.algo.aggregate import Counts, token_weights
 from distflow.algo.losses import Loss, dpo, preference
 from distflow.algo.tokens import Tokens
-from distflow.engine.train.update_spec import find_loss
 from distflow.errors import ConfigError, DataError
+from distflow.train.update_spec import find_loss
 
 BUSY = settings(deadline=None)  # the first example waits for torch
 NAMES = (-7, 0, 3, 2**40)

@@ -17,12 +17,12 @@ FLOW = """
 import json
 
 from distflow import flow, node
-from distflow.engine import hand_over
+from distflow.weights import sync
 from distflow.flows.dapo import dapo
 from distflow.flows.grpo import grpo
 from distflow.flows.ppo import ppo
 
-hand_over._BUCKET = 1 << 14  # so that weights are sent in several exchanges, as those of a large model are
+sync._BUCKET = 1 << 14  # so that weights are sent in several exchanges, as those of a large model are
 
 
 @node(writes=())

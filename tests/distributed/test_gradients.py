@@ -18,21 +18,21 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from distflow import cli
 from distflow.algo.correction import Correction
 from distflow.algo.losses import policy
+from distflow.batch.batch import Batch, Column, Ragged
+from distflow.batch.context import Context
+from distflow.checkpoint.writer import CheckpointWriter
 from distflow.config.schema import TrainConfig
-from distflow.data.batch import Batch, Column, Ragged
-from distflow.data.context import Context
-from distflow.engine.model.description import describe
-from distflow.engine.model.source import Source
-from distflow.engine.model.tokenizer import train_tokenizer
-from distflow.engine.train import fsdp
-from distflow.engine.train.trainer import Trainer
-from distflow.engine.train.update_spec import UpdateSpec
-from distflow.engine.weights import slices
+from distflow.model.description import describe
+from distflow.model.source import Source
+from distflow.model.tokenizer import train_tokenizer
 from distflow.observe.metrics import StepMetrics
 from distflow.plan.layout import Layout
-from distflow.run.checkpoint_writer import CheckpointWriter
-from engine.tiny import VOCABULARY, config_of, pair
+from distflow.train import fsdp
+from distflow.train.trainer import Trainer
+from distflow.train.update_spec import UpdateSpec
+from distflow.weights.shards import slices
 from spawn import make_transport, spawn
+from tiny import VOCABULARY, config_of, pair
 
 ARCHITECTURES = ("qwen2", "qwen3")  # the one with tied embeddings, the other with norms that all heads share
 TEMPERATURE = 0.8

@@ -12,11 +12,11 @@ import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
 from distflow import cli
+from distflow.checkpoint.export import export
 from distflow.config.schema import ModelConfig
-from distflow.engine.model.source import open_model
-from distflow.observe.names import HELD_OUT
-from distflow.observe.page.sample_index import SampleIndex
-from distflow.run.export import export
+from distflow.model.source import open_model
+from distflow.observe.splits import HELD_OUT
+from distflow.page.sample_index import SampleIndex
 from distributed.test_gradients import exported
 from warm import distflow_run
 

@@ -18,24 +18,24 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from distflow import cli
+from distflow.batch.batch import Batch
+from distflow.batch.context import Context
+from distflow.checkpoint.writer import CheckpointWriter
+from distflow.comm.transport import Transport
 from distflow.config import Config
-from distflow.data.batch import Batch
-from distflow.data.context import Context
-from distflow.data.transport import Transport
-from distflow.engine.model.lora import Adapter, adapter_pairs
-from distflow.engine.model.source import Source, open_model
-from distflow.engine.model.text import ragged
-from distflow.engine.role_context import RoleContext
-from distflow.engine.roles import Actor
-from distflow.engine.rollout.builtin import BuiltinEngine
-from distflow.engine.train.fsdp import local, local_shards
-from distflow.engine.weights import slices
+from distflow.model.lora import Adapter, adapter_pairs
+from distflow.model.source import Source, open_model
+from distflow.model.text import ragged
 from distflow.observe.metrics import StepMetrics
 from distflow.plan import Layout
 from distflow.plan.topology import Topology
-from distflow.run.checkpoint_writer import CheckpointWriter
-from engine.tiny import randomize_weights
+from distflow.roles.context import RoleContext
+from distflow.roles.roles import Actor
+from distflow.rollout.builtin.engine import BuiltinEngine
+from distflow.train.fsdp import local, local_shards
+from distflow.weights.shards import slices
 from spawn import make_transport, spawn
+from tiny import randomize_weights
 from warm import distflow_run
 
 WORKERS, TOKENS = 3, 6

@@ -14,7 +14,7 @@ FLOW = """
 import torch
 
 from distflow import flow, node
-from distflow.data.batch import Ragged
+from distflow.batch.batch import Ragged
 from distflow.flows.nodes import gae, whiten_over_batch
 
 

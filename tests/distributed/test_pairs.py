@@ -9,9 +9,9 @@ import torch
 import yaml
 from transformers import AutoModelForSequenceClassification
 
+from distflow.checkpoint.export import export, export_adapter
 from distflow.errors import ConfigError
 from distflow.run.check import check
-from distflow.run.export import export, export_adapter
 from distflow.run.program import Program
 from warm import Ended, distflow_run
 

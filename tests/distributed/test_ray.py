@@ -18,7 +18,7 @@ from distributed.cluster import CURVES, STEPS, curve, saved_step, wait_until, wr
 from hosts import Host, Hosts, why_not
 
 try:
-    from distflow.launch import ray as ray_launcher
+    from distflow.cluster import ray as ray_launcher
 except Exception:  # Ray is an extra
     ray_launcher = None  # type: ignore[assignment]
 

@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from cases import Source, random_plan
-from distflow.data.batch import Batch
-from distflow.data.collectives import SendReceive, barrier
-from distflow.data.coordinator import Coordinator, Traffic
-from distflow.data.loader import Loader
-from distflow.data.transport import SHARED_MEMORY
+from distflow.batch.batch import Batch
+from distflow.comm.collectives import SendReceive, barrier
+from distflow.comm.transport import SHARED_MEMORY
+from distflow.coordinator.coordinator import Coordinator, Traffic
+from distflow.dataset.loader import Loader
 from distflow.flow import Flow, Node
 from distflow.observe.metrics import MetricsReducer, StepMetrics
 from distflow.plan import Place, Placement, Plan, Run, Workload

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import yaml
 
-from distflow.observe.heartbeat import read_record
-from distflow.run.checkpoint import list_checkpoints
+from distflow.checkpoint.store import list_checkpoints
+from distflow.liveness.heartbeat import read_record
 from distributed.test_run import orphans
 from warm_launch import Launch
 

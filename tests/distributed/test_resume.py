@@ -13,9 +13,9 @@ import pytest
 import torch
 import yaml
 
+from distflow.checkpoint.export import export
+from distflow.checkpoint.store import FORMAT, list_checkpoints, load_full_tensors, verify
 from distflow.errors import ConfigError
-from distflow.run.checkpoint import FORMAT, list_checkpoints, load_full_tensors, verify
-from distflow.run.export import export
 from warm import Ended, cli_main, distflow_run
 
 PROMPTS = [f"{'so ' * (i % 5)}what is {i} + {i * i % 17}?" for i in range(20)]

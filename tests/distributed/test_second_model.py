@@ -11,10 +11,10 @@ import torch
 import yaml
 from transformers import AutoModelForCausalLM
 
+from distflow.checkpoint.export import export
+from distflow.checkpoint.store import load_full_tensors
 from distflow.config.schema import ModelConfig
-from distflow.engine.model.source import open_model
-from distflow.run.checkpoint import load_full_tensors
-from distflow.run.export import export
+from distflow.model.source import open_model
 from warm import Ended, distflow_run
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "distillation" / "distill.py"
@@ -177,7 +177,7 @@ def test_a_state_that_is_not_in_the_checkpoint_is_not_started_anew_in_silence(fo
     shutil.rmtree(path / "average")
     complete = json.loads((path / "complete.json").read_text())
     complete["files"] = {k: v for k, v in complete["files"].items() if not k.startswith("average/")}
-    from distflow.run.checkpoint import file_list
+    from distflow.checkpoint.store import file_list
 
     (path / "complete.json").write_text(file_list(2, complete["files"]))
     ended = run(folder, "lost", 1, "newest", **AVERAGED)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from distflow.observe.heartbeat import read_record
+from distflow.liveness.heartbeat import read_record
 from warm_launch import Launch
 
 LIMIT_S, STEPS = 3.0, 30

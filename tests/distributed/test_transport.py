@@ -13,9 +13,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from distflow.data.collectives import SendReceive, all_gather_bytes, barrier
-from distflow.data.connections import raise_open_files_limit, too_many_open_files
-from distflow.data.transport import SHARED_MEMORY, Transport
+from distflow.comm.collectives import SendReceive, all_gather_bytes, barrier
+from distflow.comm.connections import raise_open_files_limit, too_many_open_files
+from distflow.comm.transport import SHARED_MEMORY, Transport
 from distflow.errors import DistflowError, PeerLostError
 from distflow.plan.topology import Topology
 from spawn import make_transport, spawn

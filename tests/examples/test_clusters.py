@@ -9,7 +9,7 @@ import yaml
 from torch.distributed.run import config_from_args, parse_args
 
 from distflow.cli import _parser
-from distflow.run.launch_env import LaunchEnv, read_launch_env
+from distflow.cluster.launch_env import LaunchEnv, read_launch_env
 
 CLUSTERS = Path(__file__).parents[2] / "examples" / "clusters"
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from distflow import Batch, Context
-from distflow.data.coordinator import Coordinator
-from distflow.data.loader import Loader
+from distflow.coordinator.coordinator import Coordinator
+from distflow.dataset.loader import Loader
 from distflow.errors import FlowError
 from distflow.flow import Flow, flow, from_list, node
 from distflow.observe.metrics import StepMetrics

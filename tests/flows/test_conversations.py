@@ -9,13 +9,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distflow.data.batch import Batch, Column, Ragged
-from distflow.data.context import Context
-from distflow.engine.roles import Actor
+from distflow.batch.batch import Batch, Column, Ragged
+from distflow.batch.context import Context
 from distflow.flow import node
 from distflow.flows import nodes
 from distflow.observe.metrics import StepMetrics
 from distflow.plan import Layout
+from distflow.roles.roles import Actor
 from flows.test_flows import ROLES, built_in, edges
 
 BUSY = settings(deadline=None)

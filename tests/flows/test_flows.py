@@ -13,13 +13,13 @@ import torch
 import yaml
 
 from distflow.algo import losses
-from distflow.data.batch import Batch, Column, Ragged
-from distflow.engine.roles import Actor, Critic, Reference, RewardModel
+from distflow.batch.batch import Batch, Column, Ragged
 from distflow.flow import Flow, FlowFunction
 from distflow.flow.importing import load
 from distflow.flows import BUILT_IN
 from distflow.flows.nodes import discounted_returns
 from distflow.reward.reward import Reward
+from distflow.roles.roles import Actor, Critic, Reference, RewardModel
 
 ROLES = {"actor": Actor, "critic": Critic, "reference": Reference, "reward": Reward, "reward_model": RewardModel}
 

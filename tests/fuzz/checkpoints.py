@@ -14,9 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from distflow.engine.role_state import LoadTensors, RoleState
-from distflow.errors import ConfigError
-from distflow.run.checkpoint import (
+from distflow.checkpoint.store import (
     COMPLETE,
     INDEX,
     STATE,
@@ -28,9 +26,11 @@ from distflow.run.checkpoint import (
     sha256,
     verify,
 )
+from distflow.checkpoint.writer import CheckpointWriter
+from distflow.errors import ConfigError
 from distflow.run.checkpoint_manager import CheckpointManager
-from distflow.run.checkpoint_writer import CheckpointWriter
-from distflow.run.run_dir import NEWEST
+from distflow.run_folder import NEWEST
+from distflow.weights.state import LoadTensors, RoleState
 from fuzz.harness import Case
 from fuzz.junk import damaged, junk, mutate
 from threads import alone

@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from distflow.data import wire
-from distflow.data.batch import Batch, Column, Ragged
-from distflow.data.buffer import Key
-from distflow.data.coordinator import Coordinator
-from distflow.data.loader import Loader
+from distflow.batch.batch import Batch, Column, Ragged
+from distflow.comm import wire
+from distflow.coordinator.buffer import Key
+from distflow.coordinator.coordinator import Coordinator
+from distflow.dataset.loader import Loader
 from distflow.errors import shown
 from distflow.flow import Flow, Node
 from distflow.plan import Placement, Run, Workload, plan

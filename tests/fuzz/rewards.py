@@ -9,8 +9,8 @@ from typing import cast
 
 import numpy as np
 
-from distflow.data.batch import Batch
-from distflow.data.context import Context
+from distflow.batch.batch import Batch
+from distflow.batch.context import Context
 from distflow.observe.metrics import StepMetrics
 from distflow.reward.reward import Reward
 from fuzz.harness import Case

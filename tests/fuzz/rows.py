@@ -12,14 +12,14 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from distflow.batch.batch import as_column
 from distflow.config.schema import ModelConfig
-from distflow.data.batch import as_column
-from distflow.data.dataset import Dataset
-from distflow.data.dataset_view import DatasetView
-from distflow.data.loader import Loader
-from distflow.engine.model.prompt_check import check_prompts
-from distflow.engine.model.source import open_model
-from distflow.engine.model.text import Text
+from distflow.dataset.dataset import Dataset
+from distflow.dataset.loader import Loader
+from distflow.dataset.view import DatasetView
+from distflow.model.prompt_check import check_prompts
+from distflow.model.source import open_model
+from distflow.model.text import Text
 from fuzz.harness import Case
 from fuzz.junk import TEXTS, damaged, junk
 

@@ -14,23 +14,23 @@ import torch
 import yaml
 
 from distflow import cli
+from distflow.batch.batch import Ragged, as_column
+from distflow.checkpoint.export import export
+from distflow.checkpoint.store import file_list, list_checkpoints, load_tensors, verify
+from distflow.cluster.launch_env import read_launch_env
+from distflow.cluster.local import launch
+from distflow.comm import wire
 from distflow.config import Config, load_config
 from distflow.config.schema import ModelConfig
-from distflow.data import wire
-from distflow.data.batch import Ragged, as_column
-from distflow.data.dataset import Dataset
-from distflow.engine.model.prompt_check import texts
-from distflow.engine.model.source import find_folder, open_model
-from distflow.engine.model.text import Text
-from distflow.engine.role_state import RoleState
+from distflow.dataset.dataset import Dataset
 from distflow.errors import CheckpointError, ConfigError, DataError, DistflowError, FlowError, PlacementError, shown
 from distflow.flow import from_list
-from distflow.launch.local import launch
+from distflow.model.prompt_check import texts
+from distflow.model.source import find_folder, open_model
+from distflow.model.text import Text
 from distflow.reward.server import Scorer
-from distflow.run.checkpoint import file_list, list_checkpoints, load_tensors, verify
-from distflow.run.export import export
-from distflow.run.launch_env import read_launch_env
 from distflow.run.program import Program
+from distflow.weights.state import RoleState
 from fuzz.checkpoints import COUNTS, Checkpoints, all_flips
 from fuzz.configs import CODE, bomb
 

@@ -9,7 +9,7 @@ from random import Random
 from unittest import mock
 
 from distflow import cli
-from distflow.launch import local
+from distflow.cluster import local
 from fuzz.configs import CODE, ROW
 from fuzz.harness import Case
 from fuzz.junk import TEXTS, as_yaml

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distflow.data.batch import Batch, Ragged
+from distflow.batch.batch import Batch, Ragged
 from distflow.observe.samples import (
     MAX_MESSAGE,
     MAX_OBJECT,

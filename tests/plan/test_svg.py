@@ -10,7 +10,7 @@ from distflow.flow import Flow, Node
 from distflow.flow.graph import NODE_TYPES
 from distflow.plan import Place, Placement, Plan, Workload, plan
 from distflow.plan.svg import svg
-from distflow.plan.units import human_bytes
+from distflow.util.text import human_bytes
 
 SVG = "{http://www.w3.org/2000/svg}"
 RANK_SETS = {"a": "0-3", "b": "4-7", "c": "0-1", "d": "2,3,6"}

@@ -5,8 +5,9 @@ from rich.console import Console
 
 from distflow.flow import Flow, Node
 from distflow.plan import Place, Placement, Plan, Workload, plan
+from distflow.plan.layout import ranks_text
 from distflow.plan.table import headline, origins, render
-from distflow.plan.units import human_bytes, ranks_text
+from distflow.util.text import human_bytes
 
 
 def diamond(workers: int = 4, source: tuple[str, ...] = ("prompt", "answer"), name: str = "diamond") -> Plan:

@@ -38,7 +38,7 @@ PATCHES = {
         "        for key, value in list(vars(module).items()):\n"
         "            if callable(value): setattr(module, key, lambda *a, **k: True)" + _ZERO
     ),
-    "a comparison that lies": "from distflow.reward.sandbox import compare\ncompare.same = lambda *a: True" + _ZERO,
+    "a comparison that lies": "from distflow.sandbox import compare\ncompare.same = lambda *a: True" + _ZERO,
     "a math that lies": "import math\nmath.isclose = lambda *a, **k: True\nmath.fabs = lambda x: 0" + _ZERO,
     "a math of its own": "class math:\n    isclose = staticmethod(lambda *a, **k: True)" + _ZERO,
     "helpers of its own": (

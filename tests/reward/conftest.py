@@ -4,9 +4,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from distflow.reward.sandbox.sandbox import Sandbox
-from distflow.reward.sandbox.walls import MECHANISMS
-from reward.jails import LIMITS, WITHOUT_NAMESPACES, missing_protection
+from distflow.sandbox.sandbox import Sandbox
+from distflow.sandbox.walls import MECHANISMS
+from sandbox.jails import LIMITS, WITHOUT_NAMESPACES, missing_protection
 
 
 @pytest.fixture(scope="module", params=[MECHANISMS, WITHOUT_NAMESPACES], ids=["all mechanisms", "without namespaces"])

@@ -13,11 +13,11 @@ import pytest
 import torch
 
 from distflow import Batch, Context
-from distflow.data.batch import Column, Ragged
+from distflow.batch.batch import Column, Ragged
 from distflow.observe.metrics import StepMetrics
 from distflow.reward.errors import RewardError
 from distflow.reward.reward import Reward
-from distflow.reward.sandbox.sandbox import Sandbox
+from distflow.sandbox.sandbox import Sandbox
 
 HERE = Path(__file__).parent
 FILE = "user_rewards.py"

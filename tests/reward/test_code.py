@@ -200,7 +200,7 @@ CHEATS = {
     ),
     "patches the module that serves the solution": (
         "import sys, json\n"
-        "main = sys.modules['distflow.reward.sandbox.remote_tests']\n"
+        "main = sys.modules['distflow.sandbox.remote_tests']\n"
         "main.run_tests = main.pack = main.unpack = lambda *a: True\n"
         "json.dumps = lambda *a: '[\"ok\", true, {}]'\n"
         "def add(a, b): return 0"

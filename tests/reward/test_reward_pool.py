@@ -108,7 +108,7 @@ def test_a_stopped_process_does_not_hold_up_the_pool() -> None:
 def test_only_the_sample_that_kills_its_process_fails(
     behaviour: str, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("distflow.reward.user_process._EXIT_S", 0.3)
+    monkeypatch.setattr("distflow.userproc.user_process._EXIT_S", 0.3)
     with pool_of(processes=2) as pool:
         results = run(pool, *["fine"] * 20, behaviour, *["fine"] * 20)
         assert pool.restarts == 2

@@ -10,7 +10,7 @@ import yaml
 from transformers import AutoConfig
 
 from distflow import cli
-from distflow.engine.model.tokenizer import train_tokenizer
+from distflow.model.tokenizer import train_tokenizer
 from warm import distflow_run
 
 Output = pytest.CaptureFixture[str]

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from cases import Source
-from distflow.data.batch import Batch
-from distflow.data.collectives import SendReceive
-from distflow.data.context import Context
-from distflow.data.coordinator import Coordinator
-from distflow.data.loader import Loader
+from distflow.batch.batch import Batch
+from distflow.batch.context import Context
+from distflow.comm.collectives import SendReceive
+from distflow.coordinator.coordinator import Coordinator
+from distflow.dataset.loader import Loader
 from distflow.flow import Flow, Node
 from distflow.observe.metrics import MetricsReducer, StepMetrics
 from distflow.plan import Move, Place, Placement, Plan, Workload, plan

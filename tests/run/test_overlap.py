@@ -14,11 +14,11 @@ import pytest
 import torch
 
 from cases import KINDS, Source, check_and_write, column
-from distflow.data.batch import NO_SAMPLES, Batch
-from distflow.data.collectives import SendReceive
-from distflow.data.context import Context
-from distflow.data.coordinator import Coordinator
-from distflow.data.loader import Loader
+from distflow.batch.batch import NO_SAMPLES, Batch
+from distflow.batch.context import Context
+from distflow.comm.collectives import SendReceive
+from distflow.coordinator.coordinator import Coordinator
+from distflow.dataset.loader import Loader
 from distflow.errors import ConfigError, PlacementError
 from distflow.flow import Flow, Node
 from distflow.observe.metrics import MetricsReducer, StepMetrics

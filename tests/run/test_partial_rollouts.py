@@ -11,16 +11,16 @@ import torch
 from safetensors.torch import save_file
 
 from cases import Source
-from distflow.data.batch import Batch, Column, Ragged
-from distflow.data.context import Context
-from distflow.data.coordinator import Coordinator
-from distflow.data.loader import Loader
+from distflow.batch.batch import Batch, Column, Ragged
+from distflow.batch.context import Context
+from distflow.checkpoint.tensor_index import file_name
+from distflow.coordinator.coordinator import Coordinator
+from distflow.dataset.loader import Loader
 from distflow.flow import Flow, Node
 from distflow.observe.metrics import StepMetrics
 from distflow.plan import Place, Placement, Plan, Workload, plan
 from distflow.run.link import Link
 from distflow.run.rollouts import Rollouts
-from distflow.run.tensor_index import file_name
 from distflow.run.weight_versions import WeightVersions
 from distflow.run.worker import Worker
 from simulate import simulate

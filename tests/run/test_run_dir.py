@@ -11,8 +11,9 @@ from distflow.config import load_config
 from distflow.errors import ConfigError
 from distflow.flow import Flow, Node
 from distflow.plan import Placement, Workload, plan
+from distflow.run.description import describe_run
 from distflow.run.redaction import redact
-from distflow.run.run_dir import describe_run, make_dir
+from distflow.run_folder import make_dir
 
 ROOT = Path(__file__).parents[2]
 PLAN = plan(Flow("flow", ("prompt",), (Node("score", reads=("prompt",)),)), Placement(3), Workload(6))

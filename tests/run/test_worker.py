@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from distflow import Batch, Context
-from distflow.data.coordinator import Coordinator
-from distflow.data.loader import Loader
+from distflow.coordinator.coordinator import Coordinator
+from distflow.dataset.loader import Loader
 from distflow.errors import NodeError
 from distflow.flow import Flow, Node
 from distflow.observe.metrics import StepMetrics

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import simulate
-from distflow.data.collectives import all_gather, all_gather_by_host, all_reduce
+from distflow.comm.collectives import all_gather, all_gather_by_host, all_reduce
 from distflow.plan.topology import Topology
 from distflow.simulate import Hardware, load_hardware
 from distflow.simulate.network import Network

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import yaml
 
-from distflow.observe.page.run_folder import RunFolder
+from distflow.page.run_folder import RunFolder
 from test_cli import distflow
 
 CONFIG = {

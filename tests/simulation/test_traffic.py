@@ -9,17 +9,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import simulate
-from distflow.data.routes import contiguous_cells, route
-from distflow.engine.hand_over import HandOver
-from distflow.engine.weights import Shards, Spec
+from distflow.comm.routes import contiguous_cells, route
 from distflow.flow import Flow, Node
 from distflow.plan import Layout, Place, Placement, Plan, Workload, plan
 from distflow.plan.topology import Topology
 from distflow.simulate import Costs, load_hardware
 from distflow.simulate import simulate as simulate_step
-from distflow.simulate.hand_over import hand_over
 from distflow.simulate.network import Network
 from distflow.simulate.traffic import new_cells, traffic
+from distflow.simulate.weight_sync import hand_over
+from distflow.weights.shards import Shards, Spec
+from distflow.weights.sync import HandOver
 
 
 def two_nodes(workers: int, first: Place, second: Place, samples: int, balance: str | None = None) -> Plan:

@@ -17,22 +17,22 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+import tiny
 from distflow.config.schema import LoraConfig, RolloutConfig
-from distflow.engine.hand_over import HandOver
-from distflow.engine.model.source import Source
-from distflow.engine.model.tokenizer import train_tokenizer
-from distflow.engine.rollout.engine import Completion, Request, RolloutEngine, SamplingParams
-from distflow.engine.rollout.responses import complete
-from distflow.engine.rollout.vllm import VllmEngine, cut_rows
-from distflow.engine.weight_check import WeightCheck
-from distflow.engine.weights import Shards, slices
 from distflow.errors import WeightsError
+from distflow.model.source import Source
+from distflow.model.tokenizer import train_tokenizer
 from distflow.plan.layout import Layout
 from distflow.plan.topology import Topology
-from engine import tiny
-from engine.rollout.plain_loop import IDS, PARAMS, as_response, expected, plain_loop, requests_for, same
-from engine.tiny import config_of, pair
+from distflow.rollout.engine import Completion, Request, RolloutEngine, SamplingParams
+from distflow.rollout.responses import complete
+from distflow.rollout.vllm.engine import VllmEngine, cut_rows
+from distflow.weights.shards import Shards, slices
+from distflow.weights.sync import HandOver
+from distflow.weights.verify import WeightCheck
+from rollout.plain_loop import IDS, PARAMS, as_response, expected, plain_loop, requests_for, same
 from spawn import make_transport, spawn
+from tiny import config_of, pair
 
 if find_spec("vllm") is None:
     pytest.skip("vLLM is not installed here: `make test-vllm`", allow_module_level=True)
@@ -236,7 +236,7 @@ def two_ranks(rank: int, arch: str) -> list[float]:
 
 
 def make_engine_specs(arch: str) -> Any:
-    from distflow.engine.model.tensor_parallel import parameter_specs, tp_styles
+    from distflow.model.tensor_parallel import parameter_specs, tp_styles
 
     skeleton = source(arch).skeleton()
     return parameter_specs(skeleton, tp_styles(skeleton, 2, "here"))

@@ -26,7 +26,7 @@ def ask(base_url, api_key, prompt):
 """
 CURVES = ("reward/mean", "actor/loss", "actor/grad_norm", "judge/unread", "env/agent/turns", "env/echo/turns")
 JUDGE = """
-from distflow.environments.judge import Judge
+from distflow.roles.judge import Judge
 
 
 class Reader(Judge):

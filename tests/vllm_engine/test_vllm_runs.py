@@ -19,7 +19,7 @@ KILL = """
 import os
 import signal
 
-from distflow.observe.heartbeat import read_record
+from distflow.liveness.heartbeat import read_record
 
 
 def kill_the_engine(ctx):

@@ -6,8 +6,8 @@ from distflow.errors import ConfigError, suggest
 from distflow.flow import node
 
 if TYPE_CHECKING:
-    from distflow.data.batch import Batch
-    from distflow.data.context import Context
+    from distflow.batch.batch import Batch
+    from distflow.batch.context import Context
 
 KINDS = ("adaptive", "lagrangian")
 

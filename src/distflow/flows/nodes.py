@@ -6,13 +6,13 @@ from distflow.algo.options import Baseline, Count, Estimator, Fraction, NonNegat
 from distflow.flow import node
 
 if TYPE_CHECKING:
-    from distflow.data.batch import Batch
-    from distflow.data.context import Context
-    from distflow.data.response_mask import ModelTokens
+    from distflow.batch.batch import Batch
+    from distflow.batch.context import Context
+    from distflow.batch.response_mask import ModelTokens
 
 
 def response_mask(rollout: Any) -> list[Any]:
-    """Selects the mask of a rollout, if an environment had a part in it; see distflow.data.response_mask."""
+    """Selects the mask of a rollout, if an environment had a part in it; see distflow.batch.response_mask."""
     return [rollout["response_mask"]] if "response_mask" in rollout.fields else []
 
 
@@ -32,7 +32,7 @@ def group_advantage(
     import torch
 
     from distflow.algo.advantages import group_advantages, mean_group_std, zero_std_fraction
-    from distflow.data.response_mask import model_token_counts
+    from distflow.batch.response_mask import model_token_counts
 
     groups, score = torch.from_numpy(batch.groups), batch[field]
     lengths = model_token_counts(batch) if baseline == "length_weighted" else None
@@ -66,7 +66,7 @@ def nonzero_std(batch: "Batch") -> Any:
 def overlong_penalty(batch: "Batch", ctx: "Context", limit: Count, buffer: Count = 0, factor: NonNegative = 1.0) -> Any:
     """Adds DAPO's overlong penalty to the score; see distflow.algo.reward_shaping."""
     from distflow.algo.reward_shaping import overlong_penalty
-    from distflow.data.response_mask import model_token_counts
+    from distflow.batch.response_mask import model_token_counts
 
     penalty = overlong_penalty(model_token_counts(batch), limit, buffer, factor)
     ctx.metrics.log("reward/overlong_penalty", float(penalty.mean()), len(batch))
@@ -87,7 +87,7 @@ def kl_divergence(batch: "Batch", estimator: Estimator = "k3") -> Any:
     import torch
 
     from distflow.algo.kl import kl
-    from distflow.data.response_mask import ModelTokens
+    from distflow.batch.response_mask import ModelTokens
 
     model = ModelTokens.of(batch, "ref_logprobs")
     lengths = torch.from_numpy(model.lengths)
@@ -102,7 +102,7 @@ def gae(batch: "Batch", gamma: Fraction = 1.0, lam: Fraction = 0.95, kl: float =
     import torch
 
     from distflow.algo.returns import gae, moments
-    from distflow.data.response_mask import ModelTokens
+    from distflow.batch.response_mask import ModelTokens
 
     model = ModelTokens.of(batch, "old_values")
     values, lengths = model.select(batch["old_values"].joined()), torch.from_numpy(model.lengths)
@@ -120,7 +120,7 @@ def discounted_returns(batch: "Batch", gamma: Fraction = 1.0, kl: float = 0.0) -
     import torch
 
     from distflow.algo.returns import discounted_returns, moments
-    from distflow.data.response_mask import ModelTokens
+    from distflow.batch.response_mask import ModelTokens
 
     model = ModelTokens.of(batch, "rollout_logprobs")
     lengths = torch.from_numpy(model.lengths)
@@ -180,7 +180,7 @@ def merge_moments(batch: "Batch", ctx: "Context") -> Any:
 def whiten(batch: "Batch", ctx: "Context") -> Any:
     """Whitens `raw_advantage` with `batch_moments`, which are the same for all samples."""
     from distflow.algo.returns import whiten
-    from distflow.data.response_mask import ModelTokens
+    from distflow.batch.response_mask import ModelTokens
 
     model = ModelTokens.of(batch, "raw_advantage")
     advantage = whiten(model.select(batch["raw_advantage"].joined()), batch["batch_moments"][:1])

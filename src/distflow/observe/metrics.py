@@ -10,10 +10,10 @@ from typing import get_args
 import torch
 from torch import Tensor
 
-from distflow.data.collectives import Communication, all_reduce, all_reduce_bytes
-from distflow.data.context import Reduce
-from distflow.data.coordinator import Traffic
-from distflow.data.dynamic_sampling import SampledPrompts
+from distflow.batch.context import Reduce
+from distflow.comm.collectives import Communication, all_reduce, all_reduce_bytes
+from distflow.coordinator.coordinator import Traffic
+from distflow.coordinator.dynamic_sampling import SampledPrompts
 from distflow.errors import DistflowError, suggest
 
 REDUCES: tuple[Reduce, ...] = get_args(Reduce)

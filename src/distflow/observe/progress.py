@@ -15,10 +15,10 @@ from rich.progress import Progress as Bar
 
 from distflow.errors import printable
 from distflow.observe.findings import LONGER, findings
-from distflow.observe.names import SAMPLES, SPANS
 from distflow.observe.stragglers import Stragglers
 from distflow.observe.trackers.thread import TrackerThread
-from distflow.plan.units import human_bytes
+from distflow.run_folder import SAMPLES, SPANS
+from distflow.util.text import human_bytes
 
 SHOWN = 4  # metrics in a step's line, in the order of PREFERRED
 PREFERRED = ("reward/mean", "val/", "actor/loss", "response_length/mean", "actor/grad_norm")

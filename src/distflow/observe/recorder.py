@@ -7,14 +7,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from distflow.data.balance import Ints
-from distflow.data.batch import Batch, Column
-from distflow.data.context import NOT_RECORDED, Context, Recording
+from distflow.batch.batch import Batch, Column
+from distflow.batch.context import NOT_RECORDED, Context, Recording
 from distflow.observe.bounded_log import BoundedLog
-from distflow.observe.names import HELD_OUT, TRAIN
 from distflow.observe.samples import Pieces, SampleRecorder, as_columns, choose
 from distflow.observe.spans import SpanRecorder
+from distflow.observe.splits import HELD_OUT, TRAIN
 from distflow.plan.tasks import Load, Move, Plan, Refill, Run, Task, Weights
+from distflow.util.arrays import Ints
 
 Details = AbstractContextManager[dict[str, Any]]
 

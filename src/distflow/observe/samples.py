@@ -15,10 +15,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from distflow.data.balance import Ints
-from distflow.data.batch import Column, Ragged
+from distflow.batch.batch import Column, Ragged
 from distflow.observe.bounded_log import BoundedLog
-from distflow.observe.names import SAMPLES
+from distflow.run_folder import SAMPLES
+from distflow.util.arrays import Ints
 
 LIMIT = 16 << 20  # bytes of a worker's file
 PER_STEP = 32  # samples of a step, of all workers together

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from distflow.observe.bounded_log import BoundedLog
-from distflow.observe.names import SPANS
 from distflow.plan.layout import format_ranks
+from distflow.run_folder import SPANS
 
 LIMIT = 4 << 20  # bytes of a worker's file
 FLUSH_S = 5.0  # lines are at most this old when a task ends; else they are written once a step

@@ -85,3 +85,10 @@ def format_ranks(ranks: tuple[int, ...]) -> str:
         parts.append(str(ranks[i]) if i == j else f"{ranks[i]}-{ranks[j]}")
         i = j + 1
     return ",".join(parts)
+
+
+def ranks_text(ranks: tuple[int, ...]) -> str:
+    """Formats ranks: `0-511`, or for a long scattered set its ends and its size, `0,2,4,…,1022 (512)`."""
+    text = format_ranks(ranks)
+    parts = text.split(",")
+    return text if len(text) <= 24 else f"{','.join(parts[:3])},…,{parts[-1]} ({len(ranks)})"

@@ -14,9 +14,10 @@ from xml.sax.saxutils import escape
 from rich.cells import cell_len
 
 from distflow.flow.graph import SOURCE
+from distflow.plan.layout import ranks_text
 from distflow.plan.table import headline, origins, rank_set_names, role_and_type, shown_moves, weight_bytes
 from distflow.plan.tasks import Move, Plan, Run, Weights
-from distflow.plan.units import clean, human_bytes, names, ranks_text
+from distflow.util.text import clean, human_bytes, names
 
 _BACKGROUND = ("#eaf2fd", "#fef3e0", "#e7f6ec", "#f3ecfd", "#fdeaf1", "#e3f5f6")  # lanes take turns
 _FOREGROUND = ("#2b66c4", "#b56500", "#1d7f46", "#7145c2", "#b93067", "#0d7580")

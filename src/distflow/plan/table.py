@@ -8,9 +8,9 @@ from rich.table import Table
 from rich.text import Text
 
 from distflow.flow.graph import SOURCE, Node
-from distflow.plan.layout import Layout
+from distflow.plan.layout import Layout, ranks_text
 from distflow.plan.tasks import Free, Load, Merge, Move, Plan, Refill, Run, Split, Task, Weights, chunk_of
-from distflow.plan.units import clean, human_bytes, names, ranks_text
+from distflow.util.text import clean, human_bytes, names
 
 
 def render(plan: Plan) -> RenderableType:

@@ -11,14 +11,14 @@ from dataclasses import replace
 from typing import Any
 
 from distflow.reward.entry_points import parse_python
-from distflow.reward.sandbox.compare import same_output
-from distflow.reward.sandbox.sandbox import Limits, Sandbox
 from distflow.reward.suite import Call, Case, Suite, parse_suite
 from distflow.reward.suspicion import suspicions
+from distflow.sandbox.compare import same_output
+from distflow.sandbox.sandbox import Limits, Sandbox
 
 _FENCED = re.compile(r"^[ \t]*```[^\n`]*\n(.*?)(?:^[ \t]*```|\Z)", re.DOTALL | re.MULTILINE)
 # Every jail has imported this module already, so it costs nothing per program.
-_IMPORT = "from distflow.reward.sandbox.remote_tests import run_tests, serve_solution\n"
+_IMPORT = "from distflow.sandbox.remote_tests import run_tests, serve_solution\n"
 
 
 class UnitTests:

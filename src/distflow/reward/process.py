@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from distflow.reward.errors import RewardError
-from distflow.reward.user_process import UserProcess
+from distflow.userproc.user_process import UserProcess
 
 
 class BrokenChannelError(Exception):

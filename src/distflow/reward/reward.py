@@ -16,8 +16,8 @@ from distflow.reward.scores import Scores
 from distflow.reward.signature import Failure, Result, Score
 
 if TYPE_CHECKING:  # flows are planned without torch
-    from distflow.data.batch import Batch
-    from distflow.data.context import Context
+    from distflow.batch.batch import Batch
+    from distflow.batch.context import Context
     from distflow.reward.samples import Samples
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from distflow.data.batch import Batch, Column, Ragged
+from distflow.batch.batch import Batch, Column, Ragged
 from distflow.errors import suggest
 from distflow.reward.errors import RewardError
 from distflow.reward.signature import Signature

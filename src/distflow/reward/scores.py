@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from distflow.reward.signature import SUSPICIOUS, Failure, Result, Score
 
 if TYPE_CHECKING:  # flows are planned without torch
-    from distflow.data.context import MetricLog
+    from distflow.batch.context import MetricLog
 
 ALL = "all"  # the source of held-out samples without `data_source`
 

@@ -18,10 +18,10 @@ from typing import Any
 
 from distflow.errors import DistflowError
 from distflow.flow.importing import load
-from distflow.reward.die_with_parent import die_with_parent
 from distflow.reward.reward_log import RewardLog
 from distflow.reward.signature import Failure, Function, Result, Signature, parse_results, parse_signature
-from distflow.reward.user_process import describe_error
+from distflow.userproc.die_with_parent import die_with_parent
+from distflow.userproc.user_process import describe_error
 
 
 class Scorer:

@@ -6,17 +6,17 @@ from pathlib import Path
 from typing import Any
 
 from distflow.config import Config
-from distflow.data.dataset_view import DatasetView
+from distflow.dataset.view import DatasetView
 from distflow.errors import ConfigError
 from distflow.observe.trackers import check_installed
 from distflow.plan import Plan
-from distflow.plan.units import human_bytes
 from distflow.run.program import MODEL_ROLES, REWARD_FUNCTIONS, Program
+from distflow.util.text import human_bytes
 
 
 def check(program: Program) -> Iterator[str]:
     """Yields a line for each thing that is right; raises the first one that is wrong."""
-    from distflow.engine.train.update_spec import check_losses
+    from distflow.train.update_spec import check_losses
 
     config = program.config
     check_installed(config.track)
@@ -43,15 +43,15 @@ def _check_model(
     program: Program, plan: Plan, rows: DatasetView, held_out: DatasetView | None
 ) -> Generator[str, None, dict[str, Any]]:
     """Checks the model and all prompts; returns the first row whose prompt the model can read."""
-    from distflow.engine.model.lora import Adapter
-    from distflow.engine.model.memory import check_kv_cache
-    from distflow.engine.model.prompt_check import check_prompts, texts
-    from distflow.engine.model.source import DTYPES, kv_bytes, open_model
-    from distflow.engine.model.tensor_parallel import tp_styles
-    from distflow.engine.model.text import Text, prompt_limit
-    from distflow.engine.policy import check_engine
-    from distflow.environments.setup_check import check_environments
-    from distflow.run.network import own_device
+    from distflow.agents.setup_check import check_environments
+    from distflow.cluster.network import own_device
+    from distflow.model.lora import Adapter
+    from distflow.model.memory import check_kv_cache
+    from distflow.model.prompt_check import check_prompts, texts
+    from distflow.model.source import DTYPES, kv_bytes, open_model
+    from distflow.model.tensor_parallel import tp_styles
+    from distflow.model.text import Text, prompt_limit
+    from distflow.roles.policy import check_engine
 
     config = program.config
     assert config.model is not None
@@ -98,8 +98,8 @@ def _check_model(
 
 def _check_other_models(config: Config, plan: Plan, main: Any) -> Iterator[str]:
     """Checks the models of the critic and the reward, if they have their own."""
-    from distflow.engine.second_model import open_second_model
-    from distflow.engine.value_model import check_reward_model
+    from distflow.roles.second_model import open_second_model
+    from distflow.roles.value_model import check_reward_model
 
     roles = {n.role for n in plan.flow.nodes}
     for name, role in config.roles.items():

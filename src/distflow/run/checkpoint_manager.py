@@ -7,12 +7,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from distflow.data.collectives import broadcast_bytes
-from distflow.data.coordinator import Coordinator
-from distflow.engine.role_state import RoleState
-from distflow.errors import CheckpointError, ConfigError, cut
-from distflow.plan import Plan
-from distflow.run.checkpoint import (
+from distflow.checkpoint.shared_folder import check_shared
+from distflow.checkpoint.store import (
     BEST,
     TENSORS,
     archive_checkpoints,
@@ -26,13 +22,17 @@ from distflow.run.checkpoint import (
     read_values,
     verify,
 )
-from distflow.run.checkpoint_writer import CheckpointWriter, Parts
-from distflow.run.files import write_atomically
-from distflow.run.network import Network
+from distflow.checkpoint.writer import CheckpointWriter, Parts
+from distflow.cluster.network import Network
+from distflow.comm.collectives import broadcast_bytes
+from distflow.coordinator.coordinator import Coordinator
+from distflow.errors import CheckpointError, ConfigError, cut
+from distflow.plan import Plan
 from distflow.run.program import Program
 from distflow.run.rollouts import ROLLOUTS, Rollouts
-from distflow.run.run_dir import AUTO, NEWEST
-from distflow.run.shared_folder import check_shared
+from distflow.run_folder import AUTO, NEWEST
+from distflow.util.files import write_atomically
+from distflow.weights.state import RoleState
 
 logger = logging.getLogger(__name__)
 
@@ -197,7 +197,7 @@ class CheckpointManager:
         """Exports, prunes and marks the best; called on rank 0 when a checkpoint is complete."""
         config = self.config.checkpoint
         if config.export and (path / "actor").is_dir():
-            from distflow.run.export import export_role
+            from distflow.checkpoint.export import export_role
 
             export_role(path / "actor", path / "huggingface")
         best = self._best() if config.best else None

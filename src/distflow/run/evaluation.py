@@ -2,7 +2,7 @@
 
 import time
 
-from distflow.data.collectives import Communication
+from distflow.comm.collectives import Communication
 from distflow.observe.metrics import StepMetrics
 from distflow.run.worker import Worker
 

@@ -9,13 +9,15 @@ from typing import Any
 
 import torch
 
-from distflow.data.collectives import Communication
-from distflow.data.coordinator import Coordinator
-from distflow.data.loader import Loader
-from distflow.engine.role_context import RoleContext
-from distflow.engine.train.update_spec import check_losses
+from distflow.checkpoint.store import read_state
+from distflow.cluster.identity import list_hosts
+from distflow.cluster.network import Network
+from distflow.cluster.rendezvous import Rendezvous
+from distflow.comm.collectives import Communication
+from distflow.coordinator.coordinator import Coordinator
+from distflow.dataset.loader import Loader
 from distflow.errors import ConfigError, DistflowError, StoppedError
-from distflow.observe.heartbeat import Heartbeat
+from distflow.liveness.heartbeat import Heartbeat
 from distflow.observe.metrics import MetricsReducer, StepMetrics
 from distflow.observe.progress import Progress
 from distflow.observe.recorder import Recorder
@@ -23,20 +25,18 @@ from distflow.observe.samples import text_of_tokens
 from distflow.observe.trackers import start_trackers
 from distflow.observe.trackers.tracker import RunInfo
 from distflow.plan import Layout, Plan, Run, Weights
-from distflow.run.checkpoint import read_state
+from distflow.roles.context import RoleContext
 from distflow.run.checkpoint_manager import CheckpointManager
+from distflow.run.description import describe_run
 from distflow.run.evaluation import Evaluation
-from distflow.run.identity import list_hosts
 from distflow.run.link import Link
-from distflow.run.network import Network
 from distflow.run.overlap import Overlap
 from distflow.run.program import Program
 from distflow.run.redaction import redact
-from distflow.run.rendezvous import Rendezvous
 from distflow.run.rollouts import Rollouts
-from distflow.run.run_dir import describe_run
 from distflow.run.weight_versions import WeightVersions
 from distflow.run.worker import Worker
+from distflow.train.update_spec import check_losses
 
 
 class Job:
@@ -139,7 +139,7 @@ class Job:
 
     def _checkpoint(self, resume: str | None) -> Path | None:
         """Returns the checkpoint to evaluate, if there is nothing else to do."""
-        from distflow.run.checkpoint_model import find_checkpoint
+        from distflow.checkpoint.model import find_checkpoint
 
         if resume is None or self.config.steps != 0:
             return None
@@ -149,10 +149,10 @@ class Job:
         """Opens the model of the config, if it names one, and checks that it can read all prompts."""
         if not self.config.model:
             return None
-        from distflow.engine.model.prompt_check import check_prompts, texts
-        from distflow.engine.model.source import open_model
-        from distflow.engine.model.text import Text, prompt_limit
-        from distflow.run.checkpoint_model import find_role, open_checkpoint
+        from distflow.checkpoint.model import find_role, open_checkpoint
+        from distflow.model.prompt_check import check_prompts, texts
+        from distflow.model.source import open_model
+        from distflow.model.text import Text, prompt_limit
 
         config, all_ranks = self.config, self.network.all_ranks
         self.heartbeat.start_task(-1, "check the prompts")

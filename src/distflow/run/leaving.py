@@ -5,10 +5,10 @@ from typing import Any
 
 import numpy as np
 
-from distflow.data.balance import Ints
-from distflow.data.batch import Column, select
-from distflow.data.coordinator import Coordinator
+from distflow.batch.batch import Column, select
+from distflow.coordinator.coordinator import Coordinator
 from distflow.plan.tasks import Partition, Split
+from distflow.util.arrays import Ints
 
 
 class Leaving:

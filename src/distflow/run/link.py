@@ -3,8 +3,8 @@
 from collections.abc import Iterable
 from typing import Any
 
-from distflow.data.collectives import Communication
-from distflow.data.coordinator import Coordinator
+from distflow.comm.collectives import Communication
+from distflow.coordinator.coordinator import Coordinator
 from distflow.observe.metrics import MetricsReducer, StepMetrics
 from distflow.plan.tasks import Move, Partition, Split, Weights
 from distflow.run.weight_versions import WeightVersions

@@ -14,8 +14,8 @@ from threading import Thread
 
 import torch
 
-from distflow.data.collectives import Communication, all_reduce
-from distflow.data.coordinator import Coordinator
+from distflow.comm.collectives import Communication, all_reduce
+from distflow.coordinator.coordinator import Coordinator
 from distflow.observe.metrics import MetricsReducer, StepMetrics
 from distflow.plan.early_weights import weights_after
 from distflow.plan.tasks import Move, Partition, Split, Task, Weights, chunk_of

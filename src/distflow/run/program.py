@@ -17,21 +17,21 @@ from distflow.plan import Load, Place, Placement, Plan, Workload, plan
 from distflow.plan.field_bytes import PROMPT_TOKENS, known_field
 
 if TYPE_CHECKING:
-    from distflow.data.dataset_view import DatasetView
+    from distflow.dataset.view import DatasetView
 
 # The implementation of a role of a built-in flow, unless the config names another.
 MODEL_ROLES = {
-    "actor": "distflow.engine.roles:Actor",
-    "reference": "distflow.engine.roles:Reference",
-    "critic": "distflow.engine.roles:Critic",
-    "reward_model": "distflow.engine.roles:RewardModel",
+    "actor": "distflow.roles.roles:Actor",
+    "reference": "distflow.roles.roles:Reference",
+    "critic": "distflow.roles.roles:Critic",
+    "reward_model": "distflow.roles.roles:RewardModel",
 }
-FROZEN_MODEL = "distflow.engine.roles:FrozenModel"  # of a role for which the config names a model
+FROZEN_MODEL = "distflow.roles.roles:FrozenModel"  # of a role for which the config names a model
 CORRECTION = "rollout_correction"  # a constant of flows that train a policy
 REWARD_FUNCTIONS = "distflow.reward.reward:Reward"
-AGENT = "distflow.environments.agent:Agent"  # the actor of a config with environments
-ENVIRONMENT = "distflow.environments.agent:Environment"
-ENVIRONMENT_REWARD = "distflow.environments.env_reward:EnvironmentReward"
+AGENT = "distflow.agents.agent:Agent"  # the actor of a config with environments
+ENVIRONMENT = "distflow.agents.agent:Environment"
+ENVIRONMENT_REWARD = "distflow.agents.env_reward:EnvironmentReward"
 EVAL_REWARD = "eval_reward"  # the role of `eval.reward`
 
 
@@ -234,8 +234,8 @@ class Program:
 
     def dataset(self, plan: Plan) -> "DatasetView":
         """Opens the training data, with the columns that the plan loads."""
-        from distflow.data.dataset import Dataset
-        from distflow.data.dataset_view import DatasetView
+        from distflow.dataset.dataset import Dataset
+        from distflow.dataset.view import DatasetView
 
         data = self.config.data
         fields = next(t.fields for t in plan.tasks if isinstance(t, Load))
@@ -249,15 +249,15 @@ class Program:
             return None
         import numpy as np
 
-        from distflow.data.dataset import Dataset
-        from distflow.data.dataset_view import DatasetView
+        from distflow.dataset.dataset import Dataset
+        from distflow.dataset.view import DatasetView
 
         view = DatasetView(Dataset(self.eval_files), self._eval_rename)
         return view.select(np.arange(min(len(view), self.config.eval.limit or len(view))))
 
     def columns(self, files: Sequence[str]) -> tuple[str, ...]:
         """Returns the columns of the training data, renamed by `data.rename`."""
-        from distflow.data.dataset import Dataset
+        from distflow.dataset.dataset import Dataset
 
         data = self.config.data
         names = data.fields or Dataset(files, on_bad_row=data.on_bad_row).column_names
@@ -265,7 +265,7 @@ class Program:
 
     def eval_columns(self) -> tuple[str, ...]:
         """Returns the columns of the held-out data, renamed by `eval.rename` or, without that, `data.rename`."""
-        from distflow.data.dataset import Dataset
+        from distflow.dataset.dataset import Dataset
 
         return _renamed(Dataset(self.eval_files).column_names, self._eval_rename, "eval")
 

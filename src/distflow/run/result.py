@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import Any
 
 from distflow.errors import DistflowError
-from distflow.observe.page.lines import Tail, parse
+from distflow.util.lines import Tail, parse
 
 POLL_S = 0.2
 
@@ -30,7 +30,7 @@ class RunResult:
 
     @classmethod
     def read(cls, folder: Path) -> "RunResult":
-        from distflow.run.checkpoint import checkpoint_dir, list_checkpoints
+        from distflow.checkpoint.store import checkpoint_dir, list_checkpoints
 
         steps = list_checkpoints(folder / "checkpoints")
         newest = checkpoint_dir(folder / "checkpoints", steps[0]) if steps else None

@@ -16,15 +16,15 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from distflow.data.balance import Ints
-from distflow.data.batch import NO_SAMPLES, Batch, Column, Ragged, concat, select
-from distflow.data.routes import contiguous_cells
+from distflow.batch.batch import NO_SAMPLES, Batch, Column, Ragged, concat, select
+from distflow.checkpoint.tensor_index import file_name
+from distflow.comm.routes import contiguous_cells
 from distflow.errors import CheckpointError
 from distflow.flow.graph import Node
 from distflow.observe.metrics import StepMetrics
 from distflow.plan.layout import Layout, contiguous_share
 from distflow.plan.tasks import Plan
-from distflow.run.tensor_index import file_name
+from distflow.util.arrays import Ints
 
 ROLLOUTS = "rollouts-ahead"  # a folder of a checkpoint, beside those of roles, which cannot have such a name
 CARRIED = "carried on/"  # beside the ids of nodes, which cannot have such a name

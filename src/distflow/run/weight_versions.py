@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from distflow.data.collectives import Communication
+from distflow.comm.collectives import Communication
 from distflow.errors import ConfigError
 from distflow.plan.staleness import weight_version
 from distflow.plan.tasks import Plan, Run, Weights

@@ -13,11 +13,11 @@ from typing import Any
 
 from torch import Tensor
 
-from distflow.data.batch import NO_SAMPLES, Batch, Column, Ragged
-from distflow.data.collectives import Communication, SendReceive
-from distflow.data.context import Context
-from distflow.data.coordinator import Coordinator, by_field
-from distflow.data.transport import is_peer_lost, short_message
+from distflow.batch.batch import NO_SAMPLES, Batch, Column, Ragged
+from distflow.batch.context import Context
+from distflow.comm.collectives import Communication, SendReceive
+from distflow.comm.transport import is_peer_lost, short_message
+from distflow.coordinator.coordinator import Coordinator, by_field
 from distflow.errors import DistflowError, NodeError, PeerLostError
 from distflow.flow.graph import Node
 from distflow.observe.metrics import StepMetrics

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from distflow.config.model_shape import Floats, ModelShape
-from distflow.data.balance import Ints
 from distflow.flow.graph import Node
 from distflow.plan.layout import Layout
 from distflow.simulate.costs import Costs
 from distflow.simulate.hardware import Hardware
 from distflow.simulate.traffic import position_in_run
+from distflow.util.arrays import Ints
 
 
 @dataclass(frozen=True)

@@ -6,10 +6,10 @@ from distflow.config.model_shape import ModelShape
 from distflow.errors import ConfigError
 from distflow.plan.layout import Layout
 from distflow.plan.tasks import Plan, Run
-from distflow.plan.units import human_bytes
 from distflow.simulate.compute import shards_of
 from distflow.simulate.costs import Costs
 from distflow.simulate.hardware import Hardware
+from distflow.util.text import human_bytes
 
 _TRAINED = 16  # bytes per parameter: float32 weights, gradients and two moments of Adam
 _LAYER_BYTES = 34  # bytes of activations per token, layer and hidden unit, without gradient checkpointing

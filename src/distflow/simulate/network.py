@@ -9,9 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from distflow.config.model_shape import Floats
-from distflow.data.balance import Ints
 from distflow.plan.topology import Topology
 from distflow.simulate.hardware import Hardware, Link
+from distflow.util.arrays import Ints
 
 Bools = NDArray[np.bool_]
 

@@ -5,10 +5,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from distflow.errors import ConfigError
-from distflow.observe.names import SPANS
 from distflow.observe.recorder import task_kind
 from distflow.observe.spans import span_line
 from distflow.plan.tasks import Move
+from distflow.run_folder import SPANS
 from distflow.simulate.report import Report
 from distflow.simulate.result import TaskTimes
 

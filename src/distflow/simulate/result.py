@@ -6,10 +6,10 @@ from typing import Any
 import numpy as np
 
 from distflow.config.model_shape import Floats
-from distflow.data.balance import Ints
 from distflow.plan.layout import format_ranks
 from distflow.plan.tasks import Task
 from distflow.simulate.memory import Memory
+from distflow.util.arrays import Ints
 
 
 @dataclass(frozen=True)

@@ -5,9 +5,10 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from distflow.plan.layout import ranks_text
 from distflow.plan.table import headline, rank_set_names
-from distflow.plan.units import clean, human_bytes, ranks_text
 from distflow.simulate.report import Report
+from distflow.util.text import clean, human_bytes
 
 _NUMBERS = {
     "seconds",

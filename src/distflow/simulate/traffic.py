@@ -5,11 +5,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from distflow.comm.routes import assign_cells, contiguous_cells
 from distflow.config.model_shape import Floats
-from distflow.data.balance import Ints
-from distflow.data.routes import assign_cells, contiguous_cells
 from distflow.plan.layout import Layout
 from distflow.plan.tasks import Move, Partition
+from distflow.util.arrays import Ints
 
 _SCHEMA, _WORD = 8, 4  # a segment starts with 8 words of 4 bytes per field, and a length per field and sample
 

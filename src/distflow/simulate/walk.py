@@ -6,19 +6,19 @@ from typing import Protocol
 import numpy as np
 
 from distflow.config.model_shape import Floats
-from distflow.data.balance import Ints
 from distflow.errors import ConfigError
 from distflow.flow.graph import Node
 from distflow.plan.layout import Layout
 from distflow.plan.tasks import Free, Load, Move, Plan, Refill, Run, Task, Weights
 from distflow.simulate.compute import Work, compute_times, in_lockstep, shards_of
 from distflow.simulate.costs import Costs
-from distflow.simulate.hand_over import hand_over
 from distflow.simulate.hardware import Hardware
 from distflow.simulate.memory import memory_of
 from distflow.simulate.network import Network
 from distflow.simulate.result import LinkBytes, RankSet, Result, Span, TaskTime, TaskTimes
 from distflow.simulate.traffic import contiguous, header_bytes, new_cells, traffic
+from distflow.simulate.weight_sync import hand_over
+from distflow.util.arrays import Ints
 
 _METRICS = 4096  # bytes that are reduced over all workers at the end of a step
 

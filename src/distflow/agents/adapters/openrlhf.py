@@ -1,0 +1,55 @@
+"""OpenRLHF's `AgentInstanceBase`: text that the environment has formatted itself is appended to what was sampled."""
+
+from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Any
+
+from distflow.agents.adapters.skyrl import numbers_of, reward_spec
+from distflow.agents.child import ChildSession, EnvironmentFault, Result, check_reward
+from distflow.agents.loaded import Loaded
+from distflow.agents.spec import Description
+
+
+def describe(environment: Loaded) -> Description:
+    return Description("openrlhf", gives_reward=True)
+
+
+def drive(environment: Loaded, start: Mapping[str, Any], session: ChildSession) -> Result:
+    """Lets the model continue the text until `step` says that it is done."""
+    row, prompt = start["row"], start["prompt"]
+    if not isinstance(prompt, str):
+        prompt = session.decode(session.apply_chat_template(prompt), keep_special=True)
+    label = row["label"] if "label" in row else reward_spec(row).get("ground_truth")
+    agent = environment.target(**environment.spec.args)
+    states = session.run(agent.reset({"observation": prompt, "label": label}))
+    text = _get(states, "observation", "reset")
+    tokens = session.encode(text, special=True)
+    sampling = SimpleNamespace(**start.get("sampling") or {})
+    result = Result(0.0)
+    while (reply := session.generate(tokens)) is not None:
+        action = session.decode(reply["token_ids"])
+        states = {"observation_text": text, "action_text": action, "label": label, "sampling_params": sampling}
+        step = session.run(agent.step(states))
+        reward = _get(step, "rewards", "step")
+        result.reward = (result.reward or 0.0) + session.turn_reward(_number(reward))
+        result.metrics = numbers_of({k: _number(v) for k, v in (step.get("extra_logs") or {}).items()})
+        if "scores" in step:
+            result.metrics["scores"] = check_reward(_number(step["scores"]))
+        if step.get("done"):
+            break
+        feedback = str(_get(step, "environment_feedback", "step"))
+        text += action + feedback
+        tokens = [*tokens, *reply["token_ids"], *session.encode(feedback, special=True)]
+    result.environment = agent
+    return result
+
+
+def _get(values: Any, name: str, method: str) -> Any:
+    if not isinstance(values, Mapping) or name not in values:
+        raise EnvironmentFault(f"returned no dict with '{name}' from `{method}`")
+    return values[name]
+
+
+def _number(value: Any) -> Any:
+    """Reads a tensor of one element, of any shape."""
+    return value.item() if hasattr(value, "item") else value

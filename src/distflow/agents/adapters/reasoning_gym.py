@@ -1,0 +1,44 @@
+"""Datasets of reasoning-gym as environments of one turn: `call: reasoning_gym:leg_counting`.
+
+A row that `distflow.reward.reasoning_gym` has written is asked and scored as it is; any other row, of which only the
+seed counts, gets a task of its own.
+"""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from distflow.agents.child import ChildSession, Result, check_reward
+from distflow.agents.loaded import Loaded
+from distflow.agents.reward_functions import as_messages
+from distflow.agents.spec import Description
+from distflow.reward.reasoning_gym import create_dataset, score
+
+_TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+
+
+def describe(environment: Loaded) -> Description:
+    """Generates a task, so that a wrong option is an error before training."""
+    _task(environment, 0)
+    return Description("reasoning_gym", gives_reward=True)
+
+
+def drive(environment: Loaded, start: Mapping[str, Any], session: ChildSession) -> Result:
+    row = start["row"]
+    if isinstance(info := row.get("extra_info"), Mapping) and "metadata" in info:
+        session.begin(as_messages(start["prompt"]))
+        turn = session.turn()
+        value = score(environment.target, turn.text, row.get("answer"), info) if turn else 0.0
+        return Result(check_reward(value))
+    dataset = _task(environment, start["seed"] % 2**31)
+    entry = dataset[0]
+    *before, last = as_messages(start["prompt"])
+    session.begin([*before, {**last, "content": f"{last['content']}{entry['question']}"}])
+    turn = session.turn()
+    tagged = _TAGGED.findall(turn.text) if turn else []
+    answer = (tagged[-1] if tagged else turn.text if turn else "").strip()
+    return Result(check_reward(dataset.score_answer(answer, entry)))
+
+
+def _task(environment: Loaded, seed: int) -> Any:
+    return create_dataset(environment.target, {**environment.spec.args, "size": 1, "seed": seed})

@@ -1,0 +1,66 @@
+"""skyrl-gym's `BaseTextEnv`: text in, messages and a reward out, turn by turn."""
+
+import contextlib
+import inspect
+import numbers
+from collections.abc import Mapping
+from typing import Any
+
+from distflow.agents.child import ChildSession, EnvironmentFault, Result
+from distflow.agents.loaded import Loaded
+from distflow.agents.reward_functions import as_messages
+from distflow.agents.settings import Settings
+from distflow.agents.spec import Description
+
+_ANSWERS = ("ground_truth", "answer", "solution", "label")  # columns of a row without `reward_spec`
+
+
+def describe(environment: Loaded) -> Description:
+    return Description("skyrl", gives_reward=True)
+
+
+def drive(environment: Loaded, start: Mapping[str, Any], session: ChildSession) -> Result:
+    """Steps the environment with every turn until it is done. Tokens stay as they were sampled, whatever
+    `postprocessed_action` says."""
+    extras = {k: v for k, v in start["row"].items() if k != "prompt"}
+    extras.setdefault("reward_spec", reward_spec(extras))
+    extras.setdefault("max_turns", start.get("max_turns", 1))
+    env = _construct(environment.target, Settings(environment.spec.args), extras)
+    messages, _ = env.init(as_messages(start["prompt"]))
+    session.begin(messages)
+    reward = 0.0
+    observations: list[dict[str, Any]] = []
+    while (turn := session.turn(observations)) is not None:
+        step = session.run(env.step(turn.text))
+        if not isinstance(step, Mapping) or "done" not in step:
+            raise EnvironmentFault("returned no dict with 'observations', 'reward' and 'done' from `step`")
+        reward += session.turn_reward(step.get("reward") or 0.0)
+        if step["done"]:
+            break
+        observations = step.get("observations") or []
+    result = Result(reward, metrics=numbers_of(env.get_metrics() if hasattr(env, "get_metrics") else {}))
+    if hasattr(env, "close"):  # a class of the user's own may have nothing to give back
+        env.close()
+    result.environment = env
+    return result
+
+
+def reward_spec(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns where skyrl-gym finds the ground truth, from a row as verl or TRL have it."""
+    if isinstance(row.get("reward_model"), Mapping):
+        return dict(row["reward_model"])
+    return next(({"method": "rule", "ground_truth": row[c]} for c in _ANSWERS if c in row), {})
+
+
+def numbers_of(metrics: Any) -> dict[str, float]:
+    """Keeps what can be averaged."""
+    items = metrics.items() if isinstance(metrics, Mapping) else ()
+    return {str(k): float(v) for k, v in items if isinstance(v, numbers.Real)}
+
+
+def _construct(target: Any, config: Settings, extras: Mapping[str, Any]) -> Any:
+    names = set()
+    with contextlib.suppress(TypeError, ValueError):
+        names = set(inspect.signature(target).parameters)
+    given = {"env_config": config, "extras": dict(extras)}
+    return target(**(given if names & {"args", "kwargs"} else {k: v for k, v in given.items() if k in names}))

@@ -1,0 +1,212 @@
+"""The actor of a run with environments: it has conversations instead of single responses.
+
+Imports no torch: flows are planned without it.
+"""
+
+import logging
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from distflow.agents.choice import choose_environments, group_seed
+from distflow.agents.setup_check import COLUMN, check_columns, check_rows, start_children
+from distflow.agents.spec import EnvironmentSetupError
+from distflow.config.schema import EnvironmentConfig
+from distflow.flow.trace import node
+from distflow.roles.context import RoleContext
+from distflow.roles.roles import ROLLOUT, Actor
+from distflow.util.seeds import eval_seed
+
+if TYPE_CHECKING:
+    from distflow.agents.conversations import Partner, Sample
+    from distflow.agents.endpoint import Endpoint
+    from distflow.agents.record import Record
+    from distflow.agents.template_process import Children
+    from distflow.batch.batch import Batch
+    from distflow.batch.context import Context
+    from distflow.dataset.view import DatasetView
+
+CONVERSATION = (*ROLLOUT, "response_mask", "turn_rewards", "env_reward", "conversation", "environment_name")
+
+logger = logging.getLogger(__name__)
+
+
+class Environment:
+    """Stands for the environments of a config where a flow has them as a role: `actor.converse(prompts, environment)`.
+
+    `name`: one of them; without it, the row's column `environment` or the ratios decide.
+    """
+
+    def __init__(self, name: str | None = None) -> None:
+        self.name = name
+
+
+class Agent(Actor):
+    """`environments`: name → section of the config. Failed conversations are appended to the file `log`."""
+
+    def __init__(
+        self, role: RoleContext, environments: Mapping[str, Mapping[str, Any]], log: Path | None = None
+    ) -> None:
+        self.environments = {name: EnvironmentConfig.model_validate(e) for name, e in environments.items()}
+        self.log = log
+        self.children: Children | None = None  # where conversations are led
+        self.endpoint: Endpoint | None = None  # if an agent needs one
+        self._partners: list[Partner] = []
+        layout = role.layout("generate", "converse")
+        if layout and any(cell[0] == role.rank for cell in layout.cells):
+            self.children = start_children(self.environments, role.base)  # they import while models load
+        super().__init__(role)
+
+    @node(type="inference", writes=CONVERSATION, hand_over=True, whole_rows=True)
+    def generate(
+        self, batch: "Batch", ctx: "Context", temperature: float | None = None, held_out: bool = False
+    ) -> dict[str, Any]:
+        """Has a conversation about each row; `prompt` is its beginning."""
+        return self._converse(batch, ctx, temperature, held_out, None)
+
+    @node(type="inference", writes=CONVERSATION, hand_over=True, whole_rows=True)
+    def converse(
+        self,
+        batch: "Batch",
+        ctx: "Context",
+        environment: str | None = None,
+        temperature: float | None = None,
+        held_out: bool = False,
+    ) -> dict[str, Any]:
+        """Does the same with one of several environments; by default with those that rows or ratios choose."""
+        return self._converse(batch, ctx, temperature, held_out, environment)
+
+    def check_fields(self, fields: Iterable[str], where: str = "") -> None:
+        """Loads the environments, and raises if one needs a column that its rows do not have."""
+        fields = list(fields)
+        if self.children is None or "prompt" not in fields:  # of a node that has no conversations
+            return
+        check_columns(list(self.environments), self.children.describe(), fields, where)
+        self._prepare()
+
+    def check_rows(self, rows: "DatasetView", rank: int, workers: int) -> None:
+        """Raises if a row names an environment that there is not."""
+        if self.children is not None:
+            check_rows(list(self.environments), self.children.describe(), rows, rank, workers)
+
+    def close(self) -> None:
+        if self.children is not None:
+            self.children.close()
+        if self.endpoint is not None:
+            self.endpoint.stop()
+
+    def _prepare(self) -> None:
+        """Makes what conversations with each environment have in common, once they are loaded."""
+        if self._partners or self.children is None:
+            return
+        from distflow.agents.partners import make_partners
+
+        rollout, text, descriptions = self.role.rollout, self.policy.text, self.children.describe()
+        self._partners = make_partners(self.environments, descriptions, text, rollout.max_tokens)
+        if any(p.needs_endpoint for p in self._partners):
+            from distflow.agents.endpoint import Endpoint
+
+            host = next(iter(self.environments.values())).endpoint_host  # all have the same
+            self.endpoint = Endpoint(text.name, len(text.tokenizer), host=host)
+
+    def _converse(
+        self, batch: "Batch", ctx: "Context", temperature: float | None, held_out: bool, environment: str | None
+    ) -> dict[str, Any]:
+        from distflow.agents.conversations import Conversations
+        from distflow.agents.converse import Cell, converse
+        from distflow.agents.metrics import log_conversations
+        from distflow.agents.record import columns
+        from distflow.rollout.engine_load import EngineLoad
+
+        self._prepare()
+        policy, params = self.policy, self._sampling(temperature)
+        assert policy.engine is not None
+        seed = eval_seed(ctx.seed) if held_out else ctx.seed
+        conversations = None
+        if self.children is not None:
+            samples = self._samples(batch, seed, environment)
+            state = {"global_step": ctx.step if ctx.held_out else ctx.step - 1, "max_steps": ctx.steps}
+            where = self._partners, self.children, params, seed, policy.weight_version
+            conversations = Conversations(samples, *where, self.endpoint, state)
+        ended: dict[int, Record] = {}
+        load, ids = EngineLoad(), [int(i) for i in batch.ids]
+        waiting = {i: [ids[k] for k in places] for i, places in enumerate(ctx.chunks.parts)} if ctx.chunks else {}
+
+        def on_ended(records: list["Record"]) -> list["Record"]:
+            records = [self._check_failure(r, ctx) for r in records]
+            ended.update((r.sample_id, r) for r in records)
+            load.add(len(batch) - len(ended))
+            for i in [i for i, part in waiting.items() if ended.keys() >= set(part)]:
+                assert ctx.chunks is not None
+                ctx.chunks.leave(i, columns([ended[k] for k in waiting.pop(i)], policy.text))
+            return records
+
+        longest = policy.text.limit + policy.sampling.max_tokens
+        concurrent = sum(e.concurrent for e in self.environments.values())
+        with ctx.record.call("engine") as details:
+            load.add(len(batch))
+            cell = self._cell(Cell, ctx)
+            records, use = converse(policy.engine, conversations, ids, longest, concurrent, cell, on_ended)
+            details["left"] = load.points()
+        policy.release_engine_memory()
+        ordered = [records[i] for i in ids]
+        rollout = columns(ordered, policy.text)
+        self._log_rollout(rollout, ctx, held_out)
+        log_conversations(ordered, ctx.metrics, "val/" if held_out else "")
+        if ordered and not held_out:
+            ctx.metrics.log("rollout/engine_busy", use.busy)
+            ctx.metrics.log("rollout/reused", use.reused)
+        return rollout
+
+    def _cell(self, make: Any, ctx: "Context") -> Any:
+        layout = ctx.layout
+        if layout.tp == 1:
+            return make()
+        first = layout.cells[layout.cell_of(ctx.rank) or 0][0]
+        return make(self.role.meshes[layout].get_group("tp"), first, self.role.device)
+
+    def _samples(self, batch: "Batch", seed: int, environment: str | None) -> list["Sample"]:
+        from distflow.agents.conversations import Sample
+
+        names = list(self.environments)
+        rows: list[dict[str, Any]] = [
+            {name: _plain(column[i]) for name, column in batch.columns.items()} for i in range(len(batch))
+        ]
+        if environment in names:
+            chosen = [names.index(environment)] * len(rows)
+        else:
+            named = [r.get(COLUMN) for r in rows] if len(names) > 1 and rows and COLUMN in rows[0] else None
+            ratios = [e.ratio for e in self.environments.values()]
+            chosen = choose_environments(names, ratios, batch.groups, seed, named)
+        return [
+            Sample(int(sample), partner, row["prompt"], row, group_seed(seed, int(group)))
+            for sample, group, row, partner in zip(batch.ids, batch.groups, rows, chosen, strict=True)
+        ]
+
+    def _check_failure(self, record: "Record", ctx: "Context") -> "Record":
+        """Gives a failed conversation its score, or ends the run; it is named in the log and by a warning."""
+        if record.failure is None:
+            return record
+        on_failure = self.environments[record.environment].on_failure
+        line = f"sample {record.sample_id}: environment '{record.environment}' {record.failure}"
+        if on_failure == "error":
+            raise EnvironmentSetupError(
+                f"{line}; fix it, or set `environment.on_failure: 0.0` to give such samples that score"
+            )
+        if ctx.lead:
+            logger.warning("step %d: %s; its score is %g", ctx.step, line, on_failure)
+            if self.log is not None:
+                _append(self.log, f"step {ctx.step}: {line}")
+        return replace(record, reward=float(on_failure), turn_rewards=[0.0] * len(record.tokens))
+
+
+def _append(path: Path, line: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("ab", buffering=0) as file:  # one write: other workers append to the same file
+        file.write(f"{line}\n".encode(errors="replace"))
+
+
+def _plain(value: Any) -> Any:
+    """Returns a value of a row as JSON can have it."""
+    return value.tolist() if hasattr(value, "tolist") else value

@@ -1,0 +1,247 @@
+"""The child of one conversation: drives the user's environment, and asks the worker for the model's turns."""
+
+import asyncio
+import inspect
+import json
+import os
+import random
+import socket
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from distflow.errors import shown
+from distflow.reward.signature import to_float
+from distflow.userproc.channel import LINE_LIMIT
+from distflow.userproc.user_process import PACKAGE, describe_error
+
+if TYPE_CHECKING:
+    from distflow.agents.loaded import Loaded
+    from distflow.agents.reward_functions import EndFunction
+
+
+class EnvironmentFault(Exception):  # noqa: N818 - the environment's, not ours
+    """What an environment did wrong in this conversation; completes a sentence whose subject is the environment."""
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    id: str
+    name: str
+    arguments: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What the model said; `errors` are tool calls that could not be parsed."""
+
+    content: str
+    tool_calls: tuple[ToolCall, ...]
+    errors: tuple[str, ...]
+    finish_reason: str
+    text: str  # as sampled, with tool calls in it
+
+    @property
+    def message(self) -> dict[str, Any]:
+        calls = [
+            {"id": c.id, "type": "function", "function": {"name": c.name, "arguments": c.arguments}}
+            for c in self.tool_calls
+        ]
+        return {"role": "assistant", "content": self.content} | ({"tool_calls": calls} if calls else {})
+
+
+@dataclass
+class Result:
+    """How a conversation ended. `reward` is for the whole conversation; rewards of its turns are a part of it."""
+
+    reward: float | None = None
+    rewards: dict[str, float] = field(default_factory=dict)  # of functions that take `environments`
+    metrics: dict[str, float] = field(default_factory=dict)
+    extra: dict[str, Any] = field(default_factory=dict)
+    environment: Any = None  # the user's object, for those functions
+
+
+class ChildSession:
+    """The worker, as an adapter sees it. `messages` is the conversation so far; `ended` says why the worker takes no
+    further turn ("max_turns" or "max_tokens"), which `turn` and `generate` tell by returning None."""
+
+    def __init__(self, channel: socket.socket) -> None:
+        self._channel, self._lines, self._pid = channel, channel.makefile("rb"), os.getpid()
+        self._lock, self._runner = threading.Lock(), asyncio.Runner()  # the loop itself is made by its first use
+        self.messages: list[dict[str, Any]] = []
+        self.prompt_messages = 0  # how many of them are the prompt
+        self.ended: str | None = None
+
+    def begin(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()) -> int:
+        """Starts a conversation with the prompt; returns the number of its branch."""
+        checked = check_messages(messages)
+        reply = self.request({"op": "begin", "messages": checked, "tools": list(tools)})
+        self.messages, self.prompt_messages = checked, len(checked)
+        branch: int = reply["branch"]
+        return branch
+
+    def turn(
+        self, messages: Sequence[Mapping[str, Any]] = (), branch: int = 0, sampling: Mapping[str, Any] | None = None
+    ) -> Turn | None:
+        """Says `messages` to the model and returns its turn."""
+        checked = check_messages(messages)
+        reply = self.request({"op": "turn", "branch": branch, "messages": checked, "sampling": dict(sampling or {})})
+        self.messages += checked
+        if self._note_end(reply):
+            return None
+        said = reply["message"]
+        calls = tuple(ToolCall(c["id"], c["name"], c["arguments"]) for c in said["tool_calls"])
+        turn = Turn(said["content"], calls, tuple(said["errors"]), reply["finish_reason"], reply["text"])
+        self.messages.append(turn.message)
+        return turn
+
+    def generate(self, token_ids: Sequence[int], sampling: Mapping[str, Any] | None = None) -> dict[str, Any] | None:
+        """Continues tokens: returns `token_ids`, `logprobs` and `finish_reason`."""
+        tokens = [int(t) for t in token_ids]
+        reply = self.request({"op": "generate", "token_ids": tokens, "sampling": dict(sampling or {})})
+        return None if self._note_end(reply) else reply
+
+    def encode(self, text: str, special: bool = False) -> list[int]:
+        """Returns the tokens of a text; `special`: it is a rendered one, whose marks of turns are special tokens."""
+        tokens: list[int] = self.request({"op": "encode", "text": str(text), "special": special})["token_ids"]
+        return tokens
+
+    def decode(self, token_ids: Sequence[int], keep_special: bool = False) -> str:
+        tokens = [int(t) for t in token_ids]
+        text: str = self.request({"op": "decode", "token_ids": tokens, "keep_special": keep_special})["text"]
+        return text
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] = (),
+        generation_prompt: bool = True,
+    ) -> list[int]:
+        """Returns the tokens of messages, and of the generation prompt if wanted, as the chat template renders them."""
+        given = {"messages": check_messages(messages), "tools": list(tools), "generation_prompt": generation_prompt}
+        tokens: list[int] = self.request({"op": "apply_chat_template", **given})["token_ids"]
+        return tokens
+
+    def turn_reward(self, reward: Any, branch: int = 0) -> float:
+        """Records the reward of the latest turn; returns it as a number."""
+        number = check_reward(reward)
+        self._send({"op": "turn_reward", "branch": branch, "reward": number})
+        return number
+
+    def request(self, message: dict[str, Any]) -> dict[str, Any]:
+        """Sends a request and waits for its answer; threads take turns."""
+        with self._lock:
+            self._send(message)
+            line = self._lines.readline()
+        if not line:  # the worker is done with us
+            os._exit(0)
+        reply: dict[str, Any] = json.loads(line)
+        if "error" in reply:
+            raise EnvironmentFault(str(reply["error"]))
+        return reply
+
+    def run(self, value: Any) -> Any:
+        """Returns the value, or what it evaluates to if it is a coroutine; all coroutines share one event loop."""
+        return self._runner.run(_await(value)) if inspect.isawaitable(value) else value
+
+    def first_message(self) -> dict[str, Any]:
+        line = self._lines.readline()
+        if not line:
+            os._exit(0)
+        start: dict[str, Any] = json.loads(line)
+        return start
+
+    def done(self, result: Result, error: str | None = None) -> None:
+        message = {"op": "done", "reward": result.reward, "rewards": result.rewards, "metrics": result.metrics}
+        self._send({**message, "extra": result.extra, "error": error})
+
+    def _note_end(self, reply: Mapping[str, Any]) -> bool:
+        self.ended = reply.get("ended")
+        return self.ended is not None
+
+    def _send(self, message: Mapping[str, Any]) -> None:
+        if os.getpid() != self._pid:  # a fork of the environment came back here
+            os._exit(1)
+        try:
+            line = json.dumps(message).encode() + b"\n"
+        except (TypeError, ValueError) as e:
+            raise EnvironmentFault(f"gave something that is not text, numbers, or lists and dicts of these: {e}") from e
+        if len(line) > LINE_LIMIT:
+            raise EnvironmentFault(f"gave {len(line):,} bytes at once; at most {LINE_LIMIT >> 20} MiB are taken")
+        self._channel.sendall(line)
+
+
+async def _await(value: Any) -> Any:
+    return await value
+
+
+def check_messages(messages: Any) -> list[dict[str, Any]]:
+    """Returns messages as plain dicts; whatever is not a chat is the environment's fault."""
+    if not isinstance(messages, Sequence) or isinstance(messages, str):
+        raise EnvironmentFault(
+            f"gave {shown(messages, 60)} as messages; give a list of dicts with 'role' and 'content'"
+        )
+    for m in messages:
+        if not isinstance(m, Mapping) or not isinstance(m.get("role"), str) or not _is_content(m.get("content")):
+            raise EnvironmentFault(f"gave {shown(m, 60)} as a message; give a dict with 'role' and 'content'")
+    return [dict(m) for m in messages]
+
+
+def _is_content(content: Any) -> bool:
+    if isinstance(content, list):
+        return all(isinstance(part, dict) for part in content)
+    return content is None or isinstance(content, str)
+
+
+def check_reward(reward: Any) -> float:
+    number = to_float(reward)
+    if number is None:
+        raise EnvironmentFault(f"gave {shown(reward, 60)} ({type(reward).__name__}) as a reward; give a number")
+    if not abs(number) <= 3.4e38:  # rewards travel as float32
+        raise EnvironmentFault(f"gave {number:g} as a reward; give a finite number")
+    return number
+
+
+def _is_own(filename: str) -> bool:
+    """Whether a file is the user's: neither ours nor of a library."""
+    return not filename.startswith((PACKAGE, sys.prefix, sys.base_prefix, "<"))
+
+
+def run_child(descriptor: int, pipe: int, environment: "Loaded", functions: Sequence["EndFunction"]) -> None:
+    """Runs one conversation and tells the worker how it ended."""
+
+    def close_inherited() -> None:  # an environment's fork must not speak for it, nor keep the channel open
+        os.close(descriptor)
+        os.close(pipe)
+
+    os.register_at_fork(after_in_child=close_inherited)
+    session = ChildSession(socket.socket(fileno=descriptor))
+    start = session.first_message()
+    _seed(start["seed"])
+    result, error = Result(), None
+    try:
+        result = environment.adapter.drive(environment, start, session)
+        wanted = start.get("reward_functions")  # of this environment; None: all
+        for function in [f for f in functions if wanted is None or f.name in wanted]:
+            result.rewards[function.name] = function.score(start, session, result.environment)
+    except EnvironmentFault as e:
+        error = str(e)
+    except BaseException as e:  # sys.exit() in an environment, too
+        error = f"raised {describe_error(e, _is_own)}"
+    try:
+        session.done(result, error)
+    except EnvironmentFault as e:
+        session.done(Result(), str(e))
+    sys.stderr.flush()
+    os._exit(0)
+
+
+def _seed(seed: int) -> None:
+    """Seeds the global generators by the sample: forks of one process would all draw the same numbers."""
+    random.seed(seed)
+    if numpy := sys.modules.get("numpy"):
+        numpy.random.seed(seed % 2**32)
+    if torch := sys.modules.get("torch"):
+        torch.manual_seed(seed % 2**63)

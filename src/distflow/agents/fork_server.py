@@ -1,0 +1,168 @@
+"""The process that children are forked from: imports the environments' code once, then forks.
+
+`python -m distflow.agents.fork_server`; whatever environments print goes to stderr.
+"""
+
+import contextlib
+import ctypes
+import gc
+import json
+import os
+import select
+import signal
+import socket
+import sys
+import threading
+from collections import deque
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from distflow.agents.child import run_child
+from distflow.agents.detect import describe_all, load_environment
+from distflow.agents.loaded import Loaded
+from distflow.agents.reward_functions import EndFunction, load_functions
+from distflow.agents.spec import EnvironmentSpec
+from distflow.errors import DistflowError
+from distflow.userproc.die_with_parent import die_with_parent
+from distflow.userproc.user_process import describe_exit
+
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+class ForkServer:
+    """Forks a child per request, reaps it, and kills what it leaves behind."""
+
+    def __init__(self, control: socket.socket, environments: dict[int, Loaded], functions: list[EndFunction]) -> None:
+        self._control, self._environments, self._functions = control, environments, functions
+        self._serials: dict[int, int] = {}  # pid of a child → its serial number
+        self._lines, self._descriptors = b"", deque[int]()
+        gc.collect()
+        gc.freeze()  # children write to no page only because they collect garbage
+        _adopt_orphans()
+        self._own = set(_children())  # processes that the environments' modules have started
+        self._wake, wake = socket.socketpair()
+        for end in (self._wake, wake):
+            end.setblocking(False)
+        self._wake_end = wake
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.set_wakeup_fd(wake.fileno(), warn_on_full_buffer=False)
+
+    def serve(self) -> None:
+        """Runs until the worker closes the channel."""
+        while True:
+            readable, _, _ = select.select([self._control, self._wake], [], [])
+            if self._wake in readable:
+                with contextlib.suppress(BlockingIOError):
+                    while self._wake.recv(4096):
+                        pass
+                self._reap()
+            if self._control in readable:
+                data, descriptors, _, _ = socket.recv_fds(self._control, 1 << 16, 64)
+                if not data:
+                    return
+                self._descriptors += descriptors
+                *lines, self._lines = (self._lines + data).split(b"\n")
+                for line in lines:
+                    request = json.loads(line)
+                    channel, pipe = self._descriptors.popleft(), self._descriptors.popleft()
+                    self._fork(request["fork"], request["environment"], channel, pipe)
+
+    def _fork(self, serial: int, environment: int, channel: int, pipe: int) -> None:
+        parent = os.getpid()
+        try:
+            pid = os.fork()
+        except OSError as e:
+            self._send({"exited": serial, "how": f"could not be forked: {e}; lower `environment.concurrent`"})
+            pid = -1
+        if pid == 0:
+            try:
+                self._become_child(pipe, parent)
+                run_child(channel, pipe, self._environments[environment], self._functions)
+            finally:
+                os._exit(1)
+        os.close(channel)
+        os.close(pipe)
+        if pid > 0:
+            self._serials[pid] = serial
+
+    def _become_child(self, pipe: int, parent: int) -> None:
+        os.setsid()  # whatever it starts is killed with its process group
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        for end in (self._control, self._wake, self._wake_end):
+            end.close()
+        for descriptor in self._descriptors:  # of the next children
+            os.close(descriptor)
+        die_with_parent(pipe, parent)
+        _adopt_orphans()  # so that the server adopts none of a living child's
+
+    def _reap(self) -> None:
+        for pid in list(self._serials):
+            if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+                continue
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(pid, signal.SIGKILL)  # before we reap it, as its number is still its own
+            _, status = os.waitpid(pid, 0)
+            how = describe_exit(os.waitstatus_to_exitcode(status))
+            self._send({"exited": self._serials.pop(pid), "how": how})
+        for pid in _children():
+            if pid not in self._serials and pid not in self._own:  # left its group, and its parent is dead
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.kill(pid, signal.SIGKILL)
+                with contextlib.suppress(ChildProcessError):
+                    os.waitpid(pid, os.WNOHANG)
+
+    def _send(self, message: dict[str, Any]) -> None:
+        self._control.sendall(json.dumps(message).encode() + b"\n")
+
+
+def _adopt_orphans() -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def _children() -> list[int]:
+    try:
+        return [int(p) for p in Path(f"/proc/self/task/{threading.get_native_id()}/children").read_text().split()]
+    except OSError:  # another system
+        return []
+
+
+def main() -> None:
+    descriptor, pipe, parent = map(int, sys.argv[1:])
+    die_with_parent(pipe, parent)
+    control = socket.socket(fileno=descriptor)
+    control.set_inheritable(False)
+    os.set_inheritable(pipe, False)
+    setup = json.loads(_read_line(control))
+    if setup["path"]:
+        sys.path[:] = setup["path"]
+    base = Path(setup["base"])
+    try:
+        specs = [(i, EnvironmentSpec(**fields)) for i, fields in setup["environments"]]
+        environments = {i: load_environment(spec, base) for i, spec in specs}
+        describe_all(list(environments.values()))
+        functions = load_functions(setup["reward_functions"], base)
+    except DistflowError as e:
+        reply: dict[str, Any] = {"load_error": str(e)}
+    else:
+        reply = {"ready": [[i, asdict(e.description)] for i, e in environments.items()]}
+    server = ForkServer(control, environments, functions) if "ready" in reply else None
+    control.sendall(json.dumps(reply).encode() + b"\n")
+    if server:
+        server.serve()
+
+
+def _read_line(control: socket.socket) -> bytes:
+    line = b""
+    while not line.endswith(b"\n"):
+        data = control.recv(1 << 16)
+        if not data:
+            sys.exit(1)
+        line += data
+    return line
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,123 @@
+"""What a conversation leaves behind, and the columns of a batch that are made of such records."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from distflow.agents.session import Branch, Session
+from distflow.batch.batch import Ragged
+from distflow.model.text import Text, ragged
+
+_METRICS = 16  # of an environment's own, at most
+
+
+@dataclass(frozen=True)
+class Record:
+    """One conversation at its end. `tokens`, `mask`, `logprobs` and `turn_rewards` are those of the trained branch."""
+
+    sample_id: int
+    environment: str
+    prompt: list[int]
+    tokens: list[int] = field(default_factory=list)
+    mask: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    turn_rewards: list[float] = field(default_factory=list)
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    reward: float = 0.0  # of the whole conversation, with the rewards of its turns
+    finished: bool = False  # it was not cut off by a limit
+    weight_version: int = 0
+    turns: int = 0
+    tool_errors: int = 0
+    seconds: float = 0.0
+    failure: str | None = None
+    untrained_branches: int = 0
+    untrained_tokens: int = 0
+    metrics: dict[str, float] = field(default_factory=dict)
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def make_record(
+    session: Session,
+    environment: str,
+    prompt: Sequence[int],
+    done: Mapping[str, Any],
+    weights: Mapping[str, float],
+    version: int,
+    seconds: float,
+    tool_errors: int,
+) -> Record:
+    """Returns the record of a conversation. `done`: its result; `weights`: those of reward functions at its end.
+
+    `prompt` stands for that of a conversation that never began. Malformed tool calls that the worker has counted are
+    `tool_errors`, unless the environment has counted for itself.
+    """
+    if not any(b.turns for b in session.branches):
+        return Record(session.sample_id, environment, list(prompt), weight_version=version, seconds=seconds)
+    branch = session.trained_branch()
+    end = _end(branch)
+    turn_rewards = [0.0] * end
+    for turn in branch.turns:
+        turn_rewards[turn.start + turn.length - 1] += turn.reward or 0.0
+    reward = done.get("reward")
+    total = sum(turn_rewards) if reward is None else float(reward)
+    total += sum(weights.get(name, 0.0) * value for name, value in (done.get("rewards") or {}).items())
+    own = {str(k): float(v) for k, v in (done.get("metrics") or {}).items() if _is_number(v)}
+    branches, tokens = session.untrained()
+    return Record(
+        sample_id=session.sample_id,
+        environment=environment,
+        prompt=branch.prompt,
+        tokens=branch.tokens[:end],
+        mask=[int(m) for m in branch.mask[:end]],
+        logprobs=branch.logprobs[:end],
+        turn_rewards=turn_rewards,
+        messages=branch.transcript(),
+        reward=total if math.isfinite(total) else 0.0,
+        finished=branch.ended is None and branch.turns[-1].finished,
+        weight_version=branch.turns[-1].weight_version,
+        turns=len(branch.turns),
+        tool_errors=int(own.pop("tool_errors", tool_errors)),
+        seconds=seconds,
+        untrained_branches=branches,
+        untrained_tokens=tokens,
+        metrics=dict(list(own.items())[:_METRICS]),
+    )
+
+
+def _end(branch: Branch) -> int:
+    """Returns how many response tokens count: what was said after the last turn is nothing to learn from."""
+    last = branch.turns[-1]
+    return last.start + last.length
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)
+
+
+def columns(records: Sequence[Record], text: Text) -> dict[str, Any]:
+    """Returns the fields that a conversation writes, of records in the order of the batch."""
+    tokens = ragged([r.tokens for r in records])
+
+    def per_token(rows: Sequence[Sequence[float]], dtype: torch.dtype) -> Ragged:
+        values = torch.tensor([x for row in rows for x in row], dtype=dtype)
+        return Ragged.packed(values, np.array([len(row) for row in rows], np.int64))
+
+    return {
+        "prompt_tokens": ragged([r.prompt for r in records]),
+        "response_tokens": tokens,
+        "rollout_logprobs": per_token([r.logprobs for r in records], torch.float32),
+        "response": text.decode(tokens),
+        "finished": torch.tensor([r.finished for r in records], dtype=torch.bool),
+        "weight_version": torch.tensor([r.weight_version for r in records], dtype=torch.int64),
+        "response_mask": per_token([r.mask for r in records], torch.int8),
+        "turn_rewards": per_token([r.turn_rewards for r in records], torch.float32),
+        "env_reward": torch.tensor([r.reward for r in records], dtype=torch.float32),
+        "conversation": [r.messages for r in records],
+        "environment_name": [r.environment for r in records],
+    }

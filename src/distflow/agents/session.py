@@ -1,0 +1,370 @@
+"""The token record of one sample: what the model sampled, what the environment said, in the order the model saw it.
+
+Sampled tokens are appended as they are and never rendered again. A session holds branches: one for each history that
+an agent made the model continue. A branch that goes on where an earlier one was shares its beginning.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from distflow.agents.tool_calls import ToolCall, Tools
+from distflow.errors import DataError, shown
+
+if TYPE_CHECKING:
+    from distflow.agents.rendering import Renderer
+
+Message = dict[str, Any]  # {role, content, …} as in the chat API; arguments of tool calls are data, not JSON text
+
+
+@dataclass(frozen=True)
+class Limits:
+    max_turns: int  # generations of a session, in all branches
+    max_tokens: int  # response tokens of a branch: sampled ones and the environment's
+    turn_tokens: int | None = None  # sampled tokens of one turn
+
+
+@dataclass
+class Turn:
+    """One generation of the model within a branch."""
+
+    start: int  # in `branch.tokens`
+    length: int
+    finished: bool  # by a stop token
+    weight_version: int
+    messages: int  # of the branch, up to this turn's
+    reward: float | None = None  # of the turn, if the environment gave one
+
+
+@dataclass
+class Branch:
+    """One history. `tokens`, `mask` and `logprobs` are parallel, and come after the prompt."""
+
+    prompt: list[int]  # before the first sampled token
+    messages: list[Message]
+    tools: list[dict[str, Any]] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    mask: list[bool] = field(default_factory=list)  # true: sampled by the model
+    logprobs: list[float] = field(default_factory=list)  # 0 where not sampled
+    turns: list[Turn] = field(default_factory=list)
+    ended: str | None = None  # why nothing more can be generated here
+    in_flight: bool = False  # a generation was requested and has not come yet
+    last: int = 0  # which generation of the session was the latest here
+    position: int = 0  # of the first token of the generation in flight
+
+    @property
+    def sampled_tokens(self) -> int:
+        return sum(self.mask)
+
+    def transcript(self) -> list[Message]:
+        """Returns the messages for people: turns with their tokens and rewards, others with those up to the next turn.
+
+        Messages that the model never saw, after the last turn, have no count.
+        """
+        messages = [dict(m) for m in self.messages]
+        end = -len(self.prompt)  # of the tokens that are counted so far
+        for turn in self.turns:
+            if turn.messages > 1:
+                messages[turn.messages - 2]["tokens"] = turn.start - end
+            said = messages[turn.messages - 1]
+            said["tokens"], end = turn.length, turn.start + turn.length
+            said |= {} if turn.finished else {"cut": True}
+            said |= {} if turn.reward is None else {"reward": turn.reward}
+        return messages
+
+
+@dataclass(frozen=True)
+class TurnRequest:
+    prompt: tuple[int, ...]
+    position: int  # for the sampling noise: no other token of the sample has the same
+    max_tokens: int
+
+
+@dataclass(frozen=True)
+class Ended:
+    reason: str  # max_turns, max_tokens
+
+
+@dataclass(frozen=True)
+class AssistantMessage:
+    content: str  # without tool calls
+    tool_calls: list[ToolCall]
+    errors: list[str]  # of malformed calls, to tell the model
+    finish_reason: str  # stop, length, tool_calls
+    text: str  # all that the model wrote
+    token_count: int
+
+    def message(self) -> Message:
+        """Returns the turn as a chat message."""
+        calls = [call.message() for call in self.tool_calls]
+        return {"role": "assistant", "content": self.content, **({"tool_calls": calls} if calls else {})}
+
+
+class Session:
+    """The branches of one sample."""
+
+    def __init__(self, sample_id: int, renderer: "Renderer", limits: Limits) -> None:
+        self.sample_id, self.renderer, self.limits = sample_id, renderer, limits
+        self.branches: list[Branch] = []
+        self.generations = 0
+        self._calls = 0  # tool calls so far, for their ids
+        self._position = 0  # of the next token that nobody has asked for
+
+    def begin(self, messages: Sequence[Message] | str, tools: Tools | None = None) -> Branch:
+        """Starts a branch with a prompt; a text is the message of a user."""
+        chat = _chat([{"role": "user", "content": messages}] if isinstance(messages, str) else messages)
+        _check_tools(tools or ())
+        branch = Branch(self.renderer.prompt(chat, tools or ()), chat, list(tools or ()))
+        self.branches.append(branch)
+        return branch
+
+    def next_request(self, branch: Branch) -> TurnRequest | Ended:
+        """Returns what the engine should generate for this branch now."""
+        self._check_idle(branch)
+        room = self.limits.max_tokens - len(branch.tokens)
+        if branch.ended is None and self.generations >= self.limits.max_turns:
+            branch.ended = "max_turns"
+        if branch.ended is None and room < 1:
+            branch.ended = "max_tokens"
+        if branch.ended is not None:
+            return Ended(branch.ended)
+        most = min(room, self.limits.turn_tokens or room)
+        # As in a single turn, a token's position is its index in the response, as long as there is one branch.
+        branch.position = max(self._position, len(branch.tokens))
+        branch.in_flight, self._position = True, branch.position + most
+        self.generations += 1
+        branch.last = self.generations
+        return TurnRequest((*branch.prompt, *branch.tokens), branch.position, most)
+
+    def sampled(
+        self,
+        branch: Branch,
+        tokens: Sequence[int],
+        logprobs: Sequence[float],
+        finished: bool,
+        weight_version: int,
+    ) -> AssistantMessage:
+        """Appends what the engine generated, exactly, and reads it."""
+        self._append(branch, tokens, logprobs, True)
+        branch.in_flight = False
+        if not any(b.in_flight for b in self.branches):
+            self._position = branch.position + len(tokens)  # give back what was not used
+        text, content, calls, errors = self.renderer.read(tokens, branch.tools)
+        calls = [replace(call, id=f"call{self._calls + i:05d}") for i, call in enumerate(calls)]
+        self._calls += len(calls)
+        reason = "length" if not finished else "tool_calls" if calls else "stop"
+        message = AssistantMessage(content, calls, errors, reason, text, len(tokens))
+        branch.messages.append(message.message())
+        start = len(branch.tokens) - len(tokens)
+        branch.turns.append(Turn(start, len(tokens), finished, weight_version, len(branch.messages)))
+        return message
+
+    def abandon(self, branch: Branch) -> None:
+        """Forgets the generation in flight: it was aborted, and its positions are not used again."""
+        branch.in_flight = False
+
+    def observe(self, branch: Branch, messages: Sequence[Message]) -> Ended | None:
+        """Appends messages of the environment and the next generation prompt, as tokens that are not trained on.
+
+        Several calls between two turns are rendered as one: some templates write adjacent results as a block.
+        """
+        self._check_idle(branch)
+        new = _chat(messages)
+        if not branch.turns:  # nothing was sampled: the prompt grows
+            branch.prompt = self.renderer.prompt([*branch.messages, *new], branch.tools)
+            branch.messages += new
+            return None
+        turn = branch.turns[-1]
+        if self.renderer.text.fewest_tokens(new) > self.limits.max_tokens:  # to tokenize 100 MB takes minutes
+            branch.messages += new
+            return self._end(branch)
+        branch.messages += new
+        self._cut(branch, turn.start + turn.length)
+        new, last = branch.messages[turn.messages :], branch.tokens[turn.start :]
+        said = branch.messages[turn.messages - 1]
+        tokens = self.renderer.continuation(said, new, branch.tools, last, turn.finished)
+        return self._say(branch, tokens)
+
+    def match(self, messages: Sequence[Message], tools: Tools | None = None) -> Branch:
+        """Returns the branch to generate from for a whole history, as an agent sends it with each call.
+
+        If a branch's messages are the beginning of the history, it goes on there; else a new branch begins at the
+        end of the last turn that the history shares with any; else with a prompt. Two messages are the same if they
+        have the same role, content and tool calls (names and arguments; ids may change). White space around the
+        content of the assistant's messages is not compared, because agents strip it.
+        """
+        chat = _chat(messages)
+        _check_tools(tools or ())
+        known = [(b, _common(b.messages, chat)) for b in self.branches if _same(b.tools, list(tools or ()))]
+        for branch, n in sorted(known, key=lambda pair: pair[1], reverse=True):
+            if n == len(branch.messages) and not branch.in_flight and chat[-1]["role"] != "assistant":
+                if n < len(chat):
+                    self.observe(branch, chat[n:])
+                return branch
+        cuts = [(turn.messages, b, i) for b, n in known for i, turn in enumerate(b.turns) if turn.messages <= n]
+        if not cuts or chat[-1]["role"] == "assistant":
+            return self.begin(chat, tools)
+        count, origin, index = max(cuts, key=lambda entry: entry[0])
+        branch = self._fork(origin, index)
+        self.observe(branch, chat[count:])
+        return branch
+
+    def match_tokens(self, token_ids: Sequence[int]) -> Branch:
+        """Returns the branch to generate from for a history of tokens; what it adds to the branch is not trained on."""
+        tokens = self.renderer.check_tokens(token_ids)
+        cuts: list[tuple[int, Branch, int]] = []
+        for branch in self.branches:
+            whole = branch.prompt + branch.tokens
+            if tokens[: len(whole)] == whole and not branch.in_flight:
+                cuts.append((len(whole), branch, -1))
+            for i, turn in enumerate(branch.turns):
+                end = len(branch.prompt) + turn.start + turn.length
+                if tokens[:end] == whole[:end]:
+                    cuts.append((end, branch, i))
+        if not cuts:
+            branch = Branch(self.renderer.text.check_length(tokens), [])
+            self.branches.append(branch)
+            return branch
+        end, branch, index = max(cuts, key=lambda cut: (cut[0], cut[2] < 0))
+        if index >= 0:
+            branch = self._fork(branch, index)
+        if rest := tokens[end:]:
+            branch.messages.append({"role": "environment", "content": self.renderer.decode(rest, keep_special=True)})
+            if branch.turns:
+                self._say(branch, rest)
+            else:
+                branch.prompt = self.renderer.text.check_length(tokens)
+        return branch
+
+    def reward_turn(self, branch: Branch, reward: float) -> None:
+        """Gives the latest turn of a branch a reward of its own."""
+        if not branch.turns:
+            raise DataError(f"sample {self.sample_id}: a reward came for a turn before the first one was generated")
+        branch.turns[-1].reward = reward
+
+    def trained_branch(self) -> Branch:
+        """Returns the branch that is trained on: that with most sampled tokens; of equal ones, the latest."""
+        if not self.branches:
+            raise DataError(f"sample {self.sample_id}: its conversation never began, so there is nothing to train on")
+        return max(self.branches, key=lambda b: (b.sampled_tokens, b.last))
+
+    def untrained(self) -> tuple[int, int]:
+        """Returns how many other branches there are that were generated, and the tokens sampled in vain."""
+        branch = self.trained_branch()
+        shared = {(t.weight_version, *branch.tokens[: t.start + t.length]) for t in branch.turns}
+        wasted: dict[tuple[int, ...], int] = {}
+        others = [b for b in self.branches if b is not branch and b.turns]
+        for b in others:
+            for t in b.turns:
+                path = (t.weight_version, *b.tokens[: t.start + t.length])
+                if path not in shared or b.prompt != branch.prompt:
+                    wasted[(*b.prompt, -1, *path)] = t.length
+        return len(others), sum(wasted.values())
+
+    def _fork(self, origin: Branch, index: int) -> Branch:
+        turn = origin.turns[index]
+        end = turn.start + turn.length
+        branch = Branch(origin.prompt, origin.messages[: turn.messages], origin.tools)
+        branch.tokens, branch.mask = origin.tokens[:end], origin.mask[:end]
+        branch.logprobs = origin.logprobs[:end]
+        branch.turns = [replace(t) for t in origin.turns[: index + 1]]
+        self.branches.append(branch)
+        return branch
+
+    def _say(self, branch: Branch, tokens: Sequence[int]) -> Ended | None:
+        """Appends tokens of the environment, if a token can be sampled after them."""
+        if len(branch.tokens) + len(tokens) >= self.limits.max_tokens:
+            return self._end(branch)
+        self._append(branch, tokens, [0.0] * len(tokens), False)
+        return None
+
+    def _end(self, branch: Branch) -> Ended:
+        branch.ended = "max_tokens"
+        return Ended(branch.ended)
+
+    def _check_idle(self, branch: Branch) -> None:
+        if branch.in_flight:
+            raise DataError(f"sample {self.sample_id}: its latest turn is not generated yet")
+
+    def _append(self, branch: Branch, tokens: Sequence[int], logprobs: Sequence[float], sampled: bool) -> None:
+        if len(tokens) != len(logprobs):
+            raise ValueError(f"sample {self.sample_id}: {len(tokens)} tokens came with {len(logprobs)} log-probs")
+        branch.tokens += [int(t) for t in tokens]
+        branch.logprobs += [float(p) for p in logprobs]
+        branch.mask += [sampled] * len(tokens)
+
+    def _cut(self, branch: Branch, end: int) -> None:
+        del branch.tokens[end:], branch.mask[end:], branch.logprobs[end:]
+
+
+def _chat(messages: Sequence[Message]) -> list[Message]:
+    """Returns messages with content as text and arguments of tool calls as data, whichever way they were given."""
+    if not messages:
+        raise DataError("a conversation needs at least one message")
+    return [_message(m) for m in messages]
+
+
+def _message(message: Message) -> Message:
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        raise DataError(f"a message is {shown(message, 60)}; it has a role and content")
+    result = {key: value for key, value in message.items() if value is not None}
+    result["content"] = _content(message.get("content"))
+    calls = result.pop("tool_calls", None)
+    if not calls:
+        return result
+    try:
+        result["tool_calls"] = [_tool_call(call) for call in calls]
+    except (TypeError, KeyError, AttributeError, ValueError, RecursionError):
+        raise DataError(
+            f'a message has the tool calls {shown(calls, 60)}; one is {{"id", "type", "function": {{"name",'
+            ' "arguments"}}}'
+        ) from None
+    return result
+
+
+def _tool_call(call: dict[str, Any]) -> dict[str, Any]:
+    function = call.get("function", call)
+    arguments = function.get("arguments") or {}
+    if isinstance(arguments, str):
+        arguments = json.loads(arguments)
+    return ToolCall(str(function["name"]), dict(arguments), str(call.get("id") or "")).message()
+
+
+def _check_tools(tools: Any) -> None:
+    """Raises unless these are schemas of functions with names: templates and parsers read them."""
+    for tool in tools if isinstance(tools, list | tuple) else [tools]:
+        function = tool.get("function", tool) if isinstance(tool, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise DataError(
+                f'a tool is {shown(tool, 60)}; it is {{"type": "function", "function": {{"name", "description",'
+                ' "parameters"}}'
+            )
+
+
+def _content(content: Any) -> str:
+    if content is None:
+        return ""
+    if isinstance(content, list) and all(isinstance(p, dict) and isinstance(p.get("text"), str) for p in content):
+        return "".join(p["text"] for p in content)
+    if not isinstance(content, str):
+        raise DataError(f"the content of a message is {shown(content, 60)}; it is text, or a list of parts with text")
+    return content
+
+
+def _common(known: Sequence[Message], other: Sequence[Message]) -> int:
+    """Returns how many messages two histories share from the beginning."""
+    n = 0
+    while n < min(len(known), len(other)) and _key(known[n]) == _key(other[n]):
+        n += 1
+    return n
+
+
+def _key(message: Message) -> Any:
+    content = message["content"].strip() if message["role"] == "assistant" else message["content"]
+    calls = [(c["function"]["name"], c["function"]["arguments"]) for c in message.get("tool_calls") or []]
+    return message["role"], content, calls
+
+
+def _same(one: Any, other: Any) -> bool:
+    return json.dumps(one, sort_keys=True, default=str) == json.dumps(other, sort_keys=True, default=str)

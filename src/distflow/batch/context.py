@@ -1,0 +1,101 @@
+"""The context of a node's call, passed to a node that has a parameter named `ctx`."""
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+from distflow.batch.batch import Batch, Column
+from distflow.plan.layout import Layout
+from distflow.util.arrays import Ints
+
+Reduce = Literal["mean", "sum", "max", "min"]
+
+
+class MetricLog(Protocol):
+    """Collects the metrics of one step on one worker."""
+
+    def log(self, name: str, value: float, count: float = 1, reduce: Reduce = "mean") -> None:
+        """Logs a value; a `mean` over all workers is weighted by `count`."""
+        ...
+
+
+class Recording(Protocol):
+    """Records what a node does, for whoever looks at the run: see distflow.observe.recorder."""
+
+    def call(self, name: str, **details: Any) -> AbstractContextManager[dict[str, Any]]:
+        """Records what runs inside as a part of the node; further details may be added to the dict it gives."""
+        ...
+
+    def sample(self, ids: Ints, columns: Mapping[str, Column]) -> None:
+        """Records fields of these samples besides those that the node writes; only of the few that are recorded."""
+        ...
+
+
+class NotRecorded:
+    """A recording that keeps nothing."""
+
+    def call(self, name: str, **details: Any) -> AbstractContextManager[dict[str, Any]]:
+        return nullcontext(details)
+
+    def sample(self, ids: Ints, columns: Mapping[str, Column]) -> None:
+        return
+
+
+NOT_RECORDED = NotRecorded()
+
+
+class Chunks(Protocol):
+    """Parts of a node's samples that may leave before the others, in any order."""
+
+    @property
+    def parts(self) -> Sequence[Ints]:
+        """The places of each part's samples in the batch."""
+        ...
+
+    def leave(self, part: int, columns: Mapping[str, Column]) -> None:
+        """Lets a part leave, with what the node writes of its samples."""
+        ...
+
+
+class Partial(Protocol):
+    """Samples of later steps that a node that generates may begin, and those that it has begun."""
+
+    @property
+    def ahead(self) -> Batch:
+        """Samples of this worker's cell that come in later steps, with what the node reads of them."""
+        ...
+
+    @property
+    def begun(self) -> Batch | None:
+        """What `carry` was given in the step before: samples of this step or of later ones."""
+        ...
+
+    def carry(self, begun: Batch) -> None:
+        """Keeps what there is of some of the samples `ahead`, in columns of the node's own, for the next step."""
+        ...
+
+
+@dataclass(frozen=True)
+class Context:
+    """The step, the worker, and the layout of the node that is called."""
+
+    step: int  # counted from 1, as in the console, the metrics and the checkpoints; 0: before training
+    rank: int
+    workers: int
+    layout: Layout
+    seed: int
+    metrics: MetricLog
+    folder: Path  # of the run
+    groups: Ints  # ids of all prompts of the step, ascending
+    record: Recording = NOT_RECORDED
+    steps: int = 0  # of the whole run
+    held_out: bool = False  # the node is part of an evaluation
+    partial: Partial | None = None  # for a node that may begin samples of later steps
+    chunks: Chunks | None = None  # for a node whose samples may leave before all are done
+
+    @property
+    def lead(self) -> bool:
+        """Whether this worker is the first rank of its cell: it alone writes files and logs for the cell."""
+        return any(cell[0] == self.rank for cell in self.layout.cells)

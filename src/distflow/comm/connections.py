@@ -1,0 +1,363 @@
+"""Connections between workers: TCP between hosts, Unix sockets with shared memory within one; one per direction.
+
+A message is a header (offset, size) and, over TCP or if it is small, its bytes. The bytes of a large message to a
+worker of the same host are in shared memory at that offset; the receiver answers with one byte once it has read them.
+Receivers know the size of what they expect, so bytes go straight to where they are wanted, and what nobody has asked
+for yet stays in the kernel.
+"""
+
+import errno
+import os
+import resource
+import secrets
+import selectors
+import socket
+import struct
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+
+from distflow.comm.shared_memory import Block, MappedFile
+from distflow.errors import DistflowError, PeerLostError
+
+GREETING = struct.Struct("=32sqq")  # the run's token, the rank of the sender, the number of its connections before
+HEADER = struct.Struct("=qq")  # offset in shared memory, or one of the two below; size
+INLINE, MOVED = -1, -2  # the bytes follow; there is no more here, but on another connection
+SMALL = 4096  # bytes that are not worth the detour through shared memory
+MAX_UNREAD = 32  # messages in shared memory to one peer: its answers have to fit the socket's buffer
+ACKNOWLEDGEMENT = b"\1"
+SYN_RETRIES = 5  # a host that does not answer is given up after a minute
+
+
+class MovedError(Exception):
+    """The sender goes on with another connection."""
+
+
+class Outgoing:
+    """A connection to send to a peer. `unread`: the blocks of shared memory that it has yet to read, oldest first.
+
+    It may be used before the peer has answered: `greeting` goes before the first message.
+    """
+
+    def __init__(self, peer: int, label: str, where: str, sock: socket.socket, shared: bool, greeting: bytes) -> None:
+        self.peer, self.label, self.sock, self.shared = peer, label, sock, shared
+        self.unread: deque[Block] = deque()
+        self._parts: list[memoryview] = []  # of the message, as far as it is not sent
+        self._where, self._greeting, self._connected = where, greeting, False
+
+    def fileno(self) -> int:
+        return self.sock.fileno()
+
+    def in_shared_memory(self, size: int) -> bool:
+        """Returns whether a message of this size goes through shared memory; else it is sent by the socket."""
+        return self.shared and size > SMALL
+
+    def start(self, data: memoryview, block: Block | None, offset: int) -> None:
+        """Begins to send `data`, which is at `offset` of the block if there is one."""
+        if block and self.in_shared_memory(len(data)):
+            block.readers += 1
+            self.unread.append(block)
+            self._parts = [memoryview(HEADER.pack(block.start + offset, len(data)))]
+        else:
+            self._parts = [memoryview(HEADER.pack(INLINE, len(data))), data]
+        if self._greeting:
+            self._parts.insert(0, memoryview(self._greeting))
+            self._greeting = b""
+
+    def progress(self) -> bool:
+        """Sends as much as the socket takes; returns whether that was all."""
+        try:
+            if not self._is_connected():
+                return False
+            while self._parts:
+                _advance(self._parts, self.sock.sendmsg(self._parts))
+        except BlockingIOError:
+            return False
+        except OSError as e:
+            raise lost(self.label, e) from e
+        return True
+
+    def _is_connected(self) -> bool:
+        """Returns whether the peer's host has answered. Raises if it has refused or does not answer at all."""
+        if not self._connected:
+            try:
+                if code := self.sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+                    raise OSError(code, os.strerror(code))
+                self.sock.getpeername()
+            except OSError as e:
+                if e.errno == errno.ENOTCONN:
+                    return False
+                raise unreachable(self.label, self._where, e) from e
+            self._connected = True
+        return self._connected
+
+    def read_acknowledgements(self) -> None:
+        """Marks the blocks as read that the peer has read by now. Raises if the peer is gone."""
+        if not self._is_connected():
+            return
+        try:
+            answer = self.sock.recv(2 * MAX_UNREAD)
+        except BlockingIOError:
+            return
+        except OSError as e:
+            raise lost(self.label, e) from e
+        if not answer:
+            raise lost(self.label)
+        for _ in answer:
+            self.unread.popleft().readers -= 1
+
+    def move(self) -> None:
+        """Closes this connection; further messages to the peer come over another one."""
+        self.sock.setblocking(True)
+        self.sock.sendall(self._greeting + HEADER.pack(MOVED, 0))
+        self.sock.close()
+
+
+@dataclass(frozen=True)
+class Expected:
+    """A message to receive: memory of its size, and what reads it from wherever it is, if not all go there."""
+
+    out: memoryview
+    take: Callable[[memoryview], object] | None = None
+
+
+class Incoming:
+    """A connection to receive from a peer, with its shared memory if it is on this host.
+
+    `number`: how many connections from that peer have to be read to their end before.
+    """
+
+    def __init__(self, peer: int, number: int, label: str, sock: socket.socket, memory: MappedFile | None) -> None:
+        self.peer, self.number, self.label, self.sock, self.memory = peer, number, label, sock, memory
+        self._header = bytearray(HEADER.size)
+        self._parts: list[memoryview] = []
+        self.expected = Expected(memoryview(b""))
+        self._checked = False
+
+    def fileno(self) -> int:
+        return self.sock.fileno()
+
+    def start(self, expected: Expected) -> None:
+        """Begins to receive a message."""
+        self.expected, self._checked = expected, False
+        self._parts = [memoryview(self._header)]
+        if not self._shared():
+            self._parts.append(expected.out)
+
+    def progress(self) -> bool:
+        """Receives as much as there is; returns whether that was all."""
+        try:
+            while self._parts:
+                n = self.sock.recvmsg_into(self._parts)[0]
+                if not n:
+                    raise lost(self.label)
+                if _advance(self._parts, n):
+                    self._check()
+        except BlockingIOError:
+            return False
+        except OSError as e:
+            raise lost(self.label, e) from e
+        if self.expected.take and not self._shared():
+            self.expected.take(self.expected.out)
+        return True
+
+    def _shared(self) -> bool:
+        return self.memory is not None and len(self.expected.out) > SMALL
+
+    def _check(self) -> None:
+        """Reads the header once it is complete, and what it points to."""
+        if self._checked:
+            return
+        self._checked = True
+        offset, size = HEADER.unpack(self._header)
+        if offset == MOVED:
+            raise MovedError
+        out, take = self.expected.out, self.expected.take
+        if size != len(out):
+            raise DistflowError(
+                f"{self.label} sent {size} bytes where {len(out)} were expected; do all hosts have the same"
+                " version of the code?"
+            )
+        if self.memory is not None and self._shared():
+            sent = self.memory.view(offset, size).data
+            if take:
+                take(sent)
+            else:
+                out[:] = sent
+            with suppress(OSError):  # if it has ended since, whoever waits for it will be told so
+                self.sock.send(ACKNOWLEDGEMENT)
+
+
+def _advance(parts: list[memoryview], n: int) -> bool:
+    """Drops the first n bytes, which are done; returns whether a part is complete."""
+    before = len(parts)
+    while parts and n >= len(parts[0]):
+        n -= len(parts.pop(0))
+    if n:
+        parts[0] = parts[0][n:]
+    return len(parts) < before
+
+
+def lost(label: str, error: OSError | None = None) -> PeerLostError:
+    return PeerLostError(f"lost {label}: {error.strerror if error else 'it closed its connection'}")
+
+
+class Listener:
+    """Accepts the connections of peers that know the run's token; all others are closed."""
+
+    def __init__(self, address: str, token: bytes) -> None:
+        self.token = token
+        self._selector = selectors.DefaultSelector()
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        self._tcp = socket.create_server((address, 0), family=family, backlog=4096)
+        self._sockets = [self._tcp]
+        self.unix_name = ""  # "": this system has no names that are not in a file system
+        if hasattr(os, "memfd_create"):
+            self.unix_name = f"distflow-{secrets.token_hex(16)}"
+            self._sockets.append(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+            self._sockets[-1].bind(b"\0" + self.unix_name.encode())
+            self._sockets[-1].listen(4096)
+        for sock in self._sockets:
+            sock.setblocking(False)
+            self._selector.register(sock, selectors.EVENT_READ)
+        self._greetings: dict[socket.socket, bytearray] = {}  # as far as they have been read
+
+    @property
+    def port(self) -> int:
+        port: int = self._tcp.getsockname()[1]
+        return port
+
+    def fileno(self) -> int:
+        return self._selector.fileno()  # readable if any of its sockets is
+
+    def accept(self, label: Callable[[int], str]) -> list[Incoming]:
+        """Returns the connections that are ready by now; `label` says in words who a rank is."""
+        ready = []
+        for key, _ in self._selector.select(0):
+            sock = key.fileobj
+            assert isinstance(sock, socket.socket)
+            if sock in self._sockets:
+                self._accept_from(sock)
+            elif connection := self._greet(sock, label):
+                ready.append(connection)
+        return ready
+
+    def _accept_from(self, listening: socket.socket) -> None:
+        while True:
+            try:
+                sock, _ = listening.accept()
+            except BlockingIOError:
+                return
+            except OSError as e:
+                raise (too_many_open_files(e) or e) from e
+            sock.setblocking(False)
+            self._greetings[sock] = bytearray()
+            self._selector.register(sock, selectors.EVENT_READ)
+
+    def _greet(self, sock: socket.socket, label: Callable[[int], str]) -> Incoming | None:
+        greeting = self._greetings[sock]
+        fds: list[int] = []
+        try:
+            if sock.family == socket.AF_UNIX:
+                data, fds, _, _ = socket.recv_fds(sock, GREETING.size - len(greeting), 1, socket.MSG_CMSG_CLOEXEC)
+            else:
+                data = sock.recv(GREETING.size - len(greeting))
+        except BlockingIOError:
+            return None
+        except OSError:
+            data = b""
+        greeting += data
+        if data and len(greeting) < GREETING.size:
+            return None
+        self._selector.unregister(sock)
+        del self._greetings[sock]
+        token, peer, number = GREETING.unpack(greeting) if len(greeting) == GREETING.size else (b"", -1, 0)
+        memory = MappedFile(fds[0]) if fds else None
+        if not secrets.compare_digest(token, self.token):
+            sock.close()
+            return None
+        _keep_alive(sock)
+        return Incoming(peer, number, label(peer), sock, memory)
+
+    def close(self) -> None:
+        self._selector.close()
+        for sock in (*self._sockets, *self._greetings):
+            sock.close()
+
+
+def connect(peer: int, label: str, where: str, greeting: bytes, memory: MappedFile | None) -> Outgoing:
+    """Begins to connect to a listener: with `memory`, `where` is the name of its Unix socket, else its host:port.
+
+    Does not wait for a host to answer, so that a worker connects to all its new peers within one round trip.
+    """
+    try:
+        if memory:
+            sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            sock.connect(b"\0" + where.encode())
+            socket.send_fds(sock, [greeting], [memory.fd])
+            sock.setblocking(False)
+            return Outgoing(peer, label, where, sock, shared=True, greeting=b"")
+        host, _, port = where.rpartition(":")
+        family, kind, protocol, _, address = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)[0]
+        sock = socket.socket(family, kind, protocol)
+        sock.setblocking(False)
+        _keep_alive(sock)
+        if hasattr(socket, "TCP_SYNCNT"):
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_SYNCNT, SYN_RETRIES)
+        with suppress(BlockingIOError):
+            sock.connect(address)
+    except OSError as e:
+        raise unreachable(label, where, e) from e
+    return Outgoing(peer, label, where, sock, shared=False, greeting=greeting)
+
+
+def unreachable(label: str, where: str, error: OSError) -> DistflowError:
+    """Returns what to say about a peer that could not be connected to."""
+    if isinstance(error, ConnectionError):  # its host is there, and the port closed: so it was open before
+        return lost(label, error)
+    return too_many_open_files(error) or PeerLostError(
+        f"cannot reach {label} at {where}: {error.strerror or error}; check the network between the hosts, and that"
+        " firewalls let workers connect to each other on any port"
+    )
+
+
+def _keep_alive(sock: socket.socket) -> None:
+    """Sends small messages at once, and notices within minutes that a host is gone without a word."""
+    if sock.family == socket.AF_UNIX:
+        return
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in (("TCP_KEEPIDLE", 60), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 6)):
+        if hasattr(socket, option):
+            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+
+
+def raise_open_files_limit(workers: int) -> None:
+    """Raises the limit of open files as far as the system permits, and checks that it is enough."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+            soft = hard
+        except (OSError, ValueError):  # macOS has another, lower limit
+            pass
+    # Two transports, each with connections to and from log N peers, some with shared memory, and those that have data.
+    needed = 128 + 16 * workers.bit_length()
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        raise DistflowError(
+            f"the limit of open files is {soft}, but a worker of {workers} needs about {needed};"
+            " raise it with `ulimit -n` (as root, or in /etc/security/limits.conf)"
+        )
+
+
+def too_many_open_files(error: OSError) -> DistflowError | None:
+    """Returns what to say if this error means that the limit of open files is reached."""
+    if error.errno not in (errno.EMFILE, errno.ENFILE):
+        return None
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    whose = "this worker's limit" if error.errno == errno.EMFILE else "the system's limit (fs.file-max)"
+    return DistflowError(
+        f"too many open files: {whose} of {limit} is reached and connections need more;"
+        " raise it with `ulimit -n` (as root, or in /etc/security/limits.conf), or start fewer workers on this host"
+    )

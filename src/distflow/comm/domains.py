@@ -1,0 +1,128 @@
+"""How far a move reaches, and what its ranks know before it: pure functions of the plan, with the same result anywhere.
+
+With many cells, samples are dealt within *domains*: blocks of consecutive cells of the source and the corresponding
+blocks of the target, each with an equal range of the step's slots. What a move costs a rank then depends on the size of
+a domain, not on the number of workers. And where all ranks of a domain know already which cell has which sample, on
+both sides, nobody needs to be told again.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+import numpy as np
+
+from distflow.comm.routes import contiguous_cells
+from distflow.plan.layout import Layout
+from distflow.plan.tasks import Move, Partition, Plan
+from distflow.util.arrays import Ints
+
+MAX_CELLS = 64  # of a domain, on either side, if the layouts permit
+
+
+@dataclass(frozen=True)
+class Domain:
+    """A rank's part of a move: the move among the ranks of its domain, and the slots that it deals."""
+
+    move: Move
+    first: int  # slot
+    samples: int
+    known: bool  # all of its ranks know the cell of each slot, before and after
+
+
+class Domains:
+    """The domains of all moves of a step with this number of samples."""
+
+    def __init__(self, plan: Plan, samples: int) -> None:
+        self.samples, self.prompts = samples, samples // plan.repeat
+        self._dealt: dict[str, int] = {}  # partition → in how many domains its samples were dealt, if by a move
+        self._counts: dict[str, int] = {}  # move → domains
+        self._of: dict[tuple[str, int], Domain] = {}  # move, rank → the same in every step
+        self._teachers: dict[str, dict[str, tuple[Move, ...]]] = {}  # move → partition → moves before that involve it
+        involved: dict[str, tuple[Move, ...]] = {}
+        for p in plan.partitions:
+            if p.uneven:
+                self._dealt[p.id] = 1
+        for move in plan.moves:
+            self._counts[move.id] = self._count(move)
+            if move.assigns:
+                self._dealt[move.dst.id] = self._counts[move.id]
+            self._teachers[move.id] = {p.id: involved.get(p.id, ()) for p in (move.src, move.dst)}
+            for p in (move.src, move.dst):
+                involved[p.id] = (*involved.get(p.id, ()), move)
+
+    def of(self, move: Move, rank: int) -> Domain:
+        """Returns the domain in which a rank takes part in a move."""
+        if (move.id, rank) not in self._of:
+            self._of[move.id, rank] = self._derive(move, rank)
+        return self._of[move.id, rank]
+
+    def _derive(self, move: Move, rank: int) -> Domain:
+        count = self._counts[move.id]
+        index = _block(move.src.layout, rank, count)
+        if index is None:
+            index = _block(move.dst.layout, rank, count)
+        assert index is not None
+        size = self.samples // count
+        within = _within(move, index, count)
+        return Domain(within, index * size, size, self._is_known(move, within, index, count))
+
+    def _count(self, move: Move) -> int:
+        """Returns the number of domains: a power of two for which blocks and slots correspond on both sides."""
+        count = 1
+        while max(move.src.layout.dp, move.dst.layout.dp) > count * MAX_CELLS and self._divides(move, 2 * count):
+            count *= 2
+        return count
+
+    def _divides(self, move: Move, count: int) -> bool:
+        src, dst = move.src.layout, move.dst.layout
+        if src.dp % count or dst.dp % count or self.prompts % count:
+            return False
+        dealt = [self._dealt.get(p.id) for p in ((move.src,) if move.assigns else (move.src, move.dst))]
+        if any(d is not None and d % count for d in dealt):
+            return False
+        return _blocks_correspond(src, dst, count)
+
+    def _is_known(self, move: Move, within: Move, index: int, count: int) -> bool:
+        if move.assigns:
+            return False
+        for p in (move.src, move.dst):
+            if p.id not in self._dealt:  # contiguous shares
+                continue
+            teachers = [t for t in self._teachers[move.id][p.id] if self._counts[t.id] == count]
+            if self._dealt[p.id] != count or not set(within.ranks) <= _ranks(teachers, index, count):
+                return False
+        return True
+
+
+def contiguous_deal(partition: Partition, samples: int, group_size: int) -> Ints:
+    """Returns the cell of each slot in a partition to which no move has dealt samples."""
+    unit = group_size if partition.whole_groups else 1
+    return np.repeat(contiguous_cells(samples // unit, partition.layout.dp), unit)
+
+
+@lru_cache(maxsize=256)
+def _blocks_correspond(src: Layout, dst: Layout, count: int) -> bool:
+    """Returns whether every rank of both layouts is in the same block of each: its samples may have to stay there."""
+    return all(_block(dst, r, count) in (None, _block(src, r, count)) for r in src.ranks)
+
+
+def _ranks(moves: Iterable[Move], index: int, count: int) -> set[int]:
+    return {r for move in moves for r in _within(move, index, count).ranks}
+
+
+def _block(layout: Layout, rank: int, count: int) -> int | None:
+    cell = layout.cell_of(rank)
+    return None if cell is None else cell * count // layout.dp
+
+
+def _within(move: Move, index: int, count: int) -> Move:
+    """Returns the move among the ranks of one of `count` domains."""
+    if count == 1:
+        return move
+
+    def block(p: Partition) -> Partition:
+        ranks = p.layout.ranks[index * len(p.layout.ranks) // count : (index + 1) * len(p.layout.ranks) // count]
+        return replace(p, layout=Layout(ranks, p.layout.dp // count, p.layout.tp))
+
+    return replace(move, src=block(move.src), dst=block(move.dst))

@@ -1,0 +1,364 @@
+"""The Data Coordinator of one worker: loads, keeps, moves and frees the fields of its chain. No shared actor."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from distflow.batch.batch import (
+    NO_SAMPLES,
+    Batch,
+    Column,
+    Ragged,
+    as_column,
+    concat,
+    copy_objects,
+    floats_as_tensor,
+    nbytes,
+    select,
+)
+from distflow.comm.allocator import CachingAllocator
+from distflow.comm.collectives import Communication, all_gather
+from distflow.comm.domains import Domains, contiguous_deal
+from distflow.comm.exchange import Deal, exchange
+from distflow.coordinator.buffer import Buffer, Key
+from distflow.coordinator.dynamic_sampling import DynamicSampling, SampledPrompts
+from distflow.dataset.loader import Loader
+from distflow.errors import DataError, cut, suggest
+from distflow.flow.graph import SOURCE
+from distflow.plan.layout import contiguous_share
+from distflow.plan.tasks import Free, Load, Merge, Move, Partition, Plan, Refill, Run, Split
+from distflow.plan.topology import Topology
+from distflow.util.arrays import Ints
+
+
+@dataclass
+class Traffic:
+    """The bytes one worker sent, received and read locally in a step; `imbalance` is (max − min) / mean tokens."""
+
+    sent: int = 0
+    received: int = 0
+    local: int = 0
+    imbalance: float | None = None
+
+
+class _StepState:
+    """What a rank knows about the samples of one step. Moves may be carried out in a thread of their own."""
+
+    def __init__(self) -> None:
+        self.slots: dict[str, Ints] = {}  # partition → the slots this rank has there
+        self.deals: dict[tuple[str, int], Ints] = {}  # (partition, samples) of a domain → cell of each slot
+        self.traffic = Traffic()  # of moves
+        self.local = 0  # bytes that nodes read where others wrote them
+
+
+class Coordinator:
+    """Carries out the data tasks of one rank. Errors name the field; the worker adds node, step and rank."""
+
+    def __init__(self, rank: int, plan: Plan, loader: Loader, topology: Topology | None = None) -> None:
+        self.rank, self.plan, self.loader, self.topology = rank, plan, loader, topology
+        self.buffer = Buffer()
+        self.allocator = CachingAllocator()
+        self._steps: dict[int, _StepState] = {}  # those that are not over
+        self._domains: dict[int, Domains] = {}  # by the number of samples
+        self._moved: set[Key] = set()  # columns received by a move, not written by a node of this rank
+        self.position = 0  # of the next step's first prompt in the loader's stream, if the plan has a refill
+        self._sampling: DynamicSampling | None = None  # while rounds of dynamic sampling are running
+        self.sampled_prompts: SampledPrompts | None = None  # the prompts of the step, once they are chosen
+        self._loaded_ahead: dict[int, tuple[Ints, dict[str, list[Any]]]] = {}  # step → this cell's rows
+        self._rounds: dict[str, list[tuple[Ints, dict[str, Column]]]] = {}  # partition → ids and columns of each round
+
+    def load(self, step: int, task: Load) -> None:
+        """Takes the rows that were prefetched during the last step, and starts to prefetch the next step's."""
+        layout = task.partition.layout
+        cell = layout.cell_of(self.rank)
+        assert cell is not None
+        if self._sampling:
+            ids, columns = self.loader.load_range(self._sampling.position, self._sampling.count, cell, layout.dp)
+        else:
+            ids, columns = self._load(step, cell, layout.dp)
+            self._loaded_ahead.pop(step, None)
+            if step + 1 not in self._loaded_ahead:
+                self.loader.prefetch(step + 1, cell, layout.dp)
+        self._state(step).slots[task.partition.id] = ids - self.groups(step)[0] * self.plan.repeat
+        for f in task.fields:
+            self.buffer.put(Key(step, task.partition.id, f), as_column(columns[f], len(ids), f"data column '{f}'"))
+
+    def _load(self, step: int, cell: int, cells: int) -> tuple[Ints, dict[str, list[Any]]]:
+        return self._loaded_ahead[step] if step in self._loaded_ahead else self.loader.load(step, cell, cells)
+
+    def ahead(self, step: int, task: Run, steps: int) -> Batch:
+        """Returns the first samples of this cell after those of a step: its share of the plan's prompts ahead.
+
+        `steps` of the run: there are no samples after the last one.
+        """
+        layout, repeat = task.partition.layout, self.plan.repeat
+        cell = layout.cell_of(self.rank)
+        assert cell is not None
+        first, last = contiguous_share(self.plan.prompts_ahead, layout.dp, cell)
+        ids: Ints = np.empty(0, np.int64)
+        columns: dict[str, list[Any]] = {f: [] for f in task.reads}
+        for later in range(step + 1, steps):
+            if len(ids) >= (last - first) * repeat:
+                break
+            more, rows = self._load(later, cell, layout.dp)
+            if not len(more):  # this cell has no prompts in any step
+                break
+            self._loaded_ahead[later] = more, rows
+            ids = np.concatenate([ids, more])
+            columns = {f: [*column, *rows[f]] for f, column in columns.items()}
+        ids = ids[: (last - first) * repeat]
+        return Batch(ids, ids // repeat, {f: copy_objects(column[: len(ids)]) for f, column in columns.items()})
+
+    def move(self, step: int, task: Move) -> Communication[None]:
+        """Moves fields from one partition to another."""
+        columns = yield from self.exchange(step, task, self.outgoing(step, task))
+        self.receive(step, task, columns)
+
+    def outgoing(self, step: int, task: Move) -> dict[str, Column] | None:
+        """Returns the columns that this rank has in the source of a move, None if it is not in it."""
+        if task.src.layout.cell_of(self.rank) is None:
+            return None
+        return {f: self.buffer.get(Key(step, task.src.id, f)) for f in task.fields}
+
+    def receive(self, step: int, task: Move, columns: Mapping[str, Column] | None) -> None:
+        """Keeps what a move has brought, if this rank is in its target."""
+        for f, column in (columns or {}).items():
+            self.buffer.put(Key(step, task.dst.id, f), column)
+            self._moved.add(Key(step, task.dst.id, f))
+
+    def exchange(
+        self, step: int, task: Move, columns: Mapping[str, Column] | None
+    ) -> Communication[dict[str, Column] | None]:
+        """Sends `columns`, those of `outgoing`; returns the columns for `receive`. Moves of a step are in order."""
+        state, span = self._state(step), self._span(step, task.src)
+        samples = len(span)
+        if samples not in self._domains:
+            self._domains[samples] = Domains(self.plan, samples)
+        domain = self._domains[samples].of(task, self.rank)
+        src, dst = domain.move.src, domain.move.dst
+
+        def within(partition: Partition) -> Ints:  # the slots of this rank, counted within the domain
+            return np.searchsorted(span, self.slots(step, partition)) - domain.first
+
+        held = None if columns is None else (within(task.src), columns)
+        wanted = None
+        if not task.assigns and dst.layout.cell_of(self.rank) is not None:
+            wanted = within(task.dst)
+        deal = None
+        if domain.known:
+            deal = Deal(*(self._deal(step, p, domain.samples) for p in (src, dst)))
+        moved = yield from exchange(
+            self.rank,
+            domain.move,
+            domain.samples,
+            self.plan.repeat,
+            held,
+            wanted,
+            self.allocator,
+            self.topology,
+            deal,
+        )
+        state.deals[src.id, domain.samples] = moved.deal.old
+        state.deals[dst.id, domain.samples] = moved.deal.new
+        state.traffic.sent += moved.sent
+        state.traffic.received += moved.received
+        state.traffic.local += moved.kept
+        if moved.imbalance is not None and dst.chunk is None:
+            state.traffic.imbalance = max(moved.imbalance, state.traffic.imbalance or 0.0)
+        if dst.layout.cell_of(self.rank) is None:
+            return None
+        state.slots[dst.id] = span[moved.slots + domain.first]
+        return {f: moved.columns.get(f, NO_SAMPLES) for f in task.fields}
+
+    def _span(self, step: int, partition: Partition) -> Ints:
+        """Returns the slots of all ranks' samples in a partition, ascending: those of a chunk, or of the whole step."""
+        slots = np.arange(len(self.groups(step)) * self.plan.repeat, dtype=np.int64)
+        if partition.chunk is None:
+            return slots
+        i, count = partition.chunk
+        cells = self.plan.partition_of(SOURCE).layout.dp  # a chunk is an equal part of each of them
+        return slots.reshape(cells, count, -1)[:, i].reshape(-1)
+
+    def leave(self, step: int, task: Split, part: Partition, columns: Mapping[str, Column]) -> None:
+        """Lets a chunk leave: its fields are `columns`, and what else of it this rank has."""
+        own, i = self.slots(step, task.partition), part.chunk[0] if part.chunk else 0
+        size = len(own) // len(task.parts)
+        index = np.arange(i * size, (i + 1) * size)
+        self._state(step).slots[part.id] = own[index]
+        for f in task.fields:
+            if f in columns:
+                column = as_column(columns[f], size, f"field '{f}'")
+            else:
+                column = select(self.buffer.get(Key(step, task.partition.id, f)), index)
+            self.buffer.put(Key(step, part.id, f), column)
+
+    def merge(self, step: int, task: Merge) -> None:
+        """Joins the chunks of a partition, in the order of their samples."""
+        order = np.argsort(np.concatenate([self.slots(step, p) for p in task.parts]))
+        for f in task.fields:
+            columns = [self.buffer.pop(Key(step, p.id, f)) for p in task.parts]
+            if f in task.kept:
+                self.buffer.put(Key(step, task.partition.id, f), select(concat(columns), order))
+                self._moved.add(Key(step, task.partition.id, f))
+        self._moved.difference_update([Key(step, p.id, f) for p in task.parts for f in task.fields])
+
+    def _deal(self, step: int, partition: Partition, samples: int) -> Ints:
+        """Returns the cell of each slot of this rank's domain in a partition, which it knows from an earlier move."""
+        deal = self._state(step).deals.get((partition.id, samples))
+        return contiguous_deal(partition, samples, self.plan.repeat) if deal is None else deal
+
+    def inputs(self, step: int, task: Run) -> Batch:
+        """Returns what a node reads. Tensors are shared with other readers and read-only; objects are copies."""
+        groups, member = np.divmod(self.slots(step, task.partition), self.plan.repeat)
+        ids = self.groups(step)[groups] * self.plan.repeat + member
+        columns: dict[str, Column] = {}
+        for f in task.reads:
+            key = Key(step, task.partition.id, f)
+            column = self.buffer.get(key)
+            if key not in self._moved:
+                self._state(step).local += nbytes(column)
+            columns[f] = copy_objects(column) if isinstance(column, list) else column
+        return Batch(ids, ids // self.plan.repeat, columns)
+
+    def outputs(self, step: int, task: Run, value: Any) -> None:
+        """Checks what a node returned, and keeps the fields that a later node reads."""
+        node = self.plan.flow.node(task.node)
+        samples = len(self.slots(step, task.partition))
+        written = by_field(value, node.writes)
+        for f in written:
+            if f not in node.writes:
+                raise DataError(f"returned field '{cut(str(f))}', which it does not declare{suggest(f, node.writes)}")
+        for f in task.writes:
+            if f not in written:
+                readers = "', '".join(self.plan.flow.readers[f])
+                raise DataError(f"returned no field '{f}', which '{readers}' reads")
+            column = floats_as_tensor(as_column(written[f], samples, f"field '{f}'"))
+            self.buffer.put(Key(step, task.partition.id, f), column)
+
+    def free(self, step: int, task: Free) -> None:
+        self.buffer.free(step, task.partition.id, task.fields)
+        self._moved.difference_update([Key(step, task.partition.id, f) for f in task.fields])
+
+    def _state(self, step: int) -> _StepState:
+        return self._steps.get(step) or self._steps.setdefault(step, _StepState())  # one for all threads
+
+    def check_freed(self, step: int) -> None:
+        """Raises unless every field of a step was freed."""
+        remaining = self.buffer.remaining(step)
+        if remaining:
+            raise DataError(f"step {step} is over, but these fields were never freed: {remaining}")
+
+    def end_step(self, step: int) -> Traffic:
+        """Forgets a step all of whose tasks are done, and returns its traffic."""
+        state = self._steps.pop(step, None) or _StepState()
+        self.sampled_prompts = None
+        state.traffic.local += state.local
+        return state.traffic
+
+    def slots(self, step: int, partition: Partition) -> Ints:
+        """Returns the slots of this rank in a partition: contiguous shares, unless moves have assigned others."""
+        slots = self._state(step).slots
+        parts = [slots[i] for i in (f"{partition.id}#{i}" for i in range(self.plan.chunks)) if i in slots]
+        if partition.id not in slots and partition.uneven and len(parts) == self.plan.chunks:
+            slots[partition.id] = np.sort(np.concatenate(parts))
+        if partition.id not in slots:
+            cells = contiguous_deal(partition, len(self.groups(step)) * self.plan.repeat, self.plan.repeat)
+            slots[partition.id] = np.flatnonzero(cells == partition.layout.cell_of(self.rank))
+        return slots[partition.id]
+
+    def groups(self, step: int) -> Ints:
+        """Returns the prompts of a step, ascending; during dynamic sampling, those of the current round."""
+        if self.sampled_prompts:
+            return self.sampled_prompts.positions
+        first, count = self.loader.position(step), self.loader.prompts
+        if self._sampling:
+            first, count = self._sampling.position, self._sampling.count
+        return np.arange(first, first + count, dtype=np.int64)
+
+    def begin_sampling(self, task: Refill) -> None:
+        """Starts the dynamic sampling of a step, before its first round."""
+        self._sampling = DynamicSampling(self.position, self.loader.prompts, task.rounds, task.unit)
+
+    def refill(self, step: int, task: Refill) -> Communication[bool]:
+        """Keeps the useful samples of a round. Returns False if the step needs another round."""
+        assert self._sampling is not None
+        keep = yield from self._kept_prompts(step, task)
+        prompts = self.groups(step)
+        full = self._sampling.add_round(keep)
+        for src, _, fields in task.carried:
+            if src.layout.cell_of(self.rank) is not None:
+                groups, member = np.divmod(self.slots(step, src), self.plan.repeat)
+                columns = {f: self.buffer.pop(Key(step, src.id, f)) for f in fields}
+                rounds = self._rounds.setdefault(src.id, [])
+                rounds.append((prompts[groups] * self.plan.repeat + member, columns))
+                selected = self._sampling.selected()
+                self._rounds[src.id] = [_only_prompts(part, selected, self.plan.repeat) for part in rounds]
+        self.buffer.discard(Key(step, task.partition.id, task.field))  # popped above if a later node reads it
+        self._state(step).slots.clear()
+        self._state(step).deals.clear()
+        self._moved.clear()
+        if full:
+            self.sampled_prompts, self._sampling = self._sampling.result(), None
+            self.position = self.sampled_prompts.next_position
+            for src, dst, fields in task.carried:
+                if src.layout.cell_of(self.rank) is not None:
+                    self._merge_rounds(step, dst, fields, self._rounds.pop(src.id))
+        return full
+
+    def _kept_prompts(self, step: int, task: Refill) -> Communication[Any]:
+        """Returns, for every prompt of the round, whether all of its samples are to be kept."""
+        layout, samples = task.partition.layout, len(self.groups(step)) * self.plan.repeat
+        share = task.partition.largest_share(samples, self.plan.repeat)
+        flags = torch.full((share,), -1, dtype=torch.int32)  # 2 × slot + keep, or −1
+        if layout.cell_of(self.rank) is not None:
+            column = self.buffer.get(Key(step, task.partition.id, task.field))
+            slots = torch.from_numpy(self.slots(step, task.partition))
+            if len(slots):
+                if isinstance(column, Ragged) or len(torch.as_tensor(column).shape) != 1:
+                    raise DataError(f"node '{task.node}': field '{task.field}' must have one boolean per sample")
+                flags[: len(slots)] = 2 * slots + torch.as_tensor(column).bool()
+        gathered = (yield from all_gather(self.rank, task.ranks, flags)).flatten()
+        known = gathered[gathered >= 0].numpy()
+        keep = np.ones(samples, bool)
+        keep[known // 2] = known % 2
+        return keep.reshape(-1, self.plan.repeat).all(1)
+
+    def _merge_rounds(
+        self, step: int, into: Partition, fields: tuple[str, ...], rounds: list[tuple[Ints, dict[str, Column]]]
+    ) -> None:
+        """Puts the samples of all rounds into the buffer, in the order of their ids."""
+        ids = np.concatenate([ids for ids, _ in rounds])
+        order = np.argsort(ids)
+        groups, member = np.divmod(ids[order], self.plan.repeat)
+        self._state(step).slots[into.id] = np.searchsorted(self.groups(step), groups) * self.plan.repeat + member
+        for f in fields:
+            self.buffer.put(Key(step, into.id, f), select(concat([columns[f] for _, columns in rounds]), order))
+
+    def close(self) -> None:
+        self.buffer.close()
+
+
+def _only_prompts(part: tuple[Ints, dict[str, Column]], prompts: Ints, repeat: int) -> tuple[Ints, dict[str, Column]]:
+    """Returns the samples of these prompts; copies them, so that the memory of the others is released."""
+    ids, columns = part
+    index = np.flatnonzero(np.isin(ids // repeat, prompts))
+    if len(index) == len(ids):
+        return part
+    return ids[index], {f: concat([select(c, index)]) for f, c in columns.items()}
+
+
+def by_field(value: Any, writes: tuple[str, ...]) -> Mapping[str, Any]:
+    """Returns field → column. A node returns a dict of fields, a Batch, None, or the one column it writes."""
+    if value is None:
+        return {}
+    if isinstance(value, Batch):
+        return value.columns
+    if isinstance(value, Mapping):
+        return value
+    if len(writes) == 1:
+        return {writes[0]: value}
+    fields = ", ".join(writes) or "(none)"
+    raise DataError(f"returned a {type(value).__name__}; return a dict of the fields {fields}")

@@ -1,0 +1,93 @@
+"""The loader: an endless stream of prompts, in an order that is computed, not stored. Its state is the step number."""
+
+from concurrent.futures import Future
+from threading import Thread
+from typing import Any, Protocol
+
+import numpy as np
+
+from distflow.dataset.shuffle import permute
+from distflow.plan.layout import contiguous_share
+from distflow.util.arrays import Ints
+
+_Loaded = tuple[Ints, dict[str, list[Any]]]
+
+
+class Source(Protocol):
+    """Random access to rows, as `Dataset` and `DatasetView` provide it."""
+
+    column_names: tuple[str, ...]
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, i: int, /) -> dict[str, Any]: ...
+
+
+class Loader:
+    """Loads `prompts` per step, each `repeat` times. The stream crosses epoch boundaries: every row once per epoch.
+
+    The position p of a prompt in the stream is also its group id; the samples of group p are p * repeat + j. With
+    `rewind`, every step has the first prompts of the stream.
+    """
+
+    def __init__(self, dataset: Source, prompts: int, repeat: int, seed: int, rewind: bool = False) -> None:
+        self.dataset, self.prompts, self.repeat, self.seed, self.rewind = dataset, prompts, repeat, seed, rewind
+        self._prefetched: tuple[tuple[int, int, int], Future[_Loaded]] | None = None
+
+    def position(self, step: int) -> int:
+        """Returns the position of a step's first prompt."""
+        return 0 if self.rewind else step * self.prompts
+
+    def epoch_of(self, step: int) -> int:
+        """Returns the epoch in which a step begins; it may end in a later one."""
+        return step * self.prompts // len(self.dataset)
+
+    def load(self, step: int, cell: int, cells: int) -> _Loaded:
+        """Returns the sample ids, ascending, and one list per field, of one of `cells` shares of a step.
+
+        Shares are contiguous and differ by at most one prompt; with fewer prompts than cells, some are empty. The
+        samples of one prompt share its values: do not change them in place.
+        """
+        if self._prefetched and self._prefetched[0] == (step, cell, cells):
+            (_, future), self._prefetched = self._prefetched, None
+            return future.result()
+        return self._load(step, cell, cells)
+
+    def prefetch(self, step: int, cell: int, cells: int) -> None:
+        """Starts to load in the background; `load` with the same arguments returns the result, or raises the error.
+
+        Only the last prefetch is kept.
+        """
+        key = (step, cell, cells)
+        if self._prefetched and self._prefetched[0] == key:
+            return
+        future: Future[_Loaded] = Future()
+
+        def fill() -> None:
+            try:
+                future.set_result(self._load(*key))
+            except BaseException as e:
+                future.set_exception(e)
+
+        self._prefetched = key, future
+        Thread(target=fill, name=f"prefetch step {step}", daemon=True).start()  # daemon: does not delay the exit
+
+    def _load(self, step: int, cell: int, cells: int) -> _Loaded:
+        return self.load_range(self.position(step), self.prompts, cell, cells)
+
+    def load_range(self, position: int, prompts: int, cell: int, cells: int) -> _Loaded:
+        """Returns the share of `cell` of any range of the stream."""
+        if not 0 <= cell < cells:
+            raise IndexError(f"cell {cell} of {cells}")
+        first, last = (position + p for p in contiguous_share(prompts, cells, cell))
+        rows = [self.dataset[i] for i in self._order(first, last - first)]
+        ids = np.arange(first * self.repeat, last * self.repeat, dtype=np.int64)
+        names = self.dataset.column_names
+        return ids, {name: [row[name] for row in rows for _ in range(self.repeat)] for name in names}
+
+    def _order(self, first: int, count: int) -> list[int]:
+        """Returns the rows at `count` positions of the stream."""
+        epoch, index = np.divmod(np.arange(first, first + count, dtype=np.int64), len(self.dataset))
+        order: list[int] = []
+        for e in np.unique(epoch).tolist():
+            order += permute(index[epoch == e], len(self.dataset), self.seed, e).tolist()
+        return order

@@ -1,0 +1,123 @@
+"""Why a run fails: each worker writes why it ended, the launcher finds the one cause and whether a restart may help."""
+
+import json
+import signal
+import time
+import traceback
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from distflow.comm.transport import is_peer_lost, short_message
+from distflow.errors import DistflowError, NodeError, PeerLostError, StuckError
+from distflow.liveness.heartbeat import read_record, step_name
+from distflow.liveness.watchdog import PACKAGE
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+Kind = Literal[
+    "user_error",  # in the config, flow, placement or data, before the first step
+    "node",  # the user's code or data failed in a step
+    "exception",  # anything else that was raised
+    "stuck",  # a worker waited too long
+    "peer_lost",  # this worker only noticed that another one is gone
+    "died",  # a worker ended without reporting why
+    "stopped",  # all workers ended because they were asked to
+]
+TERMINATED = (-signal.SIGTERM, 128 + signal.SIGTERM)  # exit codes of a worker that was asked to end
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a worker, or the run, has ended. Two failures are equal if they are the same at the same step."""
+
+    kind: Kind
+    message: str
+    step: int = -1  # −1: before evaluation and the first one
+    rank: int = field(default=-1, compare=False)
+    time: float = field(default=0.0, compare=False)
+
+    @classmethod
+    def of(cls, error: BaseException, rank: int, step: int) -> "Failure":
+        return cls(_kind(error, step), _message(error, rank), step, rank)
+
+    def write(self, folder: Path) -> bool:
+        """Writes it for the launcher; False if that fails: the disk may be full, and that the cause."""
+        path = folder / f"{self.rank}.error"
+        temporary = path.with_suffix(".part")
+        try:
+            temporary.write_text(json.dumps(asdict(replace(self, time=time.time()))))
+            temporary.rename(path)
+        except OSError:
+            return False
+        return True
+
+
+def _kind(error: BaseException, step: int) -> Kind:
+    match error:
+        case StuckError():
+            return "stuck"
+        case PeerLostError():
+            return "peer_lost"
+        case NodeError():
+            return "node"
+        case DistflowError():
+            return "user_error" if step < 0 else "node"
+    return "peer_lost" if is_peer_lost(error) else "exception"
+
+
+def _message(error: BaseException, rank: int) -> str:
+    """The error with the frames of the user's code if that raised it, with all frames if the error is unexpected."""
+    expected = isinstance(error, DistflowError)
+    cause = error.__cause__ if expected else error
+    if not expected and is_peer_lost(error):
+        return f"rank {rank} has lost another worker: {short_message(error)}"
+    text = str(error) if expected else f"rank {rank}: {type(error).__name__}: {error}"
+    if cause is None or isinstance(error, PeerLostError) or isinstance(cause, DistflowError):
+        return text
+    frames = traceback.extract_tb(cause.__traceback__)
+    if expected:
+        frames = traceback.StackSummary.from_list([f for f in frames if not f.filename.startswith(PACKAGE)])
+    return text + "\n" + "".join(frames.format()).rstrip()
+
+
+def read_failures(folder: Path) -> list[Failure]:
+    """Returns what the workers wrote: causes first, then stuck waits, then lost peers; each in the order of time."""
+    failures = [Failure(**json.loads(p.read_text())) for p in folder.glob("*.error")]
+    order = {"stuck": 1, "peer_lost": 2}
+    return sorted(failures, key=lambda f: (order.get(f.kind, 0), f.time))
+
+
+def find_cause(folder: Path, exits: "Mapping[int, ProcessFailure]") -> Failure:
+    """Returns the one cause, with its rank, step and task."""
+    reported = read_failures(folder)
+    if reported and reported[0].kind != "peer_lost":
+        return reported[0]
+    # No worker knows the cause: one died without reporting it. torchelastic itself asks the others to end.
+    unreported = [e for e in exits.values() if e.local_rank not in {f.rank for f in reported}]
+    unreported.sort(key=lambda e: e.exitcode in TERMINATED)
+    if not unreported:
+        return reported[0]
+    if not reported and all(e.exitcode == 128 + signal.SIGTERM for e in unreported):
+        return Failure("stopped", "the workers were asked to end")
+    dead = unreported[0]
+    killed = f"was killed by {signal.Signals(-dead.exitcode).name}" if dead.exitcode < 0 else None
+    hint = " (by hand, or by the system for lack of memory)" if dead.exitcode == -signal.SIGKILL else ""
+    record = read_record(folder, dead.local_rank)
+    where = f" in {step_name(record.step)}, task '{record.task}'" if record else " before it started"
+    noticed = "".join(f"\n  noticed by rank {f.rank}: {f.message}" for f in reported[:3])
+    ended = f"{killed or f'exited with {dead.exitcode}'}{hint}{where}{noticed}"
+    return Failure("died", f"rank {dead.local_rank} (pid {dead.pid}) {ended}", record.step if record else -1)
+
+
+def why_not_restart(failure: Failure, previous: Failure | None, checkpoint: int | None) -> str | None:
+    """Returns why another attempt would fail like this one; None if it may succeed, as after a lost or stuck worker."""
+    if failure.kind == "user_error":
+        return "it would fail again"
+    if failure.kind == "node" and checkpoint is None:
+        return "it would fail again, as there is no checkpoint yet"
+    if failure.kind in ("node", "exception") and failure == previous:
+        return "it failed twice at the same place"
+    return None

@@ -1,0 +1,238 @@
+"""A model to start from: a name on the hub, a directory, or an architecture with random weights.
+
+Weights are read in parts, so that a worker never holds more than its own shard.
+"""
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from copy import copy, deepcopy
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+from transformers import (
+    CONFIG_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+from transformers import PreTrainedTokenizerBase as Tokenizer
+
+from distflow.config.schema import ModelConfig
+from distflow.errors import ConfigError, cut, suggest
+from distflow.model import attention
+from distflow.model.tokenizer import train_tokenizer
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+Read = Callable[[str, tuple[slice, ...]], Tensor]
+Head = Literal["lm", "value"]  # what the model outputs for a token: logits over the vocabulary, or one number
+VALUE_HEAD = "score.weight"
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a model's config, tokenizer and weights come from."""
+
+    name: str
+    config: PreTrainedConfig
+    tokenizer: Tokenizer
+    folder: Path | None = None  # where the weights are; None: random, from `seed`
+    seed: int = 0
+    remote_code: bool = False
+    head: Head = "lm"
+    weights: Read | None = None  # reads them from elsewhere, such as a checkpoint
+
+    def with_value_head(self) -> "Source":
+        """Returns the same model with a value head; one that the model does not come with outputs 0 at first."""
+        config = copy(self.config)
+        config.num_labels = 1
+        return replace(self, config=config, head="value")
+
+    @property
+    def address(self) -> str | None:
+        """The name on the hub or the directory by which others find it; None if its weights are random."""
+        if self.folder is None:
+            return None
+        return self.name if self.folder.parent.name == "snapshots" else str(self.folder.resolve())
+
+    @property
+    def has_value_head(self) -> bool:
+        return self.folder is not None and VALUE_HEAD in self._files
+
+    @property
+    def _class(self) -> Any:
+        return AutoModelForCausalLM if self.head == "lm" else AutoModelForSequenceClassification
+
+    def skeleton(self) -> PreTrainedModel:
+        """Returns the model with its parameters on the meta device."""
+        with _parameters_on_meta():
+            model = self._class.from_config(  # which changes the config's dtype
+                deepcopy(self.config),
+                attn_implementation=attention.NAME,
+                dtype=torch.float32,
+                trust_remote_code=self.remote_code,
+            )
+        if not getattr(model, "_supports_attention_backend", False):
+            raise ConfigError(f"model: '{self.name}' is a {self.config.model_type}, which brings its own attention")
+        model.tie_weights()
+        model.eval()
+        assert isinstance(model, PreTrainedModel)
+        return model
+
+    def reader(self, names: Sequence[str]) -> Read:
+        """Returns a function that reads a part of a parameter, by its name in the skeleton."""
+        if self.weights is not None:
+            return self.weights
+        files = self._files if self.folder else {}
+        if self.head == "value" and VALUE_HEAD not in files:
+            rest = replace(self, head="lm").reader([n for n in names if n != VALUE_HEAD])
+            head = torch.zeros(1, self.config.get_text_config().hidden_size)
+            return lambda name, part: head[part] if name == VALUE_HEAD else rest(name, part)
+        if files and all(n in files for n in names):
+            opened = {f: safe_open(f, "pt") for f in set(files.values())}
+            return lambda name, part: opened[files[name]].get_slice(name)[part]
+        whole = self._whole()
+        return lambda name, part: whole[name][part]
+
+    @cached_property
+    def _files(self) -> Mapping[str, str]:
+        """Parameter → the safetensors file it is in."""
+        assert self.folder is not None
+        index = self.folder / "model.safetensors.index.json"
+        if index.exists():
+            places: Mapping[str, str] = json.loads(index.read_text())["weight_map"]
+            for file in set(places.values()):
+                if "/" in file or not (self.folder / file).is_file():
+                    raise ConfigError(f"model: {index} names a file that is not beside it, '{cut(file)}'")
+            return {name: str(self.folder / file) for name, file in places.items()}
+        single = self.folder / "model.safetensors"
+        if not single.exists():
+            return {}
+        with safe_open(single, "pt") as f:
+            return dict.fromkeys(f.keys(), str(single))
+
+    def _whole(self) -> Mapping[str, Tensor]:
+        """Returns all weights at once: random ones, or from files that cannot be read in parts."""
+        if self.folder is None:
+            state = torch.get_rng_state()
+            torch.manual_seed(self.seed)
+            model = AutoModelForCausalLM.from_config(deepcopy(self.config), dtype=torch.float32)
+            torch.set_rng_state(state)
+        else:
+            model = AutoModelForCausalLM.from_pretrained(
+                self.folder, dtype=torch.float32, trust_remote_code=self.remote_code
+            )
+        return dict(model.named_parameters(remove_duplicate=False))
+
+
+def open_model(given: ModelConfig, texts: Callable[[], Iterator[str]], base: Path, seed: int) -> Source:
+    """Opens the model that the config names; `texts` train the tokenizer of one with random weights."""
+    if given.arch is not None:
+        return _fresh(given, texts, seed)
+    assert given.path is not None
+    folder = find_folder(given.path, base)
+    try:
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=given.trust_remote_code)
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=given.trust_remote_code)
+    except (OSError, ValueError) as e:
+        raise ConfigError(f"model: '{given.path}' cannot be loaded: {_first_line(e)}") from None
+    _without_dropout(config)
+    if tokenizer.eos_token_id is None:
+        raise ConfigError(f"model: the tokenizer of '{given.path}' has no eos_token; responses could not end")
+    return Source(given.path, config, tokenizer, Path(folder), seed, given.trust_remote_code)
+
+
+def _fresh(given: ModelConfig, texts: Callable[[], Iterator[str]], seed: int) -> Source:
+    assert given.arch is not None
+    if given.arch not in CONFIG_MAPPING:
+        known = ("gemma", "llama", "mistral", "qwen2", "qwen3")
+        raise ConfigError(f"model.arch: '{given.arch}' is not one of transformers{suggest(given.arch, known)}")
+    tokenizer = train_tokenizer(texts(), given.vocab)
+    heads = given.heads or max(1, given.hidden // 64)
+    try:
+        config = AutoConfig.for_model(
+            given.arch,
+            vocab_size=len(tokenizer),
+            hidden_size=given.hidden,
+            intermediate_size=given.ffn or 4 * given.hidden,
+            num_hidden_layers=given.layers,
+            num_attention_heads=heads,
+            num_key_value_heads=given.kv_heads or heads,
+            head_dim=given.hidden // heads,
+            max_position_embeddings=given.positions,
+            tie_word_embeddings=True,
+            bos_token_id=None,
+            eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=tokenizer.pad_token_id,
+        )
+    except Exception as e:  # each architecture has its own way to refuse
+        raise ConfigError(f"model.arch: a small '{given.arch}' cannot be built: {_first_line(e)}") from None
+    _without_dropout(config)
+    return Source(f"{given.arch} with random weights", config, tokenizer, seed=seed)
+
+
+def find_folder(name: str, base: Path) -> Path:
+    """Returns the directory of a model: as given, or downloaded from the hub (or found in its cache)."""
+    try:
+        path = base / Path(name).expanduser()
+        if path.is_dir():
+            return path
+    except (OSError, RuntimeError) as e:  # a name too long, no such user
+        raise ConfigError(f"model: '{cut(name)}' cannot be looked up: {e}") from None
+    if name.startswith((".", "/", "~")) or name.count("/") > 1:  # no name on the hub looks like this
+        near = suggest(path.name, (p.name for p in path.parent.iterdir() if p.is_dir())) if path.parent.is_dir() else ""
+        raise ConfigError(f"model: there is no directory {path}{near}")
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(
+            snapshot_download(name, ignore_patterns=["*.bin", "*.pth", "*.gguf", "*.onnx", "*.msgpack", "*.h5"])
+        )
+    except Exception as e:  # the hub's client raises what it likes: not found, no access, no network, no such cache
+        raise ConfigError(
+            f"model: '{name}' is neither a directory ({path}) nor a model that the hub gives us: {_first_line(e)};"
+            " check the name, your access (HF_TOKEN) and the network, or give a directory"
+        ) from None
+
+
+def _without_dropout(config: PreTrainedConfig) -> None:
+    """Turns dropout off: it would make the trainer's log-probs differ from the rollout's."""
+    for key, value in config.to_dict().items():
+        if "dropout" in key and isinstance(value, float):
+            setattr(config, key, 0.0)
+
+
+def _first_line(error: Exception) -> str:
+    text = str(error).strip() or type(error).__name__
+    return text.splitlines()[0].rstrip(".;: ")
+
+
+@contextmanager
+def _parameters_on_meta() -> Iterator[None]:
+    """Modules made in here have parameters on the meta device; buffers, which are in no file, are real."""
+    register = nn.Module.register_parameter
+
+    def on_meta(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        register(self, name, None if param is None else nn.Parameter(param.to("meta"), param.requires_grad))
+
+    nn.Module.register_parameter = on_meta  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
+def kv_bytes(config: PreTrainedConfig, dtype: torch.dtype, tp: int) -> int:
+    """Returns the bytes of KV cache that one token takes."""
+    c: Any = config.get_text_config()
+    heads = getattr(c, "num_key_value_heads", None) or c.num_attention_heads
+    dim = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
+    return int(2 * c.num_hidden_layers * heads * dim * dtype.itemsize // tp)

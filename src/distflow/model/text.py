@@ -1,0 +1,167 @@
+"""Text to tokens and back, once each: what the model generated stays tokens."""
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import GenerationConfig
+from transformers import PreTrainedTokenizerBase as Tokenizer
+
+from distflow.batch.batch import Batch, Ragged
+from distflow.errors import ConfigError, DataError, shown
+from distflow.model.source import Source
+from distflow.model.time_limit import OutOfTimeError, time_limit
+
+_TEMPLATE_S = 10.0  # for a prompt; usual ones take less than a thousandth of that
+Prompt = str | list[dict[str, Any]]
+
+
+class Text:
+    """Encodes prompts of at most `limit` tokens, and decodes responses."""
+
+    def __init__(self, source: Source, limit: int) -> None:
+        self.name, self.limit = source.name, limit
+        self.tokenizer: Tokenizer = source.tokenizer
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        """Encodes a prompt; chat messages go through the tokenizer's chat template."""
+        self.check_size(prompt)
+        return self.check_length(self._encode(prompt))
+
+    def check_length(self, tokens: list[int]) -> list[int]:
+        """Returns the tokens of a prompt if they are neither none nor too many."""
+        if not tokens:
+            raise DataError("the prompt is empty; it needs at least one token")
+        if len(tokens) > self.limit:
+            raise DataError(
+                f"the prompt has {len(tokens)} tokens, the longest allowed is {self.limit}"
+                " (data.max_prompt, or the model's positions less rollout.max_tokens)"
+            )
+        return tokens
+
+    def check_size(self, prompt: Prompt) -> None:
+        """Refuses at once what is too long in any tokens: to tokenize 100 MB takes minutes, and all memory."""
+        if self.fewest_tokens(prompt) > self.limit:
+            raise DataError(
+                f"the prompt has {_count_characters(prompt):,} characters, which are more than {self.limit} tokens, the"
+                " longest allowed (data.max_prompt, or the model's positions less rollout.max_tokens)"
+            )
+
+    def fewest_tokens(self, prompt: Prompt) -> int:
+        """Returns how many tokens a prompt has at least, without tokenizing it."""
+        return _count_characters(prompt) // self._longest_token
+
+    @cached_property
+    def _longest_token(self) -> int:
+        """The most characters that one token can stand for."""
+        return max(map(len, self.tokenizer.get_vocab()))
+
+    def _encode(self, prompt: Prompt) -> list[int]:
+        if isinstance(prompt, str):
+            check_whole(prompt, "the prompt")
+            return self.tokenizer(prompt, return_attention_mask=False)["input_ids"]  # type: ignore[no-any-return]
+        if prompt == []:
+            return []
+        return self.apply_template(prompt, add_generation_prompt=True, return_dict=False)  # type: ignore[no-any-return]
+
+    def apply_template(self, messages: Prompt, **options: Any) -> Any:
+        """Calls the tokenizer's chat template, for no longer than it may take."""
+        if not isinstance(messages, list) or not all(isinstance(m, dict) and "content" in m for m in messages):
+            raise DataError(
+                f"the prompt is {str(messages)[:60]!r}; it is text or a list of chat messages {{role, content}}"
+            )
+        if not self.tokenizer.chat_template:
+            raise DataError(
+                f"the prompt is a list of chat messages, and the tokenizer of '{self.name}' has no chat template;"
+                " give a model that has one (an instruct model), or prompts as text"
+            )
+        try:
+            with time_limit(_TEMPLATE_S):
+                return self.tokenizer.apply_chat_template(messages, **options)
+        except OutOfTimeError:  # all rows would take as long, so none is skipped
+            raise ConfigError(
+                f"model: the chat template of '{self.name}' takes longer than {_TEMPLATE_S:g} s for a prompt; give"
+                " a model with another one, or prompts as text"
+            ) from None
+        except Exception as e:  # a template is a program: it refuses roles and content as it likes
+            raise DataError(
+                f"the chat template of '{self.name}' does not accept the prompt: {e}; fix its messages"
+            ) from e
+
+    def encode_pairs(self, prompts: Sequence[Prompt], responses: Sequence[str]) -> dict[str, Ragged]:
+        end = [self.tokenizer.eos_token_id]
+        answers = [self.tokenizer(_text(r), add_special_tokens=False)["input_ids"] + end for r in responses]
+        return {
+            "prompt_tokens": ragged([self.encode(p) for p in prompts]),
+            "response_tokens": ragged(answers),
+        }
+
+    def encode_preferences(self, batch: Batch) -> dict[str, Any]:
+        """Encodes `chosen` as the response of a prompt's first sample (+1), `rejected` as that of its second (−1)."""
+        first = batch.ids == 2 * batch.groups
+        answers = [_text(batch["chosen" if one else "rejected"][i]) for i, one in enumerate(first.tolist())]
+        preferred = torch.from_numpy(np.where(first, 1.0, -1.0).astype(np.float32))
+        return {**self.encode_pairs(batch["prompt"], answers), "preferred": preferred}
+
+    def decode(self, tokens: Ragged) -> list[str]:
+        if not len(tokens):
+            return []  # the tokenizer takes no responses for an empty one
+        return self.tokenizer.batch_decode([t.tolist() for t in tokens], skip_special_tokens=True)
+
+    def stop_tokens(self, source: Source, extra: Sequence[str]) -> frozenset[int]:
+        """Returns the tokens that end a response: the tokenizer's, the generation config's and the user's."""
+        ends = {self.tokenizer.eos_token_id}
+        if source.folder and (source.folder / "generation_config.json").exists():
+            eos = GenerationConfig.from_pretrained(source.folder).eos_token_id
+            ends |= set(eos if isinstance(eos, list) else [eos] if eos is not None else [])
+        for text in extra:
+            ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+            if len(ids) != 1:
+                raise ConfigError(
+                    f"rollout.stop: '{text}' is {len(ids)} tokens; a text that is one token can end a response"
+                )
+            ends.add(ids[0])
+        return frozenset(ends)
+
+
+def _count_characters(prompt: Any) -> int:
+    if isinstance(prompt, list):
+        return sum(_count_characters(m.get("content") if isinstance(m, dict) else m) for m in prompt)
+    return len(prompt) if isinstance(prompt, str) else 0
+
+
+def _text(response: Any) -> str:
+    """Returns a response as text; given as chat messages, it is the last one."""
+    if isinstance(response, list) and response and isinstance(response[-1], dict) and "content" in response[-1]:
+        response = response[-1]["content"]
+    if not isinstance(response, str):
+        raise DataError(f"a response is {shown(response, 60)}; it is text, or chat messages that end with it")
+    check_whole(response, "a response")
+    return response
+
+
+def check_whole(text: str, what: str) -> None:
+    """Refuses lone surrogates, which JSON can express and no tokenizer accepts."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as e:
+        raise DataError(f"{what} has a lone surrogate, {text[e.start]!r}, at {e.start}: {shown(text, 60)}") from None
+
+
+def ragged(rows: Sequence[Sequence[int]]) -> Ragged:
+    tokens = torch.tensor([token for row in rows for token in row], dtype=torch.int64)
+    return Ragged.packed(tokens, np.array([len(row) for row in rows], np.int64))
+
+
+def prompt_limit(source: Source, max_tokens: int, max_prompt: int | None) -> int:
+    """Returns the longest prompt, in tokens, that leaves room for a response of `max_tokens`."""
+    positions = int(getattr(source.config.get_text_config(), "max_position_embeddings", None) or 1 << 30)
+    room = positions - max_tokens
+    if room < 1:
+        raise ConfigError(
+            f"rollout.max_tokens: {max_tokens} leaves no room for a prompt in the model's {positions} positions;"
+            " lower it"
+        )
+    return min(max_prompt or room, room)

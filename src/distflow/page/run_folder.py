@@ -1,0 +1,219 @@
+"""Reads the folder of a run, whatever state it is in: running, killed, of an older version, without samples."""
+
+import fcntl
+import json
+import time
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from distflow.errors import ConfigError
+from distflow.observe.explain import explain
+from distflow.observe.findings import findings
+from distflow.observe.spans import step_of
+from distflow.page.plan_view import plan_view
+from distflow.page.sample_index import SampleIndex
+from distflow.page.step_view import MAX_LANES, StepView, parse_spans
+from distflow.run_folder import SAMPLES, SPANS
+from distflow.util.lines import Tail, lines_of_steps, log_files, parse
+
+MAX_POINTS = 2000  # of a curve
+ENDED = {"ended": "finished", "simulated": "simulated"}  # in state.json → as it is shown
+QUIET_S = 120.0  # without a sign of life a run of another host counts as ended
+HEADLINE = ("val/*/score", "reward/mean", "response_length/mean", "actor/entropy", "actor/grad_norm")
+HEADLINE_LAST = ("perf/tokens_per_s", "timing_max_s/step")
+
+
+class RunFolder:
+    """All that a page shows of one run. What cannot be read is named by `missing`, never an error."""
+
+    def __init__(self, path: Path) -> None:
+        if not any((path / name).exists() for name in ("metrics.jsonl", "config.yaml", SPANS)):
+            raise ConfigError(f"{path}: is not the folder of a run; give one, such as runs/grpo (`distflow runs DIR`)")
+        self.path, self.name = path, path.resolve().name
+        self.samples = SampleIndex(path)
+        self._tail = Tail(path / "metrics.jsonl")
+        self._rows: list[dict[str, Any]] = []
+        self._bad = 0
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Returns the metrics of all steps so far."""
+        if self._tail.replaced():
+            self._tail, self._rows, self._bad = Tail(self._tail.path), [], 0
+        for _, line in self._tail.lines():
+            row = parse(line)
+            if isinstance(row, dict) and isinstance(row.get("step"), int):
+                self._rows.append(row)
+            else:
+                self._bad += 1
+        return self._rows
+
+    def read_json(self, name: str) -> dict[str, Any]:
+        try:
+            value = json.loads(self.text(name))
+        except ValueError:
+            return {}
+        return value if isinstance(value, dict) else {}
+
+    def text(self, name: str) -> str:
+        """Returns the text of a file of the folder; empty if it is not there, or a link to somewhere else."""
+        path = self.path / name
+        try:
+            return "" if path.is_symlink() else path.read_text(encoding="utf-8", errors="replace")
+        except OSError:
+            return ""
+
+    def ranks(self) -> list[int]:
+        """Returns the ranks that have recorded spans."""
+        return [int(path.stem) for path in log_files(self.path / SPANS)]
+
+    def signature(self) -> str:
+        """Returns a text that changes whenever the run has written something."""
+        files = [self.path / "metrics.jsonl", *log_files(self.path / SAMPLES)]
+        files += [self.path / SPANS / f"{r}.jsonl" for r in self.ranks()[:1]]
+        states = []
+        for file in files:
+            try:
+                state = file.stat()
+            except OSError:
+                continue
+            states.append(f"{state.st_size}.{state.st_mtime_ns}")
+        return "-".join([*states, self.state()["state"]])
+
+    def state(self) -> dict[str, Any]:
+        """Returns whether the run is running, how far it is, and when it was last heard of."""
+        rows, state = self.rows(), self.read_json("state.json")
+        step = max((row["step"] for row in rows), default=None)
+        steps, error = state.get("steps"), self._error()
+        last = max((float(row.get("time") or 0) for row in rows), default=state.get("time", 0.0))
+        if error:
+            word = "stopped" if "stopped on request" in error else "failed"
+        elif state.get("state") in ENDED:
+            word = ENDED[state["state"]]
+        elif _locked(self.path / "lock") or time.time() - last < QUIET_S:
+            word = "running"
+        else:  # without a word; an older version never said one
+            word = "killed" if state else "ended"
+        return {"state": word, "step": step, "steps": steps, "last": last, "error": error}
+
+    def _error(self) -> str:
+        """Returns why the run ended, if a worker could still say it and nothing came after it."""
+        latest: tuple[int, str] = (0, "")
+        for rank in self.ranks()[:MAX_LANES]:
+            line = _last_line(self.path / SPANS / f"{rank}.jsonl")
+            for span in parse_spans(rank, [line]):
+                latest = max(latest, (span.end, span.name if span.kind == "error" else ""))
+        return latest[1]
+
+    def overview(self) -> dict[str, Any]:
+        rows = self.rows()
+        return {
+            "name": self.name,
+            "path": str(self.path),
+            **self.state(),
+            "config": self.text("config.yaml"),
+            "versions": self.read_json("versions.json"),
+            "run": self.read_json("run.json"),
+            "workers": len(self.ranks()),
+            "headline": _headline(rows),
+            "warnings": [{"text": f.text, "metric": f.metric} for f in findings(rows)],
+            "missing": self.missing(),
+            "steps_recorded": self.steps(),
+            "signature": self.signature(),
+        }
+
+    def missing(self) -> list[str]:
+        """Says in words what the folder lacks."""
+        said = []
+        if self.state()["state"] == "simulated":
+            return ["A simulated step: it has no metrics and no samples."]
+        if not self.rows():
+            said.append("No metrics yet: the first step has not ended.")
+        if not self.ranks():
+            said.append("No spans: recorded by an older version, or with `record.spans: false`.")
+        if not self.samples.recorded():
+            said.append("No samples: recorded by an older version, with `record.samples: 0`, or by a flow without any.")
+        if not self.read_json("plan.json"):
+            said.append("No plan: the run is of an older version.")
+        bad = self._bad + self.samples.bad
+        if bad:
+            said.append(f"{bad} lines could not be read and are left out.")
+        return said
+
+    def metrics(self) -> dict[str, Any]:
+        """Returns the curves: columns over steps, at most MAX_POINTS of them."""
+        rows = self.rows()
+        every = -(-len(rows) // MAX_POINTS) or 1
+        rows = rows[::-every][::-1]
+        names = sorted({name for row in rows for name in row} - {"step", "time"})
+        return {
+            "step": [row["step"] for row in rows],
+            "time": [row.get("time") for row in rows],
+            "series": {name: [_short(row.get(name)) for row in rows] for name in names},
+            "explain": {name: text for name in names if (text := explain(name))},
+        }
+
+    def plan(self) -> dict[str, Any]:
+        plan = self.read_json("plan.json")
+        try:
+            return plan_view(plan) if plan else {}
+        except (KeyError, TypeError, ValueError, IndexError):
+            return {}  # of a version that wrote it otherwise
+
+    def steps(self) -> list[int]:
+        """Returns the steps whose spans are recorded, those of the first rank."""
+        ranks = self.ranks()
+        if not ranks:
+            return []
+        path = self.path / SPANS / f"{ranks[0]}.jsonl"
+        found: dict[int, None] = {}
+        try:
+            with open(path, "rb") as file:
+                for line in file:
+                    if b',"step","' in line and (step := step_of(line)) is not None:
+                        found[step] = None
+        except OSError:
+            return []
+        return sorted(found)
+
+    def step(self, step: int, ranks: Sequence[int] | None = None) -> StepView:
+        """Returns what workers recorded of one step."""
+        found = []
+        for rank in self.ranks() if ranks is None else ranks:
+            path = self.path / SPANS / f"{rank}.jsonl"
+            found += parse_spans(rank, lines_of_steps(path, step, step, step_of))
+        return StepView(step, found)
+
+
+def _headline(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Returns the names of the few metrics that matter."""
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    patterns = [*HEADLINE, *HEADLINE_LAST]
+    return [next(n for n in names if fnmatchcase(n, p)) for p in patterns if any(fnmatchcase(n, p) for n in names)]
+
+
+def _short(value: Any) -> Any:
+    return float(f"{value:.6g}") if isinstance(value, float) else value
+
+
+def _locked(path: Path) -> bool:
+    """Returns whether a launcher of this host runs the run."""
+    try:
+        with open(path, "rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False
+
+
+def _last_line(path: Path) -> bytes:
+    try:
+        with open(path, "rb") as file:
+            file.seek(max(0, file.seek(0, 2) - 8192))
+            lines = file.read().splitlines(keepends=True)
+    except OSError:
+        return b""
+    return next((line for line in reversed(lines) if line.endswith(b"\n")), b"")

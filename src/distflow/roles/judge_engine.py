@@ -1,0 +1,75 @@
+"""The model of a judge in the worker itself: in the engine that the run generates with, or in one of its own."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from distflow.config.schema import ModelConfig
+from distflow.errors import DataError
+from distflow.model.source import DTYPES, Source, open_model
+from distflow.model.text import Text, prompt_limit
+from distflow.plan.layout import Layout
+from distflow.roles.context import RoleContext
+from distflow.roles.policy import Policy
+from distflow.rollout.builtin.engine import BuiltinEngine
+from distflow.rollout.engine import Completion, Request, RolloutEngine, SamplingParams
+from distflow.rollout.responses import check_version, complete
+
+
+class JudgeEngine:
+    """Answers questions greedily, all of a step at once. `longest`: tokens of a question, at most."""
+
+    def __init__(
+        self,
+        engine: RolloutEngine,
+        source: Source,
+        longest: int,
+        max_tokens: int,
+        release: Callable[[], None],
+        version: Callable[[], int] = lambda: 0,
+    ) -> None:
+        """`release` gives memory back after a step; `version` is that of the weights which the engine should have."""
+        self.engine, self.release, self.version = engine, release, version
+        self.text = Text(source, longest)
+        self.params = SamplingParams(max_tokens, temperature=0.0, stop=self.text.stop_tokens(source, ()))
+
+    def answers(self, questions: Sequence[str]) -> list[str | Exception]:
+        verdicts: dict[int, str | Exception] = {}
+        requests = []
+        for i, question in enumerate(questions):
+            try:
+                chat = [{"role": "user", "content": question}]
+                prompt = self.text.encode(chat if self.text.tokenizer.chat_template else question)
+                requests.append(Request(i, tuple(prompt), self.params, 0))
+            except DataError as e:  # a conversation that is too long to judge
+                verdicts[i] = e
+
+        def check(completion: Completion) -> None:
+            check_version(completion, self.version())
+
+        for i, completion in complete(self.engine, requests, check=check).items():
+            verdicts[i] = str(self.text.tokenizer.decode(completion.tokens.tolist(), skip_special_tokens=True))
+        self.release()
+        return [verdicts[i] for i in range(len(questions))]
+
+
+def frozen_engine(
+    role: RoleContext, layout: Layout, model: Mapping[str, Any] | str | None, max_tokens: int
+) -> JudgeEngine:
+    """Makes an engine with weights that nobody trains: those of `model`, or of the run's as it was at the start."""
+    given = ModelConfig(path=model) if isinstance(model, str) else ModelConfig(**model) if model else None
+    source = open_model(given, lambda: iter(()), role.base, role.seed) if given else role.model
+    dtype, mesh = DTYPES[role.train.dtype], role.meshes[layout]
+    engine = BuiltinEngine(source, layout, mesh, role.rank, role.rollout, dtype, role.device)
+    engine.read_weights(source)
+    engine.commit_weights(0)
+
+    def release() -> None:
+        engine.release_memory(weights=False)
+
+    return JudgeEngine(engine, source, prompt_limit(source, max_tokens, None), max_tokens, release)
+
+
+def borrowed_engine(policy: Policy, max_tokens: int) -> JudgeEngine:
+    """Judges with the engine of a role that generates, and so with the weights that the step's samples are from."""
+    engine, source, longest = policy.lend_engine(), policy.role.model, policy.longest_prompt(max_tokens)
+    return JudgeEngine(engine, source, longest, max_tokens, policy.return_engine, lambda: policy.weight_version)

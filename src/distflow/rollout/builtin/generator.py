@@ -1,0 +1,206 @@
+"""Generates with a model whose weights are in place: queues requests, sizes the KV cache, runs the continuous batch."""
+
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from transformers import PreTrainedModel
+
+from distflow.cpu.lanes import Lanes, share_threads, torch_threads
+from distflow.errors import ConfigError
+from distflow.rollout.builtin.continuous_batch import ContinuousBatch
+from distflow.rollout.builtin.forward import Forward, forward_for
+from distflow.rollout.builtin.history import History, HistoryPages, history_share
+from distflow.rollout.builtin.kv_cache import KVCache
+from distflow.rollout.builtin.model_runner import Agree, ModelRunner
+from distflow.rollout.builtin.page_pool import PagePool
+from distflow.rollout.builtin.scheduler import Scheduler
+from distflow.rollout.builtin.sequence import Sequence
+from distflow.rollout.engine import Completion, Request, Wake, never
+from distflow.util.text import human_bytes
+
+PAGE = 256  # tokens of a page of the KV cache, unless all sequences are shorter
+# Prompt tokens in one prefill pass. On a CPU, the activations of this many stay in its cache.
+_PREFILL_TOKENS, _PREFILL_TOKENS_CPU = 8192, 1024
+
+
+@dataclass(frozen=True)
+class CacheLimits:
+    """Limits of what runs at once: bytes of KV cache, bytes per token, and a plain maximum of sequences."""
+
+    bytes_per_token: int
+    cache_bytes: int
+    max_sequences: int
+
+    def fits(self, page: int, length: int) -> bool:
+        """Whether a sequence of this length fits in pages of so many tokens."""
+        return -(-length // page) * page * self.bytes_per_token <= self.cache_bytes
+
+    def pages(self, page: int, length: int) -> int:
+        """The number of pages of so many tokens; raises if a sequence of this length does not fit in them."""
+        if not self.fits(page, length):
+            raise ConfigError(
+                f"rollout.kv_cache_gb: a sequence of {length} tokens needs"
+                f" {human_bytes(self.bytes_per_token * -(-length // page) * page)} of KV cache and there are"
+                f" {human_bytes(self.cache_bytes)}; raise it, or lower rollout.max_tokens"
+            )
+        return self.cache_bytes // (self.bytes_per_token * page)
+
+
+class Running(Protocol):
+    """The part that exists while requests are unfinished: a continuous batch, or several of them in threads."""
+
+    @property
+    def has_unfinished(self) -> bool: ...
+
+    def add(self, sequences: list[Sequence]) -> None: ...
+
+    def step(self, wake: Wake) -> list[Sequence]: ...
+
+
+class Generator:
+    """`max_lanes`: continuous batches that may run at once, each in a thread of its own; see `cpu.lanes`."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        limits: CacheLimits,
+        device: torch.device,
+        agree: Agree = lambda tokens: tokens,
+        max_lanes: int = 1,
+    ) -> None:
+        self.model, self.limits, self.device, self.agree, self.max_lanes = model, limits, device, agree, max_lanes
+        self.caches: list[KVCache] = []  # one per lane, kept from rollout to rollout
+        self._queue: list[Sequence] = []
+        self._unfinished: dict[int, Sequence] = {}  # by the id of the request
+        self._longest = 0  # sequence that there is room for in each of them
+        self._histories: dict[int, History] = {}  # by sample id, while they may be continued
+        self._serving: tuple[int, int] | None = None  # sequences to be ready for, and the longest of them
+        self._running: Running | None = None  # while requests are unfinished, or may come
+        self._cleanup = ExitStack()  # unpacks the weights, ends the threads
+
+    def add_request(self, request: Request) -> None:
+        sequence = self._unfinished[request.id] = Sequence(request, self._history(request))
+        self._queue.append(sequence)
+
+    def _history(self, request: Request) -> History | None:
+        """Returns where a request leaves its keys and values; None: nowhere."""
+        if not request.keep or not self._serving:
+            return None
+        if request.sample_id not in self._histories and len(self._histories) < self._serving[0]:
+            self._histories[request.sample_id] = History()
+        return self._histories.get(request.sample_id)
+
+    def forget(self, sample_ids: Iterable[int]) -> None:
+        """Gives the pages of samples back; to others, when the last sequences of these have left."""
+        for sample_id in sample_ids:
+            if history := self._histories.pop(sample_id, None):
+                history.closed = True
+
+    def abort(self, request_ids: Iterable[int]) -> None:
+        """Drops requests; those that run leave the batch after its next decoding step."""
+        for sequence in [self._unfinished.pop(i) for i in request_ids if i in self._unfinished]:
+            sequence.aborted = True
+        self._queue = [s for s in self._queue if not s.aborted]
+
+    @contextmanager
+    def serving(self, sequences: int, longest: int) -> Iterator[None]:
+        """Keeps weights packed and lanes running inside of it, also while there are no requests."""
+        self._serving = sequences, longest
+        try:
+            yield
+        finally:
+            self._serving, self._histories = None, {}
+            self.stop()
+
+    @property
+    def has_unfinished(self) -> bool:
+        return bool(self._unfinished)
+
+    def step(self, weight_version: int = 0, wake: Wake = never) -> list[Completion]:
+        """Generates until at least one request is finished, or `wake` is true, and returns all that are finished."""
+        if not self.has_unfinished:
+            return []
+        try:
+            if self._running and not self._running.has_unfinished and self._too_long():
+                self._end()  # and start again, with room for it
+            if self._running is None:
+                self._running = self._start(self._queue)
+            self._running.add([s for s in self._queue if s.max_length <= self._longest])
+            self._queue = [s for s in self._queue if s.max_length > self._longest]  # until a lane has a larger share
+            finished = self._running.step(wake)
+        except BaseException:
+            self.stop()
+            raise
+        for sequence in finished:
+            self._unfinished.pop(sequence.request.id, None)  # one that was aborted meanwhile is not there any more
+        if not self._running.has_unfinished and not self._serving:
+            self._end()
+        finished = [s for s in finished if not s.aborted]
+        return [s.completion(weight_version) for s in finished]
+
+    def interrupt(self, weight_version: int = 0) -> list[Completion]:
+        """Drops unfinished requests; returns what there is of their responses."""
+        running = self._running
+        assert running is None or isinstance(running, ContinuousBatch)  # lanes are not in step with each other
+        unfinished = [*(running.unfinished if running else ()), *self._queue]
+        self.stop()
+        return [s.completion(weight_version) for s in unfinished]
+
+    def stop(self) -> None:
+        """Drops unfinished requests."""
+        self._queue, self._unfinished = [], {}
+        self._end()
+
+    def _too_long(self) -> bool:
+        """Whether what waits has no room in the caches that there are."""
+        return all(s.max_length > self._longest for s in self._queue)
+
+    def _end(self) -> None:
+        self._running = None
+        self._cleanup.close()
+        for history in self._histories.values():
+            history.reset()
+
+    def _start(self, sequences: list[Sequence]) -> Running:
+        expected, longest = self._serving or (len(sequences), 0)
+        half = self.limits.cache_bytes // self.limits.bytes_per_token // 2
+        histories = expected if self._serving and longest <= half else 0
+        longest = max(min(longest, half), *(s.max_length for s in sequences))  # more is not asked for yet
+        page = self._page(longest)
+        pages, need, slots = self.limits.pages(page, longest), -(-longest // page), self.limits.max_sequences
+        lanes, threads = share_threads(self.model, min(self.max_lanes, slots, pages // need), expected)
+        slots, pages, histories = slots // lanes, pages // lanes, -(-histories // lanes)
+        share = history_share(pages, need, histories) if histories else 0
+        self._allocate(lanes, min(pages, slots * need + histories * share), page)
+        pool = self.caches[0].pages - histories * share
+        self._longest = pool * page
+        with torch_threads(threads):
+            forward = forward_for(self.model)
+        self._cleanup.enter_context(forward.packed_weights())
+        batches = [
+            self._batch(forward, cache, slots, PagePool(pool, page), HistoryPages(pool, histories, share))
+            for cache in self.caches
+        ]
+        alone = lanes == 1 and threads == torch.get_num_threads()
+        return batches[0] if alone else self._cleanup.enter_context(Lanes(batches, threads))
+
+    def _page(self, longest: int) -> int:
+        """Returns the size of pages: those that there are, if they are large enough and not too large."""
+        kept, page = self.caches[0].page if self.caches else 0, min(PAGE, longest)
+        return kept if kept > page and self.limits.fits(kept, longest) else page
+
+    def _allocate(self, lanes: int, pages: int, page: int) -> None:
+        caches = self.caches
+        if len(caches) != lanes or (caches[0].page, pages) != (page, min(pages, caches[0].pages)):
+            self.caches = caches = []  # frees the old ones before there are new ones
+            self.caches = [KVCache(pages, page) for _ in range(lanes)]
+
+    def _batch(
+        self, forward: Forward, cache: KVCache, slots: int, pool: PagePool, history_pages: HistoryPages
+    ) -> ContinuousBatch:
+        budget = _PREFILL_TOKENS_CPU if self.device.type == "cpu" else _PREFILL_TOKENS
+        runner = ModelRunner(forward, cache, self.agree, self.device)
+        return ContinuousBatch(Scheduler(slots, budget, pool, history_pages), runner)

@@ -1,0 +1,177 @@
+"""The KV cache: keys and values in pages of a pool, so that a sequence holds as much of it as it has tokens."""
+
+from collections.abc import Iterable
+from collections.abc import Sequence as Rows
+from functools import cached_property
+from itertools import accumulate
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from distflow.cpu import kernels_for
+from distflow.cpu.decode_attention import CpuDecode, gather_pages, split_slots
+from distflow.model.attention import AttentionParams, PackedAttention, attend
+from distflow.util.arrays import Ints
+
+
+class KVCache:
+    """Keys and values, [2, pages, kv heads, page, dim] per layer. Where the memory is the CPU's, the system gives it as
+    pages are first written."""
+
+    def __init__(self, pages: int, page: int) -> None:
+        self.pages, self.page, self.longest = pages, page, pages * page
+        self.layers: dict[int, Tensor] = {}  # made when a layer first writes, which is when its shape is known
+
+    def layer(self, index: int, like: Tensor) -> Tensor:
+        if index not in self.layers:
+            # Zeros: what lies behind a sequence's end has weight 0, and 0 × NaN would be NaN.
+            self.layers[index] = _zeros((2, self.pages, like.shape[0], self.page, like.shape[2]), like)
+        return self.layers[index]
+
+    def copy(self, copies: Iterable[tuple[Rows[int], Rows[int], int]]) -> None:
+        """Copies sequences, each given by its pages, those of its copy, and its length."""
+        whole, last, rest = list[tuple[int, int]](), list[tuple[int, int]](), 0
+        for source, target, length in copies:
+            count, left = divmod(length, self.page)
+            whole += zip(source[:count], target[:count], strict=True)
+            if left:
+                last.append((source[count], target[count]))
+                rest = max(rest, left)  # what is copied beyond an end is not read
+        for pages, positions in ((whole, self.page), (last, rest)):
+            if not pages:
+                continue
+            sources, targets = torch.tensor(pages).T
+            for both in self.layers.values():
+                sources, targets = sources.to(both.device), targets.to(both.device)  # the first layer moves them
+                both[:, targets, :, :positions] = both[:, sources, :, :positions]
+
+
+def _zeros(shape: tuple[int, ...], like: Tensor) -> Tensor:
+    """Returns zeros; on a CPU in memory that was never touched, which torch's own would be."""
+    if like.device.type != "cpu":
+        return like.new_zeros(shape)
+    size = like.dtype.itemsize * int(np.prod(shape, dtype=np.int64))
+    return torch.from_numpy(np.zeros(size, np.uint8)).view(like.dtype).view(shape)
+
+
+class Prefill(PackedAttention):
+    """Attention of whole prompts to themselves; their keys and values are written to pages of their own."""
+
+    def __init__(self, cache: KVCache, lengths: list[int], tables: Rows[Rows[int]]) -> None:
+        super().__init__(lengths)
+        self.cache, size = cache, cache.page
+        starts = accumulate(lengths, initial=0)
+        self.parts = [  # (page, first token, end of tokens)
+            (page, start + first, start + min(first + size, length))
+            for start, length, table in zip(starts, lengths, tables, strict=False)
+            for page, first in zip(table, range(0, length, size), strict=False)
+        ]
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, params: AttentionParams) -> Tensor:
+        keys, values = self.cache.layer(layer, k)
+        for page, first, end in self.parts:
+            keys[page, :, : end - first] = k[:, first:end]
+            values[page, :, : end - first] = v[:, first:end]
+        return super().__call__(layer, q, k, v, params)
+
+
+class Extension:
+    """Attention of the tokens from `starts` to `ends` of each sequence to all before them, which are in its pages."""
+
+    def __init__(
+        self, cache: KVCache, starts: list[int], ends: list[int], tables: Rows[Rows[int]], device: torch.device
+    ) -> None:
+        self.cache, self.device = cache, device
+        self.spans, lengths = list(zip(starts, ends, strict=True)), [b - a for a, b in zip(starts, ends, strict=True)]
+        self.lengths = lengths
+        self.positions = torch.cat([torch.arange(a, b) for a, b in self.spans])
+        needed = -(-max(ends) // cache.page)
+        padded = np.array([[*table[:needed], *[0] * (needed - len(table))] for table in tables], np.int64)
+        self.rows = np.repeat(padded, lengths, 0)  # [tokens, pages]
+        places = self.positions.numpy()
+        pages = np.take_along_axis(self.rows, places[:, None] // cache.page, 1)[:, 0]
+        self.pages, self.offsets = torch.from_numpy(pages).to(device), (self.positions % cache.page).to(device)
+        self.tables = torch.from_numpy(padded).to(device)
+        self._masks: dict[int | None, list[Tensor]] = {}  # by window, made by the first layer that has it
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, params: AttentionParams) -> Tensor:
+        if kernels_for(q) and params.softcap is None:
+            return self._by_token(layer, q, k, v, params)  # token after token, as if they were decoded
+        keys, values = self.cache.layer(layer, k)
+        keys[self.pages, :, self.offsets] = k.transpose(0, 1)
+        values[self.pages, :, self.offsets] = v.transpose(0, 1)
+        masks, parts = self._mask(params.window, q.dtype), []
+        for query, (_, end), table, mask in zip(q.split(self.lengths, 1), self.spans, self.tables, masks, strict=True):
+            pages = table[None, : -(-end // self.cache.page)]
+            k_seen, v_seen = (gather_pages(x, pages, end) for x in (keys, values))
+            parts.append(attend(query[None], k_seen, v_seen, params, mask=mask)[0].transpose(0, 1))
+        return torch.cat(parts)
+
+    @cached_property
+    def _by_token(self) -> CpuDecode:
+        return CpuDecode(self.cache, self.positions, self.rows, self.device)
+
+    def _mask(self, window: int | None, dtype: torch.dtype) -> list[Tensor]:
+        """One [new tokens, keys] for each sequence."""
+        if window not in self._masks:
+            self._masks[window] = [
+                _mask(torch.arange(a, b, device=self.device), b, window, dtype) for a, b in self.spans
+            ]
+        return self._masks[window]
+
+
+class Decode:
+    """Attention of one new token for each sequence, at these positions, of which `tables` has the pages.
+
+    Both are in host memory. Pages are gathered for sequences of similar length together, so that one that is long does
+    not make all others long.
+    """
+
+    def __init__(self, cache: KVCache, positions: Tensor, tables: Ints, device: torch.device) -> None:
+        self.cache, self.positions = cache, positions.to(device)
+        self.tables, places = torch.from_numpy(tables).to(device), positions.numpy()
+        order = np.argsort(places, kind="stable")
+        _, bounds = split_slots(places[order] + 1, 0, len(order))
+        self.blocks = [_Block(self, order[lo:hi], int(places[order[hi - 1]]) + 1) for lo, hi in bounds]
+        rows = torch.arange(len(places), device=device)
+        self.pages, self.offsets = self.tables[rows, self.positions // cache.page], self.positions % cache.page
+        self.back = torch.from_numpy(np.argsort(order, kind="stable")).to(device)  # from the order of the blocks
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, params: AttentionParams) -> Tensor:
+        keys, values = self.cache.layer(layer, k)
+        keys[self.pages, :, self.offsets] = k.transpose(0, 1)
+        values[self.pages, :, self.offsets] = v.transpose(0, 1)
+        query = q.transpose(0, 1)[:, :, None]  # [sequences, heads, 1, dim]
+        parts = [block(query, keys, values, params) for block in self.blocks]
+        return (parts[0] if len(parts) == 1 else torch.cat(parts))[self.back]
+
+
+class _Block:
+    """Some sequences, and as many keys as the longest of them has."""
+
+    def __init__(self, decode: Decode, rows: Ints, keys: int) -> None:
+        device = decode.positions.device
+        self.rows, self.keys = torch.from_numpy(rows).to(device), keys
+        self.positions = decode.positions[self.rows]
+        self.table = decode.tables[self.rows, : -(-keys // decode.cache.page)]
+        self._masks: dict[int | None, Tensor] = {}  # by window, made by the first layer that has it
+
+    def __call__(self, query: Tensor, keys: Tensor, values: Tensor, params: AttentionParams) -> Tensor:
+        k_seen, v_seen = (gather_pages(x, self.table, self.keys) for x in (keys, values))
+        return attend(query[self.rows], k_seen, v_seen, params, mask=self._mask(params.window, query.dtype))[:, :, 0]
+
+    def _mask(self, window: int | None, dtype: torch.dtype) -> Tensor:
+        if window not in self._masks:
+            mask = _mask(self.positions, self.keys, window, dtype)
+            self._masks[window] = mask[:, None, None]  # [sequences, 1, 1, keys]
+        return self._masks[window]
+
+
+def _mask(positions: Tensor, keys: int, window: int | None, dtype: torch.dtype) -> Tensor:
+    """Returns what is added to the scores of tokens at these positions: [positions, keys], -inf for what is hidden."""
+    key = torch.arange(keys, device=positions.device)
+    hidden = key > positions[:, None]
+    if window is not None:
+        hidden |= key <= positions[:, None] - window
+    return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, -torch.inf)

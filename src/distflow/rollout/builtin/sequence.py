@@ -1,0 +1,61 @@
+"""A sequence that is being generated: a request, and the tokens it has so far."""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from distflow.rollout.builtin.history import History
+from distflow.rollout.engine import Completion, Request
+
+
+@dataclass(eq=False)
+class Sequence:
+    request: Request
+    history: History | None = None  # of its sample, in which it runs
+    reused: int = 0  # tokens of the prompt that its history has
+    slot: int = -1  # its place among those that run
+    order: int = -1  # in which it was admitted
+    pages: list[int] = field(default_factory=list)  # of the KV cache, while it is running
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    stopped: bool = False  # by a stop token
+    aborted: bool = False  # by the caller, who wants no completion
+
+    @property
+    def position(self) -> int:
+        """The position in the response of the token that is generated next."""
+        return self.request.position + len(self.tokens)
+
+    @property
+    def length(self) -> int:
+        """Tokens of the prompt and the response so far."""
+        return len(self.request.prompt) + len(self.tokens)
+
+    @property
+    def max_length(self) -> int:
+        return len(self.request.prompt) + self.request.room
+
+    @property
+    def history_pages(self) -> int:
+        """Those of its pages, the first ones, that are its history's."""
+        return len(self.history.pages) if self.history else 0
+
+    @property
+    def finished(self) -> bool:
+        return self.stopped or self.aborted or len(self.tokens) >= self.request.room
+
+    def append(self, token: int, logprob: float) -> None:
+        self.tokens.append(token)
+        self.logprobs.append(logprob)
+        self.stopped = token in self.request.params.stop
+
+    def leave_history(self, page: int) -> None:
+        """Leaves the keys and values of its tokens, all but the newest, to whoever continues them."""
+        if self.history:
+            kept = [*self.request.prompt, *self.tokens[:-1]][: self.history_pages * page]
+            self.history.tokens, self.history.busy = kept, False
+
+    def completion(self, weight_version: int) -> Completion:
+        tokens, logprobs = np.array(self.tokens, np.int64), np.array(self.logprobs, np.float32)
+        request = self.request
+        return Completion(request.sample_id, tokens, logprobs, self.stopped, weight_version, request.id, self.reused)

@@ -1,0 +1,172 @@
+"""The interface of a rollout engine: weights in, requests in, completions out as they finish, memory given back.
+
+Text, groups, rewards and exactly-once accounting are outside of it. Every rank of a generation layout has one engine;
+tensor-parallel ranks make the same calls in the same order.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from distflow.model.source import Source
+from distflow.util.arrays import Ints
+from distflow.weights.shards import Spec
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """Parameters of sampling, and of when a response ends."""
+
+    max_tokens: int
+    temperature: float = 1.0  # 0: greedy
+    top_p: float = 1.0
+    top_k: int = 0  # 0: all
+    min_tokens: int = 0  # no stop token before this many
+    stop: frozenset[int] = frozenset()  # token ids; the response includes the one it ends with
+
+    @property
+    def truncated(self) -> bool:
+        return self.top_p < 1 or self.top_k > 0
+
+    @cached_property
+    def next_token(self) -> "SamplingParams":
+        """What of them decides on the next token: requests that have it in common are sampled together."""
+        return replace(self, max_tokens=0)
+
+
+Wake = Callable[[], bool]
+
+
+def never() -> bool:
+    """The `wake` of a caller that waits for nothing but completions."""
+    return False
+
+
+@dataclass(frozen=True)
+class Request:
+    """One response to generate, or one turn of the model in a conversation.
+
+    Its sampling noise is a function of (seed, sample id, position in the response).
+    """
+
+    sample_id: int
+    prompt: tuple[int, ...]  # token ids; requests with the same prompt are prefilled once
+    params: SamplingParams
+    seed: int
+    position: int = 0  # in the response, of the first token to generate; above 0 if `prompt` ends with its beginning
+    max_tokens: int | None = None  # to generate; by default those that are left of `params.max_tokens`
+    request_id: int = -1  # by default the sample id; a sample with several requests at once gives each its own
+    priority: int = 0  # of those that wait, requests with a lower one start first
+    keep: bool = False  # the sample's next request begins as this one and its response do; `forget` ends that
+
+    @property
+    def id(self) -> int:
+        return self.sample_id if self.request_id < 0 else self.request_id
+
+    @property
+    def room(self) -> int:
+        """Tokens to generate, at most."""
+        return self.params.max_tokens - self.position if self.max_tokens is None else self.max_tokens
+
+
+@dataclass(frozen=True)
+class Completion:
+    """The response to a request, and the version of the weights it was generated with."""
+
+    sample_id: int
+    tokens: Ints  # int64
+    logprobs: NDArray[np.float32]  # under the distribution before top-p and top-k, as a trainer computes them
+    finished: bool  # by a stop token, not by the length limit
+    weight_version: int
+    request_id: int = -1  # of the request
+    reused: int = 0  # tokens of the prompt that were not computed, because the sample's last request had been kept
+
+
+class RolloutEngine(Protocol):
+    """The interface that the built-in engine and others implement."""
+
+    weight_version: int  # of the weights that the next token is generated with
+
+    @property
+    def weight_specs(self) -> Sequence[Spec]:
+        """The parameters that a hand-over fills, in its order."""
+        ...
+
+    @property
+    def adapter_specs(self) -> Sequence[Spec]:
+        """The matrices of an adapter that the engine has apart from the parameters; it gets them like these."""
+        ...
+
+    def read_weights(self, source: Source) -> None:
+        """Fills the weights from where the model comes from: nobody trains it."""
+        ...
+
+    def share_weights(self, tensors: Mapping[str, Tensor]) -> bool:
+        """Uses a colocated trainer's very tensors as weights, so that an update is seen at once; False if it cannot."""
+        ...
+
+    def weight_targets(self) -> Mapping[str, Tensor]:
+        """Returns this rank's tensors for the next weights, allocated where they were released, to be filled."""
+        ...
+
+    def held_weights(self) -> Mapping[str, Tensor]:
+        """Returns the tensors that this rank computes with, wherever they came from, by the names of `weight_specs`."""
+        ...
+
+    def commit_weights(self, version: int) -> None:
+        """Says that all targets are filled. There are no unfinished requests at that time."""
+        ...
+
+    def add_request(self, request: Request) -> None: ...
+
+    @property
+    def has_unfinished(self) -> bool: ...
+
+    def step(self, wake: Wake = never) -> list[Completion]:
+        """Generates until at least one request is finished and returns all that are.
+
+        It returns earlier, maybe with none, if `wake` is true, which is asked after every decoding step: the caller has
+        more requests. Of a tensor-parallel cell the first rank's is asked, and all ranks give one, or none does.
+        """
+        ...
+
+    def abort(self, request_ids: Iterable[int]) -> None:
+        """Drops requests, which have no completion then; ids of others, or of finished ones, are ignored."""
+        ...
+
+    def forget(self, sample_ids: Iterable[int]) -> None:
+        """Drops what is kept of samples; their requests are finished or aborted. Ids of others are ignored."""
+        ...
+
+    def serving(self, sequences: int, longest: int) -> AbstractContextManager[None]:
+        """Stays ready inside of it, also while there are no requests, for so many of at most so many tokens.
+
+        Only inside of it requests are kept, of that many samples at a time.
+        """
+        ...
+
+    def release_memory(self, weights: bool) -> None:
+        """Gives back the KV cache, and the weights if a hand-over fills them again before the next request."""
+        ...
+
+
+@runtime_checkable
+class Interruptible(Protocol):
+    """What `rollout.partial` needs of an engine: it can stop in the middle of responses."""
+
+    def add_request(self, request: Request) -> None: ...
+
+    def step(self) -> list[Completion]: ...
+
+    def interrupt(self) -> list[Completion]:
+        """Drops unfinished requests; returns what there is of their responses, which may be no token.
+
+        How far each has come depends on the requests and what was generated, never on time.
+        """
+        ...

@@ -1,0 +1,136 @@
+"""Responses to the prompts of a batch: requests to a rollout engine, its completions as columns of the batch."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from distflow.batch.batch import Batch, Ragged
+from distflow.batch.context import Chunks, MetricLog, Partial
+from distflow.batch.response_mask import ModelTokens
+from distflow.errors import WeightsError
+from distflow.model.text import Text, ragged
+from distflow.rollout.engine import Completion, Interruptible, Request, RolloutEngine, SamplingParams
+from distflow.rollout.partial import Begun, complete_with_others
+from distflow.util.arrays import Ints
+
+
+def generate_responses(
+    engine: RolloutEngine,
+    text: Text,
+    batch: Batch,
+    params: SamplingParams,
+    seed: int,
+    version: int,
+    on_step: Callable[[int], None] = lambda left: None,
+    chunks: Chunks | None = None,
+    partial: Partial | None = None,
+) -> dict[str, Any]:
+    """Generates a response for each sample of the field `prompt`; samples of one group share a prompt.
+
+    `version` is that of the weights which the plan wants. `on_step` is told how many are left; `chunks` leave as soon
+    as they are complete. With `partial`, responses of later steps are begun, and those that were begun are carried on.
+    """
+    prompts, requests, own, prompt_of = _requests(text, batch, params, seed)
+
+    def check(completion: Completion) -> None:
+        check_version(completion, version)
+
+    def columns(places: Ints, completions: Mapping[int, Completion]) -> dict[str, Any]:
+        ordered = [completions[i] for i in own[places].tolist()]
+        return _columns(ordered, [prompts[i] for i in prompt_of[places]], text)
+
+    waiting = {i: set(own[places].tolist()) for i, places in enumerate(chunks.parts)} if chunks else {}
+
+    def progress(completions: Mapping[int, Completion]) -> None:
+        on_step(len(requests) - len(completions))
+        for i in [i for i, samples in waiting.items() if samples <= completions.keys()]:
+            assert chunks is not None
+            del waiting[i]
+            chunks.leave(i, columns(chunks.parts[i], completions))
+
+    if partial is None:
+        completions = complete(engine, requests, progress, check)
+    else:
+        assert isinstance(engine, Interruptible)
+        begun, others = Begun(partial), _requests(text, partial.ahead, params, seed)[1]
+        completions = complete_with_others(engine, requests, others, begun, check, progress)
+    return columns(np.arange(len(batch)), completions)
+
+
+def _requests(
+    text: Text, batch: Batch, params: SamplingParams, seed: int
+) -> tuple[list[tuple[int, ...]], list[Request], Ints, Ints]:
+    """Returns the prompts of a batch, its requests, and for each sample, whose response it has, and its prompt."""
+    _, first, prompt_of = np.unique(batch.groups, return_index=True, return_inverse=True)
+    prompts = [tuple(text.encode(batch["prompt"][i])) for i in first.tolist()]
+    greedy = params.temperature == 0  # then all responses to a prompt are the same one
+    samples = first if greedy else np.argsort(prompt_of, kind="stable")
+    requests = [Request(int(batch.ids[i]), prompts[prompt_of[i]], params, seed) for i in samples.tolist()]
+    own = (batch.ids[first] if greedy else batch.ids)[prompt_of if greedy else slice(None)]
+    return prompts, requests, own, prompt_of
+
+
+def _columns(ordered: Sequence[Completion], prompts: list[tuple[int, ...]], text: Text) -> dict[str, Any]:
+    lengths = np.array([len(c.tokens) for c in ordered], np.int64)
+    tokens = Ragged.packed(_joined([c.tokens for c in ordered], np.int64), lengths)
+    logprobs = Ragged.packed(_joined([c.logprobs for c in ordered], np.float32), lengths)
+    return {
+        "prompt_tokens": ragged(prompts),
+        "response_tokens": tokens,
+        "rollout_logprobs": logprobs,
+        "response": text.decode(tokens),
+        "finished": torch.tensor([c.finished for c in ordered], dtype=torch.bool),
+        "weight_version": torch.tensor([c.weight_version for c in ordered], dtype=torch.int64),
+    }
+
+
+def _joined(arrays: list[NDArray[Any]], dtype: type) -> Tensor:
+    return torch.from_numpy(np.concatenate([np.empty(0, dtype), *arrays]))  # a worker may have no responses
+
+
+def check_version(c: Completion, version: int) -> None:
+    """Raises unless a completion was generated with the weights that the plan wants."""
+    if c.weight_version != version:
+        raise WeightsError(
+            f"the response of sample {c.sample_id} was generated with weights of version {c.weight_version}, and"
+            f" the plan says {version}: the engine has missed a hand-over"
+        )
+
+
+def complete(
+    engine: RolloutEngine,
+    requests: list[Request],
+    progress: Callable[[Mapping[int, Completion]], None] = lambda completions: None,
+    check: Callable[[Completion], None] = lambda completion: None,
+) -> dict[int, Completion]:
+    """Returns the completion of each request, by sample id; `progress` sees those that there are so far."""
+    for request in requests:
+        engine.add_request(request)
+    completions: dict[int, Completion] = {}
+    while engine.has_unfinished:
+        for completion in engine.step():
+            check(completion)
+            completions[completion.sample_id] = completion
+        progress(completions)
+    return completions
+
+
+def log_lengths(responses: Mapping[str, Any], metrics: MetricLog, prefix: str) -> int:
+    """Logs how many tokens the model has sampled for each response, and returns how many that are in all."""
+    lengths, finished = _sampled_lengths(responses), responses["finished"]
+    if not len(lengths):
+        return 0
+    metrics.log(f"{prefix}response_length/mean", float(lengths.mean()), len(lengths))
+    metrics.log(f"{prefix}response_length/max", float(lengths.max()), reduce="max")
+    metrics.log(f"{prefix}response_length/clip_ratio", 1 - float(finished.float().mean()), len(lengths))
+    return int(lengths.sum())
+
+
+def _sampled_lengths(responses: Mapping[str, Any]) -> Ints:
+    tokens: Ragged = responses["response_tokens"]
+    mask = responses.get("response_mask")
+    return ModelTokens(tokens.lengths, None if mask is None else mask.joined().bool()).lengths

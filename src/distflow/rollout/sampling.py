@@ -1,0 +1,106 @@
+"""Samples tokens. The noise is a function of (seed, sample, position): a sample gets the same tokens anywhere."""
+
+import math
+from functools import cache
+from types import ModuleType
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from distflow.cpu import kernels_for
+from distflow.rollout.engine import SamplingParams
+from distflow.util.arrays import Ints
+from distflow.util.seeds import mix
+
+_BLOCK = 1 << 20  # logits worked on at once
+
+
+def sample(
+    logits: Tensor, params: SamplingParams, seed: int, sample_ids: Ints, positions: Ints
+) -> tuple[Tensor, Tensor]:
+    """Returns tokens [n] for these positions of the responses, and their log-probs [n] under the softmax of logits
+    [n, vocabulary] / temperature.
+
+    The log-prob is that of the whole distribution, as a trainer computes it, also where top-p or top-k truncate it.
+    """
+    scaled = logits.float() if params.temperature in (0, 1) else logits.float() / params.temperature
+    allowed = scaled
+    if params.stop and (early := np.flatnonzero(positions < params.min_tokens)).size:
+        allowed = scaled.clone()
+        stop = torch.tensor(sorted(params.stop), device=logits.device)
+        allowed[torch.from_numpy(early).to(logits.device)[:, None], stop] = -math.inf
+    if params.temperature == 0:
+        tokens, total = allowed.argmax(-1), scaled.logsumexp(-1)
+    else:
+        candidates = _truncate(allowed, params) if params.truncated else allowed
+        tokens, total = gumbel_sample(candidates, noise_keys(seed, sample_ids, positions))
+        if candidates is not scaled:
+            total = scaled.logsumexp(-1)
+    return tokens, scaled.gather(1, tokens[:, None])[:, 0] - total
+
+
+def noise_keys(seed: int, sample_ids: Ints, positions: Ints) -> Ints:
+    """Returns 64 random bits for each (sample, position)."""
+    with np.errstate(over="ignore"):
+        word = mix(mix(np.array([seed & (2**64 - 1)], np.uint64)) + sample_ids.astype(np.uint64))
+        return mix(word + positions.astype(np.uint64)).view(np.int64)
+
+
+def gumbel_sample(logits: Tensor, keys: Ints) -> tuple[Tensor, Tensor]:
+    """Draws from the softmax of each row, with noise that only its key decides; returns tokens and logsumexp.
+
+    The exponential form of the Gumbel-max trick: token i arrives after Exp(1) / p_i, and the first one is the draw.
+    Rounding errors in the logits change the draw only where two of them nearly tie.
+    """
+    vocabulary = logits.shape[1]
+    columns = _column_bits(vocabulary, logits.device)
+    if kernels := kernels_for(logits):
+        return _in_kernel(kernels, logits, keys, columns)
+    halves = torch.from_numpy(keys.view(np.int32).reshape(-1, 2).copy()).to(logits.device)
+    rows = max(1, _BLOCK // vocabulary)
+    draws = [_draw(logits[i : i + rows], halves[i : i + rows], columns) for i in range(0, len(logits), rows)]
+    if len(draws) == 1:
+        return draws[0]
+    return torch.cat([tokens for tokens, _ in draws]), torch.cat([total for _, total in draws])
+
+
+def _draw(logits: Tensor, halves: Tensor, columns: Tensor) -> tuple[Tensor, Tensor]:
+    peak = logits.amax(-1, keepdim=True)
+    odds = (logits - peak).exp_()
+    total = odds.sum(-1).log_().add_(peak[:, 0])
+    # 32 random bits for each logit. Integers here are signed: a logical shift takes a mask, a product wraps around.
+    x = columns + halves[:, :1]
+    x = x.bitwise_xor_((x >> 16).bitwise_and_(0xFFFF)).mul_(0x21F0AAAD).bitwise_xor_(halves[:, 1:])
+    x = x.bitwise_xor_((x >> 15).bitwise_and_(0x1FFFF)).mul_(0x735A2D97)
+    # 23 bits: of 24 and a half, float32 would round the highest up to 1, whose logarithm is 0.
+    uniform = x.bitwise_right_shift_(9).bitwise_and_((1 << 23) - 1).float().add_(0.5).mul_(2.0**-23)
+    return odds.div_(uniform.log_()).argmin(-1), total  # quotients are negative: the least arrives first
+
+
+def _in_kernel(kernels: ModuleType, logits: Tensor, keys: Ints, columns: Tensor) -> tuple[Tensor, Tensor]:
+    tokens, totals = np.empty(len(logits), np.int64), np.empty(len(logits), np.float32)
+    bits = keys.view(np.uint32).reshape(-1, 2), columns.numpy().view(np.uint32)
+    arrivals = np.empty(logits.shape[1], np.float32)
+    kernels.gumbel_sample(logits.numpy(), *bits, arrivals, tokens, totals)
+    return torch.from_numpy(tokens), torch.from_numpy(totals)
+
+
+@cache
+def _column_bits(vocabulary: int, device: torch.device) -> Tensor:
+    """32 random bits for each token of a vocabulary."""
+    words = mix(np.arange(vocabulary, dtype=np.uint64)) >> np.uint64(32)
+    return torch.from_numpy(words.astype(np.uint32).view(np.int32)).to(device)
+
+
+def _truncate(logits: Tensor, params: SamplingParams) -> Tensor:
+    """Sets logits outside of top-k, then of top-p, to −∞. The likeliest token always stays."""
+    k = min(params.top_k, logits.shape[-1])
+    if k:
+        logits = logits.masked_fill(logits < logits.topk(k).values[:, -1:], -math.inf)
+    if params.top_p < 1:
+        ordered, order = logits.sort(descending=True)
+        before = ordered.softmax(-1).cumsum(-1) - ordered.softmax(-1)  # the mass of all likelier ones
+        outside = before >= params.top_p
+        logits = logits.masked_fill(outside.scatter(1, order, outside), -math.inf)
+    return logits

@@ -1,0 +1,41 @@
+"""What rank 0 writes about a run: its config, plan, versions, seeds and hosts. Imports no torch."""
+
+import json
+import platform
+import sys
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+
+import yaml
+
+from distflow.config import Config
+from distflow.plan import Plan
+from distflow.run.redaction import redact, redact_word
+from distflow.run_folder import make_dir
+from distflow.util.files import write_atomically
+from distflow.util.packages import package_version
+from distflow.util.seeds import eval_seed
+
+
+def describe_run(config: Config, plan: Plan, hosts: Sequence[Mapping[str, str]] = ()) -> None:
+    """Writes what was run: the resolved config, the plan, versions, seeds and hosts. Secrets are hidden."""
+    folder = config.run_folder
+    make_dir(folder)
+    text = yaml.safe_dump(redact(config.model_dump(mode="json")), sort_keys=False, allow_unicode=True)
+    base = f"# The config of this run with all defaults and overrides. Paths are relative to {config.base.absolute()}\n"
+    versions = {name: package_version(name) for name in ("torch", "transformers", "numpy")}
+    versions = {"distflow": package_version("distflow-rl"), **versions, "python": platform.python_version()}
+    run = {
+        "command": [redact_word(word) for word in sys.argv],
+        "folder": str(Path.cwd()),
+        "base": str(config.base.absolute()),
+        "started": datetime.now(UTC).isoformat(timespec="seconds"),
+        "workers": plan.workers,
+        "hosts": hosts,
+        "seeds": {"model": config.seed, "data": config.seed, "rollout": config.seed, "eval": eval_seed(config.seed)},
+        "plan": plan.hash,
+    }
+    write_atomically(folder / "config.yaml", base + text)
+    for name, content in (("versions", versions), ("plan", redact(plan.to_json())), ("run", run)):
+        write_atomically(folder / f"{name}.json", json.dumps(content, indent=2, ensure_ascii=False) + "\n")

@@ -1,0 +1,157 @@
+"""One worker process, from its environment to its exit code."""
+
+import ctypes
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+
+from distflow.cluster.launch_env import LaunchEnv
+from distflow.cluster.network import own_device
+from distflow.cluster.rendezvous import LINGER_S, Rendezvous
+from distflow.errors import ConfigError, DistflowError, StoppedError
+from distflow.liveness.beacon import Beacon
+from distflow.liveness.failures import Failure
+from distflow.liveness.heartbeat import LAUNCHER_FOLDER, Heartbeat, step_name
+from distflow.liveness.watchdog import Watchdog
+from distflow.observe.trackers import check_installed
+from distflow.plan import Plan
+from distflow.run.job import Job
+from distflow.run.program import Program
+from distflow.run_folder import AUTO, make_dir
+
+logger = logging.getLogger(__name__)
+STOPPED = 128 + signal.SIGTERM  # exit code
+AGAIN_S = 1.0  # between two SIGINTs that are not one, of a terminal and of torchrun
+RESTARTED = "restarted"  # key in the store: how many workers know that they were restarted
+
+
+def run_worker(program: Program, env: LaunchEnv, resume: str | None = None) -> int:
+    """Runs one worker until the run is over; `resume` is what `--resume` names."""
+    config, rank = program.config, env.rank
+    env.export()
+    _prepare_process(env)
+    folder = Path(os.environ[LAUNCHER_FOLDER]) if LAUNCHER_FOLDER in os.environ else None
+
+    def report(error: BaseException) -> None:
+        failure = Failure.of(error, rank, heartbeat.step)
+        if folder is None or not failure.write(folder):
+            doing = heartbeat.record
+            where = f"rank {rank} on {doing.host}, {step_name(doing.step)}, '{doing.task}': "  # no launcher says it
+            named = failure.kind != "peer_lost" or failure.message.startswith("rank ")
+            logger.error(failure.message if named else where + failure.message)
+
+    def end_stuck(error: DistflowError) -> NoReturn:
+        # At once: the main thread may be inside a collective that never returns.
+        if isinstance(error, StoppedError):
+            os._exit(STOPPED)
+        report(error)
+        os._exit(1)
+
+    heartbeat = Heartbeat(rank, folder)
+    stop_requested = _handle_signals(config.stop_limit_s, heartbeat)
+    try:
+        heartbeat.start_task(-1, "connect")
+        rendezvous, beacon, plan = _join(program, env)
+        if rendezvous.store.add(RESTARTED, 0) > 0:
+            resume = resume or AUTO
+        watchdog = Watchdog(heartbeat, beacon, config.wait_limit_s, end_stuck, stop_requested)
+        watchdog.start()
+        job = Job(program, plan, rendezvous, heartbeat, resume, stop_requested)
+        exit_code = 0
+        try:
+            job.run()
+        except StoppedError as e:
+            if rank == 0:
+                logger.warning(e)
+            exit_code = STOPPED
+        job.close()
+        watchdog.stop()
+        return exit_code
+    except Exception as e:
+        report(e)
+        # No cleanup: it would wait for peers, which see from the exit that this worker is gone.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        if heartbeat.step < 0 and env.hosts_store and rank == 0 and env.workers > 1:
+            time.sleep(LINGER_S)  # with rank 0 goes the store, in which others still look for their peers
+        os._exit(1)
+
+
+def _join(program: Program, env: LaunchEnv) -> tuple[Rendezvous, Beacon | None, Plan]:
+    """Meets the other workers. Whatever this one can find wrong by itself is found here, and told to those who wait."""
+    config, workers = program.config, env.workers
+    # The watchdog has to report a stuck run first: the store gives up by itself only much later.
+    rendezvous = Rendezvous(env, timedelta(seconds=2 * config.wait_limit_s + 60))
+    try:
+        if config.workers not in (None, workers):
+            raise ConfigError(f"workers: {config.workers}, but {workers} were started; set workers={workers}")
+        if env.rank == 0:
+            check_installed(config.track)
+        plan = program.plan(workers)
+        make_dir(config.run_folder)
+        own_device()  # raises if there is none for this worker
+        beacon = Beacon(env.rank, workers, rendezvous.address) if workers > 1 else None
+        if beacon:
+            rendezvous.publish("heartbeat", beacon.address)
+        # torchrun has restarted the workers. All must know, but it counts per host, and not where it ended them itself.
+        if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0:
+            rendezvous.store.add(RESTARTED, 1)
+    except Exception as e:
+        rendezvous.fail(str(e))
+        raise
+    rendezvous.wait_for_all()
+    if beacon:
+        beacon.connect(rendezvous.token, lambda r: rendezvous.lookup("heartbeat", r))
+    return rendezvous, beacon, plan
+
+
+def _handle_signals(limit_s: float, heartbeat: Heartbeat) -> Callable[[], bool]:
+    """Makes SIGTERM and SIGINT ask for an end after the step, and ends the process if that takes longer than `limit_s`.
+
+    A second SIGINT ends it at once; a launcher passes the first one on, so only one that comes later counts as such.
+    Before the first step nothing would be lost, and a launcher asks all workers: they end at once.
+    """
+    requested, launched, first = threading.Event(), heartbeat.folder is not None, 0.0
+
+    def handle(number: int, _: object) -> None:
+        nonlocal first
+        if requested.is_set():
+            if number == signal.SIGINT and not launched and time.monotonic() - first > AGAIN_S:
+                os._exit(128 + number)
+            return
+        if launched and heartbeat.step < 1:
+            os._exit(STOPPED)
+        first = time.monotonic()
+        requested.set()
+        timer = threading.Timer(limit_s, os._exit, (STOPPED,))
+        timer.daemon = True
+        timer.start()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, handle)
+    return requested.is_set
+
+
+def _prepare_process(env: LaunchEnv) -> None:
+    if LAUNCHER_FOLDER in os.environ and sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: never outlive the launcher
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // (env.local_workers or env.workers)))
+    keep_freed_memory()
+
+
+def keep_freed_memory() -> None:
+    """Keeps freed memory in the process. Large tensors come and go with every layer; if their pages went back to the
+    system, clearing them again would cost some percent of a step."""
+    if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "mallopt"):
+        libc.mallopt(-3, 32 << 20)  # M_MMAP_THRESHOLD, its maximum
+        libc.mallopt(-1, -1)  # M_TRIM_THRESHOLD: never

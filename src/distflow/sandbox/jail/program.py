@@ -1,0 +1,54 @@
+"""Executes a program in a process that is isolated already, and ends that process as the interpreter would."""
+
+import atexit
+import builtins
+import os
+import sys
+import threading
+import traceback
+import types
+from collections.abc import Callable
+
+from distflow.sandbox.jail import MEMORY_EXIT_CODE
+
+
+def run_and_exit(program: Callable[[], None]) -> None:
+    """Runs a program and exits as the interpreter would; does not return."""
+    code = 1
+    try:
+        program()
+        code = 0
+    except SystemExit as e:
+        code = e.code if isinstance(e.code, int) else 0 if e.code is None else 1
+        if not isinstance(e.code, int | None):
+            print(e.code, file=sys.stderr)
+    except MemoryError:
+        code = MEMORY_EXIT_CODE
+    except BaseException as e:
+        frame = e.__traceback__  # without the three frames of the jail
+        for _ in range(3):
+            frame = frame and frame.tb_next
+        traceback.print_exception(type(e), e, frame)
+    finally:
+        code = _shut_down(code)
+        os._exit(code & 0xFF)
+
+
+def _shut_down(code: int) -> int:
+    """Joins threads, runs `atexit` functions and flushes the streams; returns the exit code."""
+    try:
+        threading._shutdown()  # type: ignore[attr-defined]
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+    except BaseException:  # for instance a full disk, or a stream that the program has closed
+        return code or 1
+    return code
+
+
+def execute(source: bytes) -> None:
+    main = types.ModuleType("__main__")
+    sys.modules["__main__"] = main
+    sys.argv = ["program"]
+    vars(builtins).update(exit=sys.exit, quit=sys.exit)  # the module `site` adds them, which the jail does not import
+    exec(compile(source, "program.py", "exec"), main.__dict__)  # the untrusted program

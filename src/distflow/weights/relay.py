@@ -1,0 +1,76 @@
+"""Passes pieces of equal size on: from many ranks to one, over a tree; and among ranks, until everybody has all."""
+
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from distflow.comm.collectives import Communication, SendReceive
+from distflow.weights.columns import FAN_IN
+
+Write = Callable[[Tensor], None]  # fills the memory that is sent
+
+
+def pieces_per_message(n: int) -> int:
+    """Returns how many pieces of n come to the root in one message: one, unless that makes too many messages."""
+    width = 1
+    while n > width * FAN_IN:
+        width *= FAN_IN
+    return width
+
+
+def collect(
+    ranks: Sequence[int], place: int, unit: int, write: Write, device: torch.device
+) -> Communication[tuple[int, Write] | None]:
+    """Collects a piece of `unit` bytes from each of `ranks` on the few that send to the root.
+
+    Returns how many pieces this rank is to send, and what writes them; None if another rank sends them.
+    """
+    n, width = len(ranks), 1
+    while n > width * FAN_IN:
+        group = width * FAN_IN
+        count, end = min(width, n - place), min(group, n - place)
+        if place % group:
+            head = ranks[place - place % group]
+            nothing = torch.empty(0, dtype=torch.uint8, device=device)
+            yield SendReceive(count * unit, write, {head: (0, count * unit)}, nothing, {})
+            return None
+        memory = torch.empty(end * unit, dtype=torch.uint8, device=device)
+        write(memory[: count * unit])
+        others = {ranks[place + k]: (k * unit, min(k + width, end) * unit) for k in range(width, end, width)}
+        if others:
+            yield SendReceive(0, lambda out: None, {}, memory, others)
+        write, width = _writer(memory), group
+    return min(width, n - place), write
+
+
+def gather(
+    ranks: Sequence[int], place: int, counts: Sequence[int], unit: int, data: Tensor, radix: int
+) -> Iterator[SendReceive]:
+    """Gathers everybody's pieces in `data`. One's own come first; those of the ranks after it follow, in a circle.
+
+    `counts` are the pieces of each rank, from this one on, of `unit` bytes. Bruck's algorithm: in each of log(n) rounds
+    (to the base `radix`) everybody passes on what it has so far, to radix − 1 others.
+    """
+    n, have = len(ranks), 1
+    ends = (unit * np.cumsum([0, *counts])).tolist()
+    while have < n:
+        send, receive = {}, {}
+        for distance in range(have, min(n, radix * have), have):
+            blocks = min(have, n - distance)
+            if ends[blocks]:
+                send[ranks[(place - distance) % n]] = 0, ends[blocks]
+            if ends[distance] < ends[distance + blocks]:
+                receive[ranks[(place + distance) % n]] = ends[distance], ends[distance + blocks]
+        size = max((end for _, end in send.values()), default=0)
+        if send or receive:
+            yield SendReceive(size, _writer(data[:size]), send, data, receive)
+        have *= radix
+
+
+def _writer(data: Tensor) -> Write:
+    def write(out: Tensor) -> None:
+        out.copy_(data)
+
+    return write

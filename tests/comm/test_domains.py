@@ -1,0 +1,83 @@
+"""Domains: where samples are dealt in blocks, and where all know the deal already."""
+
+import random
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from distflow.comm import domains
+from distflow.comm.domains import Domains, contiguous_deal
+from distflow.plan import Layout, Move, Partition, Plan
+from distflow.plan.topology import Topology
+from test_every_field_arrives import check_random_plan
+
+
+def partition(name: str, ranks: range, tp: int = 1) -> Partition:
+    return Partition(name, Layout(tuple(ranks), len(ranks) // tp, tp), True, None)
+
+
+def domains_of(moves: list[Move], samples: int, repeat: int = 1) -> Domains:
+    partitions = {p.id: p for m in moves for p in (m.src, m.dst)}
+    plan = Plan(None, 1024, {}, samples, repeat, {}, tuple(partitions.values()), {}, tuple(moves))  # type: ignore[arg-type]
+    return Domains(plan, samples)
+
+
+def move(name: str, src: Partition, dst: Partition, assigns: bool) -> Move:
+    return Move(name, src, dst, ("x",), assigns, 0)
+
+
+A, B, C = partition("a", range(1024)), partition("b", range(1024), tp=2), partition("c", range(512, 1024))
+
+
+def test_a_domain_has_at_most_so_many_cells_and_an_equal_part_of_the_step() -> None:
+    first = move("m0", A, B, assigns=True)
+    deals = domains_of([first], 2048)
+    seen = {}
+    for rank in range(1024):
+        d = deals.of(first, rank)
+        assert d.move.src.layout.dp <= domains.MAX_CELLS
+        assert rank in d.move.ranks
+        assert not d.known
+        seen[d.first] = d.move.ranks
+    assert sorted(seen) == list(range(0, 2048, 128))
+    assert sorted(r for ranks in seen.values() for r in ranks) == list(range(1024))
+
+
+def test_blocks_that_do_not_correspond_are_one_domain() -> None:
+    """Half of the ranks get all samples: those they have may stay only if all are dealt together."""
+    half = move("m0", A, C, assigns=True)
+    assert domains_of([half], 2048).of(half, 600).samples == 2048
+
+
+def test_a_deal_is_known_to_those_who_took_part_in_it() -> None:
+    there, back, elsewhere = move("m0", A, B, True), move("m1", A, B, False), move("m2", C, B, False)
+    deals = domains_of([there, back, elsewhere], 2048)
+    assert deals.of(back, 5).known  # contiguous shares, and a deal of these ranks
+    assert not deals.of(elsewhere, 600).known  # the ranks of C took part, but all over B's domains
+    contiguous = move("m3", A, B, assigns=False)  # into a partition that no move has dealt
+    assert domains_of([contiguous], 2048).of(contiguous, 0).known
+
+
+def test_shares_are_contiguous_and_keep_groups_whole() -> None:
+    assert contiguous_deal(partition("p", range(4)), 12, 2).tolist() == [0, 0, 0, 0, 1, 1, 2, 2, 2, 2, 3, 3]
+
+
+@pytest.mark.parametrize("most_cells", [1, 2])
+@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+@given(rng=st.randoms(use_true_random=False), workers=st.sampled_from([4, 6, 8]))
+def test_every_reader_sees_what_the_writer_wrote_in_small_domains(
+    most_cells: int, rng: random.Random, workers: int
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(domains, "MAX_CELLS", most_cells)
+        check_random_plan(rng, workers)
+
+
+def test_topology_knows_who_shares_a_host() -> None:
+    topology = Topology.of(["a", "b", "a", "c"])
+    assert topology.hosts == (0, 1, 0, 2)
+    assert topology.same_host(0, 2)
+    assert not topology.same_host(0, 1)
+    assert topology.local_ranks(2) == (0, 2)
+    assert Topology.single(3).local_ranks(1) == (0, 1, 2)

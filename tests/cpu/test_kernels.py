@@ -1,0 +1,249 @@
+"""Kernels compute what torch computes, to a few of float32's last bits."""
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numba import njit
+
+from distflow import cpu
+from distflow.cpu import kernels
+from distflow.cpu.decode_attention import CpuDecode
+from distflow.model.attention import AttentionParams
+from distflow.rollout import sampling
+from distflow.rollout.builtin.kv_cache import KVCache
+from distflow.train.logprobs import token_logprobs
+
+LAST_BIT = 2.0**-24
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def alone() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@njit
+def _each_exp(x, out):
+    for i in range(len(x)):
+        out[i] = kernels.exp(x[i])
+
+
+@njit
+def _each_log(x, out):
+    for i in range(len(x)):
+        out[i] = kernels.log(x[i])
+
+
+def test_exp() -> None:
+    x = np.linspace(-87, 87, 200_001).astype(np.float32)
+    out = np.empty_like(x)
+    _each_exp(x, out)
+    assert np.abs(out / np.exp(x.astype(np.float64)) - 1).max() < 2 * LAST_BIT
+    far = np.array([-np.inf, -1e30, 0, np.nan], np.float32)
+    _each_exp(far, out)
+    assert 0 <= out[0] == out[1] < 1e-37
+    assert out[2] == 1
+    assert np.isnan(out[3])
+
+
+def test_log() -> None:
+    near = 1 - np.arange(1, 100) * LAST_BIT
+    x = np.concatenate([np.geomspace(1e-37, 1e37, 100_001), near, 2 - near]).astype(np.float32)
+    out = np.empty_like(x)
+    _each_log(x, out)
+    right = np.log(x.astype(np.float64))
+    assert (np.abs(out - right) <= 4 * LAST_BIT * np.abs(right)).all()
+
+
+@given(st.integers(1, 110), st.integers(1, 40), st.lists(st.integers(1, 3), min_size=1, max_size=3), st.booleans())
+@settings(deadline=None, max_examples=60)
+def test_add_linear(rows: int, dim: int, panels: list[int], biased: bool) -> None:
+    draw = np.random.default_rng(rows * 1000 + dim)
+
+    def some(*shape: int) -> np.ndarray:
+        return draw.standard_normal(shape, np.float32)
+
+    matrices = [some(n * kernels.PANEL, dim) for n in panels]
+    packed = tuple(m.copy().reshape(-1, dim, kernels.PANEL) for m in matrices)
+    for m in packed:
+        kernels.pack(m)
+    x, out = some(rows, dim), some(rows, sum(map(len, matrices)))
+    bias = some(out.shape[1]) if biased else np.zeros(0, np.float32)
+    want = out + x.astype(np.float64) @ np.concatenate(matrices).T + (bias if biased else 0)
+    kernels.add_linear(x, packed, bias, out)
+    np.testing.assert_allclose(out, want, atol=1e-4)
+    for m, before in zip(packed, matrices, strict=True):
+        kernels.unpack(m)
+        assert (m.reshape(before.shape) == before).all()
+
+
+@pytest.mark.parametrize("dim", [16, 300, 1024])  # rows of 1024 numbers share places in a cache, and are copied
+@pytest.mark.parametrize("columns", [5 * kernels.PANEL, 5 * kernels.PANEL + 3, 3])
+@pytest.mark.parametrize("rows", [1, 101])
+def test_a_product_of_any_two_matrices(rows: int, columns: int, dim: int) -> None:
+    draw = np.random.default_rng(dim)
+    a, b, before = (draw.standard_normal(s, np.float32) for s in ((rows, dim), (dim, columns), (rows, columns)))
+    want = a.astype(np.float64) @ b
+    for x in (a, np.asfortranarray(a)):
+        for y in (b, np.asfortranarray(b)):
+            out, more = np.full((rows, columns), np.nan, np.float32), before.copy()
+            kernels.multiply(x, y, out, True)
+            kernels.multiply(x, y, more, False)
+            np.testing.assert_allclose(out, want, atol=1e-4)
+            np.testing.assert_allclose(more, before + want, atol=1e-4)
+
+
+def test_a_large_matrix_is_packed_in_pieces() -> None:
+    draw = np.random.default_rng(0)
+    x, matrix = (draw.standard_normal((n, 8192), np.float32) for n in (3, 25 * kernels.PANEL))  # 256 rows at once
+    out = np.full((3, len(matrix)), np.nan, np.float32)
+    kernels.multiply(x, matrix.T, out, True)
+    np.testing.assert_allclose(out, x.astype(np.float64) @ matrix.T, atol=2e-3)
+
+
+@pytest.mark.parametrize("columns", [kernels.PANEL * n for n in (1, 3, 4, 7, 19)])
+def test_a_row_of_a_product_does_not_depend_on_the_others(columns: int) -> None:
+    draw = np.random.default_rng(columns)
+    x, panels = draw.standard_normal((110, 300), np.float32), draw.standard_normal((columns // 16, 300, 16), np.float32)
+    whole = np.zeros((110, columns), np.float32)
+    kernels.add_linear(x, (panels,), np.zeros(0, np.float32), whole)
+    for n in range(1, 110):
+        some = np.zeros((n, columns), np.float32)
+        kernels.add_linear(x[-n:], (panels,), np.zeros(0, np.float32), some)
+        assert (some == whole[-n:]).all()
+
+
+def test_products_add_to_large_numbers_without_losing_small_terms() -> None:
+    """A model's residuals may be thousands of times what a layer adds to them: term by term it would be rounded off."""
+    draw = np.random.default_rng(0)
+    x, matrix = (draw.standard_normal((16, 1500), np.float32) for _ in range(2))
+    out = np.full((16, 16), 3000, np.float32)
+    panels = matrix.copy().reshape(1, 1500, 16)
+    kernels.pack(panels)
+    want = out + x.astype(np.float64) @ matrix.T
+    kernels.add_linear(x, (panels,), np.zeros(0, np.float32), out)
+    blocks = -(-1500 // 256)
+    assert np.abs(out / want - 1).max() < blocks * LAST_BIT
+
+
+@pytest.mark.parametrize("dim", [1, 7, 64, 200])
+def test_norm(dim: int) -> None:
+    x, weight = torch.randn(5, dim), torch.randn(dim)
+    out = np.empty((5, dim), np.float32)
+    kernels.norm(x.numpy(), weight.numpy(), np.float32(1e-3), out)
+    want = torch.nn.functional.rms_norm(x.double(), (dim,), weight.double(), 1e-3)
+    np.testing.assert_allclose(out, want, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("heads", [(4, 2), (3, 3), (6, 1)])
+@pytest.mark.parametrize("window", [None, 1, 4])
+@pytest.mark.parametrize("scale", [None, 0.3])
+def test_attention(
+    heads: tuple[int, int], window: int | None, scale: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Several layers and steps, on what is in the cache already."""
+    queries, keys = heads
+    torch.manual_seed(0)
+    positions = torch.tensor([0, 5, 11, 3, 8])
+    caches = [KVCache(20, 4), KVCache(20, 4)]
+    for cache in caches:
+        for layer in range(2):
+            cache.layer(layer, torch.zeros(keys, 1, 8)).copy_(torch.randn(2, 20, keys, 4, 8, generator=seeded(layer)))
+    for step in range(3):
+        for layer in range(2):
+            q, k, v = (torch.randn(n, 5, 8) for n in (queries, keys, keys))
+            params = AttentionParams(scale, window)
+            got = CpuDecode(caches[0], positions + step, TABLES, CPU)(layer, q, k, v, params)
+            with monkeypatch.context() as patch:
+                patch.setattr(cpu, "_kernels", lambda: None)
+                want = CpuDecode(caches[1], positions + step, TABLES, CPU)(layer, q, k, v, params)
+            torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
+            assert torch.equal(caches[0].layers[layer], caches[1].layers[layer])
+
+
+TABLES = np.random.default_rng(0).permutation(20).reshape(5, 4)  # the pages of five sequences
+
+
+def seeded(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+@pytest.mark.parametrize("vocabulary", [2, 61, 1024, 5000])
+def test_gumbel_sample(vocabulary: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(vocabulary)
+    logits = 3 * torch.randn(300, vocabulary)
+    logits[::7, 1:] = -torch.inf  # as top-k and top-p leave them
+    keys = sampling.noise_keys(5, np.arange(300), np.arange(300) % 11)
+    got, total = sampling.gumbel_sample(logits, keys)
+    monkeypatch.setattr(cpu, "_kernels", lambda: None)
+    want, right = sampling.gumbel_sample(logits, keys)
+    assert (got[::7] == 0).all()
+    assert len(got.unique()) > 1
+    assert (got != want).sum() <= 1  # where two tie
+    torch.testing.assert_close(total, right)
+
+
+def test_many_unlikely_tokens_count_together() -> None:
+    """Each of 50,000 tokens is less than the last bit of the one that is likely; all together are not."""
+    logits = torch.full((2, 50_000), -17.0)
+    logits[:, 333] = 0
+    right = logits.double().log_softmax(-1)
+    logprobs, entropy = (np.empty(2, np.float32) for _ in range(2))
+    targets = np.array([333, 7])
+    kernels.token_logprobs(logits.numpy(), targets, logprobs, entropy)
+    _, total = sampling.gumbel_sample(logits, sampling.noise_keys(5, np.arange(2), np.arange(2)))
+    want = right[torch.arange(2), torch.from_numpy(targets)].numpy()
+    np.testing.assert_allclose(logprobs, want, rtol=2 * LAST_BIT, atol=3e-6)  # the likely one's neighbours are lost
+    np.testing.assert_allclose(total, -right[:, 333], rtol=0, atol=3e-6)
+    np.testing.assert_allclose(entropy, -(right.exp() * right).sum(-1), rtol=1e-3)
+
+
+@pytest.mark.parametrize("where", [slice(None), 0, 17, 39])
+def test_nan_is_passed_on_and_does_not_crash(where: slice | int) -> None:
+    logits = torch.randn(3, 40)
+    logits[:, where] = torch.nan
+    tokens, total = sampling.gumbel_sample(logits, sampling.noise_keys(5, np.arange(3), np.arange(3)))
+    assert ((tokens >= 0) & (tokens < 40)).all()
+    assert total.isnan().all()
+    cache = KVCache(1, 8)
+    q, k, v = torch.randn(2, 1, 8), torch.randn(1, 1, 8), torch.randn(1, 1, 8)
+    cache.layer(0, k)[0, 0, 0, 3, 2] = torch.nan
+    table = np.zeros((1, 1), np.int64)
+    assert CpuDecode(cache, torch.tensor([5]), table, CPU)(0, q, k, v, AttentionParams()).isnan().all()
+    assert not CpuDecode(cache, torch.tensor([2]), table, CPU)(0, q, k, v, AttentionParams()).isnan().any()
+
+
+@pytest.mark.parametrize("target", [-1, 7])
+def test_a_target_outside_of_the_vocabulary_is_an_error(target: int) -> None:
+    with pytest.raises(IndexError):
+        token_logprobs(torch.randn(2, 4), torch.randn(7, 4), None, torch.tensor([3, target]))
+
+
+def test_kernels_are_for_one_thread_and_float32() -> None:
+    x = torch.zeros(1)
+    assert cpu.kernels_for(x) is kernels
+    assert cpu.kernels_for(x.bfloat16()) is None
+    assert cpu.kernels_for(x.to("meta")) is None
+    torch.set_num_threads(2)
+    assert cpu.kernels_for(x) is None
+
+
+def test_without_numba_there_are_no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    def absent(name: str) -> None:
+        raise ImportError(name)
+
+    monkeypatch.setattr(cpu, "import_module", absent)
+    cpu._kernels.cache_clear()
+    try:
+        assert cpu.kernels_for(torch.zeros(1)) is None
+        assert cpu.prefers_transposed(torch.float32, torch.device("cpu"))
+    finally:
+        cpu._kernels.cache_clear()
+    assert not cpu.prefers_transposed(torch.bfloat16, torch.device("meta"))

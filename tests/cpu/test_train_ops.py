@@ -1,0 +1,126 @@
+"""A model with CPU modules computes what it did before, and the same gradients."""
+
+from collections.abc import Iterator
+from copy import deepcopy
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from distflow import cpu
+from distflow.cpu import train_ops
+from distflow.model.attention import PackedAttention
+from tiny import ARCHITECTURES, pair
+
+LENGTHS = [9, 9, 4, 1]
+
+
+@pytest.fixture(params=["kernels on AMD", "kernels", "neither"], autouse=True)
+def ways(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[set[str]]:
+    chosen = set(request.param.split(" on "))
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    monkeypatch.setattr(train_ops, "_is_amd", lambda: "AMD" in chosen)
+    if "kernels" not in chosen:
+        monkeypatch.setattr(cpu, "_kernels", lambda: None)
+    yield chosen
+    torch.set_num_threads(threads)
+
+
+def logits_of(model: PreTrainedModel) -> Tensor:
+    """Returns the logits of sequences of LENGTHS."""
+    return model(
+        input_ids=torch.arange(3, 26)[None],
+        position_ids=torch.cat([torch.arange(n) for n in LENGTHS])[None],
+        use_cache=False,
+        distflow=PackedAttention(LENGTHS),
+    ).logits
+
+
+def operations_of(x: Tensor) -> set[str]:
+    """Returns the operations of its autograd graph."""
+    nodes, open_ = set(), [x.grad_fn]
+    while open_:
+        if (one := open_.pop()) is not None and one not in nodes:
+            nodes.add(one)
+            open_ += [before for before, _ in one.next_functions]
+    return {one.name() for one in nodes}
+
+
+def run(model: PreTrainedModel) -> dict[str, Tensor]:
+    """Logits, and gradients of something that depends on all of them."""
+    model.zero_grad()
+    torch.manual_seed(1)
+    logits = logits_of(model)
+    (logits * torch.randn(logits.shape)).sum().backward()
+    return {"": logits.detach()} | {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_outputs_and_gradients(arch: str, ways: set[str]) -> None:
+    model = deepcopy(pair(arch).ours).requires_grad_(True)
+    plain, right = run(model), run(deepcopy(model).double())
+    assert len(right) == 1 + len(list(model.parameters()))
+    train_ops.use_cpu_modules(model)
+    got = run(model)
+    assert got.keys() == right.keys()
+    for name, exact in right.items():
+        size = exact.norm()
+        wrong, before = ((x[name] - exact).norm() / size for x in (got, plain))
+        assert wrong < max(4 * before, 1e-5), name
+    used = operations_of(logits_of(model)) & {"_LinearBackward", "_NormBackward", "_GateBackward"}
+    between = {"_NormBackward", "_GateBackward"} if "kernels" in ways and not arch.startswith("gemma") else set()
+    assert used == between | ({"_LinearBackward"} if "AMD" in ways else set())
+
+
+def test_frozen_parameters_get_no_gradient() -> None:
+    model = deepcopy(pair("qwen2").ours).requires_grad_(False)
+    model.model.layers[1].self_attn.q_proj.weight.requires_grad_(True)
+    want = run(model)
+    train_ops.use_cpu_modules(model)
+    got = run(model)
+    assert got.keys() == want.keys() == {"", "model.layers.1.self_attn.q_proj.weight"}
+    torch.testing.assert_close(got, want, atol=1e-3, rtol=1e-3)
+
+
+def test_bfloat16_is_left_to_the_original_modules() -> None:
+    model = deepcopy(pair("llama").ours).bfloat16().requires_grad_(True)
+    want = run(model)
+    train_ops.use_cpu_modules(model)
+    torch.testing.assert_close(run(model), want, atol=0, rtol=0)
+
+
+@pytest.mark.parametrize("shape", [(5, 3), (1, 1), (40, 17), (32, 20)])
+def test_products(shape: tuple[int, int]) -> None:
+    a, b = torch.randn(7, shape[1]), torch.randn(*shape)
+    torch.testing.assert_close(train_ops.multiply(a, b.T), a @ b.T)
+    torch.testing.assert_close(train_ops.multiply(a.T, a), a.T @ a)
+    out = torch.empty(9, 7)[1:8]
+    assert train_ops.multiply(a, a.T, out) is out
+    torch.testing.assert_close(out, a @ a.T)
+    train_ops.add_product(a, a.T, out)
+    torch.testing.assert_close(out, 2 * (a @ a.T))
+    bias = torch.randn(shape[0])
+    torch.testing.assert_close(train_ops.linear(a, b, bias), nn.functional.linear(a, b, bias))
+    torch.testing.assert_close(train_ops.linear(a, b, None), a @ b.T)
+
+
+def test_products_of_no_rows_are_zero() -> None:
+    torch.testing.assert_close(train_ops.multiply(torch.randn(0, 3).T, torch.randn(0, 5)), torch.zeros(3, 5))
+    assert train_ops.linear(torch.randn(0, 3), torch.randn(5, 3), None).shape == (0, 5)
+
+
+def test_weights_may_be_freed_after_a_product(ways: set[str]) -> None:
+    """As FSDP does with gathered weights."""
+    layer, x = train_ops.CpuLinear(4, 3), torch.randn(2, 4)
+    layer(x).sum().backward()
+    layer.weight.untyped_storage().resize_(0)
+
+
+def test_kernels_multiply_only_where_they_are_faster(ways: set[str]) -> None:
+    x = torch.randn(3, 3)
+    assert bool(train_ops._multiplier(x, nn.Parameter(x))) == ("AMD" in ways)
+    assert not train_ops._multiplier(x.double())
+    torch.set_num_threads(2)
+    assert not train_ops._multiplier(x)

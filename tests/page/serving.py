@@ -1,0 +1,30 @@
+"""A server of the page for tests, in a thread."""
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import uvicorn
+
+from distflow.page.run_folder import RunFolder
+from distflow.page.server import bind, make_app
+
+
+@contextmanager
+def serving(*runs: Path, follow: bool = False) -> Iterator[int]:
+    """Serves these runs; gives the port."""
+    app = make_app([RunFolder(run) for run in runs], follow)
+    server = uvicorn.Server(uvicorn.Config(app, log_level="error", lifespan="off"))
+    sock = bind(0)
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]}, daemon=True)
+    thread.start()
+    while not server.started:
+        time.sleep(0.01)
+    try:
+        yield sock.getsockname()[1]
+    finally:
+        server.should_exit = True
+        thread.join(10)
+        sock.close()
