@@ -22,7 +22,7 @@ from assets import make_assets
 from distflow.checkpoint.tensor_index import StoredTensor, TensorIndex
 from distflow.plan import Layout
 from distflow.weights.shards import Shards
-from handover import MODELS
+from weight_sync import MODELS
 
 WRITTEN = (1024, 1, 1024)  # dp, tp, shard
 READ = {"same": WRITTEN, "half": (512, 1, 512), "tp4": (256, 4, 256)}

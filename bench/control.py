@@ -3,9 +3,9 @@
     python bench/control.py [--workers 8 16 32 64 128 256] [--steps 6] [--quick]
 
 Real workers, forked, on hosts of 8 (network namespaces) where this user is root. Each step is a whole step of GRPO with
-a tiny share of samples per worker: the weight hand-over from train dp N to generate dp N/2 × tp 2, moves with balance,
-metrics, votes and a checkpoint. CPU time is a worker's own, so that two cores do for all of them. Then the hand-over of
-real models at sizes that do not fit here, derived but not sent. The last line is one JSON object.
+a tiny share of samples per worker: the weight sync from train dp N to generate dp N/2 × tp 2, moves with balance,
+metrics, votes and a checkpoint. CPU time is a worker's own, so that two cores do for all of them. Then the weight sync
+of real models at sizes that do not fit here, derived but not sent. The last line is one JSON object.
 """
 
 import os
@@ -20,18 +20,18 @@ from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
-from handover import MODELS, handover_s
 from steps import Work, run_steps
+from weight_sync import MODELS, weight_sync_s
 from workers import fork_workers
 
 PER_HOST, WARM_UP, BASE = 8, 2, 32
 WORK = Work(rows=8, tokens=16, hidden=64, layers=2)
 COUNTS = ("cpu_ms", "messages", "kib", "connections", "open_files", "start_up_s", "start_up_cpu_s")
-# Before: a full mesh per set of ranks, an all-gather of N − 1 messages, a hand-over in which all enumerate all.
+# Before: a full mesh per set of ranks, an all-gather of N − 1 messages, a weight sync in which all enumerate all.
 BEFORE: dict[str, Callable[[int], float | None]] = {
     "sockets": lambda n: 8.5 * n,
     "metadata_ms": {8: 0.65, 32: 1.8, 128: 6.9, 256: 14.1}.get,
-    "handover_s": {8: 0.07, 16: 0.25, 32: 1.0, 64: 4.2, 128: 18.0, 1024: 3300.0}.get,
+    "weight_sync_s": {8: 0.07, 16: 0.25, 32: 1.0, 64: 4.2, 128: 18.0, 1024: 3300.0}.get,
 }
 
 
@@ -72,22 +72,22 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="only 8, 32 and 64 workers, three steps")
     args = parser.parse_args()
     sizes, steps = ([8, 32, 64], 3) if args.quick else (args.workers, args.steps)
-    print("per worker and step; before: sockets, ms of the metadata of one move, s of the hand-over of a 7B model")
+    print("per worker and step; before: sockets, ms of the metadata of one move, s of the weight sync of a 7B model")
     print("| workers | " + " | ".join((*COUNTS, *(f"before: {name}" for name in BEFORE))) + " |")
     print("| --- " * (1 + len(COUNTS) + len(BEFORE)) + "|")
     rows: dict[int, dict[str, float]] = {}
     for n in sizes:
         rows[n] = measure(n, steps)
-        cells = [rows[n][name] for name in COUNTS] + [of(n) for of in BEFORE.values()]
-        print(f"| {n} | " + " | ".join("" if c is None else f"{c:.4g}" for c in cells) + " |", flush=True)
-    hand_over = {name: {n: handover_s(name, n) for n in (1024, 8192)} for name in MODELS}
-    for name, times in hand_over.items():
-        print(f"hand-over of {name}, derived: " + ", ".join(f"{s} s at {n:,}" for n, s in times.items()))
+        replicas = [rows[n][name] for name in COUNTS] + [of(n) for of in BEFORE.values()]
+        print(f"| {n} | " + " | ".join("" if c is None else f"{c:.4g}" for c in replicas) + " |", flush=True)
+    weight_sync = {name: {n: weight_sync_s(name, n) for n in (1024, 8192)} for name in MODELS}
+    for name, times in weight_sync.items():
+        print(f"weight sync of {name}, derived: " + ", ".join(f"{s} s at {n:,}" for n, s in times.items()))
     result = {
         "workers": rows,
         "connections_growth": growth(rows, "connections"),
         "step_growth": growth(rows, "cpu_ms"),
-        "handover_s": hand_over,
+        "weight_sync_s": weight_sync,
         "start_up_s": {n: row["start_up_s"] for n, row in rows.items()},
         "before": {name: {n: of(n) for n in (*sizes, 1024) if of(n)} for name, of in BEFORE.items()},
     }

@@ -2,7 +2,7 @@
 
 Its wire format, sockets and shared memory are ours. As in frameworks of that kind, a stage is a call: the driver sends
 it all that it reads and receives all that it writes. Sizes are known beforehand, so there is no negotiation, and the
-weight hand-over, which such frameworks do between workers, is left out. Used by bench/scaling.py; not run by itself.
+weight sync, which such frameworks do between workers, is left out. Used by bench/scaling.py; not run by itself.
 """
 
 import os
@@ -18,7 +18,7 @@ import torch
 
 from distflow.batch.batch import Column, Ragged
 from distflow.comm.collectives import SendReceive
-from distflow.comm.routes import assign_cells, contiguous_cells
+from distflow.comm.routes import assign_replicas, contiguous_replicas
 from distflow.comm.transport import Transport
 from distflow.comm.wire import Segments, flatten, pack, segment_size, unpack
 from distflow.plan import Layout
@@ -33,11 +33,11 @@ class Stages:
     def __init__(self, step: int, workers: Sequence[int], work: Work) -> None:
         samples = work.rows * len(workers)
         self.lengths = lengths(range(step * samples, (step + 1) * samples), work.tokens)
-        cells = len(workers) // 2
-        generate, train = Layout(tuple(workers), cells, 2), Layout(tuple(workers), len(workers))
-        old = contiguous_cells(samples, cells)
-        new = assign_cells(old, generate, train, self.lengths, 1, balance=True)
-        self.generated = {generate.cells[d][0]: np.flatnonzero(old == d) for d in range(cells)}
+        replicas = len(workers) // 2
+        generate, train = Layout(tuple(workers), replicas, 2), Layout(tuple(workers), len(workers))
+        old = contiguous_replicas(samples, replicas)
+        new = assign_replicas(old, generate, train, self.lengths, 1, balance=True)
+        self.generated = {generate.replicas[d][0]: np.flatnonzero(old == d) for d in range(replicas)}
         self.dealt = {r: np.flatnonzero(new == d) for d, r in enumerate(workers)}
 
     def ranges(self, fields: Sequence[str], slots: Mapping[int, np.ndarray]) -> dict[int, tuple[int, int]]:

@@ -32,7 +32,7 @@ from distflow.batch.batch import Column, Ragged
 from distflow.comm.allocator import CachingAllocator
 from distflow.comm.collectives import SendReceive
 from distflow.comm.exchange import exchange
-from distflow.comm.routes import contiguous_cells, route
+from distflow.comm.routes import contiguous_replicas, route
 from distflow.comm.transport import SHARED_MEMORY, Transport
 from distflow.comm.wire import Segments, flatten, pack, segment_size, unpack
 from distflow.plan import Layout, Move, Partition
@@ -55,7 +55,7 @@ HERE = Path(__file__).resolve().parent
 
 
 def layouts(n: int) -> dict[str, tuple[Layout, Layout, bool]]:
-    """Returns name → source, target, whether the exchange assigns the cells (else sample i goes to cell i mod n)."""
+    """Returns name → source, target, whether the exchange assigns replicas (else sample i goes to replica i mod n)."""
     all_ranks = tuple(range(n))
     half = n // 2
     return {
@@ -90,11 +90,11 @@ class Measure:
         self.move = Move(
             "m", Partition("a", src, True, None), Partition("b", dst, False, None), tuple(FIELDS), assigns, 0
         )
-        self.old = contiguous_cells(samples, src.dp)
-        slots = np.flatnonzero(self.old == src.cell_of(rank))
-        self.held = (slots, columns(slots, lengths)) if src.cell_of(rank) is not None else None
-        cell = dst.cell_of(rank)
-        self.wanted = None if cell is None or assigns else np.flatnonzero(np.arange(samples) % dst.dp == cell)
+        self.old = contiguous_replicas(samples, src.dp)
+        slots = np.flatnonzero(self.old == src.replica_of(rank))
+        self.held = (slots, columns(slots, lengths)) if src.replica_of(rank) is not None else None
+        replica = dst.replica_of(rank)
+        self.wanted = None if replica is None or assigns else np.flatnonzero(np.arange(samples) % dst.dp == replica)
         moved = self.ours()
         self.check(moved.slots, moved.columns, lengths)
         self.bytes = {"sent": moved.sent, "received": moved.received, "kept": moved.kept}
@@ -118,14 +118,14 @@ class Measure:
         src = self.move.src.layout
         taken = _gather_ints(slots, self.samples)
         new = np.empty(self.samples, np.int64)
-        for cell, ranks in enumerate(dst.cells):
-            new[taken[ranks[0]]] = cell
+        for replica, ranks in enumerate(dst.replicas):
+            new[taken[ranks[0]]] = replica
         self.new = new
         mine = route(self.rank, src, dst, self.old, new)
         self.per_sample = np.zeros(self.samples, np.int64)
         sizes = _gather_ints(self._sizes(), self.samples)
-        for cell, ranks in enumerate(src.cells):
-            self.per_sample[self.old == cell] = sizes[ranks[0]]
+        for replica, ranks in enumerate(src.replicas):
+            self.per_sample[self.old == replica] = sizes[ranks[0]]
 
         def size(s: np.ndarray) -> int:
             return segment_size(len(FIELDS), len(s), int(self.per_sample[s].sum()))
@@ -147,31 +147,31 @@ class Measure:
         dist.all_to_all_single(self._out, self._data, self._receive, self._send)
 
     def _prepare_controller(self, src: Layout, dst: Layout) -> None:
-        """The first rank of a source cell sends its samples; every rank of a target cell receives its own."""
+        """The first rank of a source replica sends its samples; every rank of a target replica receives its own."""
         fields = len(FIELDS)
-        cells = {c[0]: np.flatnonzero(self.old == d) for d, c in enumerate(src.cells)}
-        parts = {r: np.flatnonzero(self.new == dst.cell_of(r)) for r in dst.ranks}
-        size = {k: segment_size(fields, len(s), int(self.per_sample[s].sum())) for k, s in cells.items()}
+        replicas = {c[0]: np.flatnonzero(self.old == d) for d, c in enumerate(src.replicas)}
+        parts = {r: np.flatnonzero(self.new == dst.replica_of(r)) for r in dst.ranks}
+        size = {k: segment_size(fields, len(s), int(self.per_sample[s].sum())) for k, s in replicas.items()}
         size_out = {k: segment_size(fields, len(s), int(self.per_sample[s].sum())) for k, s in parts.items()}
-        self._collect = (cells, size)
+        self._collect = (replicas, size)
         self._distribute = (parts, size_out)
         self._controller_slab = torch.ones(sum(size.values()) if self.rank == 0 else 0, dtype=torch.uint8)
         self._mine_in = torch.ones(size_out.get(self.rank, 0), dtype=torch.uint8)
 
     def controller(self, transport: str):
         execute = self.transports[transport].execute
-        cells, size = self._collect
+        replicas, size = self._collect
         parts, size_out = self._distribute
 
         def pack_mine(out: torch.Tensor) -> None:
             assert self.held is not None
             columns = [flatten(c, "") for c in self.held[1].values()]
-            count = len(cells[self.rank])
+            count = len(replicas[self.rank])
             pack(columns, np.arange(count), Segments(np.array([count]), np.array([0])), out)
 
         def pack_all(out: torch.Tensor) -> None:
-            slots = np.concatenate(list(cells.values()))
-            got = Segments(np.array([len(s) for s in cells.values()]), _starts(size))
+            slots = np.concatenate(list(replicas.values()))
+            got = Segments(np.array([len(s) for s in replicas.values()]), _starts(size))
             gathered = unpack(self._controller_slab, got, list(FIELDS), np.argsort(slots), "controller")
             columns = [flatten(c, "") for c in gathered.values()]
             to = Segments(np.array([len(s) for s in parts.values()]), _starts(size_out))
@@ -183,7 +183,7 @@ class Measure:
         collect, to_ranks = _ranges(size), _ranges(size_out)
         nothing = torch.empty(0, dtype=torch.uint8)
         if self.rank == 0:
-            if 0 in cells:
+            if 0 in replicas:
                 start, end = collect[0]
                 pack_mine(self._controller_slab[start:end])
             receive = {r: part for r, part in collect.items() if r}
@@ -191,7 +191,7 @@ class Measure:
             send = {r: part for r, part in to_ranks.items() if r}
             execute(SendReceive(sum(size_out.values()), pack_all, send, nothing, {}))
         else:
-            if self.rank in cells:
+            if self.rank in replicas:
                 execute(SendReceive(size[self.rank], pack_mine, {0: (0, size[self.rank])}, nothing, {}))
             if self.rank in parts:
                 execute(SendReceive(0, pack_mine, {}, self._mine_in, {0: (0, size_out[self.rank])}))

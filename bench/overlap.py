@@ -1,6 +1,6 @@
 """How much time it saves that ranks that generate run ahead, that samples leave in chunks, and partial rollouts.
 
-All stages sleep, so the cores do not decide; workers, plan, moves, hand-over and metrics are those of a run. With a
+All stages sleep, so the cores do not decide; workers, plan, moves, weight sync and metrics are those of a run. With a
 heavy tail (log-normal lengths, σ 1), all that follows generation but the update, such as scores, reference log-probs
 and values, takes 0.8 s, of the order of generation. `--svg FILE` draws what each worker did, before and after.
 """

@@ -47,14 +47,14 @@ class Actor:
     def copy_weights(self) -> None:
         return None
 
-    def hand_over(self, version: int, weights: Any = None) -> Iterator[SendReceive]:
+    def sync_weights(self, version: int, weights: Any = None) -> Iterator[SendReceive]:
         data = torch.tensor([version]).view(torch.uint8)
         if self.rank == self.giver:
             yield SendReceive(8, lambda out: out.copy_(data), dict.fromkeys(self.takers, (0, 8)), data[:0], {})
         elif self.rank in self.takers:
             yield SendReceive(0, lambda out: None, {}, data, {self.giver: (0, 8)})
 
-    @node(type="inference", writes=("length",), hand_over=True)
+    @node(type="inference", writes=("length",), generates=True)
     def generate(self, batch: Batch, ctx: Context) -> Any:
         lengths, partial = self.lengths(batch.ids), ctx.partial
         begun = (
@@ -99,7 +99,7 @@ class Judge:
     @node(type="inference", writes=("score",))
     def score(self, batch: Batch, ctx: Context) -> Any:
         with noted(ctx, "score"):
-            time.sleep(self.per_sample_s * len(batch) * len(ctx.layout.cells))
+            time.sleep(self.per_sample_s * len(batch) * len(ctx.layout.replicas))
         return batch["length"]
 
 

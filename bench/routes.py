@@ -12,7 +12,7 @@ import time
 import numpy as np
 
 from distflow.comm.balance import imbalance
-from distflow.comm.routes import assign_cells, contiguous_cells, route
+from distflow.comm.routes import assign_replicas, contiguous_replicas, route
 from distflow.plan import Layout
 
 
@@ -26,9 +26,9 @@ def heavy_tailed(count: int, seed: int) -> np.ndarray:
 
 def one(workers: int, samples: int, seed: int) -> dict:
     layout, lengths = Layout(tuple(range(workers)), workers), heavy_tailed(samples, seed)
-    old = contiguous_cells(samples, workers)
+    old = contiguous_replicas(samples, workers)
     start = time.perf_counter()
-    new = assign_cells(old, layout, layout, lengths, 1, balance=True)
+    new = assign_replicas(old, layout, layout, lengths, 1, balance=True)
     route(0, layout, layout, old, new)
     seconds = time.perf_counter() - start
     counts = np.bincount(new, minlength=workers)

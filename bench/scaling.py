@@ -4,7 +4,7 @@
 
 Hosts are network namespaces, so this needs root. A host has two workers and the same share of the batch whatever their
 number: 64 samples of 2,048 tokens on average, 24 bytes per token when they are generated and 36 when they are trained
-on. A step is one of GRPO with the weight hand-over, moves with balance, and votes; compute is a sleep, either none or
+on. A step is one of GRPO with the weight sync, moves with balance, and votes; compute is a sleep, either none or
 81 : 10 to our data plane on four hosts, which is the ratio that was published for 32 GPUs; with compute, there is a
 checkpoint after every step. On the same links, in the same run:
   every byte moves     workers that generate and workers that train are apart: all samples change their owner
@@ -294,9 +294,9 @@ class Scaling:
         systems = (*OURS, "controller", *PEERS)
         lines = ["| hosts | " + " | ".join((*systems, "bare link")) + " |", "| --- " * (len(systems) + 2) + "|"]
         for h, row in self.rows.items():
-            cells = [f"{row[n].s:.2f} / {self.with_compute_s(h, n):.2f}" if n in row else "" for n in systems]
-            cells.append(f"{self.bare_s[h]:.2f}" if h in self.bare_s else "")
-            lines.append(f"| {h} | " + " | ".join(cells) + " |")
+            replicas = [f"{row[n].s:.2f} / {self.with_compute_s(h, n):.2f}" if n in row else "" for n in systems]
+            replicas.append(f"{self.bare_s[h]:.2f}" if h in self.bare_s else "")
+            lines.append(f"| {h} | " + " | ".join(replicas) + " |")
         return "\n".join(lines)
 
     def draw(self) -> str:

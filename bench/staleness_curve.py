@@ -3,7 +3,7 @@
 Published for verl's asynchronous trainer at staleness 0, 0.1, 0.3 and 0.5: 231, 171, 146 and 151 s a step, of which the
 trainer waits 128, 58, 39 and 33 s for samples. `queue` computes the same rule: after each update, samples that were
 begun go on, at most (1 + s) × batch are begun, and the next update starts when any batch of them is complete. Two
-numbers are fitted, the mean length to the 128 s and the slots to the rest; updates take 100 s, the hand-over 4 s.
+numbers are fitted, the mean length to the 128 s and the slots to the rest; updates take 100 s, the weight sync 4 s.
 
 `ours` runs real workers with sleeping stages of that ratio, 1 / 100 as long: staleness 0, then staleness 1 with partial
 rollouts, where a step takes the prompts of its own batch, never any that are complete.

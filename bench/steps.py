@@ -1,4 +1,4 @@
-"""Whole steps of GRPO without a model: moves, weight hand-over, votes and checkpoints are real, compute is a sleep.
+"""Whole steps of GRPO without a model: moves, weight sync, votes and checkpoints are real, compute is a sleep.
 
 Used by bench/control.py and bench/scaling.py; not run by itself. `run_steps` is one worker; fork it on hosts of
 tests/hosts.py.
@@ -35,7 +35,7 @@ from distflow.plan.topology import Topology
 from distflow.run.worker import Worker
 from distflow.weights.shards import Shards, Spec
 from distflow.weights.state import RoleState
-from distflow.weights.sync import HandOver
+from distflow.weights.sync import WeightSync
 
 INTS, LOGPROBS = ("tokens", "mask", "position"), ("old_logprobs", "ref_logprobs")
 TOKEN_BYTES = dict.fromkeys(INTS, 8) | dict.fromkeys((*LOGPROBS, "advantage"), 4)
@@ -50,7 +50,7 @@ class Work:
 
     rows: int
     tokens: int  # mean of a row; lengths are log-normal
-    hidden: int  # of the model whose weights are handed over and saved
+    hidden: int  # of the model whose weights are synced and saved
     layers: int
     compute_s: float = 0.0
     save: bool = True  # a checkpoint after every step
@@ -86,15 +86,15 @@ class Actor:
         specs = model_specs(work.hidden, work.layers)
         source, target = Shards(train, train.dp), Shards(generate, 1)
         self.train, self.shards, self.specs = train, source, {s.name: s for s in specs}
-        self.hand_over_plan = HandOver(specs, source, target, rank, torch.float32, topology)
+        self.weight_sync_plan = WeightSync(specs, source, target, rank, torch.float32, topology)
         self.held = _zeros(specs, source, rank)
         self.filled = _zeros(specs, target, rank)
 
     def state(self) -> RoleState:
         return RoleState({}, self.held, self.specs, self.shards)
 
-    def hand_over(self, version: int, weights: Any = None) -> Iterator[Any]:
-        yield from self.hand_over_plan.run(self.held, self.filled)
+    def sync_weights(self, version: int, weights: Any = None) -> Iterator[Any]:
+        yield from self.weight_sync_plan.run(self.held, self.filled)
 
     def generate(self, batch: Batch) -> dict[str, Ragged]:
         self._compute("generate")
@@ -167,7 +167,7 @@ def make_plan(workers: int, work: Work) -> Plan:
 
     all_fields = (*INTS, *LOGPROBS, "advantage")
     nodes = (
-        actor("generate", type="inference", writes=INTS, hand_over=True),
+        actor("generate", type="inference", writes=INTS, generates=True),
         actor("old", type="inference", reads=INTS, writes=("old_logprobs",), balance="tokens"),
         actor("ref", type="inference", reads=INTS, writes=("ref_logprobs",), balance="tokens"),
         Node("judge", reads=("tokens",), writes=("score",), balance="tokens", fn=judge),

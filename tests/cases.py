@@ -92,7 +92,7 @@ def check_and_write(
     repeat: int,
     chosen: list[list[int]] | None = None,
 ) -> dict[str, Column]:
-    """The function of every node of a random flow. `chosen`: the prompts of each step after a refill."""
+    """The function of every node of a random flow. `chosen`: the prompts of each step after a resample."""
     assert len(batch) > 0  # a function is not called for no samples
     if chosen:
         assert ctx.groups.tolist() == chosen[ctx.step - 1]
@@ -137,7 +137,7 @@ def expected(name: str, sample: int, repeat: int) -> Any:
 
 
 def chosen_prompts(flag: str, repeat: int, wanted: int, rounds: int, steps: int) -> list[list[int]]:
-    """Returns the prompts of each step after its refill, computed one prompt after the other."""
+    """Returns the prompts of each step after its resample, computed one prompt after the other."""
     chosen, position = [], 0
     for _ in range(steps):
         good: list[int] = []
@@ -158,12 +158,12 @@ def random_plan(rng: random.Random, workers: int) -> Plan:
     fields: list[str] = list(Source.column_names)
     repeat = rng.choice([1, 1, 2, 3])
     count = rng.randint(1, 8)
-    refills = rng.randrange(count) if rng.random() < 0.25 else None
+    resamples = rng.randrange(count) if rng.random() < 0.25 else None
     for i in range(count):
         reads = tuple(rng.sample(fields, rng.randint(0, min(4, len(fields)))))
         writes = tuple(f"f{i}{j}.{rng.choice(KINDS).replace(' ', '_')}" for j in range(rng.randint(0, 3)))
-        refill = rng.randint(1, 4) if i == refills else 0
-        if refill:
+        resample = rng.randint(1, 4) if i == resamples else 0
+        if resample:
             writes = (f"f{i}0.flag",)
         whole = rng.random() < 0.25
         nodes.append(
@@ -177,7 +177,7 @@ def random_plan(rng: random.Random, workers: int) -> Plan:
                 type=rng.choice(["compute", "inference"]),  # a model gets even shares
                 balance=rng.choice(reads) if reads and rng.random() < 0.3 else None,
                 params={"node": f"n{i}", "writes": list(writes), "whole": whole, "repeat": repeat},
-                refill=refill,
+                dynamic_sampling=resample,
                 fn=check_and_write,
             )
         )
@@ -196,13 +196,13 @@ def random_plan(rng: random.Random, workers: int) -> Plan:
 
     places = {i: place() for i in [*(n.id for n in nodes), "data"] if rng.random() < 0.8}
     default = place()
-    cells = [sizes[p.ranks] // p.tp for p in (*places.values(), default)]
-    # Often a number that divides evenly; otherwise any, which may leave cells without samples.
-    prompts = math.lcm(*cells) * rng.randint(1, 2) if rng.random() < 0.5 else rng.randint(1, 2 * max(cells))
+    replicas = [sizes[p.ranks] // p.tp for p in (*places.values(), default)]
+    # Often a number that divides evenly; otherwise any, which may leave replicas without samples.
+    prompts = math.lcm(*replicas) * rng.randint(1, 2) if rng.random() < 0.5 else rng.randint(1, 2 * max(replicas))
     flow = Flow("random", Source.column_names, tuple(nodes))
-    if flow.refill:
-        chosen = chosen_prompts(flow.refill.writes[0], repeat, prompts, flow.refill.refill, 2)
+    if flow.sampling_node:
+        chosen = chosen_prompts(flow.sampling_node.writes[0], repeat, prompts, flow.sampling_node.dynamic_sampling, 2)
         for n in nodes:
-            if n.id not in flow.refill_loop:
+            if n.id not in flow.sampling_loop:
                 n.params["chosen"] = chosen  # type: ignore[index]
     return plan(flow, Placement(workers, rank_sets, default, nodes=places), Workload(prompts, repeat))

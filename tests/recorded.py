@@ -13,7 +13,7 @@ from distflow.plan import Place, Placement, Workload, plan
 
 START = 1_790_000_000_000_000  # microseconds since 1970
 WORDS = ("the", "answer", "first", "sorts", "every", "digit", "and", "then", "writes", "them", "in", "order")
-GENERATE = {"call": "actor.generate", "role": "actor", "type": "inference", "method": True, "hand_over": True}
+GENERATE = {"call": "actor.generate", "role": "actor", "type": "inference", "method": True, "generates": True}
 FLOW = Flow(
     "grpo",
     ("prompt", "answer"),

@@ -204,11 +204,11 @@ def constants() -> set[str]:
 def test_every_key_that_a_page_moves_to_is_there(name: str) -> None:
     part = (ROOT / "docs" / name).read_text().partition("## Key by key")[2].partition("\n## ")[0]
     known = {*config_keys(), *constants()}
-    ours = [cell for cell in re.findall(r"^\|.*\| ([^|]+) \|$", part, re.M) if cell != "---"]
-    keys = {word for cell in ours for word in re.findall(r"`([a-z_]+(?:\.[a-z_]+)+)`", cell)}
+    ours = [replica for replica in re.findall(r"^\|.*\| ([^|]+) \|$", part, re.M) if replica != "---"]
+    keys = {word for replica in ours for word in re.findall(r"`([a-z_]+(?:\.[a-z_]+)+)`", replica)}
     assert len(keys) > 30
     assert keys <= known | {"actor.generate", "distflow.run"}, keys - known
-    assert {w for cell in ours for w in re.findall(r"`flow`: `(\w+)`", cell)} <= set(BUILT_IN)
+    assert {w for replica in ours for w in re.findall(r"`flow`: `(\w+)`", replica)} <= set(BUILT_IN)
 
 
 def test_the_reference_has_every_key() -> None:

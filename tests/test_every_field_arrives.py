@@ -46,7 +46,7 @@ def check_random_plan(rng: random.Random, workers: int) -> None:
         if isinstance(task, Run):  # each replica handles each of its samples once; a sum counts the sample once
             for kind, replicas in (("samples", 1), ("replicas", task.partition.layout.tp)):
                 once, count = steps * plan.samples * replicas, handled[f"{kind}/{task.node}"]
-                assert count >= once if task.node in plan.flow.refill_loop else count == once
+                assert count >= once if task.node in plan.flow.sampling_loop else count == once
 
 
 CASES = {"rng": st.randoms(use_true_random=False), "workers": st.sampled_from([1, 2, 2, 3, 4, 4, 6, 8])}

@@ -63,7 +63,7 @@ def own(
 ):
     rollout = actor.generate(prompts["prompt"])
     score = reward.score(prompts, rollout)
-    scores_differ(score, refill=max_gen_batches)  # generates more until 8 prompts pass, at most 4 × 8
+    scores_differ(score, dynamic_sampling=max_gen_batches)  # generates more until 8 prompts pass, at most 4 × 8
     variety = distinct(rollout["response"])
     bonus = judge.bonus(score)
     combined = advantage(score, variety, bonus, distinct_weight=distinct_weight)

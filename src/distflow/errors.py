@@ -71,8 +71,14 @@ def shown(value: object, length: int = 80) -> str:
         return f"a {type(value).__name__}"
 
 
+# Keys and arguments that have another name now.
+RENAMED = {"hand_over": "generates", "refill": "dynamic_sampling"}
+
+
 def suggest(word: object, options: Iterable[object]) -> str:
     """Returns `; did you mean 'x'?` with the most similar option, or a list of the options if none is similar."""
+    if (new := RENAMED.get(str(word))) is not None:
+        return f"; it is called '{new}' now"
     known = sorted({cut(str(o)) for o in options})
     similar = get_close_matches(cut(str(word)), known, n=1, cutoff=0.6)
     if similar:

@@ -44,7 +44,7 @@ from distflow.train import fsdp
 from distflow.train.trainer import Trainer
 from distflow.train.update_spec import UpdateSpec
 from distflow.weights.shards import Shards, slices
-from distflow.weights.sync import HandOver
+from distflow.weights.sync import WeightSync
 from spawn import make_transport
 from tiny import VOCABULARY, config_of, pair
 
@@ -231,7 +231,7 @@ def local_transport() -> Transport:
     return transport
 
 
-def hand_over(rank: int) -> None:
+def sync_weights(rank: int) -> None:
     """Moves weights from FSDP shards to tensor-parallel shards, in both precisions, and checks them."""
     case = Case(dp=2)
     trainer = make_trainer(rank, case, DEVICE)
@@ -242,7 +242,7 @@ def hand_over(rank: int) -> None:
     communication = local_transport()
     for dtype in (torch.float32, torch.bfloat16):
         filled = empty_weights(shapes, (), dtype, torch.device(DEVICE))
-        transfer = HandOver(trainer.specs, source, target, rank, dtype, Topology.single(2))
+        transfer = WeightSync(trainer.specs, source, target, rank, dtype, Topology.single(2))
         before = calls["c10d::send"]
         communication.run(_generator(transfer.run(trainer.weights(), filled)))
         assert calls["c10d::send"] > before or not REHEARSED, "the weights went through host memory"

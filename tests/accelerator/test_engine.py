@@ -10,7 +10,7 @@ import torch
 
 from accelerator.rehearsal_device import MEMORY
 from accelerator.rehearse import DEVICE, REHEARSED, rehearse
-from accelerator.scenarios import PARAMS, Case, exchange, hand_over, roll_out, save_and_restore, train
+from accelerator.scenarios import PARAMS, Case, exchange, roll_out, save_and_restore, sync_weights, train
 from distflow.config.schema import RolloutConfig
 from distflow.errors import ConfigError
 from distflow.rollout.builtin.engine import BuiltinEngine
@@ -54,7 +54,7 @@ def all_cases(rank: int, n: int, folder: str) -> dict[str, dict[Case, Any]]:
     if n == 1 and REHEARSED:
         results["large cache"] = {Case(): message_of_a_large_cache(rank)}
     if n == 2:
-        hand_over(rank)
+        sync_weights(rank)
         exchange(rank, "1")
         exchange(rank, "0")
     return results

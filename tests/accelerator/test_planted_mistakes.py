@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from accelerator.rehearse import REHEARSED, rehearse
-from accelerator.scenarios import Case, exchange, hand_over, roll_out, save_and_restore, train
+from accelerator.scenarios import Case, exchange, roll_out, save_and_restore, sync_weights, train
 
 pytestmark = pytest.mark.skipif(not REHEARSED, reason="tests the rehearsal itself")
 
@@ -54,69 +54,69 @@ class Plant:
 
     @property
     def workers(self) -> int:
-        return 2 if self.check in (hand_over, check_exchange) else 1
+        return 2 if self.check in (sync_weights, check_exchange) else 1
 
 
 PLANTS = {
     "fields of a micro-batch stay in host memory": Plant(
-        check_training, "engine.train.packing:Pack.to", "{k: v.to(device) for k, v in value.items()}", "value"
+        check_training, "train.packing:Pack.to", "{k: v.to(device) for k, v in value.items()}", "value"
     ),
     "an index of the backward pass stays in host memory": Plant(
-        check_training, "engine.model.attention:SharedPrompts.to", "self.repeats.to(device)", "self.repeats"
+        check_training, "model.attention:SharedPrompts.to", "self.repeats.to(device)", "self.repeats"
     ),
     "the gradient norm is summed in host memory": Plant(
-        check_training, "engine.train.fsdp:grad_norm", ", device=mesh.device_type", ""
+        check_training, "train.fsdp:grad_norm", ", device=mesh.device_type", ""
     ),
     "the sample of each token is counted in host memory": Plant(
         check_training, "algo.tokens:Tokens.sample_index", ", device=self.lengths.device", ""
     ),
     "positions stay in host memory": Plant(
-        check_rollout, "engine.rollout.model_runner:ModelRunner._logits", "positions.to(self.device)", "positions"
+        check_rollout, "rollout.builtin.model_runner:ModelRunner._logits", "positions.to(self.device)", "positions"
     ),
     "the sampling noise stays in host memory": Plant(
-        check_rollout, "engine.rollout.sampling:gumbel_sample", ".copy()).to(logits.device)", ".copy())"
+        check_rollout, "rollout.sampling:gumbel_sample", ".copy()).to(logits.device)", ".copy())"
     ),
     "the mask of decoding is made in host memory": Plant(
-        check_rollout, "engine.rollout.kv_cache:_mask", ", device=positions.device", ""
+        check_rollout, "rollout.builtin.kv_cache:_mask", ", device=positions.device", ""
     ),
     "a token attends to the one after it": Plant(
-        check_rollout, "engine.rollout.kv_cache:_mask", "key > positions", "key > 1 + positions",
+        check_rollout, "rollout.builtin.kv_cache:_mask", "key > positions", "key > 1 + positions",
         "the device generates something else",
     ),
     "the keys of a later turn are written a place too early": Plant(
-        check_rollout, "engine.rollout.kv_cache:Extension.__call__", "keys[self.pages, :, self.offsets",
+        check_rollout, "rollout.builtin.kv_cache:Extension.__call__", "keys[self.pages, :, self.offsets",
         "keys[self.pages, :, self.offsets - 1",
         "the device generates something else",
     ),
     "weights of the rollout are allocated in host memory": Plant(
-        check_rollout, "engine.rollout.weight_buffers:empty_weights", ", device=device) for", ") for",
+        check_rollout, "rollout.builtin.weight_buffers:empty_weights", ", device=device) for", ") for",
         "Unsupported device in DLTensor",
     ),
     "the host waits for every token": Plant(
-        check_rollout, "engine.rollout.model_runner:ModelRunner._sample", ").tolist()",
+        check_rollout, "rollout.builtin.model_runner:ModelRunner._sample", ").tolist()",
         "); both = [[x.item() for x in row] for row in both]", "the host waits for the device more than once",
     ),
     "the optimiser's step count is restored in host memory": Plant(
-        check_checkpoint, "engine.train.trainer:Trainer.load_state", ", device=shard.device", ""
+        check_checkpoint, "train.trainer:Trainer.load_state", ", device=shard.device", ""
     ),
     "a checkpoint is copied on the device": Plant(
-        check_checkpoint, "run.checkpoint_writer:_copy", '.to("cpu", copy=True)', ".clone()",
+        check_checkpoint, "checkpoint.writer:_copy", '.to("cpu", copy=True)', ".clone()",
         "AssertionError",
     ),
     "weights are received in host memory": Plant(
-        hand_over, "engine.hand_over:HandOver.run", "torch.uint8, device=device", "torch.uint8",
+        sync_weights, "weights.sync:WeightSync.run", "torch.uint8, device=device", "torch.uint8",
         "the weights went through host memory",
     ),
     "weights are sent from host memory": Plant(
-        hand_over, "data.transport:Transport._send_buffer", "torch.uint8, device=device", "torch.uint8",
+        sync_weights, "comm.transport:Transport._send_buffer", "torch.uint8, device=device", "torch.uint8",
         "the weights went through host memory",
     ),
     "weights go through shared memory": Plant(
-        hand_over, "data.transport:Transport.execute", 'request.out.device.type != "cpu"', "False",
+        sync_weights, "comm.transport:Transport.execute", 'request.out.device.type != "cpu"', "False",
         "convert rehearsal(:0)? device type tensor to numpy|lost rank",
     ),
     "a field stays on the device": Plant(
-        check_exchange, "data.batch:_materialized", ".cpu()", "", "convert rehearsal(:0)? device type tensor to numpy"
+        check_exchange, "batch.batch:_materialized", ".cpu()", "", "convert rehearsal(:0)? device type tensor to numpy"
     ),
 }  # fmt: skip
 

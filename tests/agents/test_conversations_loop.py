@@ -243,7 +243,7 @@ def test_token_level_and_text_operations() -> None:
     assert record.reward == 0.25
 
 
-def test_a_missed_hand_over_is_an_error() -> None:
+def test_a_missed_weight_sync_is_an_error() -> None:
     with pytest.raises(WeightsError, match="sample 0 was generated with weights of version 2"):
         have(samples=range(1), engine=FakeEngine(version=2))
 
@@ -260,7 +260,7 @@ def test_columns_keep_everything() -> None:
     assert all(len(c) == 0 for c in none.values())
 
 
-def test_what_a_cell_is_told_arrives() -> None:
+def test_what_a_replica_is_told_arrives() -> None:
     from distflow.agents.conversations import Actions
 
     records = list(have()[0].values())

@@ -30,7 +30,7 @@ def move(name: str, src: Partition, dst: Partition, assigns: bool) -> Move:
 A, B, C = partition("a", range(1024)), partition("b", range(1024), tp=2), partition("c", range(512, 1024))
 
 
-def test_a_domain_has_at_most_so_many_cells_and_an_equal_part_of_the_step() -> None:
+def test_a_domain_has_at_most_so_many_replicas_and_an_equal_part_of_the_step() -> None:
     first = move("m0", A, B, assigns=True)
     deals = domains_of([first], 2048)
     seen = {}
@@ -63,14 +63,14 @@ def test_shares_are_contiguous_and_keep_groups_whole() -> None:
     assert contiguous_deal(partition("p", range(4)), 12, 2).tolist() == [0, 0, 0, 0, 1, 1, 2, 2, 2, 2, 3, 3]
 
 
-@pytest.mark.parametrize("most_cells", [1, 2])
+@pytest.mark.parametrize("most_replicas", [1, 2])
 @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
 @given(rng=st.randoms(use_true_random=False), workers=st.sampled_from([4, 6, 8]))
 def test_every_reader_sees_what_the_writer_wrote_in_small_domains(
-    most_cells: int, rng: random.Random, workers: int
+    most_replicas: int, rng: random.Random, workers: int
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(domains, "MAX_CELLS", most_cells)
+        patch.setattr(domains, "MAX_CELLS", most_replicas)
         check_random_plan(rng, workers)
 
 

@@ -8,7 +8,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from distflow.comm.balance import imbalance
-from distflow.comm.routes import assign_cells, contiguous_cells, route
+from distflow.comm.routes import assign_replicas, contiguous_replicas, route
 from distflow.plan import Layout
 from distflow.plan.topology import Topology
 
@@ -27,17 +27,17 @@ def cases(draw: st.DrawFn) -> tuple[Layout, Layout, np.ndarray, np.ndarray, int,
     even = math.lcm(src.dp, dst.dp) * draw(st.integers(1, 3))
     n = draw(st.sampled_from([even, draw(st.integers(1, 20))])) * group_size
     assume(n <= 300)
-    old = np.array(draw(st.permutations(list(contiguous_cells(n // group_size, src.dp)))))
+    old = np.array(draw(st.permutations(list(contiguous_replicas(n // group_size, src.dp)))))
     weights = np.array(draw(st.lists(st.integers(0, 5000), min_size=n, max_size=n)))
     return src, dst, np.repeat(old, group_size), weights, group_size, draw(st.booleans())
 
 
 @settings(max_examples=300, deadline=None)
 @given(cases())
-def test_every_sample_gets_one_cell_and_all_cells_get_as_many_as_the_loader_gives_them(case) -> None:
+def test_every_sample_gets_one_cell_and_all_replicas_get_as_many_as_the_loader_gives_them(case) -> None:
     src, dst, old, weights, group_size, balance = case
-    new = assign_cells(old, src, dst, weights, group_size, balance)
-    shares = np.bincount(contiguous_cells(len(old) // group_size, dst.dp), minlength=dst.dp)
+    new = assign_replicas(old, src, dst, weights, group_size, balance)
+    shares = np.bincount(contiguous_replicas(len(old) // group_size, dst.dp), minlength=dst.dp)
     assert (np.bincount(new, minlength=dst.dp) == shares * group_size).all()
     assert (new.reshape(-1, group_size) == new.reshape(-1, group_size)[:, :1]).all()  # groups are complete
 
@@ -46,19 +46,19 @@ def test_every_sample_gets_one_cell_and_all_cells_get_as_many_as_the_loader_give
 @given(cases())
 def test_senders_and_receivers_agree_and_one_replica_sends(case) -> None:
     src, dst, old, weights, group_size, balance = case
-    new = assign_cells(old, src, dst, weights, group_size, balance)
+    new = assign_replicas(old, src, dst, weights, group_size, balance)
     routes = {r: route(r, src, dst, old, new) for r in {*src.ranks, *dst.ranks}}
     for r, mine in routes.items():
-        cell = dst.cell_of(r)
+        replica = dst.replica_of(r)
         got = np.concatenate([mine.keep, *mine.receive.values()])
-        want = [] if cell is None else np.flatnonzero(new == cell).tolist()
+        want = [] if replica is None else np.flatnonzero(new == replica).tolist()
         assert sorted(got.tolist()) == want  # each wanted sample comes exactly once, from one replica
         for sender, slots in mine.receive.items():
             assert sender != r
             assert list(routes[sender].send[r]) == list(slots)
         for to, slots in mine.send.items():
             assert list(routes[to].receive[r]) == list(slots)
-        here = src.cell_of(r)
+        here = src.replica_of(r)
         assert (old[mine.keep] == here).all()  # a sample that is here is not sent here
 
 
@@ -69,8 +69,8 @@ def test_nothing_moves_unless_it_must() -> None:
         (Layout(all_ranks, 4, 2), Layout(all_ranks, 8)),
         (Layout(all_ranks, 1, 8), Layout(all_ranks, 4, 2)),
     ]:
-        old = contiguous_cells(64, src.dp)
-        new = assign_cells(old, src, dst, np.arange(64), 1, balance=False)
+        old = contiguous_replicas(64, src.dp)
+        new = assign_replicas(old, src, dst, np.arange(64), 1, balance=False)
         assert not any(route(r, src, dst, old, new).send for r in all_ranks)
 
 
@@ -94,29 +94,29 @@ def heavy_tailed(count: int, seed: int) -> np.ndarray:
 @pytest.mark.parametrize("workers", [2, 8, 64, 256])
 @pytest.mark.parametrize("seed", range(5))
 def test_tokens_are_even_on_heavy_tailed_lengths(workers: int, seed: int) -> None:
-    lengths, old = heavy_tailed(64 * workers, seed), contiguous_cells(64 * workers, workers)
+    lengths, old = heavy_tailed(64 * workers, seed), contiguous_replicas(64 * workers, workers)
     layout, other = Layout(tuple(range(workers)), workers), Layout(tuple(range(workers, 2 * workers)), workers)
-    balanced = assign_cells(old, layout, layout, lengths, 1, balance=True)
+    balanced = assign_replicas(old, layout, layout, lengths, 1, balance=True)
     assert imbalance(balanced, lengths, workers) < 0.02
     assert (balanced == old).mean() > 0.85  # and most samples have stayed where they were
-    moved = assign_cells(
+    moved = assign_replicas(
         old, layout, other, lengths, 1, balance=False
     )  # all have to move: evenly even without `balance`
     assert imbalance(moved, lengths, workers) < 0.02
 
 
-def test_one_huge_sample_does_not_unbalance_the_other_cells() -> None:
+def test_one_huge_sample_does_not_unbalance_the_other_replicas() -> None:
     lengths = heavy_tailed(64 * 8, 0)
     lengths[0] = lengths.sum()
     layout = Layout(tuple(range(8)), 8)
-    new = assign_cells(contiguous_cells(512, 8), layout, layout, lengths, 1, balance=True)
+    new = assign_replicas(contiguous_replicas(512, 8), layout, layout, lengths, 1, balance=True)
     loads = np.bincount(new, lengths, 8)
     rest = np.delete(loads, new[0])
     assert (rest.max() - rest.min()) / rest.mean() < 0.02
 
 
 def test_a_replica_on_the_host_of_the_receiver_sends() -> None:
-    """Cells of two ranks on two hosts; of a cell, the rank on the receiver's host sends everything to it."""
+    """Replicas of two ranks on two hosts; of a replica, the rank on the receiver's host sends everything to it."""
     src, dst = Layout((0, 1, 2, 3), 2, 2), Layout((4, 5), 2)
     old, new = np.array([0, 0, 1, 1]), np.array([0, 1, 0, 1])
     topology = Topology((0, 1, 0, 1, 0, 1))

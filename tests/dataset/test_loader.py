@@ -37,30 +37,35 @@ def make(tmp_path_factory: pytest.TempPathFactory) -> Make:
     return dataset
 
 
-def stream(loader: Loader, steps: int, cells: int = 1, first: int = 0) -> tuple[list[int], list[int]]:
-    """All (ids, x) of some steps, of all cells in order."""
+def stream(loader: Loader, steps: int, replicas: int = 1, first: int = 0) -> tuple[list[int], list[int]]:
+    """All (ids, x) of some steps, of all replicas in order."""
     ids: list[int] = []
     xs: list[int] = []
     for step in range(first, first + steps):
-        for cell in range(cells):
-            i, columns = loader.load(step, cell, cells)
+        for replica in range(replicas):
+            i, columns = loader.load(step, replica, replicas)
             ids += i.tolist()
             xs += columns["x"]
     return ids, xs
 
 
-SHAPES = {"n": st.integers(1, 40), "share": st.integers(1, 6), "cells": st.integers(1, 5), "repeat": st.integers(1, 3)}
+SHAPES = {
+    "n": st.integers(1, 40),
+    "share": st.integers(1, 6),
+    "replicas": st.integers(1, 5),
+    "repeat": st.integers(1, 3),
+}
 
 
 @given(**SHAPES, seed=st.integers(0, 2**32))
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_every_row_comes_exactly_once_per_epoch(
-    make: Make, n: int, share: int, cells: int, repeat: int, seed: int
+    make: Make, n: int, share: int, replicas: int, repeat: int, seed: int
 ) -> None:
-    prompts = share * cells
+    prompts = share * replicas
     loader = Loader(make(n), prompts, repeat, seed)
     steps = -(-3 * n // prompts)  # at least three epochs
-    ids, xs = stream(loader, steps, cells)
+    ids, xs = stream(loader, steps, replicas)
     assert ids == list(range(steps * prompts * repeat))
     groups = xs[::repeat]
     assert xs == [x for x in groups for _ in range(repeat)]
@@ -71,10 +76,10 @@ def test_every_row_comes_exactly_once_per_epoch(
 @given(**SHAPES, step=st.integers(0, 10**9))
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_the_number_of_workers_changes_nothing(
-    make: Make, n: int, share: int, cells: int, repeat: int, step: int
+    make: Make, n: int, share: int, replicas: int, repeat: int, step: int
 ) -> None:
-    loader = Loader(make(n), share * cells, repeat, seed=1)
-    assert stream(loader, 2, cells, first=step) == stream(loader, 2, 1, first=step)
+    loader = Loader(make(n), share * replicas, repeat, seed=1)
+    assert stream(loader, 2, replicas, first=step) == stream(loader, 2, 1, first=step)
 
 
 def test_the_step_number_is_the_whole_state(make: Make) -> None:
@@ -106,7 +111,7 @@ def test_ids_and_epochs(make: Make) -> None:
     assert columns["tags"][0] is columns["tags"][2]  # one object per prompt, however often it is repeated
 
 
-def test_only_the_share_of_the_cell_is_read(make: Make) -> None:
+def test_only_the_share_of_the_replica_is_read(make: Make) -> None:
     rows = make(40)
     with patch.object(Dataset, "__getitem__", autospec=True, side_effect=Dataset.__getitem__) as read:
         Loader(rows, prompts=8, repeat=16, seed=0).load(0, 1, 4)
@@ -116,7 +121,7 @@ def test_only_the_share_of_the_cell_is_read(make: Make) -> None:
 @pytest.mark.parametrize(("prompts", "shares"), [(10, [3, 2, 3, 2]), (3, [1, 1, 1, 0]), (2, [1, 0, 1, 0])])
 def test_shares_differ_by_at_most_one_prompt_and_may_be_empty(make: Make, prompts: int, shares: list[int]) -> None:
     loader = Loader(make(5), prompts, 2, 0)
-    parts = [loader.load(1, cell, 4) for cell in range(4)]
+    parts = [loader.load(1, replica, 4) for replica in range(4)]
     assert [len(ids) for ids, _ in parts] == [2 * n for n in shares]
     ids, columns = loader.load(1, 0, 1)
     assert [i for part, _ in parts for i in part.tolist()] == ids.tolist()
@@ -124,8 +129,8 @@ def test_shares_differ_by_at_most_one_prompt_and_may_be_empty(make: Make, prompt
         assert [v for _, part in parts for v in part[name]] == values
 
 
-def test_an_unknown_cell_is_refused(make: Make) -> None:
-    with pytest.raises(IndexError, match="cell 2 of 2"):
+def test_an_unknown_replica_is_refused(make: Make) -> None:
+    with pytest.raises(IndexError, match="replica 2 of 2"):
         Loader(make(5), 4, 1, 0).load(0, 2, 2)
 
 

@@ -68,8 +68,8 @@ def test_large_shuffles_look_random(n: int) -> None:
     assert abs(np.corrcoef(index, x)[0, 1]) < 5 / n**0.5
     assert abs(np.corrcoef(x[:-1], x[1:])[0, 1]) < 5 / n**0.5  # neighbours do not stay neighbours
     assert (x == index).sum() <= 8  # about one fixed point
-    cells = np.histogram2d(index, x, bins=10)[0]
-    chi2 = ((cells - n / 100) ** 2 / (n / 100)).sum()
+    replicas = np.histogram2d(index, x, bins=10)[0]
+    chi2 = ((replicas - n / 100) ** 2 / (n / 100)).sum()
     assert 81 - 5 * 162**0.5 < chi2 < 81 + 5 * 162**0.5
 
 

@@ -125,9 +125,9 @@ def source(arch: str, folder: Path) -> Source:
 
 
 def share_of(rank: int, batch: Batch, layout: Layout) -> Batch:
-    """Returns the share of a data-parallel cell, with more samples for the first."""
-    cell, cells = layout.cell_of(rank), layout.dp
-    return batch if cells == 1 else batch.select(np.arange(7) if cell == 0 else np.arange(7, 10))
+    """Returns the share of a data-parallel replica, with more samples for the first."""
+    replica, replicas = layout.replica_of(rank), layout.dp
+    return batch if replicas == 1 else batch.select(np.arange(7) if replica == 0 else np.arange(7, 10))
 
 
 def update_spec(mini_batches: int = 1, epochs: int = 1, correction: Correction | None = None) -> UpdateSpec:
@@ -328,7 +328,7 @@ def test_mini_batches_and_epochs_change_the_weights_alike_in_any_layout(results:
     by_one = [np.concatenate(rows) for (_, rows) in results.learnt[2 * number]]
     by_four = [np.concatenate(rows) for (_, rows) in results.learnt[2 * number + 1]]
     assert np.allclose(by_one[0], np.concatenate([by_four[0], by_four[2]]), atol=1e-4)
-    assert np.array_equal(by_four[0], by_four[1])  # of one tensor-parallel cell
+    assert np.array_equal(by_four[0], by_four[1])  # of one tensor-parallel replica
 
 
 @pytest.mark.parametrize("number", range(len(ARCHITECTURES)))

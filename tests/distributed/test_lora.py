@@ -123,12 +123,12 @@ class Worker:
         assert self.actor.trainer is not None
         self.trainer = self.actor.trainer
 
-    def hand_over(self) -> None:
-        self.transport.run(self.actor.hand_over(0))  # type: ignore[arg-type]
+    def sync_weights(self) -> None:
+        self.transport.run(self.actor.sync_weights(0))  # type: ignore[arg-type]
 
     def generate(self, temperature: float | None) -> dict[str, Any]:
         """Returns the responses on all workers, though only some have an engine."""
-        self.hand_over()
+        self.sync_weights()
         rollout = None
         if self.actor.policy.engine:
             ids = np.arange(len(PROMPTS))
@@ -139,8 +139,8 @@ class Worker:
         return box[0]
 
     def teach(self, token: int) -> None:
-        cell, cells = self.case.trains.cell_of(self.role.rank), self.case.trains.dp
-        mine = np.arange(len(PROMPTS))[cell::cells]
+        replica, replicas = self.case.trains.replica_of(self.role.rank), self.case.trains.dp
+        mine = np.arange(len(PROMPTS))[replica::replicas]
         columns = {
             "prompt_tokens": ragged([self.actor.policy.text.encode(PROMPTS[i]) for i in mine]),
             "response_tokens": ragged([[token] * TOKENS] * len(mine)),
@@ -157,7 +157,7 @@ class Worker:
     @torch.no_grad()
     def merge_error(self) -> float:
         """Compares the engine's weights with W + scale · B @ A, computed from complete matrices."""
-        self.hand_over()
+        self.sync_weights()
         pairs = adapter_pairs({spec.name: p.detach().full_tensor() for spec, p in self.trainer.trained})
         read = self.role.model.reader([spec.name for spec in self.trainer.specs])
         engine, error = self.actor.policy.engine, 0.0

@@ -51,7 +51,7 @@ def run_random_graphs(rank: int, workers: int, seeds: range, shared_memory: str)
             for task in plan.tasks:
                 if isinstance(task, Run):
                     once, handled = plan.samples, numbers[f"samples/{task.node}"]
-                    assert handled >= once if task.node in plan.flow.refill_loop else handled == once, (seed, task)
+                    assert handled >= once if task.node in plan.flow.sampling_loop else handled == once, (seed, task)
 
 
 @pytest.mark.parametrize("workers", WORKERS)

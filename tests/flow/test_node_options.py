@@ -1,4 +1,4 @@
-"""Arguments of a call inside a flow that are for its node: `prefix` and `refill`."""
+"""Arguments of a call inside a flow that are for its node: `prefix` and `dynamic_sampling`."""
 
 from pathlib import Path
 from typing import Any
@@ -122,7 +122,7 @@ def test_rejected_prompts_are_replaced_before_other_nodes_run() -> None:
     @flow
     def picky(data):
         replies = answer(data)
-        only_short(replies, after=short(replies["length"], refill=8))
+        only_short(replies, after=short(replies["length"], dynamic_sampling=8))
 
     totals = [t.totals for t in run(picky.trace(("text",)), steps=3)]
     assert len(totals) == 6
@@ -137,23 +137,36 @@ def test_a_refill_is_refused_where_it_makes_no_sense() -> None:
 
     @flow
     def late(data):
-        short(train(answer(data)), answer(data, prefix="x_"), refill=2)
+        short(train(answer(data)), answer(data, prefix="x_"), dynamic_sampling=2)
 
-    with pytest.raises(FlowError, match="node 'train': trains before 'short', which refills the batch; train after it"):
+    with pytest.raises(
+        FlowError, match="node 'train': trains before 'short', which samples dynamically; train after it"
+    ):
         late.trace(("text",))
 
     @flow
     def double(data):
         replies = answer(data)
-        short(replies, refill=2)
-        short(replies, refill=2)
+        short(replies, dynamic_sampling=2)
+        short(replies, dynamic_sampling=2)
 
-    with pytest.raises(FlowError, match="'short' and 'short_2' both refill the batch; only one node can"):
+    with pytest.raises(FlowError, match="'short' and 'short_2' both sample dynamically; only one node can"):
         double.trace(("text",))
 
     @flow
     def wide(data):
-        answer(data, refill=2)
+        answer(data, dynamic_sampling=2)
 
-    with pytest.raises(FlowError, match="node 'answer': refills the batch, so it must write one field"):
+    with pytest.raises(FlowError, match="node 'answer': samples dynamically, so it must write one field"):
         wide.trace(("text",))
+
+
+def test_an_argument_that_was_renamed_is_refused_with_its_new_name() -> None:
+    @flow
+    def old(data: Any) -> None:
+        short(answer(data), refill=2)
+
+    with pytest.raises(FlowError, match="no parameter 'refill'; it is called 'dynamic_sampling' now"):
+        old.trace(("text",))
+    with pytest.raises(FlowError, match="@node has no option 'hand_over'; it is called 'generates' now"):
+        node(hand_over=True)

@@ -23,7 +23,7 @@ GENERATED = ["prompt_tokens", "response_tokens", "rollout_logprobs", "response",
 
 
 class Converser(Actor):
-    @node(type="inference", writes=[*GENERATED, "response_mask"], hand_over=True)
+    @node(type="inference", writes=[*GENERATED, "response_mask"], generates=True)
     def generate(self, batch: Any, ctx: Any, temperature: float | None = None) -> dict[str, Any]:
         raise NotImplementedError  # only traced
 

@@ -65,7 +65,7 @@ def test_grpo_generates_scores_compares_and_updates() -> None:
         "group_advantage": "advantage",
         "actor.update": "actor",
     }
-    assert [n.id for n in flow.nodes if n.hand_over] == ["actor.generate"]
+    assert [n.id for n in flow.nodes if n.generates] == ["actor.generate"]
     assert [n.id for n in flow.nodes if n.whole_groups] == ["group_advantage"]
     assert [(n.id, n.balance) for n in flow.nodes if n.balance] == [("actor.update", "response_tokens")]
     assert [n.id for n in flow.nodes if n.type == "train"] == ["actor.update"]
@@ -214,8 +214,8 @@ def test_dapo_fills_the_batch_before_the_update() -> None:
     flow = graph("dapo", "prompt", "answer", max_gen_batches=3, kl=0.1, overlong_limit=100, overlong_buffer=20)
     order = [n.id for n in flow.order]
     assert order[:3] == ["actor.generate", "reward.score", "nonzero_std"]
-    assert flow.refill_loop == {"actor.generate", "reward.score", "nonzero_std"}
-    assert flow.node("nonzero_std").refill == 3
+    assert flow.sampling_loop == {"actor.generate", "reward.score", "nonzero_std"}
+    assert flow.node("nonzero_std").dynamic_sampling == 3
     assert ("overlong_penalty", "shaped_score", "group_advantage") in edges(flow)
     assert flow.node("overlong_penalty").params == {"limit": 100, "buffer": 20, "factor": 1.0}
     assert "overlong_penalty" not in {n.id for n in graph("dapo", "prompt").nodes}

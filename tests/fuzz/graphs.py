@@ -109,7 +109,7 @@ class Graphs:
                 return rng.choice(TYPES)
             case "id":
                 return rng.choice(("n0", "n1", "x", "data", "a b", "é"))
-            case "refill":
+            case "dynamic_sampling":
                 return rng.choice((0, 1, 3, -1, True, 10**30))
             case "params":
                 return {rng.choice(("scale", "table", "strict", "batch", "any", 1)): junk(rng) for _ in range(2)}

@@ -113,8 +113,8 @@ def test_a_config_that_cannot_be_planned_is_refused(
     [
         ({"params": {1: 2}}, "the name of constant 1 must be a string"),
         ({"params": {"any": {1: 2, "a": 3}}}, "constant 'any' is a dict; constants are plain JSON values"),
-        ({"refill": -1}, "refill is -1; set a number of rounds"),
-        ({"refill": True}, "refill is True; set a number of rounds"),
+        ({"dynamic_sampling": -1}, "dynamic_sampling is -1; set a number"),
+        ({"dynamic_sampling": True}, "dynamic_sampling is True; set a number"),
     ],
 )
 def test_a_node_of_a_list_is_refused_by_its_name(folder: Path, more: dict[str, Any], message: str) -> None:

@@ -122,10 +122,10 @@ def test_samples_are_filtered_sorted_and_shown(browser: Any, site: str) -> None:
     p.fill("[data-filter=from]", "10")
     wait(p, "document.querySelector('.toolbar').innerText.includes('12 of 96')")
     p.click("[data-column=score]")
-    scores = [float(t) for t in p.locator(".space .cell.score").all_inner_texts()]
+    scores = [float(t) for t in p.locator(".space .replica.score").all_inner_texts()]
     assert scores == sorted(scores, reverse=True)
     p.click("[data-column=score]")
-    scores = [float(t) for t in p.locator(".space .cell.score").all_inner_texts()]
+    scores = [float(t) for t in p.locator(".space .replica.score").all_inner_texts()]
     assert scores == sorted(scores)
     p.check("[data-filter=zero]")
     wait(p, "!document.querySelector('.space .row:not(.zero)')")

@@ -10,22 +10,22 @@ from distflow.plan import Layout, format_ranks, parse_ranks
 from distflow.plan.layout import contiguous_share
 
 
-def test_a_cell_is_tp_consecutive_ranks() -> None:
+def test_a_replica_is_tp_consecutive_ranks() -> None:
     layout = Layout((4, 5, 6, 7, 0, 1), dp=3, tp=2)
-    assert layout.cells == ((4, 5), (6, 7), (0, 1))
-    assert [layout.cell_of(r) for r in (4, 5, 6, 7, 0, 1, 2)] == [0, 0, 1, 1, 2, 2, None]
+    assert layout.replicas == ((4, 5), (6, 7), (0, 1))
+    assert [layout.replica_of(r) for r in (4, 5, 6, 7, 0, 1, 2)] == [0, 0, 1, 1, 2, 2, None]
     assert str(layout) == "dp3·tp2"
     assert str(Layout((0, 1), 2)) == "dp2"
 
 
 @given(ranks=st.lists(st.integers(0, 99), min_size=1, unique=True), data=st.data())
-def test_every_rank_is_in_exactly_one_cell(ranks: list[int], data: st.DataObject) -> None:
+def test_every_rank_is_in_exactly_one_replica(ranks: list[int], data: st.DataObject) -> None:
     tp = data.draw(st.sampled_from([t for t in range(1, len(ranks) + 1) if len(ranks) % t == 0]))
     layout = Layout(tuple(ranks), len(ranks) // tp, tp)
-    assert [r for cell in layout.cells for r in cell] == ranks
-    assert {len(cell) for cell in layout.cells} == {tp}
-    assert len(layout.cells) == layout.dp
-    assert all(r in layout.cells[layout.cell_of(r) or 0] for r in ranks)
+    assert [r for replica in layout.replicas for r in replica] == ranks
+    assert {len(replica) for replica in layout.replicas} == {tp}
+    assert len(layout.replicas) == layout.dp
+    assert all(r in layout.replicas[layout.replica_of(r) or 0] for r in ranks)
 
 
 @pytest.mark.parametrize(("dp", "tp"), [(1, 1), (4, 2), (2, 1), (3, 2)])
@@ -44,7 +44,7 @@ def test_dp_times_tp_is_the_number_of_ranks(dp: int, tp: int) -> None:
         ("7", [7]),
         ("7-", [7]),
         ("0,2,5-7", [0, 2, 5, 6, 7]),
-        ("5-7, 0", [5, 6, 7, 0]),  # the order is kept: it makes the cells
+        ("5-7, 0", [5, 6, 7, 0]),  # the order is kept: it makes the replicas
         ("0%-50%", range(4)),
         ("50%-", range(4, 8)),
         ("0%-100%", range(8)),
@@ -69,12 +69,12 @@ def test_shares_divide_the_workers_without_gap_or_overlap(workers: int, cuts: li
 
 @settings(deadline=None)
 @given(st.integers(0, 200), st.integers(1, 60))
-def test_shares_of_units_are_contiguous_and_as_even_as_possible(units: int, cells: int) -> None:
-    shares = [contiguous_share(units, cells, cell) for cell in range(cells)]
+def test_shares_of_units_are_contiguous_and_as_even_as_possible(units: int, replicas: int) -> None:
+    shares = [contiguous_share(units, replicas, replica) for replica in range(replicas)]
     assert [i for first, last in shares for i in range(first, last)] == list(range(units))
-    assert {last - first for first, last in shares} <= {units // cells, -(-units // cells)}
-    for cell, (first, last) in enumerate(shares):
-        assert all(i * cells // units == cell for i in range(first, last))
+    assert {last - first for first, last in shares} <= {units // replicas, -(-units // replicas)}
+    for replica, (first, last) in enumerate(shares):
+        assert all(i * replicas // units == replica for i in range(first, last))
 
 
 @settings(deadline=None)

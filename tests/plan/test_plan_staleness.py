@@ -13,7 +13,7 @@ from distflow.plan.staleness import weight_version
 from distflow.plan.svg import svg
 from distflow.plan.table import render
 
-GENERATE = Node("generate", "actor", "inference", ("prompt",), ("tokens",), hand_over=True, method=True)
+GENERATE = Node("generate", "actor", "inference", ("prompt",), ("tokens",), generates=True, method=True)
 SCORE = Node("score", reads=("tokens",), writes=("score",))
 UPDATE = Node("update", "actor", "train", ("tokens", "score"), method=True)
 SPLIT = {"generate": Place("rollout"), "score": Place("train"), "update": Place("train")}
@@ -64,10 +64,10 @@ def test_it_is_in_the_plan_its_hash_its_table_and_its_drawing() -> None:
         ((GENERATE, SCORE), SPLIT, "the flow 'loop' has no node that generates with weights that another one trains"),
         ((GENERATE, SCORE, UPDATE), SPLIT | {"update": Place()}, "'generate' and 'update' share ranks 0-1"),
         (
-            (GENERATE, Node("keep", reads=("tokens",), writes=("keep",), refill=2), Node(
+            (GENERATE, Node("keep", reads=("tokens",), writes=("keep",), dynamic_sampling=2), Node(
                 "update", "actor", "train", ("tokens",), method=True)),
             SPLIT,
-            "'keep' refills the batch",
+            "'keep' samples dynamically",
         ),
     ],
 )  # fmt: skip

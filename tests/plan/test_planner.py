@@ -21,7 +21,7 @@ from distflow.plan import (
     Place,
     Placement,
     Plan,
-    Refill,
+    Resample,
     Run,
     Split,
     Weights,
@@ -70,7 +70,7 @@ def test_every_task_is_in_the_chains_of_all_its_ranks_and_of_no_other() -> None:
         for t in p.tasks:
             if isinstance(t, Move):
                 assert set(t.ranks) == {*t.src.layout.ranks, *t.dst.layout.ranks}
-            elif not isinstance(t, Weights | Refill):
+            elif not isinstance(t, Weights | Resample):
                 assert t.ranks == t.partition.layout.ranks
             assert {r for r in range(p.workers) if id(t) in chains[r]} == set(t.ranks)
 
@@ -97,7 +97,7 @@ def test_every_reader_has_its_fields_and_every_field_is_freed_once_after_its_las
         held: set[tuple[str, str]] = set()
         freed: set[tuple[str, str]] = set()
         ran: set[str] = set()
-        latest: Load | Move | Run | Refill | Split | Merge | None = None
+        latest: Load | Move | Run | Resample | Split | Merge | None = None
         for t in p.tasks:
             match t:
                 case Load():
@@ -112,14 +112,14 @@ def test_every_reader_has_its_fields_and_every_field_is_freed_once_after_its_las
                     assert t.partition is p.partition_of(n.id)
                     assert t.reads == n.reads
                     assert {(t.partition.id, f) for f in n.reads} <= held
-                    assert n.refill or t.writes == tuple(f for f in n.writes if p.flow.readers[f]), (
+                    assert n.dynamic_sampling or t.writes == tuple(f for f in n.writes if p.flow.readers[f]), (
                         "keeps what nobody reads"
                     )
                     assert ran.issuperset(p.flow.parents(n))
                     assert n.id not in ran
                     ran.add(n.id)
                     held |= {(t.partition.id, f) for f in t.writes}
-                case Refill():
+                case Resample():
                     assert t.consumed() <= held
                     held -= t.consumed()
                     freed |= t.consumed()
@@ -349,9 +349,9 @@ def test_wrong_rank_sets_are_refused(workers: int, rank_sets: dict[str, str], me
 
 
 def sizes(p: Plan, partition: Partition) -> list[int]:
-    """Returns how many samples each cell has."""
+    """Returns how many samples each replica has."""
     unit, dp = p.repeat if partition.whole_groups else 1, partition.layout.dp
-    shares = [contiguous_share(p.samples // unit, dp, cell) for cell in range(dp)]
+    shares = [contiguous_share(p.samples // unit, dp, replica) for replica in range(dp)]
     return [(last - first) * unit for first, last in shares]
 
 
@@ -456,9 +456,9 @@ def test_a_thousand_workers_are_planned_without_torch() -> None:
         (Place("low", tp=2), Place("low", tp=2), 0),
     ],
 )
-def test_the_expected_bytes_of_a_hand_over(generate: Place, update: Place, expected: int) -> None:
+def test_the_expected_bytes_of_a_weight_sync(generate: Place, update: Place, expected: int) -> None:
     nodes = (
-        Node("generate", "actor", reads=("prompt",), writes=("response",), hand_over=True, method=True),
+        Node("generate", "actor", reads=("prompt",), writes=("response",), generates=True, method=True),
         Node("update", "actor", "train", reads=("response",), method=True),
     )
     placement = Placement(4, {"low": "0-1", "high": "2-3"}, nodes={"generate": generate, "update": update})

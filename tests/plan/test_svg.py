@@ -118,12 +118,12 @@ def test_lines_pass_beside_boxes(p: Plan) -> None:
         assert float(x1) < float(x)  # bends lie between columns, where there is no box
 
 
-def test_a_hand_over_of_weights_is_drawn_before_the_node_that_generates_with_them() -> None:
+def test_a_weight_sync_of_weights_is_drawn_before_the_node_that_generates_with_them() -> None:
     flow = Flow(
         "f",
         ("prompt",),
         (
-            Node("generate", "actor", reads=("prompt",), writes=("response",), hand_over=True, method=True),
+            Node("generate", "actor", reads=("prompt",), writes=("response",), generates=True, method=True),
             Node("update", "actor", "train", reads=("response",), method=True),
         ),
     )

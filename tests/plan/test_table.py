@@ -28,16 +28,16 @@ def diamond(workers: int = 4, source: tuple[str, ...] = ("prompt", "answer"), na
     return plan(Flow(name, source, nodes), placement, Workload(1024, 4, {"response": 4096}))
 
 
-def test_the_hand_over_of_weights_is_listed_with_its_layouts_and_bytes() -> None:
+def test_the_weight_sync_of_weights_is_listed_with_its_layouts_and_bytes() -> None:
     nodes = (
-        Node("generate", "actor", "inference", ("prompt",), ("response",), hand_over=True, method=True),
+        Node("generate", "actor", "inference", ("prompt",), ("response",), generates=True, method=True),
         Node("update", "actor", "train", ("response",), method=True),
     )
     placement = Placement(4, {"rollout": "0-1", "train": "2-3"}, Place("train"), {}, {"generate": Place("rollout")})
     shown = text(plan(Flow("f", ("prompt",), nodes), placement, Workload(8, weights={"actor": 3 << 20})))
-    (row,) = (line for line in section(shown, "Weights, handed over") if line.startswith("actor"))
+    (row,) = (line for line in section(shown, "Weights, synced") if line.startswith("actor"))
     assert row.split() == ["actor", "train", "2-3", "dp2", "rollout", "0-1", "dp2", "6.0", "MiB"]
-    assert "Weights, handed over" not in text(diamond())
+    assert "Weights, synced" not in text(diamond())
 
 
 def text(p: Plan, width: int = 110) -> str:
@@ -146,9 +146,9 @@ def test_human_bytes(n: float, text: str) -> None:
     assert human_bytes(n) == text
 
 
-def test_the_headline_says_where_there_are_fewer_samples_than_cells() -> None:
+def test_the_headline_says_where_there_are_fewer_samples_than_replicas() -> None:
     flow = Flow("few", ("prompt",), (Node("a", reads=("prompt",)),))
     _, few, _ = headline(plan(flow, Placement(8), Workload(3)))
     _, enough, _ = headline(plan(flow, Placement(8), Workload(9)))
-    assert "3 samples per step, 1 per prompt · 5 of 8 cells have none" in few
+    assert "3 samples per step, 1 per prompt · 5 of 8 replicas have none" in few
     assert "have none" not in enough

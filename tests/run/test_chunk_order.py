@@ -30,7 +30,7 @@ CHUNKS = 4
 
 
 class Actor:
-    """Lets each cell's chunks leave in `order`; the next one when `seen` has the one before."""
+    """Lets each replica's chunks leave in `order`; the next one when `seen` has the one before."""
 
     def __init__(self, order: list[int], seen: list[int], changed: threading.Condition) -> None:
         self.order, self.seen, self.changed = order, seen, changed
@@ -38,7 +38,7 @@ class Actor:
     def copy_weights(self) -> None:
         return None
 
-    def hand_over(self, version: int, weights: Any = None) -> Iterator[SendReceive]:
+    def sync_weights(self, version: int, weights: Any = None) -> Iterator[SendReceive]:
         yield from ()
 
     def generate(self, batch: Batch, ctx: Context) -> list[float]:
@@ -69,7 +69,7 @@ class Judge:
 
 def make_plan(generate: int, judge: int, chunks: int, delay: int = 0) -> Plan:
     nodes = (
-        Node("generate", "actor", "inference", ("d0.text",), ("x",), fn=Actor.generate, hand_over=True, method=True),
+        Node("generate", "actor", "inference", ("d0.text",), ("x",), fn=Actor.generate, generates=True, method=True),
         Node("score", "judge", "inference", ("x",), ("y",), fn=Judge.score, method=True),
         Node("update", "actor", "train", ("y",), (), fn=Actor.update, method=True),
     )

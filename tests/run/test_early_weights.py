@@ -1,4 +1,4 @@
-"""Weights of some steps before are handed over while other ranks still work on the step before."""
+"""Weights of some steps before are synced while other ranks still work on the step before."""
 
 import threading
 from collections.abc import Iterator
@@ -50,7 +50,7 @@ class Actor:
     def copy_weights(self) -> None:
         return None
 
-    def hand_over(self, version: int, weights: Any = None) -> Iterator[SendReceive]:
+    def sync_weights(self, version: int, weights: Any = None) -> Iterator[SendReceive]:
         yield from ()
 
     def generate(self, batch: Batch, ctx: Context) -> list[int]:
@@ -74,7 +74,7 @@ def make_plan(delay: int, *before: Node, chunk: int | None = None) -> Plan:
     reads = before[0].writes if before else ("d0.text",)
     nodes = (
         *before,
-        Node("generate", "actor", "inference", reads, ("x",), fn=Actor.generate, hand_over=True, method=True),
+        Node("generate", "actor", "inference", reads, ("x",), fn=Actor.generate, generates=True, method=True),
         Node("score", "judge", "inference", ("x",), ("y",), fn=Judge.score, method=True),
         Node("update", "actor", "train", ("x", "y"), (), fn=Actor.update, method=True),
     )

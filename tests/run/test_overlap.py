@@ -35,7 +35,7 @@ STEPS = 7
 
 
 class Actor:
-    """Has a number for its weights: the updates so far. Where it generates, the number that was handed over."""
+    """Has a number for its weights: the updates so far. Where it generates, the number that was synced."""
 
     def __init__(self, rank: int, plan: Plan, progress: dict[int, int], first: int = 0) -> None:
         self.rank, self.delay, self.first, self.progress = rank, plan.staleness, first, progress
@@ -48,7 +48,7 @@ class Actor:
     def copy_weights(self) -> int:
         return self.updates
 
-    def hand_over(self, version: int, weights: int | None = None) -> Iterator[SendReceive]:
+    def sync_weights(self, version: int, weights: int | None = None) -> Iterator[SendReceive]:
         giver = {t: self.givers[i % len(self.givers)] for i, t in enumerate(self.takers)}
         if self.rank in self.takers:
             data = torch.zeros(1, dtype=torch.int64)
@@ -91,7 +91,7 @@ def random_loop(rng: random.Random, workers: int, delay: int, chunks: int = 1) -
         if i == before:
             params: dict[str, Any] = {"writes": list(writes)}
             fn = Actor.generate
-            options: dict[str, Any] = {"type": "inference", "hand_over": True, "method": True, "role": "actor"}
+            options: dict[str, Any] = {"type": "inference", "generates": True, "method": True, "role": "actor"}
             nodes.append(Node("generate", reads=reads, writes=writes, fn=fn, params=params, **options))
         elif i == before + after + 1:
             options = {"type": "train", "method": True, "role": "actor"}

@@ -1,4 +1,4 @@
-"""Samples of later steps that are begun early belong to the same cell, come back, and survive on other layouts."""
+"""Samples of later steps that are begun early belong to the same replica, come back, and survive on other layouts."""
 
 import random
 from functools import partial
@@ -40,7 +40,7 @@ class Actor:
     def copy_weights(self) -> None:
         return None
 
-    def hand_over(self, version: int, weights: Any = None) -> Any:
+    def sync_weights(self, version: int, weights: Any = None) -> Any:
         yield from ()
 
     def generate(self, batch: Batch, ctx: Context) -> list[int]:
@@ -71,15 +71,15 @@ class Actor:
             ctx.metrics.log(f"trained/{int(i)}", 1, reduce="sum")
 
 
-def make_plan(cells: int, prompts: int, repeat: int, ahead: int, delay: int = 1) -> Plan:
+def make_plan(replicas: int, prompts: int, repeat: int, ahead: int, delay: int = 1) -> Plan:
     nodes = (
-        Node("generate", "actor", "inference", ("d0.text",), ("x",), fn=Actor.generate, hand_over=True, method=True),
+        Node("generate", "actor", "inference", ("d0.text",), ("x",), fn=Actor.generate, generates=True, method=True),
         Node("update", "actor", "train", ("x",), (), fn=Actor.update, method=True),
     )
-    ranks = {"rollout": f"0-{cells - 1}", "train": str(cells)}
+    ranks = {"rollout": f"0-{replicas - 1}", "train": str(replicas)}
     places = {"generate": Place("rollout"), "update": Place("train")}
     flow, work = Flow("partial", Source.column_names, nodes), Workload(prompts, repeat)
-    return plan(flow, Placement(cells + 1, ranks, nodes=places), work, staleness=delay, prompts_ahead=ahead)
+    return plan(flow, Placement(replicas + 1, ranks, nodes=places), work, staleness=delay, prompts_ahead=ahead)
 
 
 def make_worker(rank: int, p: Plan) -> Worker:
@@ -90,12 +90,12 @@ def make_worker(rank: int, p: Plan) -> Worker:
     return made(rollouts=Rollouts(p))
 
 
-@pytest.mark.parametrize("cells", [1, 2, 3])
+@pytest.mark.parametrize("replicas", [1, 2, 3])
 @pytest.mark.parametrize(("prompts", "ahead"), [(6, 6), (6, 1), (5, 4), (2, 7)])
-def test_each_cell_begins_its_own_prompts_only_and_every_sample_is_trained_once(
-    cells: int, prompts: int, ahead: int
+def test_each_replica_begins_its_own_prompts_only_and_every_sample_is_trained_once(
+    replicas: int, prompts: int, ahead: int
 ) -> None:
-    p = make_plan(cells, prompts, 2, ahead)
+    p = make_plan(replicas, prompts, 2, ahead)
     workers = {r: make_worker(r, p) for r in range(p.workers)}
     metrics: list[StepMetrics] = []
     ends = {r: (lambda step, m: metrics.append(m)) for r in workers}
@@ -104,14 +104,14 @@ def test_each_cell_begins_its_own_prompts_only_and_every_sample_is_trained_once(
     assert trained == list(range(STEPS * p.samples))
     generated = [i for w in workers.values() for i in w.roles["actor"].generated]
     assert sorted(generated) == trained
-    offered = [sum(x) for x in zip(*(workers[r].roles["actor"].offered for r in range(cells)), strict=True)]
-    assert offered[0] == min(ahead, prompts * (STEPS - 1)) * 2 or cells > prompts  # a cell has none
+    offered = [sum(x) for x in zip(*(workers[r].roles["actor"].offered for r in range(replicas)), strict=True)]
+    assert offered[0] == min(ahead, prompts * (STEPS - 1)) * 2 or replicas > prompts  # a replica has none
     assert offered[-1] == 0  # there is no step after the last one
     assert not any(w.data._loaded_ahead for w in workers.values())
 
 
 @pytest.mark.parametrize(("prompts", "ahead"), [(12, 12), (7, 9), (3, 3), (2, 5)])
-def test_what_is_carried_on_comes_back_to_the_cell_that_has_the_sample_now(
+def test_what_is_carried_on_comes_back_to_the_replica_that_has_the_sample_now(
     prompts: int, ahead: int, tmp_path: Path
 ) -> None:
     step = 3
@@ -120,27 +120,29 @@ def test_what_is_carried_on_comes_back_to_the_cell_that_has_the_sample_now(
         folder.mkdir()
         before = make_plan(old, prompts, 2, ahead)
         want: dict[int, int] = {}
-        for cell in range(old):
-            coordinator = make_worker(cell, before).data
+        for replica in range(old):
+            coordinator = make_worker(replica, before).data
             task = next(t for t in before.tasks if t.name == "generate")
             begun = coordinator.ahead(step - 1, task, 100)  # type: ignore[arg-type]
             rollouts = Rollouts(before)
             rollouts.carry(step, Batch(begun.ids, begun.groups, {"far": torch.from_numpy(begun.ids)}))
-            want |= dict.fromkeys(begun.ids.tolist(), cell)
-            save_file(rollouts.tensors(step - 1), folder / file_name(cell))
+            want |= dict.fromkeys(begun.ids.tolist(), replica)
+            save_file(rollouts.tensors(step - 1), folder / file_name(replica))
             assert not rollouts.tensors(step)
         after = make_plan(new, prompts, 2, ahead)
         found: dict[int, int] = {}
-        for cell in range(new):
+        for replica in range(new):
             rollouts = Rollouts(after)
             rollouts.open(folder, {"staleness": 1, "places": old})
             layout = after.partition_of("generate").layout
-            assert rollouts.begun(step, layout, cell) is None  # of another step
-            begun = rollouts.begun(step + 1, layout, cell)  # type: ignore[assignment]
-            owned = {i for k in range(4) for i in make_worker(cell, after).data.loader.load(step + k, cell, new)[0]}
+            assert rollouts.begun(step, layout, replica) is None  # of another step
+            begun = rollouts.begun(step + 1, layout, replica)  # type: ignore[assignment]
+            owned = {
+                i for k in range(4) for i in make_worker(replica, after).data.loader.load(step + k, replica, new)[0]
+            }
             for i, far in zip(begun.ids.tolist(), begun["far"].tolist(), strict=True) if begun else ():
                 assert i == far
                 if i in owned:
                     assert i not in found
-                    found[i] = cell
+                    found[i] = replica
         assert found.keys() == want.keys()

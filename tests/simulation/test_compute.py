@@ -17,7 +17,7 @@ H100 = load_hardware(
     device={"flops": 1e6, "memory_rate": 1e6},
     efficiency={"train": 0.5, "forward": 1.0, "decode_memory": 1.0, "decode_flops": 1.0, "decode_step_s": 0.0},
 )
-GENERATE = Node("g", role="actor", type="inference", hand_over=True, method=True)
+GENERATE = Node("g", role="actor", type="inference", generates=True, method=True)
 FORWARD = Node("f", role="actor", type="inference", method=True)
 TRAIN = Node("t", role="actor", type="train", method=True)
 
@@ -26,11 +26,11 @@ TRAIN = Node("t", role="actor", type="train", method=True)
 READING = H100.model_copy(update={"device": H100.device.model_copy(update={"flops": 1e15})})
 
 
-def times(node: Node, lengths: list[float], cells: int = 1, tp: int = 1, repeat: int = 1, **costs: object) -> Times:
-    layout = Layout(tuple(range(cells * tp)), cells, tp)
-    cell = np.arange(len(lengths)) * cells // len(lengths)
-    work = Work(node, layout, cell, np.array(lengths, float), np.zeros(cells * tp, np.int64), repeat)
-    hardware = READING if node.hand_over else H100
+def times(node: Node, lengths: list[float], replicas: int = 1, tp: int = 1, repeat: int = 1, **costs: object) -> Times:
+    layout = Layout(tuple(range(replicas * tp)), replicas, tp)
+    replica = np.arange(len(lengths)) * replicas // len(lengths)
+    work = Work(node, layout, replica, np.array(lengths, float), np.zeros(replicas * tp, np.int64), repeat)
+    hardware = READING if node.generates else H100
     return compute_times(work, hardware, Costs(models={"actor": MODEL}, **costs))  # type: ignore[arg-type]
 
 
@@ -76,22 +76,22 @@ def test_sequences_wait_for_a_slot() -> None:
 
 
 def test_given_seconds_replace_the_roofline() -> None:
-    assert times(TRAIN, [100] * 4, cells=2, seconds={"t": 81.0}).elapsed.tolist() == [81.0, 81.0]
+    assert times(TRAIN, [100] * 4, replicas=2, seconds={"t": 81.0}).elapsed.tolist() == [81.0, 81.0]
 
 
-def test_mini_batches_wait_for_the_slowest_cell() -> None:
+def test_mini_batches_wait_for_the_slowest_replica() -> None:
     node = Node("t", role="actor", type="train", method=True, params={"mini_batches": 2})
     lengths = [100.0, 10.0, 10.0, 100.0]
-    apart = times(node, lengths, cells=2)
-    whole = times(TRAIN, lengths, cells=2)
+    apart = times(node, lengths, replicas=2)
+    whole = times(TRAIN, lengths, replicas=2)
     assert apart.busy == pytest.approx(whole.busy, rel=0.01)
     assert apart.elapsed.max() > 1.5 * whole.elapsed.max()
 
 
-def test_every_cell_has_a_share_of_each_mini_batch() -> None:
+def test_every_replica_has_a_share_of_each_mini_batch() -> None:
     node = Node("t", role="actor", type="train", method=True, params={"mini_batches": 2})
-    whole = times(TRAIN, [50.0] * 8, cells=2).elapsed[1]
-    assert times(node, [50.0] * 8, cells=2).elapsed[1] == pytest.approx(whole, rel=0.01)
+    whole = times(TRAIN, [50.0] * 8, replicas=2).elapsed[1]
+    assert times(node, [50.0] * 8, replicas=2).elapsed[1] == pytest.approx(whole, rel=0.01)
 
 
 def test_who_waits_for_whom() -> None:

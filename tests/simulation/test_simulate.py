@@ -39,7 +39,7 @@ workers: 16
 
 def split_plan(workers: int, samples: int, size: int = 1000) -> Plan:
     nodes = (
-        Node("generate", role="actor", type="inference", writes=("x",), hand_over=True, method=True),
+        Node("generate", role="actor", type="inference", writes=("x",), generates=True, method=True),
         Node("update", role="actor", type="train", reads=("x",), balance="x", method=True),
     )
     places = {"generate": Place("rollout"), "update": Place("train")}

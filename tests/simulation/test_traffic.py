@@ -1,4 +1,4 @@
-"""Simulated traffic is that of the workers' own routes and hand-over."""
+"""Simulated traffic is that of the workers' own routes and weight sync."""
 
 from typing import Any
 
@@ -9,17 +9,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import simulate
-from distflow.comm.routes import contiguous_cells, route
+from distflow.comm.routes import contiguous_replicas, route
 from distflow.flow import Flow, Node
 from distflow.plan import Layout, Place, Placement, Plan, Workload, plan
 from distflow.plan.topology import Topology
 from distflow.simulate import Costs, load_hardware
 from distflow.simulate import simulate as simulate_step
 from distflow.simulate.network import Network
-from distflow.simulate.traffic import new_cells, traffic
-from distflow.simulate.weight_sync import hand_over
+from distflow.simulate.traffic import new_replicas, traffic
+from distflow.simulate.weight_sync import sync_weights
 from distflow.weights.shards import Shards, Spec
-from distflow.weights.sync import HandOver
+from distflow.weights.sync import WeightSync
 
 
 def two_nodes(workers: int, first: Place, second: Place, samples: int, balance: str | None = None) -> Plan:
@@ -38,8 +38,8 @@ def test_it_is_what_every_rank_would_send(a: Place, b: Place, per_worker: int, s
     for move in planned.moves:
         rng = np.random.default_rng(seed)
         size = rng.integers(1, 100, planned.samples).astype(float)
-        old = contiguous_cells(planned.samples, move.src.layout.dp)
-        new = new_cells(move, old, size, 1)
+        old = contiguous_replicas(planned.samples, move.src.layout.dp)
+        new = new_replicas(move, old, size, 1)
         flows = traffic(move, old, new, size, 8)
         simulated = dict(
             zip(zip(flows.sender.tolist(), flows.receiver.tolist(), strict=True), flows.payload, strict=True)
@@ -73,7 +73,7 @@ def test_bytes_are_those_that_the_plan_expects(a: Place, b: Place) -> None:
 @pytest.mark.parametrize("per_host", [8, 4, 2])
 @pytest.mark.parametrize(("dp", "tp"), [(8, 1), (4, 2), (2, 4)])
 @pytest.mark.parametrize("dim", [0, 1])
-def test_the_hand_over_sends_what_the_workers_own_code_sends(
+def test_the_weight_sync_sends_what_the_workers_own_code_sends(
     shard: int, per_host: int, dp: int, tp: int, dim: int
 ) -> None:
     ranks = tuple(range(8))
@@ -84,11 +84,11 @@ def test_the_hand_over_sends_what_the_workers_own_code_sends(
         shards = Shards(source, shard)
         held = {s.name: torch.zeros([b - a for a, b in shards.box(s, rank)]) for s in specs}
         filled = {s.name: torch.zeros([b - a for a, b in Shards(target, 1).box(s, rank)]) for s in specs}
-        return HandOver(specs, shards, Shards(target, 1), rank, torch.float32, topology).run(held, filled)
+        return WeightSync(specs, shards, Shards(target, 1), rank, torch.float32, topology).run(held, filled)
 
     real = simulate.simulate({r: worker(r) for r in ranks})
     network = Network(load_hardware("h100"), np.array(topology.hosts))
-    _, sent = hand_over(network, source, target, shard, 64 * 64 * 4, np.zeros(8), 1.0 - dim)
+    _, sent = sync_weights(network, source, target, shard, 64 * 64 * 4, np.zeros(8), 1.0 - dim)
     assert sent == pytest.approx(sum(real.bytes.values()))
     assert network.messages.tolist() == [real.messages[r] for r in ranks]
 
@@ -98,6 +98,6 @@ def test_one_copy_of_the_weights_crosses_to_each_host(split: bool) -> None:
     network = Network(load_hardware("h100"), np.arange(32) // 8)
     source = Layout(tuple(range(16, 32)) if split else tuple(range(32)), 16 if split else 32)
     target = Layout(tuple(range(16)) if split else tuple(range(32)), 8 if split else 16, 2)
-    hand_over(network, source, target, source.dp, 1e9, np.zeros(32))
+    sync_weights(network, source, target, source.dp, 1e9, np.zeros(32))
     into = np.bincount(network.hosts, network.received)
     assert into.tolist() == pytest.approx([1e9, 1e9, 0, 0] if split else [0.75e9] * 4)

@@ -28,7 +28,7 @@ from distflow.rollout.engine import Completion, Request, RolloutEngine, Sampling
 from distflow.rollout.responses import complete
 from distflow.rollout.vllm.engine import VllmEngine, cut_rows
 from distflow.weights.shards import Shards, slices
-from distflow.weights.sync import HandOver
+from distflow.weights.sync import WeightSync
 from distflow.weights.verify import WeightCheck
 from rollout.plain_loop import IDS, PARAMS, as_response, expected, plain_loop, requests_for, same
 from spawn import make_transport, spawn
@@ -215,7 +215,7 @@ def two_ranks(rank: int, arch: str) -> list[float]:
     engine, transport = make_engine(arch, both), make_transport(rank, 2)
     full = weights(arch)
     held = {s.name: full[s.name][slices(trained.box(s, rank))].clone() for s in specs}
-    transfer = HandOver(specs, trained, generates, rank, torch.float32, Topology.single(2))
+    transfer = WeightSync(specs, trained, generates, rank, torch.float32, Topology.single(2))
     check = WeightCheck(trained, generates, rank, torch.float32)
     targets = engine.weight_targets()
     transport.run(transfer.run(held, targets))
@@ -227,7 +227,7 @@ def two_ranks(rank: int, arch: str) -> list[float]:
     missed = "model.layers.1.mlp.up_proj.weight"
     held[missed] += 1.0
     rest = dict(targets)
-    rest[missed] = torch.empty_like(targets[missed])  # the hand-over goes nowhere
+    rest[missed] = torch.empty_like(targets[missed])  # the weight sync goes nowhere
     transport.run(transfer.run(held, rest))
     with pytest.raises(WeightsError, match=rf"version 1: {missed} differs"):
         transport.run(check.compare(specs, held, engine.held_weights(), 1))
@@ -268,7 +268,7 @@ def with_adapter(rank: int, layout: Layout) -> None:
         check = WeightCheck(engine.shards, engine.shards, rank, torch.float32)
         list(check.compare(engine.adapter_specs, adapter, engine.held_weights(), 1))
         missed = engine.adapter_specs[3].name
-        adapter[missed] += 1.0  # trained, and not handed over
+        adapter[missed] += 1.0  # trained, and not synced
         with pytest.raises(WeightsError, match=rf"version 2: {missed} differs"):
             list(check.compare(engine.adapter_specs, adapter, engine.held_weights(), 2))
 

@@ -29,7 +29,7 @@ def whole(dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
 
 def total(shards: Shards, parameters: dict[str, torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
     """Adds up the contributions of one copy of the parameters."""
-    ranks = [r for cell in shards.layout.cells[: shards.shard] for r in cell]
+    ranks = [r for replica in shards.layout.replicas[: shards.shard] for r in replica]
     parts = {r: {s.name: parameters[s.name][slices(shards.box(s, r))] for s in SPECS} for r in ranks}
     sums = [checksums(SPECS, shards, r, parts[r], dtype) * torch.tensor(counted(SPECS, shards, r)) for r in ranks]
     return torch.stack(sums).sum(0)

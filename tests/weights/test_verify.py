@@ -1,4 +1,4 @@
-"""The check of a hand-over: an engine that misses a weight, or a version, is noticed on any layout."""
+"""The check of a weight sync: an engine that misses a weight, or a version, is noticed on any layout."""
 
 from collections.abc import Generator
 
@@ -37,7 +37,7 @@ def outcomes(case: Case, versions: dict[int, int], held: dict[int, dict[str, Ten
 
 def parts(case: Case, rank: int, source: bool) -> dict[str, Tensor]:
     shards, full = case.source if source else case.target, whole(case.specs)
-    if shards.layout.cell_of(rank) is None:
+    if shards.layout.replica_of(rank) is None:
         return {}
     boxes = {s.name: tuple(slice(lo, hi) for lo, hi in shards.box(s, rank)) for s in case.specs}
     return {name: full[name][box].clone() for name, box in boxes.items()}
@@ -61,14 +61,14 @@ def test_a_weight_that_one_engine_misses_is_named(case: Case) -> None:
         return
     held[rank][spec.name] -= 1.0
     errors = outcomes(case, dict.fromkeys(case.ranks, 3), held, torch.float32)
-    cell = case.target.layout.cells[-1]
-    assert set(errors) == (set(cell) if case.target.cuts(spec) else {rank})
+    replica = case.target.layout.replicas[-1]
+    assert set(errors) == (set(replica) if case.target.cuts(spec) else {rank})
     assert all(f"of version 3: {spec.name} differs" in message for message in errors.values())
 
 
 @settings(max_examples=10, deadline=None)
 @given(cases())
-def test_ranks_with_different_versions_refuse_to_hand_over(case: Case) -> None:
+def test_ranks_with_different_versions_refuse_to_weight_sync(case: Case) -> None:
     versions = dict.fromkeys(case.ranks, 4)
     late = case.source.layout.ranks[-1]
     versions[late] = 3

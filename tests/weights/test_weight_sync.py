@@ -1,4 +1,4 @@
-"""The weight hand-over: every taker gets exactly its part, in few messages, and one copy of it comes to a host."""
+"""The weight sync: every taker gets exactly its part, in few messages, and one copy of it comes to a host."""
 
 import math
 from collections import Counter
@@ -15,10 +15,9 @@ from torch import Tensor
 from distflow.comm.collectives import SendReceive
 from distflow.plan import Layout
 from distflow.plan.topology import Topology
-from distflow.weights import columns, relay
-from distflow.weights import sync as hand_over
+from distflow.weights import columns, relay, sync
 from distflow.weights.shards import Shards, Spec, overlap, size, slices
-from distflow.weights.sync import HandOver
+from distflow.weights.sync import WeightSync
 from simulate import simulate
 
 WORLD = 12
@@ -89,7 +88,7 @@ class Looked(dict[str, Tensor]):
 
 
 class Run:
-    """Runs a hand-over among all ranks in one process; records what each has, and what it sent to whom."""
+    """Runs a weight sync among all ranks in one process; records what each has, and what it sent to whom."""
 
     def __init__(self, case: Case, dtype: torch.dtype = torch.float32) -> None:
         self.case, self.full = case, whole(case.specs)
@@ -103,16 +102,18 @@ class Run:
             self.filled[r] = {
                 name: torch.full_like(part, math.nan, dtype=dtype) for name, part in self.parts(case.target, r).items()
             }
-            transfer = HandOver(case.specs, case.source, case.target, r, dtype, case.topology)
+            transfer = WeightSync(case.specs, case.source, case.target, r, dtype, case.topology)
             steps[r] = self.watched(r, transfer, self.filled[r])
         self.traffic = simulate(steps)
 
     def parts(self, shards: Shards, rank: int) -> dict[str, Tensor]:
-        if shards.layout.cell_of(rank) is None:
+        if shards.layout.replica_of(rank) is None:
             return {}
         return {s.name: self.full[s.name][slices(shards.box(s, rank))].clone() for s in self.case.specs}
 
-    def watched(self, rank: int, transfer: HandOver, filled: dict[str, Tensor]) -> Generator[SendReceive, Tensor, None]:
+    def watched(
+        self, rank: int, transfer: WeightSync, filled: dict[str, Tensor]
+    ) -> Generator[SendReceive, Tensor, None]:
         for wish in transfer.run(self.held[rank], filled):
             received = sum(end - start for start, end in wish.receive.values())
             self.largest = max(self.largest, wish.size, received)
@@ -145,7 +146,7 @@ def tp_pairs(specs: tuple[Spec, ...], shard: int, givers: Layout, takers: Layout
 @example(tp_pairs((Spec("p", (2, 12), 1),), 1, Layout((0, 1, 2), 1, 3), Layout((0, 1), 1, 2)), 1, 16)
 def test_every_taker_gets_exactly_its_part(case: Case, bucket: int, fan_in: int) -> None:
     direct = patch.object(columns, "FAN_IN", fan_in)  # 0: never
-    with direct, patch.object(hand_over, "_BUCKET", bucket), patch.object(relay, "FAN_IN", max(2, fan_in)):
+    with direct, patch.object(sync, "_BUCKET", bucket), patch.object(relay, "FAN_IN", max(2, fan_in)):
         done = Run(case)
     done.check()
     for rank in case.source.layout.ranks:
@@ -163,7 +164,7 @@ def test_each_piece_comes_to_a_host_once(case: Case) -> None:
     for host in set(hosts):
         columns = {i % tp for i, r in enumerate(case.target.layout.ranks) if hosts[r] == host}
         replicas = {
-            HandOver((), case.source, case.target, r, torch.float32, case.topology).zone.givers[0]
+            WeightSync((), case.source, case.target, r, torch.float32, case.topology).zone.givers[0]
             for r in case.target.layout.ranks
             if hosts[r] == host
         }
@@ -176,8 +177,8 @@ def padded(case: Case, spec: Spec, t: int) -> int:
     """Returns the elements of all pieces of a parameter for a column, each padded to a whole chunk, counted plainly."""
     source, target = case.source, case.target
     wanted = target.box(spec, target.layout.ranks[t])
-    cells = source.layout.cells[: source.shard]
-    overlaps = [overlap(wanted, source.box(spec, rank)) for cell in cells for rank in cell]
+    replicas = source.layout.replicas[: source.shard]
+    overlaps = [overlap(wanted, source.box(spec, rank)) for replica in replicas for rank in replica]
     pieces = [p for p in overlaps if p is not None]
     widths = [size(p) // max(1, p[0][1] - p[0][0]) if spec.shape else 1 for p in pieces]
     rows = spec.shape[0] if spec.shape else 1
@@ -247,9 +248,9 @@ def test_nothing_is_sent_where_every_rank_has_it_all() -> None:
 
 
 def test_replicas_share_the_sending() -> None:
-    """Norms, which tensor parallelism does not cut, come from different members of a cell."""
+    """Norms, which tensor parallelism does not cut, come from different members of a replica."""
     specs = tuple(Spec(f"norm{i}", (8,)) for i in range(8))
-    with patch.object(hand_over, "_BUCKET", 1):
+    with patch.object(sync, "_BUCKET", 1):
         done = Run(tp_pairs(specs, 1, Layout((0, 1, 2, 3), 1, 4), Layout((4, 5, 6, 7), 4)))
     done.check()
     assert [sum(n for (a, _), n in done.sent.items() if a == r) for r in range(4)] == [4 * 2 * 32] * 4
@@ -259,7 +260,7 @@ def test_large_models_are_sent_in_several_buckets() -> None:
     specs = tuple(Spec(f"p{i}", (4, 4)) for i in range(6))
     case = tp_pairs(specs, 2, Layout((0, 1), 2), Layout((2,), 1))
     assert Run(case).traffic.messages == {0: 1, 1: 1}
-    with patch.object(hand_over, "_BUCKET", 256):  # bytes: two of them in each half
+    with patch.object(sync, "_BUCKET", 256):  # bytes: two of them in each half
         assert Run(case).traffic.messages == {0: 3, 1: 3}
 
 
@@ -269,7 +270,7 @@ def test_no_message_is_larger_than_half_a_bucket(takers: Layout, hosts: int) -> 
     """Parameters that are larger go in several."""
     specs = Spec("large", (64, 32)), Spec("cut", (64, 32), 0), Spec("across", (64, 32), 1), Spec("small", (4,))
     case = tp_pairs(specs, 2, Layout((0, 1), 2), takers, hosts)
-    with patch.object(hand_over, "_BUCKET", 2048):
+    with patch.object(sync, "_BUCKET", 2048):
         done = Run(case)
     done.check()
     assert 256 <= done.largest <= 1024  # bytes

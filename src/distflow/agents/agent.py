@@ -54,18 +54,18 @@ class Agent(Actor):
         self.endpoint: Endpoint | None = None  # if an agent needs one
         self._partners: list[Partner] = []
         layout = role.layout("generate", "converse")
-        if layout and any(cell[0] == role.rank for cell in layout.cells):
+        if layout and any(replica[0] == role.rank for replica in layout.replicas):
             self.children = start_children(self.environments, role.base)  # they import while models load
         super().__init__(role)
 
-    @node(type="inference", writes=CONVERSATION, hand_over=True, whole_rows=True)
+    @node(type="inference", writes=CONVERSATION, generates=True, whole_rows=True)
     def generate(
         self, batch: "Batch", ctx: "Context", temperature: float | None = None, held_out: bool = False
     ) -> dict[str, Any]:
         """Has a conversation about each row; `prompt` is its beginning."""
         return self._converse(batch, ctx, temperature, held_out, None)
 
-    @node(type="inference", writes=CONVERSATION, hand_over=True, whole_rows=True)
+    @node(type="inference", writes=CONVERSATION, generates=True, whole_rows=True)
     def converse(
         self,
         batch: "Batch",
@@ -114,7 +114,7 @@ class Agent(Actor):
         self, batch: "Batch", ctx: "Context", temperature: float | None, held_out: bool, environment: str | None
     ) -> dict[str, Any]:
         from distflow.agents.conversations import Conversations
-        from distflow.agents.converse import Cell, converse
+        from distflow.agents.converse import Replica, converse
         from distflow.agents.metrics import log_conversations
         from distflow.agents.record import columns
         from distflow.rollout.engine_load import EngineLoad
@@ -146,8 +146,8 @@ class Agent(Actor):
         concurrent = sum(e.concurrent for e in self.environments.values())
         with ctx.record.call("engine") as details:
             load.add(len(batch))
-            cell = self._cell(Cell, ctx)
-            records, use = converse(policy.engine, conversations, ids, longest, concurrent, cell, on_ended)
+            replica = self._replica(Replica, ctx)
+            records, use = converse(policy.engine, conversations, ids, longest, concurrent, replica, on_ended)
             details["left"] = load.points()
         policy.release_engine_memory()
         ordered = [records[i] for i in ids]
@@ -159,11 +159,11 @@ class Agent(Actor):
             ctx.metrics.log("rollout/reused", use.reused)
         return rollout
 
-    def _cell(self, make: Any, ctx: "Context") -> Any:
+    def _replica(self, make: Any, ctx: "Context") -> Any:
         layout = ctx.layout
         if layout.tp == 1:
             return make()
-        first = layout.cells[layout.cell_of(ctx.rank) or 0][0]
+        first = layout.replicas[layout.replica_of(ctx.rank) or 0][0]
         return make(self.role.meshes[layout].get_group("tp"), first, self.role.device)
 
     def _samples(self, batch: "Batch", seed: int, environment: str | None) -> list["Sample"]:

@@ -1,8 +1,8 @@
 """The conversations of one worker's samples, all at once, against its rollout engine.
 
 Whatever a conversation waits for, its environment or the model, the others go on. The first rank of a tensor-parallel
-cell has the children and the sessions; it tells the others which requests to make, so that all make the same calls of
-the engine in the same order.
+replica has the children and the sessions; it tells the others which requests to make, so that all make the same calls
+of the engine in the same order.
 """
 
 import time
@@ -66,7 +66,7 @@ class Sample:
 
 @dataclass
 class Actions:
-    """What all ranks of a cell do next."""
+    """What all ranks of a replica do next."""
 
     requests: list[Request] = field(default_factory=list)
     aborted: list[int] = field(default_factory=list)  # ids of requests

@@ -15,7 +15,7 @@ from distflow.agents.record import Record
 from distflow.rollout.engine import Completion, Request, RolloutEngine, SamplingParams
 
 
-class Cell:
+class Replica:
     """The ranks that generate together. The first one decides, the others hear of it."""
 
     def __init__(self, group: Any = None, first: int = 0, device: torch.device | None = None) -> None:
@@ -76,21 +76,21 @@ def converse(
     samples: Sequence[int],
     longest: int,
     concurrent: int,
-    cell: Cell | None = None,
+    replica: Replica | None = None,
     on_ended: Callable[[list[Record]], list[Record]] = lambda records: records,
 ) -> tuple[dict[int, Record], EngineUse]:
     """Has all conversations, and returns their records by sample id, and how well the engine was used.
 
-    `conversations` is None on all ranks of a cell but the first. `samples` are their ids; `on_ended` sees records as
+    `conversations` is None on all ranks of a replica but the first. `samples` are their ids; `on_ended` sees records as
     they end, and may return others for them.
     """
-    cell, records, use = cell or Cell(), dict[int, Record](), EngineUse()
+    replica, records, use = replica or Replica(), dict[int, Record](), EngineUse()
     wake = conversations.has_events if conversations else lambda: False
     try:
         with engine.serving(min(concurrent, len(samples)), longest):
             while len(records) < len(samples):
                 idle = not engine.has_unfinished
-                actions = cell.share(conversations.collect(idle) if conversations else None)
+                actions = replica.share(conversations.collect(idle) if conversations else None)
                 engine.abort(actions.aborted)
                 engine.forget([r.sample_id for r in actions.ended])
                 dropped = set(actions.aborted)

@@ -64,7 +64,7 @@ class Partial(Protocol):
 
     @property
     def ahead(self) -> Batch:
-        """Samples of this worker's cell that come in later steps, with what the node reads of them."""
+        """Samples of this worker's replica that come in later steps, with what the node reads of them."""
         ...
 
     @property
@@ -97,5 +97,5 @@ class Context:
 
     @property
     def lead(self) -> bool:
-        """Whether this worker is the first rank of its cell: it alone writes files and logs for the cell."""
-        return any(cell[0] == self.rank for cell in self.layout.cells)
+        """Whether this worker is the first rank of its replica: it alone writes files and logs for the replica."""
+        return any(replica[0] == self.rank for replica in self.layout.replicas)

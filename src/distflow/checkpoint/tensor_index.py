@@ -132,7 +132,7 @@ class TensorIndex:
         return part_of(tensor.shape, tensor.tp_dim, t, self.tp, s, self.shard)
 
     def _owner(self, name: str, s: int, t: int) -> int:
-        """Returns the place of the one rank that writes a part; what all ranks of a cell have is spread over them."""
+        """Returns the place of the one rank that writes a part; what a replica's ranks all have is spread over them."""
         t = s % self.tp if self.tensors[name].tp_dim is None else t
         return (self._replica[name] * self.shard + s) * self.tp + t
 

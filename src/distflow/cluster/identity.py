@@ -130,14 +130,14 @@ def list_hosts(identities: Sequence[Identity]) -> list[dict[str, str]]:
 
 
 def tensor_parallel_hint(layouts: Collection[Layout], identities: Sequence[Identity]) -> str | None:
-    """Returns a warning if the ranks of a tensor parallel cell are on different hosts: they talk in every layer."""
+    """Returns a warning if the ranks of a tensor parallel replica are on different hosts: they talk in every layer."""
     hosts = Topology.of([i.host_id for i in identities]).hosts
     for layout in layouts:
-        for cell in layout.cells:
-            if (count := len({hosts[r] for r in cell})) > 1:
-                names = ", ".join(list(dict.fromkeys(identities[r].host for r in cell))[:SHOWN_HOSTS])
+        for replica in layout.replicas:
+            if (count := len({hosts[r] for r in replica})) > 1:
+                names = ", ".join(list(dict.fromkeys(identities[r].host for r in replica))[:SHOWN_HOSTS])
                 return (
-                    f"tp {layout.tp}: ranks {format_ranks(cell)} are on {count} hosts ({names}) and talk in every"
+                    f"tp {layout.tp}: ranks {format_ranks(replica)} are on {count} hosts ({names}) and talk in every"
                     " layer; choose a tp that divides the workers of a host, and number ranks host by host"
                 )
     return None

@@ -74,7 +74,7 @@ class Network:
         dist.init_process_group(backend, store=store, rank=rank, world_size=workers, timeout=self.timeout)
 
     def _within(self, layout: Layout) -> bool:
-        return layout.cell_of(self.rendezvous.rank) is not None
+        return layout.replica_of(self.rendezvous.rank) is not None
 
     def mesh(self, layout: Layout, shard: int | None = None) -> DeviceMesh:
         """Returns the mesh `dp` × `tp` of a layout that this rank is in; with `shard`, `replicate` × `shard` × `tp`.

@@ -1,4 +1,4 @@
-"""Balances weights over cells without changing the number of units per cell. Pure NumPy, exact integers."""
+"""Balances weights over replicas without changing the number of units per replica. Pure NumPy, exact integers."""
 
 import heapq
 
@@ -11,35 +11,36 @@ TOLERANCE = 0.01  # (max − min) / mean that counts as balanced; further swaps 
 
 
 def assign_evenly(units: Ints, weights: Ints, capacity: Ints, load: Ints) -> Ints:
-    """Assigns a cell to each unit: longest processing time first, with a limit of units per cell.
+    """Assigns a replica to each unit: longest processing time first, with a limit of units per replica.
 
-    In every round each cell with capacity left takes one unit, the least loaded cell the heaviest one.
-    Updates `capacity` (units a cell can still take) and `load` (the weight of a cell) in place.
+    In every round each replica with capacity left takes one unit, the least loaded replica the heaviest one.
+    Updates `capacity` (units a replica can still take) and `load` (the weight of a replica) in place.
     """
-    cell = np.empty(len(units), np.int64)
+    replica = np.empty(len(units), np.int64)
     todo = np.argsort(-weights[units], kind="stable")
     while len(todo):
-        open_cells = np.flatnonzero(capacity)
-        takers = open_cells[np.argsort(load[open_cells], kind="stable")][: len(todo)]
+        open_replicas = np.flatnonzero(capacity)
+        takers = open_replicas[np.argsort(load[open_replicas], kind="stable")][: len(todo)]
         heaviest, todo = todo[: len(takers)], todo[len(takers) :]
-        cell[heaviest] = takers
+        replica[heaviest] = takers
         capacity[takers] -= 1
         load[takers] += weights[units[heaviest]]
-    return cell
+    return replica
 
 
-def rebalance(cell: Ints, weights: Ints, cells: int, movable: NDArray[np.bool_]) -> Ints:
-    """Swaps movable units between the most and the least loaded cell until all are within TOLERANCE or no swap helps.
+def rebalance(replica: Ints, weights: Ints, replicas: int, movable: NDArray[np.bool_]) -> Ints:
+    """Swaps movable units between the most and the least loaded replica until all are within TOLERANCE or no swap
+    helps.
 
-    Returns the new cell of each unit. Only as many units change their cell as the balance needs.
+    Returns the new replica of each unit. Only as many units change their replica as the balance needs.
     """
-    cell = cell.copy()
-    load = np.bincount(cell, weights, cells).astype(np.int64).tolist()
-    members = _members(cell, cells, movable)
-    active = {c for c in range(cells) if len(members[c])}
+    replica = replica.copy()
+    load = np.bincount(replica, weights, replicas).astype(np.int64).tolist()
+    members = _members(replica, replicas, movable)
+    active = {c for c in range(replicas) if len(members[c])}
     total = sum(load[c] for c in active)
-    slack = TOLERANCE * sum(load) / cells
-    # Entries of cells whose load has changed since are out of date, and skipped.
+    slack = TOLERANCE * sum(load) / replicas
+    # Entries of replicas whose load has changed since are out of date, and skipped.
     highest, lowest = [(-load[c], c) for c in active], [(load[c], c) for c in active]
     heapq.heapify(highest)
     heapq.heapify(lowest)
@@ -64,23 +65,23 @@ def rebalance(cell: Ints, weights: Ints, cells: int, movable: NDArray[np.bool_])
             continue
         a, b = members[high][i], members[low][j]
         members[high][i], members[low][j] = b, a
-        cell[a], cell[b] = low, high
+        replica[a], replica[b] = low, high
         load[high] -= int(difference[i, j])
         load[low] += int(difference[i, j])
         for c in (high, low):
             heapq.heappush(highest, (-load[c], c))
             heapq.heappush(lowest, (load[c], c))
-    return cell
+    return replica
 
 
-def imbalance(cell: Ints, weights: Ints, cells: int) -> float:
-    """Returns (max − min) / mean of the weight per cell."""
-    load = np.bincount(cell, weights, cells)
+def imbalance(replica: Ints, weights: Ints, replicas: int) -> float:
+    """Returns (max − min) / mean of the weight per replica."""
+    load = np.bincount(replica, weights, replicas)
     mean = float(load.mean())
     return float(load.max() - load.min()) / mean if mean else 0.0
 
 
-def _members(cell: Ints, cells: int, movable: NDArray[np.bool_]) -> list[Ints]:
+def _members(replica: Ints, replicas: int, movable: NDArray[np.bool_]) -> list[Ints]:
     units = np.flatnonzero(movable)
-    order = units[np.argsort(cell[units], kind="stable")]
-    return np.split(order, np.searchsorted(cell[order], np.arange(1, cells)))
+    order = units[np.argsort(replica[units], kind="stable")]
+    return np.split(order, np.searchsorted(replica[order], np.arange(1, replicas)))

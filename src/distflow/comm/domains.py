@@ -1,9 +1,9 @@
 """How far a move reaches, and what its ranks know before it: pure functions of the plan, with the same result anywhere.
 
-With many cells, samples are dealt within *domains*: blocks of consecutive cells of the source and the corresponding
-blocks of the target, each with an equal range of the step's slots. What a move costs a rank then depends on the size of
-a domain, not on the number of workers. And where all ranks of a domain know already which cell has which sample, on
-both sides, nobody needs to be told again.
+With many replicas, samples are dealt within *domains*: blocks of consecutive replicas of the source and the
+corresponding blocks of the target, each with an equal range of the step's slots. What a move costs a rank then depends
+on the size of a domain, not on the number of workers. And where all ranks of a domain know already which replica has
+which sample, on both sides, nobody needs to be told again.
 """
 
 from collections.abc import Iterable
@@ -12,7 +12,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from distflow.comm.routes import contiguous_cells
+from distflow.comm.routes import contiguous_replicas
 from distflow.plan.layout import Layout
 from distflow.plan.tasks import Move, Partition, Plan
 from distflow.util.arrays import Ints
@@ -27,7 +27,7 @@ class Domain:
     move: Move
     first: int  # slot
     samples: int
-    known: bool  # all of its ranks know the cell of each slot, before and after
+    known: bool  # all of its ranks know the replica of each slot, before and after
 
 
 class Domains:
@@ -96,9 +96,9 @@ class Domains:
 
 
 def contiguous_deal(partition: Partition, samples: int, group_size: int) -> Ints:
-    """Returns the cell of each slot in a partition to which no move has dealt samples."""
+    """Returns the replica of each slot in a partition to which no move has dealt samples."""
     unit = group_size if partition.whole_groups else 1
-    return np.repeat(contiguous_cells(samples // unit, partition.layout.dp), unit)
+    return np.repeat(contiguous_replicas(samples // unit, partition.layout.dp), unit)
 
 
 @lru_cache(maxsize=256)
@@ -112,8 +112,8 @@ def _ranks(moves: Iterable[Move], index: int, count: int) -> set[int]:
 
 
 def _block(layout: Layout, rank: int, count: int) -> int | None:
-    cell = layout.cell_of(rank)
-    return None if cell is None else cell * count // layout.dp
+    replica = layout.replica_of(rank)
+    return None if replica is None else replica * count // layout.dp
 
 
 def _within(move: Move, index: int, count: int) -> Move:

@@ -1,6 +1,6 @@
 """Moves fields from one partition to another, peer to peer: sizes are agreed first, then all columns go in one message.
 
-Who sends what to whom follows from the cell of each sample before and after. Where ranks do not know that, one small
+Who sends what to whom follows from the replica of each sample before and after. Where ranks do not know that, one small
 all-gather tells them; else sizes go only to those that receive something. Does no I/O: `exchange` is a generator that
 yields the messages it needs. On a worker the transport executes them (transport.py); tests run N of these generators
 against each other in one process.
@@ -19,7 +19,7 @@ from distflow.batch.batch import Column
 from distflow.comm.allocator import CachingAllocator
 from distflow.comm.balance import imbalance
 from distflow.comm.collectives import Communication, Range, SendReceive, all_gather_by_host
-from distflow.comm.routes import assign_cells, route
+from distflow.comm.routes import assign_replicas, route
 from distflow.comm.wire import FlatColumn, Segments, flatten, pack, segment_size, unpack
 from distflow.errors import DataError
 from distflow.plan.layout import Layout
@@ -30,7 +30,7 @@ from distflow.util.arrays import Ints
 
 @dataclass(frozen=True)
 class Deal:
-    """The cell of each slot, before and after a move."""
+    """The replica of each slot, before and after a move."""
 
     old: Ints
     new: Ints
@@ -46,7 +46,7 @@ class MoveResult:
     sent: int  # bytes
     received: int
     kept: int
-    imbalance: float | None  # of the target's cells, if this move assigned the samples to them
+    imbalance: float | None  # of the target's replicas, if this move assigned the samples to them
 
 
 def exchange(
@@ -73,9 +73,9 @@ def exchange(
         sizes = np.zeros(len(held[0]), np.int64)
         for c in columns:
             sizes = sizes + c.lengths * c.item_bytes
-    known, cell_imbalance = deal is not None, None
+    known, replica_imbalance = deal is not None, None
     if deal is None:
-        deal, size, cell_imbalance = yield from _agree(
+        deal, size, replica_imbalance = yield from _agree(
             rank, move, samples, group_size, held, columns, sizes, wanted, topology
         )
     else:
@@ -106,7 +106,7 @@ def exchange(
     order = np.argsort(slots)
     segments = _segments(parts, [*receive.values(), *([kept] if kept else [])])
     received = unpack(memory, segments, move.fields, order, where) if parts else {}
-    return MoveResult(slots[order], received, deal, sum(send.values()), total, kept, cell_imbalance)
+    return MoveResult(slots[order], received, deal, sum(send.values()), total, kept, replica_imbalance)
 
 
 def _ranges(sizes: Mapping[int, int]) -> dict[int, Range]:
@@ -146,7 +146,7 @@ def _agree(
     wanted: Ints | None,
     topology: Topology | None,
 ) -> Communication[tuple[Deal, Ints, float | None]]:
-    """Returns the deal, the bytes of every slot, and the imbalance of the new cells if they are decided here.
+    """Returns the deal, the bytes of every slot, and the imbalance of the new replicas if they are decided here.
 
     All ranks have the same headers and so come to the same result.
     """
@@ -154,7 +154,7 @@ def _agree(
     if move.dst.balance in move.fields and columns:
         weights = columns[move.fields.index(move.dst.balance)].lengths
     share = _share(samples, move.src, group_size)
-    if move.src.uneven:  # the largest cell decides how long a header is
+    if move.src.uneven:  # the largest replica decides how long a header is
         count = torch.tensor([0 if held is None else len(held[0])])
         counts = yield from all_gather_by_host(rank, move.ranks, count, topology)
         share = math.ceil(int(counts.max()) / move.src.layout.tp)
@@ -176,8 +176,8 @@ def _header(
 ) -> Tensor:
     """Returns this rank's share of what all ranks must know, as int32, padded with −1.
 
-    (slot, weight, bytes) of each sample of its cell and, if the target is assigned already, the slots it has there.
-    The ranks of a cell each describe a part of its samples.
+    (slot, weight, bytes) of each sample of its replica and, if the target is assigned already, the slots it has there.
+    The ranks of a replica each describe a part of its samples.
     """
     src, dst = move.src.layout, move.dst.layout
     described = np.full((share, 3), -1, np.int32)
@@ -204,20 +204,20 @@ def _read_headers(
     src, dst = move.src.layout, move.dst.layout
     index = {r: i for i, r in enumerate(move.ranks)}
     entries = headers[[index[r] for r in src.ranks], : 3 * share].reshape(-1, 3).astype(np.int64)
-    cell = np.repeat(np.arange(src.dp), len(entries) // src.dp)
+    replica = np.repeat(np.arange(src.dp), len(entries) // src.dp)
     used = entries[:, 0] >= 0
     slot, weight, size = entries[used].T
-    old, weights, sizes = (_scatter(samples, slot, v) for v in (cell[used], weight, size))
+    old, weights, sizes = (_scatter(samples, slot, v) for v in (replica[used], weight, size))
     if (old < 0).any():
         raise DataError(f"move {move.id}: no rank holds sample {int(np.flatnonzero(old < 0)[0])} of the step")
     if move.assigns:
-        new = assign_cells(
+        new = assign_replicas(
             old, src, dst, weights, group_size if move.dst.whole_groups else 1, move.dst.balance is not None
         )
         return Deal(old, new), sizes, imbalance(new, weights, dst.dp)
     targets = headers[[index[r] for r in dst.ranks], 3 * share :].reshape(-1).astype(np.int64)
-    cell = np.repeat(np.arange(dst.dp), len(targets) // dst.dp)
-    return Deal(old, _scatter(samples, targets[targets >= 0], cell[targets >= 0])), sizes, None
+    replica = np.repeat(np.arange(dst.dp), len(targets) // dst.dp)
+    return Deal(old, _scatter(samples, targets[targets >= 0], replica[targets >= 0])), sizes, None
 
 
 def _scatter(n: int, index: Ints, values: Ints) -> Ints:
@@ -227,11 +227,11 @@ def _scatter(n: int, index: Ints, values: Ints) -> Ints:
 
 
 def _share(samples: int, partition: Partition, group_size: int) -> int:
-    """Returns how many samples of a cell each of its ranks describes."""
+    """Returns how many samples of a replica each of its ranks describes."""
     return math.ceil(partition.largest_share(samples, group_size) / partition.layout.tp)
 
 
 def _replica(rank: int, layout: Layout) -> int:
-    cell = layout.cell_of(rank)
-    assert cell is not None
-    return layout.cells[cell].index(rank)
+    replica = layout.replica_of(rank)
+    assert replica is not None
+    return layout.replicas[replica].index(rank)

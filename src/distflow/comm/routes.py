@@ -1,8 +1,8 @@
 """Routes of samples between ranks: a pure function of the layouts and the lengths, with the same result on every rank.
 
 A *slot* is the index of a sample in its step, 0 … samples − 1. Locality first: a sample stays on a rank that holds it
-if that rank can take it. Balance second: equal counts, near-equal weights. Of the ranks of a cell, which hold the same
-samples, one sends each sample: of those on the receiver's host, if there are any, and they take turns.
+if that rank can take it. Balance second: equal counts, near-equal weights. Of the ranks of a replica, which hold the
+same samples, one sends each sample: of those on the receiver's host, if there are any, and they take turns.
 """
 
 from dataclasses import dataclass
@@ -18,36 +18,36 @@ from distflow.plan.topology import Topology
 from distflow.util.arrays import Ints
 
 
-def contiguous_cells(samples: int, cells: int) -> Ints:
-    """Returns the cell of each slot (or prompt) if cells have contiguous shares, as the loader divides them."""
-    return np.arange(samples, dtype=np.int64) * cells // max(samples, 1)
+def contiguous_replicas(samples: int, replicas: int) -> Ints:
+    """Returns the replica of each slot (or prompt) if replicas have contiguous shares, as the loader divides them."""
+    return np.arange(samples, dtype=np.int64) * replicas // max(samples, 1)
 
 
-def assign_cells(old: Ints, src: Layout, dst: Layout, weights: Ints, group_size: int, balance: bool) -> Ints:
-    """Returns the new cell of each slot, given its old cell.
+def assign_replicas(old: Ints, src: Layout, dst: Layout, weights: Ints, group_size: int, balance: bool) -> Ints:
+    """Returns the new replica of each slot, given its old replica.
 
     Every `group_size` consecutive slots stay together. With `balance`, samples may leave a rank to even out the
     weights; without it, only samples that have to move anyway are distributed evenly.
     """
     if group_size > 1:
         first = old.reshape(-1, group_size)[:, 0]
-        groups = assign_cells(first, src, dst, weights.reshape(-1, group_size).sum(1), 1, balance)
+        groups = assign_replicas(first, src, dst, weights.reshape(-1, group_size).sum(1), 1, balance)
         return np.repeat(groups, group_size)
-    n, cells = len(old), dst.dp
-    quota = np.bincount(contiguous_cells(n, cells), minlength=cells)  # differ by at most one
+    n, replicas = len(old), dst.dp
+    quota = np.bincount(contiguous_replicas(n, replicas), minlength=replicas)  # differ by at most one
     new, moving = _assign_local(old, src, dst, weights, quota)
     stay = np.flatnonzero(~moving)
-    capacity = quota - np.bincount(new[stay], minlength=cells)
-    load = np.bincount(new[stay], weights[stay], cells).astype(np.int64)
+    capacity = quota - np.bincount(new[stay], minlength=replicas)
+    load = np.bincount(new[stay], weights[stay], replicas).astype(np.int64)
     units = np.flatnonzero(moving)
     new[units] = assign_evenly(units, weights, capacity, load)
-    return rebalance(new, weights, cells, np.ones(n, bool) if balance else moving)
+    return rebalance(new, weights, replicas, np.ones(n, bool) if balance else moving)
 
 
 def _assign_local(old: Ints, src: Layout, dst: Layout, weights: Ints, quota: Ints) -> tuple[Ints, NDArray[np.bool_]]:
-    """Assigns slots to cells that share a rank with their old one, up to the quota; returns also which must move."""
+    """Assigns slots to replicas that share a rank with their old one, up to the quota; returns also which must move."""
     overlapping, count = _overlaps(src, dst)
-    # Heaviest first, back and forth over the overlapping cells, so that even this is balanced.
+    # Heaviest first, back and forth over the overlapping replicas, so that even this is balanced.
     order = np.lexsort((-weights, old))
     turn = _position_in_run(old[order])
     k = np.maximum(count[old[order]], 1)
@@ -56,8 +56,8 @@ def _assign_local(old: Ints, src: Layout, dst: Layout, weights: Ints, quota: Int
     new = np.empty(len(old), np.int64)
     new[order] = overlapping[old[order], turn]
     moving = new < 0
-    by_cell = np.argsort(np.where(moving, dst.dp, new), kind="stable")
-    placed = by_cell[: len(old) - int(moving.sum())]
+    by_replica = np.argsort(np.where(moving, dst.dp, new), kind="stable")
+    placed = by_replica[: len(old) - int(moving.sum())]
     over = placed[_position_in_run(new[placed]) >= quota[new[placed]]]
     moving[over] = True
     new[moving] = 0
@@ -66,18 +66,19 @@ def _assign_local(old: Ints, src: Layout, dst: Layout, weights: Ints, quota: Int
 
 @lru_cache(maxsize=64)
 def _overlaps(src: Layout, dst: Layout) -> tuple[Ints, Ints]:
-    """Returns for each source cell the target cells that share a rank with it, most shared first, and their number.
+    """Returns for each source replica the target replicas that share a rank with it, most shared first, and their
+    number.
 
     The lists are padded with −1.
     """
     lists = []
-    for cell in src.cells:
-        shared = [d for r in cell if (d := dst.cell_of(r)) is not None]
+    for replica in src.replicas:
+        shared = [d for r in replica if (d := dst.replica_of(r)) is not None]
         lists.append(sorted(set(shared), key=lambda d: (-shared.count(d), d)))
     padded = np.full((len(lists), max(1, *map(len, lists))), -1, np.int64)
-    for i, cells in enumerate(lists):
-        padded[i, : len(cells)] = cells
-    return padded, np.array([len(cells) for cells in lists], np.int64)
+    for i, replicas in enumerate(lists):
+        padded[i, : len(replicas)] = replicas
+    return padded, np.array([len(replicas) for replicas in lists], np.int64)
 
 
 def _position_in_run(values: Ints) -> Ints:
@@ -97,31 +98,31 @@ class Route:
 
 
 def route(rank: int, src: Layout, dst: Layout, old: Ints, new: Ints, topology: Topology | None = None) -> Route:
-    """Derives one rank's part of the exchange from the old and the new cell of every slot."""
-    src_cell, dst_cell = src.cell_of(rank), dst.cell_of(rank)
+    """Derives one rank's part of the exchange from the old and the new replica of every slot."""
+    src_replica, dst_replica = src.replica_of(rank), dst.replica_of(rank)
     send: dict[int, Ints] = {}
-    if src_cell is not None:
-        held = np.flatnonzero(old == src_cell)
+    if src_replica is not None:
+        held = np.flatnonzero(old == src_replica)
         for d, slots in _split_by(held, new[held]):
-            for receiver in dst.cells[d]:
-                if src.cell_of(receiver) != src_cell:
-                    parts = _split_over(slots, src.cells[src_cell], receiver, topology)
+            for receiver in dst.replicas[d]:
+                if src.replica_of(receiver) != src_replica:
+                    parts = _split_over(slots, src.replicas[src_replica], receiver, topology)
                     if rank in parts:
                         send[receiver] = parts[rank]
     receive: dict[int, Ints] = {}
     keep = np.empty(0, np.int64)
-    if dst_cell is not None:
-        wanted = np.flatnonzero(new == dst_cell)
+    if dst_replica is not None:
+        wanted = np.flatnonzero(new == dst_replica)
         for s, slots in _split_by(wanted, old[wanted]):
-            if s == src_cell:
+            if s == src_replica:
                 keep = slots
             else:
-                receive |= _split_over(slots, src.cells[s], rank, topology)
+                receive |= _split_over(slots, src.replicas[s], rank, topology)
     return Route(send, receive, keep)
 
 
 def _split_over(slots: Ints, replicas: tuple[int, ...], receiver: int, topology: Topology | None) -> dict[int, Ints]:
-    """Returns which ranks of the source cell send which samples: in turn, another one first per receiver.
+    """Returns which ranks of the source replica send which samples: in turn, another one first per receiver.
 
     Only those on the receiver's host send, if there are any.
     """

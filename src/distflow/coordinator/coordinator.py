@@ -29,7 +29,7 @@ from distflow.dataset.loader import Loader
 from distflow.errors import DataError, cut, suggest
 from distflow.flow.graph import SOURCE
 from distflow.plan.layout import contiguous_share
-from distflow.plan.tasks import Free, Load, Merge, Move, Partition, Plan, Refill, Run, Split
+from distflow.plan.tasks import Free, Load, Merge, Move, Partition, Plan, Resample, Run, Split
 from distflow.plan.topology import Topology
 from distflow.util.arrays import Ints
 
@@ -49,7 +49,7 @@ class _StepState:
 
     def __init__(self) -> None:
         self.slots: dict[str, Ints] = {}  # partition → the slots this rank has there
-        self.deals: dict[tuple[str, int], Ints] = {}  # (partition, samples) of a domain → cell of each slot
+        self.deals: dict[tuple[str, int], Ints] = {}  # (partition, samples) of a domain → replica of each slot
         self.traffic = Traffic()  # of moves
         self.local = 0  # bytes that nodes read where others wrote them
 
@@ -64,47 +64,47 @@ class Coordinator:
         self._steps: dict[int, _StepState] = {}  # those that are not over
         self._domains: dict[int, Domains] = {}  # by the number of samples
         self._moved: set[Key] = set()  # columns received by a move, not written by a node of this rank
-        self.position = 0  # of the next step's first prompt in the loader's stream, if the plan has a refill
+        self.position = 0  # of the next step's first prompt in the loader's stream, if the plan has a resample
         self._sampling: DynamicSampling | None = None  # while rounds of dynamic sampling are running
         self.sampled_prompts: SampledPrompts | None = None  # the prompts of the step, once they are chosen
-        self._loaded_ahead: dict[int, tuple[Ints, dict[str, list[Any]]]] = {}  # step → this cell's rows
+        self._loaded_ahead: dict[int, tuple[Ints, dict[str, list[Any]]]] = {}  # step → this replica's rows
         self._rounds: dict[str, list[tuple[Ints, dict[str, Column]]]] = {}  # partition → ids and columns of each round
 
     def load(self, step: int, task: Load) -> None:
         """Takes the rows that were prefetched during the last step, and starts to prefetch the next step's."""
         layout = task.partition.layout
-        cell = layout.cell_of(self.rank)
-        assert cell is not None
+        replica = layout.replica_of(self.rank)
+        assert replica is not None
         if self._sampling:
-            ids, columns = self.loader.load_range(self._sampling.position, self._sampling.count, cell, layout.dp)
+            ids, columns = self.loader.load_range(self._sampling.position, self._sampling.count, replica, layout.dp)
         else:
-            ids, columns = self._load(step, cell, layout.dp)
+            ids, columns = self._load(step, replica, layout.dp)
             self._loaded_ahead.pop(step, None)
             if step + 1 not in self._loaded_ahead:
-                self.loader.prefetch(step + 1, cell, layout.dp)
+                self.loader.prefetch(step + 1, replica, layout.dp)
         self._state(step).slots[task.partition.id] = ids - self.groups(step)[0] * self.plan.repeat
         for f in task.fields:
             self.buffer.put(Key(step, task.partition.id, f), as_column(columns[f], len(ids), f"data column '{f}'"))
 
-    def _load(self, step: int, cell: int, cells: int) -> tuple[Ints, dict[str, list[Any]]]:
-        return self._loaded_ahead[step] if step in self._loaded_ahead else self.loader.load(step, cell, cells)
+    def _load(self, step: int, replica: int, replicas: int) -> tuple[Ints, dict[str, list[Any]]]:
+        return self._loaded_ahead[step] if step in self._loaded_ahead else self.loader.load(step, replica, replicas)
 
     def ahead(self, step: int, task: Run, steps: int) -> Batch:
-        """Returns the first samples of this cell after those of a step: its share of the plan's prompts ahead.
+        """Returns the first samples of this replica after those of a step: its share of the plan's prompts ahead.
 
         `steps` of the run: there are no samples after the last one.
         """
         layout, repeat = task.partition.layout, self.plan.repeat
-        cell = layout.cell_of(self.rank)
-        assert cell is not None
-        first, last = contiguous_share(self.plan.prompts_ahead, layout.dp, cell)
+        replica = layout.replica_of(self.rank)
+        assert replica is not None
+        first, last = contiguous_share(self.plan.prompts_ahead, layout.dp, replica)
         ids: Ints = np.empty(0, np.int64)
         columns: dict[str, list[Any]] = {f: [] for f in task.reads}
         for later in range(step + 1, steps):
             if len(ids) >= (last - first) * repeat:
                 break
-            more, rows = self._load(later, cell, layout.dp)
-            if not len(more):  # this cell has no prompts in any step
+            more, rows = self._load(later, replica, layout.dp)
+            if not len(more):  # this replica has no prompts in any step
                 break
             self._loaded_ahead[later] = more, rows
             ids = np.concatenate([ids, more])
@@ -119,7 +119,7 @@ class Coordinator:
 
     def outgoing(self, step: int, task: Move) -> dict[str, Column] | None:
         """Returns the columns that this rank has in the source of a move, None if it is not in it."""
-        if task.src.layout.cell_of(self.rank) is None:
+        if task.src.layout.replica_of(self.rank) is None:
             return None
         return {f: self.buffer.get(Key(step, task.src.id, f)) for f in task.fields}
 
@@ -145,7 +145,7 @@ class Coordinator:
 
         held = None if columns is None else (within(task.src), columns)
         wanted = None
-        if not task.assigns and dst.layout.cell_of(self.rank) is not None:
+        if not task.assigns and dst.layout.replica_of(self.rank) is not None:
             wanted = within(task.dst)
         deal = None
         if domain.known:
@@ -168,7 +168,7 @@ class Coordinator:
         state.traffic.local += moved.kept
         if moved.imbalance is not None and dst.chunk is None:
             state.traffic.imbalance = max(moved.imbalance, state.traffic.imbalance or 0.0)
-        if dst.layout.cell_of(self.rank) is None:
+        if dst.layout.replica_of(self.rank) is None:
             return None
         state.slots[dst.id] = span[moved.slots + domain.first]
         return {f: moved.columns.get(f, NO_SAMPLES) for f in task.fields}
@@ -179,8 +179,8 @@ class Coordinator:
         if partition.chunk is None:
             return slots
         i, count = partition.chunk
-        cells = self.plan.partition_of(SOURCE).layout.dp  # a chunk is an equal part of each of them
-        return slots.reshape(cells, count, -1)[:, i].reshape(-1)
+        replicas = self.plan.partition_of(SOURCE).layout.dp  # a chunk is an equal part of each of them
+        return slots.reshape(replicas, count, -1)[:, i].reshape(-1)
 
     def leave(self, step: int, task: Split, part: Partition, columns: Mapping[str, Column]) -> None:
         """Lets a chunk leave: its fields are `columns`, and what else of it this rank has."""
@@ -206,7 +206,7 @@ class Coordinator:
         self._moved.difference_update([Key(step, p.id, f) for p in task.parts for f in task.fields])
 
     def _deal(self, step: int, partition: Partition, samples: int) -> Ints:
-        """Returns the cell of each slot of this rank's domain in a partition, which it knows from an earlier move."""
+        """Returns the replica of each slot of this rank's domain in a partition, as an earlier move has told it."""
         deal = self._state(step).deals.get((partition.id, samples))
         return contiguous_deal(partition, samples, self.plan.repeat) if deal is None else deal
 
@@ -265,8 +265,8 @@ class Coordinator:
         if partition.id not in slots and partition.uneven and len(parts) == self.plan.chunks:
             slots[partition.id] = np.sort(np.concatenate(parts))
         if partition.id not in slots:
-            cells = contiguous_deal(partition, len(self.groups(step)) * self.plan.repeat, self.plan.repeat)
-            slots[partition.id] = np.flatnonzero(cells == partition.layout.cell_of(self.rank))
+            replicas = contiguous_deal(partition, len(self.groups(step)) * self.plan.repeat, self.plan.repeat)
+            slots[partition.id] = np.flatnonzero(replicas == partition.layout.replica_of(self.rank))
         return slots[partition.id]
 
     def groups(self, step: int) -> Ints:
@@ -278,18 +278,18 @@ class Coordinator:
             first, count = self._sampling.position, self._sampling.count
         return np.arange(first, first + count, dtype=np.int64)
 
-    def begin_sampling(self, task: Refill) -> None:
+    def begin_sampling(self, task: Resample) -> None:
         """Starts the dynamic sampling of a step, before its first round."""
         self._sampling = DynamicSampling(self.position, self.loader.prompts, task.rounds, task.unit)
 
-    def refill(self, step: int, task: Refill) -> Communication[bool]:
+    def resample(self, step: int, task: Resample) -> Communication[bool]:
         """Keeps the useful samples of a round. Returns False if the step needs another round."""
         assert self._sampling is not None
         keep = yield from self._kept_prompts(step, task)
         prompts = self.groups(step)
         full = self._sampling.add_round(keep)
         for src, _, fields in task.carried:
-            if src.layout.cell_of(self.rank) is not None:
+            if src.layout.replica_of(self.rank) is not None:
                 groups, member = np.divmod(self.slots(step, src), self.plan.repeat)
                 columns = {f: self.buffer.pop(Key(step, src.id, f)) for f in fields}
                 rounds = self._rounds.setdefault(src.id, [])
@@ -304,16 +304,16 @@ class Coordinator:
             self.sampled_prompts, self._sampling = self._sampling.result(), None
             self.position = self.sampled_prompts.next_position
             for src, dst, fields in task.carried:
-                if src.layout.cell_of(self.rank) is not None:
+                if src.layout.replica_of(self.rank) is not None:
                     self._merge_rounds(step, dst, fields, self._rounds.pop(src.id))
         return full
 
-    def _kept_prompts(self, step: int, task: Refill) -> Communication[Any]:
+    def _kept_prompts(self, step: int, task: Resample) -> Communication[Any]:
         """Returns, for every prompt of the round, whether all of its samples are to be kept."""
         layout, samples = task.partition.layout, len(self.groups(step)) * self.plan.repeat
         share = task.partition.largest_share(samples, self.plan.repeat)
         flags = torch.full((share,), -1, dtype=torch.int32)  # 2 × slot + keep, or −1
-        if layout.cell_of(self.rank) is not None:
+        if layout.replica_of(self.rank) is not None:
             column = self.buffer.get(Key(step, task.partition.id, task.field))
             slots = torch.from_numpy(self.slots(step, task.partition))
             if len(slots):

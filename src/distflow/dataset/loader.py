@@ -41,23 +41,23 @@ class Loader:
         """Returns the epoch in which a step begins; it may end in a later one."""
         return step * self.prompts // len(self.dataset)
 
-    def load(self, step: int, cell: int, cells: int) -> _Loaded:
-        """Returns the sample ids, ascending, and one list per field, of one of `cells` shares of a step.
+    def load(self, step: int, replica: int, replicas: int) -> _Loaded:
+        """Returns the sample ids, ascending, and one list per field, of one of `replicas` shares of a step.
 
-        Shares are contiguous and differ by at most one prompt; with fewer prompts than cells, some are empty. The
+        Shares are contiguous and differ by at most one prompt; with fewer prompts than replicas, some are empty. The
         samples of one prompt share its values: do not change them in place.
         """
-        if self._prefetched and self._prefetched[0] == (step, cell, cells):
+        if self._prefetched and self._prefetched[0] == (step, replica, replicas):
             (_, future), self._prefetched = self._prefetched, None
             return future.result()
-        return self._load(step, cell, cells)
+        return self._load(step, replica, replicas)
 
-    def prefetch(self, step: int, cell: int, cells: int) -> None:
+    def prefetch(self, step: int, replica: int, replicas: int) -> None:
         """Starts to load in the background; `load` with the same arguments returns the result, or raises the error.
 
         Only the last prefetch is kept.
         """
-        key = (step, cell, cells)
+        key = (step, replica, replicas)
         if self._prefetched and self._prefetched[0] == key:
             return
         future: Future[_Loaded] = Future()
@@ -71,14 +71,14 @@ class Loader:
         self._prefetched = key, future
         Thread(target=fill, name=f"prefetch step {step}", daemon=True).start()  # daemon: does not delay the exit
 
-    def _load(self, step: int, cell: int, cells: int) -> _Loaded:
-        return self.load_range(self.position(step), self.prompts, cell, cells)
+    def _load(self, step: int, replica: int, replicas: int) -> _Loaded:
+        return self.load_range(self.position(step), self.prompts, replica, replicas)
 
-    def load_range(self, position: int, prompts: int, cell: int, cells: int) -> _Loaded:
-        """Returns the share of `cell` of any range of the stream."""
-        if not 0 <= cell < cells:
-            raise IndexError(f"cell {cell} of {cells}")
-        first, last = (position + p for p in contiguous_share(prompts, cells, cell))
+    def load_range(self, position: int, prompts: int, replica: int, replicas: int) -> _Loaded:
+        """Returns the share of `replica` of any range of the stream."""
+        if not 0 <= replica < replicas:
+            raise IndexError(f"replica {replica} of {replicas}")
+        first, last = (position + p for p in contiguous_share(prompts, replicas, replica))
         rows = [self.dataset[i] for i in self._order(first, last - first)]
         ids = np.arange(first * self.repeat, last * self.repeat, dtype=np.int64)
         names = self.dataset.column_names

@@ -30,9 +30,9 @@ class Node:
     params: Mapping[str, Any] = field(default_factory=dict)
     whole_groups: bool = False  # all samples of a prompt must be on one worker
     balance: str | None = None  # assign samples so that the lengths of this field are even over the workers
-    hand_over: bool = False  # the newest weights of its role are synced before it runs
+    generates: bool = False  # the newest weights of its role are synced before it runs
     whole_batch: bool = False  # each of its ranks has all samples of the step
-    refill: int = 0  # rejected prompts are replaced, drawing at most this many times the batch; see `node`
+    dynamic_sampling: int = 0  # rejected prompts are replaced, drawing at most this many times the batch; see `node`
     prefix: str = ""  # put before the fields it writes, removed from those it reads
     method: bool = False  # `fn` is a method of the class that implements the role
     fn: Callable[..., Any] | None = field(default=None, compare=False, repr=False)
@@ -59,10 +59,12 @@ class Node:
                     f"node '{self.id}': reads '{f}' and '{self.prefix}{f}', which are the same without its prefix;"
                     " read only one"
                 )
-        if type(self.refill) is not int or self.refill < 0:
-            raise FlowError(f"node '{self.id}': refill is {shown(self.refill)}; set a number of rounds, 1 or more")
-        if self.refill and len(self.writes) != 1:
-            raise FlowError(f"node '{self.id}': refills the batch, so it must write one field: which samples to keep")
+        if type(self.dynamic_sampling) is not int or self.dynamic_sampling < 0:
+            raise FlowError(
+                f"node '{self.id}': dynamic_sampling is {shown(self.dynamic_sampling)}; set a number, 1 or more"
+            )
+        if self.dynamic_sampling and len(self.writes) != 1:
+            raise FlowError(f"node '{self.id}': samples dynamically, so it must write one field: what to keep")
         if self.balance is not None and self.balance not in self.reads:
             raise FlowError(
                 f"node '{self.id}': balance names field '{cut(self.balance)}', which the node does not read"
@@ -88,7 +90,7 @@ class Flow:
         self._check_ids()
         self._check_fields()
         _ = self.depth  # raises if there is a cycle
-        self._check_refill()
+        self._check_dynamic_sampling()
 
     def node(self, node_id: str) -> Node:
         return self._by_id[node_id]
@@ -135,19 +137,19 @@ class Flow:
 
     @cached_property
     def order(self) -> tuple[Node, ...]:
-        """The global order: nodes of the refill loop first, then by depth, then by declaration."""
-        return tuple(sorted(self.nodes, key=lambda n: (n.id not in self.refill_loop, self.depth[n.id])))
+        """The global order: nodes of the sampling loop first, then by depth, then by declaration."""
+        return tuple(sorted(self.nodes, key=lambda n: (n.id not in self.sampling_loop, self.depth[n.id])))
 
     @cached_property
-    def refill(self) -> Node | None:
-        """The node that refills the batch, if there is one."""
-        return next((n for n in self.nodes if n.refill), None)
+    def sampling_node(self) -> Node | None:
+        """The node that samples dynamically, if there is one."""
+        return next((n for n in self.nodes if n.dynamic_sampling), None)
 
     @cached_property
-    def refill_loop(self) -> frozenset[str]:
-        """Ids of the nodes that run again for further prompts: the one that refills, and all upstream of it."""
+    def sampling_loop(self) -> frozenset[str]:
+        """Ids of the nodes that run again for further prompts: the one that resamples, and all upstream of it."""
         loop: set[str] = set()
-        waiting = [self.refill.id] if self.refill else []
+        waiting = [self.sampling_node.id] if self.sampling_node else []
         while waiting:
             loop.add(i := waiting.pop())
             waiting += [p for p in self.parents(self.node(i)) if p not in loop]
@@ -181,15 +183,17 @@ class Flow:
                 if f not in writer:
                     raise FlowError(f"node '{n.id}': reads unknown field '{cut(f)}'{suggest(f, writer)}")
 
-    def _check_refill(self) -> None:
-        refills = [n.id for n in self.nodes if n.refill]
-        if len(refills) > 1:
+    def _check_dynamic_sampling(self) -> None:
+        resamples = [n.id for n in self.nodes if n.dynamic_sampling]
+        if len(resamples) > 1:
             raise FlowError(
-                f"flow '{self.name}': '{refills[0]}' and '{refills[1]}' both refill the batch; only one node can"
+                f"flow '{self.name}': '{resamples[0]}' and '{resamples[1]}' both sample dynamically; only one node can"
             )
         for n in self.nodes:
-            if n.type == "train" and n.id in self.refill_loop:
-                raise FlowError(f"node '{n.id}': trains before '{refills[0]}', which refills the batch; train after it")
+            if n.type == "train" and n.id in self.sampling_loop:
+                raise FlowError(
+                    f"node '{n.id}': trains before '{resamples[0]}', which samples dynamically; train after it"
+                )
 
     def _describe_cycle(self, waiting: Iterable[str], parents: Mapping[str, tuple[str, ...]]) -> str:
         stuck = set(waiting)

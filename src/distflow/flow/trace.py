@@ -35,7 +35,7 @@ class NodeSpec:
     whole_groups: bool | None = None
     whole_batch: bool | None = None
     balance: str | None = None
-    hand_over: bool | None = None
+    generates: bool | None = None
     ignores: tuple[str, ...] | None = None
     whole_rows: bool | None = None
 
@@ -67,7 +67,7 @@ class NodeSpec:
             whole_groups=bool(self.whole_groups),
             whole_batch=bool(self.whole_batch),
             balance=self.balance,
-            hand_over=bool(self.hand_over),
+            generates=bool(self.generates),
             fn=fn,
             **rest,
         )
@@ -84,9 +84,10 @@ def node(
     whole_groups: bool | None = None,
     whole_batch: bool | None = None,
     balance: str | None = None,
-    hand_over: bool | None = None,
+    generates: bool | None = None,
     ignores: Names | None = None,
     whole_rows: bool | None = None,
+    **unknown: Any,
 ) -> Any:
     """Marks a function as a node: inside a flow a call to it is traced, outside a flow it runs as usual.
 
@@ -94,14 +95,14 @@ def node(
     `reads` defaults to all fields of the values it is called with, except those it `ignores`; `writes` to one field
     with the name of the node. `whole_groups` keeps the samples of a prompt together; `whole_batch` gives all samples of
     the step to each of the node's workers (for small fields); `balance` names the field whose lengths are evened out
-    over the workers; `hand_over` (for a method) syncs the role's newest weights first; `whole_rows` adds all columns of
+    over the workers; `generates` (for a method) syncs the role's newest weights first; `whole_rows` adds all columns of
     the data to what the node reads.
 
     A call inside a flow takes three more arguments. `after=value` orders the node after another one without reading
     from it. `prefix="greedy_"` is put before all fields that the node writes and removed from those it reads, so that a
-    flow can use a node twice. `refill=k` is for a node that writes one boolean per sample (dynamic sampling): a prompt
-    with a false sample is replaced by another, until the step is full or k times as many prompts were drawn. All nodes
-    upstream of it run again for these; all others run after it and see a full step.
+    flow can use a node twice. `dynamic_sampling=k` is for a node that writes one boolean per sample (dynamic sampling):
+    a prompt with a false sample is replaced by another, until the step is full or k times as many prompts were drawn.
+    All nodes upstream of it run again for these; all others run after it and see a full step.
 
     `node(score, id="strict", writes="strict")(rollout)` uses a function under another id or with other fields.
     """
@@ -114,10 +115,12 @@ def node(
         "whole_groups": whole_groups,
         "whole_batch": whole_batch,
         "balance": balance,
-        "hand_over": hand_over,
+        "generates": generates,
         "ignores": as_tuple(ignores),
         "whole_rows": whole_rows,
     }
+    for key in unknown:
+        raise FlowError(f"@node has no option '{cut(key)}'{suggest(key, arguments)}")
     if fn is None:
         return functools.partial(node, **arguments)
     spec = replace(spec_of(fn), **{k: v for k, v in arguments.items() if v is not None})
@@ -356,7 +359,7 @@ def _record(
         node_id = f"{name}_{k}"
     # Arguments for the node, unless the function has a parameter of that name.
     own = inspect.signature(fn).parameters
-    options = {k: kwargs.pop(k) for k in ("refill", "prefix") if k in kwargs and k not in own}
+    options = {k: kwargs.pop(k) for k in ("dynamic_sampling", "prefix") if k in kwargs and k not in own}
     after = kwargs.pop("after", ())
     after = list(after) if isinstance(after, list | tuple) else [after]
     for a in (*args, *after):

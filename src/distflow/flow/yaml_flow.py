@@ -24,7 +24,7 @@ KEYS = (
     "whole_groups",
     "whole_batch",
     "balance",
-    "refill",
+    "dynamic_sampling",
     "prefix",
 )
 
@@ -41,7 +41,7 @@ class _Entry:
     params: dict[str, Any]
     fn: Callable[..., Any]
     method: bool
-    options: dict[str, Any]  # refill, prefix
+    options: dict[str, Any]  # dynamic_sampling, prefix
 
     @property
     def prefix(self) -> str:
@@ -96,7 +96,7 @@ def _parse(entry: Mapping[str, Any], index: int, roles: Mapping[str, Any], base:
         ("balance", str, "the name of a field"),
         ("whole_groups", bool, "true or false"),
         ("whole_batch", bool, "true or false"),
-        ("refill", int, "a number of rounds"),
+        ("dynamic_sampling", int, "a number of rounds"),
         ("prefix", str, "a string"),
     ):
         if entry.get(key) is not None and not isinstance(entry[key], kind):
@@ -121,7 +121,7 @@ def _parse(entry: Mapping[str, Any], index: int, roles: Mapping[str, Any], base:
         params=dict(entry.get("params") or {}),
         fn=fn,
         method=method,
-        options={k: entry[k] for k in ("refill", "prefix") if entry.get(k) is not None},
+        options={k: entry[k] for k in ("dynamic_sampling", "prefix") if entry.get(k) is not None},
     )
 
 

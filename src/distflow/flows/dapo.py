@@ -23,7 +23,7 @@ def dapo(
 ):
     rollout = actor.generate(prompts["prompt"])
     score = reward.score(prompts, rollout)
-    nonzero_std(score, refill=max_gen_batches)  # the nodes below see a full batch of groups with different scores
+    nonzero_std(score, dynamic_sampling=max_gen_batches)  # below: a full batch of groups with different scores
     if overlong_limit:
         limits = {"limit": overlong_limit, "buffer": overlong_buffer, "factor": overlong_penalty_factor}
         score = overlong_penalty(score, rollout["response_tokens"], *response_mask(rollout), **limits)

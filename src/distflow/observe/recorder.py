@@ -13,7 +13,7 @@ from distflow.observe.bounded_log import BoundedLog
 from distflow.observe.samples import Pieces, SampleRecorder, as_columns, choose
 from distflow.observe.spans import SpanRecorder
 from distflow.observe.splits import HELD_OUT, TRAIN
-from distflow.plan.tasks import Load, Move, Plan, Refill, Run, Task, Weights
+from distflow.plan.tasks import Load, Move, Plan, Resample, Run, Task, Weights
 from distflow.util.arrays import Ints
 
 Details = AbstractContextManager[dict[str, Any]]
@@ -77,7 +77,7 @@ class Recorder:
         return {} if self.split == TRAIN else {"split": self.split}
 
     def node(self, context: Context, repeat: int) -> Recording:
-        """Returns the recording of one node's call; of a cell only the leading worker records samples."""
+        """Returns the recording of one node's call; of a replica only the leading worker records samples."""
         return _NodeRecording(self, context, repeat) if self.spans or self.samples else NOT_RECORDED
 
     def outputs(
@@ -146,8 +146,8 @@ def task_kind(task: Task, plan: Plan) -> str | None:
             return "move"
         case Weights():
             return "weights"
-        case Refill():
-            return "refill"
+        case Resample():
+            return "resample"
         case Run():
             return plan.flow.node(task.node).type
         case _:

@@ -2,7 +2,7 @@
 
 A line is `[end_us, duration_us, step, kind, name, details]`: microseconds since 1970 by a clock that all workers agreed
 on at the start of the run. Lines are in the order of their ends. The kinds are those of tasks (load, move, weights,
-refill), of nodes (inference, train, compute), `call` for a part of a node, `control` (metrics and the vote to stop),
+resample), of nodes (inference, train, compute), `call` for a part of a node, `control` (metrics and the vote to stop),
 `checkpoint`, and `step`, which ends when the step has ended.
 """
 

@@ -75,7 +75,7 @@ def _arc(writer: str, reader: str, move: str, kind: str | None = None) -> dict[s
 
 
 def _origin(latest: dict[tuple[str, str], tuple[str, str]], partition: str, field: str) -> tuple[str, str]:
-    """Returns who wrote a field and how it came; after a refill it is under the name of another partition."""
+    """Returns who wrote a field and how it came; after a resample it is under the name of another partition."""
     if (partition, field) in latest:
         return latest[partition, field]
     return next((v for (_, f), v in reversed(latest.items()) if f == field), ("", ""))

@@ -8,7 +8,7 @@ from typing import Any
 
 MAX_LANES = 64  # above this many workers a step is shown as a heat map
 BINS = 120  # of the heat map, over the time of a step
-COMMUNICATES = ("move", "weights", "control", "refill", "checkpoint")
+COMMUNICATES = ("move", "weights", "control", "resample", "checkpoint")
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ class StepView:
             "step": self.step,
             "length": length,
             "ranks": self.ranks,
-            "cells": rows,
+            "replicas": rows,
             "kinds": kinds,
             "idle": [round(idle[r], 4) for r in self.ranks],
         }
@@ -185,11 +185,11 @@ class StepView:
         return before
 
     def traffic(self) -> dict[str, Any]:
-        """Returns who sent how much to whom, in at most 64 × 64 cells of neighbouring ranks, and tokens by rank."""
+        """Returns who sent how much to whom, in at most 64 × 64 replicas of neighbouring ranks, and tokens by rank."""
         workers = max([*self.ranks, 0]) + 1
         size = -(-workers // MAX_LANES)
-        cells = -(-workers // size)
-        matrix = [[0] * cells for _ in range(cells)]
+        replicas = -(-workers // size)
+        matrix = [[0] * replicas for _ in range(replicas)]
         kinds: dict[str, int] = defaultdict(int)
         known = True
         for s in self.tasks:
@@ -207,7 +207,7 @@ class StepView:
         return {
             "step": self.step,
             "workers": workers,
-            "ranks_per_cell": size,
+            "ranks_per_replica": size,
             "matrix": matrix,
             "sent_by_kind": dict(kinds),
             "peers_known": known,

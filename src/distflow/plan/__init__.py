@@ -3,7 +3,7 @@
 from distflow.plan.layout import Layout, format_ranks, parse_ranks
 from distflow.plan.placement import Place, Placement
 from distflow.plan.planner import Workload, plan
-from distflow.plan.tasks import Edge, Free, Load, Merge, Move, Partition, Plan, Refill, Run, Split, Task, Weights
+from distflow.plan.tasks import Edge, Free, Load, Merge, Move, Partition, Plan, Resample, Run, Split, Task, Weights
 
 __all__ = [
     "Edge",
@@ -16,7 +16,7 @@ __all__ = [
     "Place",
     "Placement",
     "Plan",
-    "Refill",
+    "Resample",
     "Run",
     "Split",
     "Task",

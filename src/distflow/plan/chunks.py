@@ -1,8 +1,8 @@
 """Chunks: samples leave the ranks that generate in fixed parts, so that others work on them before the last is done.
 
-A chunk is a fixed part of every cell's prompts. Nodes that work sample by sample, or group by group, on other ranks run
-once per chunk; all else sees the whole step. Which nodes these are follows from the flow and the placement. Chunks are
-independent of each other, so their tasks, one after the other here, may run in any order that all ranks share.
+A chunk is a fixed part of every replica's prompts. Nodes that work sample by sample, or group by group, on other ranks
+run once per chunk; all else sees the whole step. Which nodes these are follows from the flow and the placement. Chunks
+are independent of each other, so their tasks, one after the other here, may run in any order that all ranks share.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,14 +15,14 @@ from distflow.plan.tasks import Load, Merge, Move, Partition, Run, Split, Task, 
 _KEY = "rollout.chunk"
 
 
-def check_chunk(prompts: int, chunk: int, cells: int) -> int:
-    """Returns the number of chunks of a step. Raises unless every cell has the same number of prompts in each."""
-    if prompts % chunk or chunk % cells:
-        fits = [str(c) for c in range(cells, prompts + 1, cells) if prompts % c == 0]
-        way_out = f"use one of {', '.join(fits)}" if fits else f"make data.batch a multiple of {cells}"
+def check_chunk(prompts: int, chunk: int, replicas: int) -> int:
+    """Returns the number of chunks of a step. Raises unless every replica has the same number of prompts in each."""
+    if prompts % chunk or chunk % replicas:
+        fits = [str(c) for c in range(replicas, prompts + 1, replicas) if prompts % c == 0]
+        way_out = f"use one of {', '.join(fits)}" if fits else f"make data.batch a multiple of {replicas}"
         raise PlacementError(
             f"{_KEY}: chunks of {chunk} do not divide the {prompts} prompts of a step, and each of them evenly over the"
-            f" {cells} cells that generate; {way_out}"
+            f" {replicas} replicas that generate; {way_out}"
         )
     return prompts // chunk
 
@@ -31,7 +31,7 @@ def in_chunks(
     tasks: Sequence[Task], flow: Flow, home: Mapping[str, Partition], chunk: int, prompts: int, repeat: int
 ) -> list[Task]:
     """Returns the tasks of a step with those that may run chunk by chunk right after generation, once per chunk."""
-    generates = [n for n in flow.nodes if n.hand_over]
+    generates = [n for n in flow.nodes if n.generates]
     if len(generates) != 1 or home[generates[0].id] is not home[SOURCE]:
         raise PlacementError(
             f"{_KEY}: there must be one node that generates, on the ranks where its prompts are loaded; leave it out"
@@ -42,7 +42,7 @@ def in_chunks(
     if not chunked:
         raise PlacementError(
             f"{_KEY}: no node runs chunk by chunk: they would be those that work sample by sample on what"
-            f" '{generates[0].id}' writes, on other ranks, whose cells divide a chunk evenly; leave it out"
+            f" '{generates[0].id}' writes, on other ranks, whose replicas divide a chunk evenly; leave it out"
         )
     partitions = {home[n].id for n in chunked}
     early = [t for t in tasks if _is_early(t, chunked, partitions, whole, flow)]
@@ -71,7 +71,7 @@ def _chunked_nodes(
     chunked: set[str] = set()
     for n in flow.order:
         inputs = {flow.writer[f] for f in n.reads} | set(n.after)
-        known = {SOURCE, *(m.id for m in flow.nodes if m.hand_over)}
+        known = {SOURCE, *(m.id for m in flow.nodes if m.generates)}
         if (
             _works_by_sample(n)
             and inputs <= known | chunked
@@ -94,7 +94,7 @@ def _chunked_nodes(
 
 
 def _works_by_sample(n: Node) -> bool:
-    return n.type != "train" and not (n.whole_batch or n.balance or n.refill or n.hand_over)
+    return n.type != "train" and not (n.whole_batch or n.balance or n.dynamic_sampling or n.generates)
 
 
 def _fits(p: Partition, whole: Partition, chunk: int, repeat: int) -> bool:
@@ -108,7 +108,7 @@ def _is_early(t: Task, chunked: set[str], partitions: set[str], whole: Partition
         case Run():
             return t.node in chunked
         case Move():
-            known = {SOURCE, *chunked, *(n.id for n in flow.nodes if n.hand_over)}
+            known = {SOURCE, *chunked, *(n.id for n in flow.nodes if n.generates)}
             inside = t.dst.id in partitions and (t.src is whole or t.src.id in partitions)
             return inside and {flow.writer[f] for f in t.fields} <= known
         case _:

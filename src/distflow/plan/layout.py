@@ -1,4 +1,4 @@
-"""How a set of ranks divides the samples of a step: dp cells of tp ranks each."""
+"""How a set of ranks divides the samples of a step: dp replicas of tp ranks each."""
 
 import re
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from distflow.errors import PlacementError, cut
 
 @dataclass(frozen=True)
 class Layout:
-    """`dp × tp` over `ranks`: cell d is ranks[d*tp : (d+1)*tp], and its tp ranks hold the same samples."""
+    """`dp × tp` over `ranks`: replica d is ranks[d*tp : (d+1)*tp], and its tp ranks hold the same samples."""
 
     ranks: tuple[int, ...]
     dp: int
@@ -20,27 +20,28 @@ class Layout:
             raise PlacementError(f"dp {self.dp} × tp {self.tp} does not fit {len(self.ranks)} ranks")
 
     @cached_property
-    def cells(self) -> tuple[tuple[int, ...], ...]:
+    def replicas(self) -> tuple[tuple[int, ...], ...]:
         return tuple(self.ranks[i : i + self.tp] for i in range(0, len(self.ranks), self.tp))
 
     @cached_property
-    def _cell_of(self) -> dict[int, int]:
-        return {r: d for d, cell in enumerate(self.cells) for r in cell}
+    def _replica_of(self) -> dict[int, int]:
+        return {r: d for d, replica in enumerate(self.replicas) for r in replica}
 
-    def cell_of(self, rank: int) -> int | None:
-        """Returns the index of the cell that a rank belongs to, if any."""
-        return self._cell_of.get(rank)
+    def replica_of(self, rank: int) -> int | None:
+        """Returns the index of the replica that a rank belongs to, if any."""
+        return self._replica_of.get(rank)
 
     def __str__(self) -> str:
         return f"dp{self.dp}" + (f"·tp{self.tp}" if self.tp > 1 else "")
 
 
-def contiguous_share(units: int, cells: int, cell: int) -> tuple[int, int]:
-    """Returns the units [first, last) of a cell if each has a contiguous share: unit i is in cell i * cells // units.
+def contiguous_share(units: int, replicas: int, replica: int) -> tuple[int, int]:
+    """Returns the units [first, last) of a replica if each has a contiguous share: unit i is in replica i * replicas //
+    units.
 
-    Shares differ by at most one unit. If there are fewer units than cells, those without any lie between the others.
+    Shares differ by at most one unit. If there are fewer units than replicas, those without any lie between the others.
     """
-    return -(-cell * units // cells), -(-(cell + 1) * units // cells)
+    return -(-replica * units // replicas), -(-(replica + 1) * units // replicas)
 
 
 _PART = re.compile(r"(?P<a>\d{1,9})(?P<ap>%?)(?:(?P<dash>-)(?:(?P<b>\d{1,9})(?P<bp>%?))?)?\Z")

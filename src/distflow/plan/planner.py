@@ -14,7 +14,7 @@ from distflow.plan.chunks import in_chunks
 from distflow.plan.layout import Layout, contiguous_share
 from distflow.plan.placement import Placement
 from distflow.plan.staleness import check_apart, check_partial
-from distflow.plan.tasks import Free, Load, Merge, Move, Partition, Plan, Refill, Run, Task, Weights
+from distflow.plan.tasks import Free, Load, Merge, Move, Partition, Plan, Resample, Run, Task, Weights
 
 
 @dataclass(frozen=True)
@@ -76,8 +76,8 @@ class _Planner:
         self.partitions: list[Partition] = []
         self.home: dict[str, Partition] = {}  # node → the partition it runs in
         self.held: dict[str, list[Partition]] = {}  # field → the partitions that hold it, its writer's first
-        self.closed: set[str] = set()  # partitions from before a refill, in which no later node may run
-        self.assigned: set[str] = set()  # partitions whose samples are already assigned to cells
+        self.closed: set[str] = set()  # partitions from before a resample, in which no later node may run
+        self.assigned: set[str] = set()  # partitions whose samples are already assigned to replicas
         self.tasks: list[Task] = []
 
     def plan(self) -> Plan:
@@ -86,19 +86,19 @@ class _Planner:
         self.home[SOURCE] = source
         for n in self.flow.order:  # all partitions first: a move takes along whatever later nodes there will read
             self.home[n.id] = self._choose_partition(n)
-            if n.refill:
+            if n.dynamic_sampling:
                 self.closed = {p.id for p in self.partitions}
         self.tasks.append(Load(source, self._with_readers(self.flow.source)))
         self._hold(self.flow.source, source)
         for i, n in enumerate(self.flow.order):
             self._move_inputs(n, self.flow.order[i:])
-            if n.hand_over:
-                self.tasks.append(self._hand_over(n))
-            writes = n.writes if n.refill else self._with_readers(n.writes)
+            if n.generates:
+                self.tasks.append(self._sync_weights(n))
+            writes = n.writes if n.dynamic_sampling else self._with_readers(n.writes)
             self.tasks.append(Run(n.id, self.home[n.id], n.reads, writes))
             self._hold(n.writes, self.home[n.id])
-            if n.refill:
-                self._refill(n, self.flow.order[i + 1 :])
+            if n.dynamic_sampling:
+                self._resample(n, self.flow.order[i + 1 :])
         tasks = self.tasks
         if self.chunk:
             tasks = in_chunks(tasks, self.flow, self.home, self.chunk, self.workload.prompts, self.workload.repeat)
@@ -114,7 +114,7 @@ class _Planner:
             tasks=_with_frees(tasks),
         )
 
-    def _hand_over(self, n: Node) -> Weights:
+    def _sync_weights(self, n: Node) -> Weights:
         own = (r for m in self.flow.nodes if m.role == n.role and m.method for r in self._layout(m).ranks)
         trained = (self._layout(m) for m in self.flow.nodes if m.role == n.role and m.type == "train")
         source, target, size = next(trained, None), self._layout(n), self.workload.weights.get(n.role)
@@ -122,8 +122,8 @@ class _Planner:
         expected = None if size is None else _weight_bytes(size, source, target)
         return Weights(n.role, ranks, source, target, expected, self.staleness)
 
-    def _refill(self, n: Node, later: tuple[Node, ...]) -> None:
-        """Adds the refill: every field that is still read stays where it was written, in uneven shares."""
+    def _resample(self, n: Node, later: tuple[Node, ...]) -> None:
+        """Adds the resample: every field that is still read stays where it was written, in uneven shares."""
         needed = {f for m in later for f in m.reads}
         fields_of: dict[Partition, list[str]] = {}
         for f, held in self.held.items():
@@ -135,7 +135,9 @@ class _Planner:
         ]
         unit = math.lcm(*(self._unit(p.layout, p.whole_groups) for p in self.partitions if p.id in self.closed))
         all_ranks = tuple(range(self.placement.workers))
-        self.tasks.append(Refill(n.id, self.home[n.id], n.writes[0], n.refill, unit, tuple(carried), all_ranks))
+        self.tasks.append(
+            Resample(n.id, self.home[n.id], n.writes[0], n.dynamic_sampling, unit, tuple(carried), all_ranks)
+        )
         self.held = {f: [dst] for _, dst, fields in carried for f in fields}
         self.partitions += [dst for _, dst, _ in carried]
 
@@ -177,7 +179,7 @@ class _Planner:
         return self._new_partition(layout, whole_groups, n.balance)
 
     def _groups_divide_evenly(self, layout: Layout) -> bool:
-        """Whether the largest cell has no more samples if groups are kept whole."""
+        """Whether the largest replica has no more samples if groups are kept whole."""
         prompts, repeat = self.workload.prompts, self.workload.repeat
         return -(-prompts // layout.dp) * repeat == -(-prompts * repeat // layout.dp)
 
@@ -238,13 +240,13 @@ class _Planner:
 
 def _expected_bytes(src: Partition, dst: Partition, local_first: bool, work: Workload, fields: tuple[str, ...]) -> int:
     """Returns the bytes sent if all samples had equal size: what each receiving rank needs less what it holds."""
-    held, needed = _cell_sizes(src, work), _cell_sizes(dst, work)
-    targets = [1] * src.layout.dp  # the cells of `dst` that share ranks with each cell of `src`
+    held, needed = _replica_sizes(src, work), _replica_sizes(dst, work)
+    targets = [1] * src.layout.dp  # the replicas of `dst` that share ranks with each replica of `src`
     if src.layout.tp > 1 and local_first:
-        targets = [len({dst.layout.cell_of(r) for r in cell} - {None}) for cell in src.layout.cells]
+        targets = [len({dst.layout.replica_of(r) for r in replica} - {None}) for replica in src.layout.replicas]
     total = float(sum(needed) * dst.layout.tp)
     for i, r in enumerate(dst.layout.ranks):
-        s = src.layout.cell_of(r)
+        s = src.layout.replica_of(r)
         if s is not None:
             need = needed[i // dst.layout.tp]
             total -= min(need, held[s] / targets[s]) if local_first else need * held[s] / work.samples
@@ -256,16 +258,16 @@ def _weight_bytes(size: int, source: Layout | None, target: Layout) -> int:
     if source is None:
         return 0
     held = size / len(source.ranks)  # a rank's shard, if parameters are sharded over all of dp
-    return round(sum(size / target.tp - (held if source.cell_of(r) is not None else 0) for r in target.ranks))
+    return round(sum(size / target.tp - (held if source.replica_of(r) is not None else 0) for r in target.ranks))
 
 
-def _cell_sizes(partition: Partition, work: Workload) -> list[int]:
-    """Returns how many samples each cell has if all have contiguous shares."""
+def _replica_sizes(partition: Partition, work: Workload) -> list[int]:
+    """Returns how many samples each replica has if all have contiguous shares."""
     units, size = (work.prompts, work.repeat) if partition.whole_groups else (work.samples, 1)
-    cells = partition.layout.dp
-    if units % cells == 0:
-        return [units // cells * size] * cells
-    return [(last - first) * size for first, last in (contiguous_share(units, cells, d) for d in range(cells))]
+    replicas = partition.layout.dp
+    if units % replicas == 0:
+        return [units // replicas * size] * replicas
+    return [(last - first) * size for first, last in (contiguous_share(units, replicas, d) for d in range(replicas))]
 
 
 def _partitions(tasks: list[Task]) -> list[Partition]:
@@ -285,7 +287,7 @@ def _with_frees(tasks: list[Task]) -> tuple[Task, ...]:
         out.append(t)
         dead: dict[str, list[str]] = {}
         for p, f in dict.fromkeys(t.touches()):
-            if last[p.id, f] == i and not (isinstance(t, Refill | Merge) and (p.id, f) in t.consumed()):
+            if last[p.id, f] == i and not (isinstance(t, Resample | Merge) and (p.id, f) in t.consumed()):
                 dead.setdefault(p.id, []).append(f)
         out += [Free(partitions[p], tuple(fields)) for p, fields in dead.items()]
     return tuple(out)

@@ -22,16 +22,16 @@ def weight_version(step: int, delay: int, first: int) -> int:
 
 def check_apart(flow: Flow, placement: Placement, key: str) -> None:
     """Raises unless the ranks that generate with a role train nothing of it, which the option `key` needs."""
-    loops = [(n, _model_nodes(flow, n)) for n in flow.nodes if n.hand_over and _is_trained(flow, n.role)]
+    loops = [(n, _model_nodes(flow, n)) for n in flow.nodes if n.generates and _is_trained(flow, n.role)]
     if not loops:
         raise PlacementError(
             f"{key}: the flow '{flow.name}' has no node that generates with weights that another one trains;"
             " leave it out"
         )
-    if flow.refill:
+    if flow.sampling_node:
         raise PlacementError(
-            f"{key}: '{flow.refill.id}' refills the batch, which every worker waits for in every step; leave it out, or"
-            " use a flow without dynamic sampling"
+            f"{key}: '{flow.sampling_node.id}' samples dynamically, which every worker waits for in every step;"
+            " leave it out, or use a flow without dynamic sampling"
         )
     for n, others in loops:
         own = set(placement.layout(n.id, n.role).ranks)
@@ -54,7 +54,7 @@ def check_partial(flow: Flow, placement: Placement, staleness: int) -> None:
             " 1 or more, or leave out partial"
         )
     check_apart(flow, placement, key)
-    generates = [n for n in flow.nodes if n.hand_over]
+    generates = [n for n in flow.nodes if n.generates]
     loader = placement.source_layout(flow)
     if len(generates) > 1:
         raise PlacementError(f"{key}: '{generates[0].id}' and '{generates[1].id}' both generate; leave it out")
@@ -76,4 +76,4 @@ def _is_trained(flow: Flow, role: str) -> bool:
 
 def _model_nodes(flow: Flow, generates: Node) -> list[Node]:
     """Returns the other nodes that run the role's model where it is trained."""
-    return [n for n in flow.nodes if n.role == generates.role and n.method and not n.hand_over]
+    return [n for n in flow.nodes if n.role == generates.role and n.method and not n.generates]

@@ -31,7 +31,7 @@ _LINES = {  # kind of line → its style, its text in the legend
     "order": ('stroke-width="1.4" stroke-dasharray="4 3"', "order only"),
 }
 
-Vertex = str | Move | Weights  # the id of a node, a move, or a hand-over of weights
+Vertex = str | Move | Weights  # the id of a node, a move, or a weight sync
 Arcs = dict[tuple[Vertex, Vertex], str]  # (from, to) → kind of line
 Segment = tuple["_Item", "_Item", str]  # a line from one column to the next, and its kind
 Span = tuple[float, float]  # top and bottom
@@ -97,14 +97,14 @@ def _arcs(plan: Plan) -> Arcs:
     for vertex, sources in origins(plan).items():
         for source in sources.values():
             arcs[source, vertex] = "move" if isinstance(source, Move) or isinstance(vertex, Move) else "local"
-    arcs |= dict.fromkeys(_hand_overs(plan), "weights")
+    arcs |= dict.fromkeys(_weight_syncs(plan), "weights")
     data = {(e.writer, e.reader) for e in plan.edges}
     orders = ((a, n.id) for n in plan.flow.nodes for a in n.after if a != SOURCE)
     return arcs | {pair: "order" for pair in orders if pair not in data}
 
 
-def _hand_overs(plan: Plan) -> list[tuple[Weights, str]]:
-    """Returns the hand-overs of weights, each with the node that generates with them."""
+def _weight_syncs(plan: Plan) -> list[tuple[Weights, str]]:
+    """Returns the weight syncs of weights, each with the node that generates with them."""
     tasks = [t for t in plan.tasks if isinstance(t, Weights | Run)]
     return [(a, b.node) for a, b in pairwise(tasks) if isinstance(a, Weights) and isinstance(b, Run)]
 
@@ -127,7 +127,7 @@ def _columns(plan: Plan, arcs: Arcs) -> dict[Vertex, int]:
         floor[d] = max((column[i] for i in depth if depth[i] == d and upstream[i] < d), default=0)
     for m in reversed(shown_moves(plan)):  # a move happens when its first reader needs it
         column[m] = min(column[b] for a, b in arcs if a == m) - 1
-    for weights, node in _hand_overs(plan):
+    for weights, node in _weight_syncs(plan):
         column[weights] = min(column.get(weights, column[node]), column[node] - 0.5)  # in a column of its own
     used = sorted(set(column.values()))
     return {v: used.index(c) for v, c in column.items()}

@@ -9,7 +9,7 @@ from rich.text import Text
 
 from distflow.flow.graph import SOURCE, Node
 from distflow.plan.layout import Layout, ranks_text
-from distflow.plan.tasks import Free, Load, Merge, Move, Plan, Refill, Run, Split, Task, Weights, chunk_of
+from distflow.plan.tasks import Free, Load, Merge, Move, Plan, Resample, Run, Split, Task, Weights, chunk_of
 from distflow.util.text import clean, human_bytes, names
 
 
@@ -39,7 +39,7 @@ def origins(plan: Plan) -> dict[str | Move, dict[str, str | Move]]:
             case Run():
                 origins[t.node] = {f: latest[t.partition.id, f] for f in t.reads}
                 latest.update(((t.partition.id, f), t.node) for f in t.writes)
-            case Refill():
+            case Resample():
                 latest.update(((dst.id, f), latest[src.id, f]) for src, dst, fields in t.carried for f in fields)
     return origins
 
@@ -63,11 +63,11 @@ def rank_set_names(plan: Plan, ranks: Iterable[int]) -> list[str]:
 def headline(plan: Plan) -> tuple[str, ...]:
     """Returns the title, the numbers and the rank sets of a plan; and with staleness, who is ahead of whom."""
     moved = human_bytes(sum(m.expected_bytes for m in plan.moves))
-    cells = max(p.layout.dp for p in plan.partitions)
+    replicas = max(p.layout.dp for p in plan.partitions)
     numbers = (
         _count(plan.workers, "worker"),
         f"{_count(plan.samples, 'sample')} per step, {plan.repeat} per prompt",
-        *([f"{cells - plan.samples} of {cells} cells have none"] if plan.samples < cells else []),
+        *([f"{replicas - plan.samples} of {replicas} replicas have none"] if plan.samples < replicas else []),
         _count(len(plan.flow.nodes), "node"),
         f"{_count(len(plan.moves), 'move')}, {moved} per step" if plan.moves else "no moves",
         f"plan {plan.hash[:8]}",
@@ -161,9 +161,9 @@ def _moves(plan: Plan) -> Table | Text:
 
 
 def _weights(plan: Plan) -> Table | None:
-    """Returns the hand-overs of weights, None if there are none."""
+    """Returns the weight syncs of weights, None if there are none."""
     tasks = dict.fromkeys(t for t in plan.tasks if isinstance(t, Weights))
-    table = _table("Weights, handed over before each generation", "role", "from", "to", "expected")
+    table = _table("Weights, synced before each generation", "role", "from", "to", "expected")
     for t in tasks:
         ends = [Text(_layout(plan, layout) if layout else "where it is, untrained") for layout in (t.source, t.target)]
         table.add_row(Text(t.role, "bold"), *ends, weight_bytes(t))
@@ -171,7 +171,7 @@ def _weights(plan: Plan) -> Table | None:
 
 
 def weight_bytes(t: Weights) -> str:
-    """Formats what a hand-over of weights moves."""
+    """Formats what a weight sync moves."""
     return "model not known here" if t.expected_bytes is None else human_bytes(t.expected_bytes)
 
 
@@ -186,7 +186,7 @@ def _chains(plan: Plan) -> Table:
 def _task(t: Task, rank: int) -> Text:
     match t:
         case Move():
-            sends, receives = t.src.layout.cell_of(rank) is not None, t.dst.layout.cell_of(rank) is not None
+            sends, receives = t.src.layout.replica_of(rank) is not None, t.dst.layout.replica_of(rank) is not None
             return Text(("⇄" if sends and receives else "⇢" if sends else "⇠") + t.id, "cyan")
         case Free():
             return Text(f"free {names(t.fields)}", "dim")
@@ -196,5 +196,5 @@ def _task(t: Task, rank: int) -> Text:
             return Text(t.name + (f" of step k−{t.delay}" if t.delay else ""), "cyan")
         case Split() | Merge():
             return Text(t.name, "cyan")
-        case Refill():
+        case Resample():
             return Text(f"↺ up to {t.rounds} times", "cyan")

@@ -40,7 +40,7 @@ class Move:
     src: Partition
     dst: Partition
     fields: tuple[str, ...]
-    assigns: bool  # the first move into a partition decides which sample goes to which cell
+    assigns: bool  # the first move into a partition decides which sample goes to which replica
     expected_bytes: int
 
     @property
@@ -118,7 +118,7 @@ class Free:
 
 
 @dataclass(frozen=True)
-class Refill:
+class Resample:
     """Drops the samples for which `field` is false and repeats all tasks before it until the step is full.
 
     Samples that are kept stay where they are: `carried` lists (partition, the uneven partition after it, fields).
@@ -134,7 +134,7 @@ class Refill:
 
     @property
     def name(self) -> str:
-        return "refill"
+        return "resample"
 
     def touches(self) -> Iterator[Touch]:
         yield self.partition, self.field
@@ -199,7 +199,7 @@ class Merge:
         return {(p.id, f) for p in self.parts for f in self.fields}
 
 
-Task = Load | Move | Run | Weights | Refill | Split | Merge | Free
+Task = Load | Move | Run | Weights | Resample | Split | Merge | Free
 
 
 def chunk_of(t: Task) -> int | None:
@@ -242,7 +242,7 @@ class Plan:
     @cached_property
     def ahead(self) -> frozenset[int]:
         """The ranks that generate, if they may be `staleness` steps ahead of the others."""
-        nodes = [n for n in self.flow.nodes if n.hand_over and self.staleness]
+        nodes = [n for n in self.flow.nodes if n.generates and self.staleness]
         return frozenset(r for n in nodes for r in self.partition_of(n.id).layout.ranks)
 
     @cached_property
@@ -379,8 +379,8 @@ def _task_json(t: Task) -> dict[str, Any]:
             task = {"do": "weights", "role": t.role, "ranks": format_ranks(t.ranks)}
             delay = {"delay": t.delay} if t.delay else {}
             return task | ends | {"expected_bytes": t.expected_bytes} | delay
-        case Refill():
-            return {"do": "refill", "keep": t.field, "rounds": t.rounds, "unit": t.unit}
+        case Resample():
+            return {"do": "resample", "keep": t.field, "rounds": t.rounds, "unit": t.unit}
         case Split():
             return {"do": "split", "partition": t.partition.id, "chunks": len(t.parts), "fields": list(t.fields)}
         case Merge():

@@ -1,4 +1,4 @@
-"""The actor's model where it is trained and where it generates, and the hand-over of weights from one to the other."""
+"""The actor's model where it is trained and where it generates, and the weight sync from one to the other."""
 
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -18,7 +18,7 @@ from distflow.rollout.vllm import engine as vllm
 from distflow.rollout.vllm.support import check_vllm
 from distflow.train.trainer import Trainer, make_trainer
 from distflow.weights.shards import Shards, Spec
-from distflow.weights.sync import HandOver
+from distflow.weights.sync import WeightSync
 from distflow.weights.verify import WeightCheck
 
 
@@ -60,16 +60,16 @@ class Policy:
         )
         self.lent = False  # to another role, which has it after us in every step
         self.weight_version = -1  # that the plan wants the engine to have
-        self.transfer: HandOver | None = None  # None: the engine has its weights already
+        self.transfer: WeightSync | None = None  # None: the engine has its weights already
         self.base_specs: Sequence[Spec] = ()  # of the weights beside an adapter, if the engine has that apart
-        self.base_transfer: HandOver | None = None  # of these; None: done
+        self.base_transfer: WeightSync | None = None  # of these; None: done
         self.check: WeightCheck | None = None
-        self._hand_overs = 0
+        self._weight_syncs = 0
         if trained is None:
             if self.engine:
                 self.engine.read_weights(source)
         elif generates:
-            self._prepare_hand_over(trained, generates)
+            self._prepare_weight_sync(trained, generates)
 
     def _make_engine(self, layout: Layout, lora: LoraConfig | None) -> RolloutEngine:
         role, config, source = self.role, self.role.rollout, self.role.model
@@ -78,18 +78,18 @@ class Policy:
         longest = self.text.limit + config.max_tokens
         return vllm.VllmEngine(source, layout, role.rank, config, self.dtype, role.device, longest, lora)
 
-    def _prepare_hand_over(self, trained: Layout, generates: Layout) -> None:
+    def _prepare_weight_sync(self, trained: Layout, generates: Layout) -> None:
         role = self.role
         source = Shards(trained, shard_degree(role.train, trained, role.name))
         base, adapter = self._specs()
         target = Shards(generates, 1, vllm.cut_rows(base, generates.tp) if role.rollout.engine == "vllm" else {})
-        self.specs = adapter or base  # that every hand-over moves
+        self.specs = adapter or base  # that every weight sync moves
         self.check = WeightCheck(source, target, role.rank, self.dtype)
         if adapter:
             self.base_specs = base
-            self.base_transfer = HandOver(base, source, target, role.rank, self.dtype, role.topology)
+            self.base_transfer = WeightSync(base, source, target, role.rank, self.dtype, role.topology)
         if not self._shares_weights(trained == generates and source.shard == 1):
-            self.transfer = HandOver(self.specs, source, target, role.rank, self.dtype, role.topology)
+            self.transfer = WeightSync(self.specs, source, target, role.rank, self.dtype, role.topology)
 
     def _specs(self) -> tuple[Sequence[Spec], Sequence[Spec]]:
         """Returns the model's parameters, and those of an adapter that the engine has apart: the built-in merges it."""
@@ -105,7 +105,7 @@ class Policy:
             return False
         return self.engine.share_weights(self.trainer.weights())
 
-    def hand_over(self, version: int, weights: Mapping[str, Tensor] | None = None) -> Iterator[SendReceive]:
+    def sync_weights(self, version: int, weights: Mapping[str, Tensor] | None = None) -> Iterator[SendReceive]:
         """Moves weights to the engines; all ranks that train or generate take part.
 
         `version`: how many steps have trained them. `weights`: a copy of this rank's part, if it was trained further.
@@ -119,26 +119,26 @@ class Policy:
             yield from self._move(self.transfer, self.specs, self._weights() if weights is None else weights)
         if self.engine:
             self.engine.commit_weights(version)
-        self._hand_overs += 1
+        self._weight_syncs += 1
 
     def copy_weights(self) -> Mapping[str, Tensor]:
-        """Returns a copy of this rank's part of what every hand-over moves."""
+        """Returns a copy of this rank's part of what every weight sync moves."""
         return {name: tensor.clone() for name, tensor in self._weights().items()}
 
     def _move(
-        self, transfer: HandOver | None, specs: Sequence[Spec], given: Mapping[str, Tensor]
+        self, transfer: WeightSync | None, specs: Sequence[Spec], given: Mapping[str, Tensor]
     ) -> Iterator[SendReceive]:
         """Hands parameters over, and compares the engine's with those that were given, every few times."""
         assert self.check is not None
         if transfer:
             yield from transfer.run(given, self.engine.weight_targets() if self.engine else {})
         every = self.role.rollout.verify_every
-        if every and self._hand_overs % every == 0:
+        if every and self._weight_syncs % every == 0:
             held = self.engine.held_weights() if self.engine else {}
             yield from self.check.compare(specs, given, held, self.weight_version)
 
     def _weights(self) -> Mapping[str, Tensor]:
-        """Returns this rank's part of what every hand-over moves."""
+        """Returns this rank's part of what every weight sync moves."""
         if self.trainer is None:
             return {}
         with report_lost_peers(self.trainer.layout.ranks):
@@ -148,7 +148,7 @@ class Policy:
         return self.trainer.base_weights() if self.trainer else {}
 
     def release_engine_memory(self) -> None:
-        """Gives back the KV cache and the weights that the next hand-over fills again: training needs the memory."""
+        """Gives back the KV cache and the weights that the next weight sync fills again: training needs the memory."""
         if self.engine and not self.lent:
             self._release(self.engine)
 

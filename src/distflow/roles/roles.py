@@ -69,18 +69,18 @@ class Actor(_Trained):
                 f" for it, and for generation any tp: placement.nodes.{role}.generate"
             )
 
-    def hand_over(self, version: int, weights: Any = None) -> "Iterator[SendReceive]":
+    def sync_weights(self, version: int, weights: Any = None) -> "Iterator[SendReceive]":
         """Moves weights to where responses are generated; `version`: the steps that have trained them.
 
         They are the newest ones, or those of which `copy_weights` returned a copy.
         """
-        return self.policy.hand_over(version, weights)
+        return self.policy.sync_weights(version, weights)
 
     def copy_weights(self) -> Any:
-        """Returns a copy of this rank's part of the weights, for a hand-over after they were trained further."""
+        """Returns a copy of this rank's part of the weights, for a weight sync after they were trained further."""
         return self.policy.copy_weights()
 
-    @node(type="inference", writes=ROLLOUT, hand_over=True)
+    @node(type="inference", writes=ROLLOUT, generates=True)
     def generate(
         self, batch: "Batch", ctx: "Context", temperature: float | None = None, held_out: bool = False
     ) -> dict[str, Any]:

@@ -95,7 +95,7 @@ class RolloutEngine(Protocol):
 
     @property
     def weight_specs(self) -> Sequence[Spec]:
-        """The parameters that a hand-over fills, in its order."""
+        """The parameters that a weight sync fills, in its order."""
         ...
 
     @property
@@ -132,7 +132,7 @@ class RolloutEngine(Protocol):
         """Generates until at least one request is finished and returns all that are.
 
         It returns earlier, maybe with none, if `wake` is true, which is asked after every decoding step: the caller has
-        more requests. Of a tensor-parallel cell the first rank's is asked, and all ranks give one, or none does.
+        more requests. Of a tensor-parallel replica the first rank's is asked, and all ranks give one, or none does.
         """
         ...
 
@@ -152,7 +152,7 @@ class RolloutEngine(Protocol):
         ...
 
     def release_memory(self, weights: bool) -> None:
-        """Gives back the KV cache, and the weights if a hand-over fills them again before the next request."""
+        """Gives back the KV cache, and the weights if a weight sync fills them again before the next request."""
         ...
 
 

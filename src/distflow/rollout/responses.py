@@ -97,7 +97,7 @@ def check_version(c: Completion, version: int) -> None:
     if c.weight_version != version:
         raise WeightsError(
             f"the response of sample {c.sample_id} was generated with weights of version {c.weight_version}, and"
-            f" the plan says {version}: the engine has missed a hand-over"
+            f" the plan says {version}: the engine has missed a weight sync"
         )
 
 

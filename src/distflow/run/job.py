@@ -69,7 +69,7 @@ class Job:
         self.steps = max(1, len(self.rows) // config.data.batch) if config.steps is None else config.steps
         heartbeat.start_task(-1, "load models")
         self.hybrid_mesh = cache(self.network.mesh)
-        self.generates = {n.role: p.partition_of(n.id).layout for p in self.plans for n in p.flow.nodes if n.hand_over}
+        self.generates = {n.role: p.partition_of(n.id).layout for p in self.plans for n in p.flow.nodes if n.generates}
         self.roles: dict[str, Any] = {}
         # In the same order on all ranks, which may create process groups for them; those with engines first.
         for name in sorted(_roles(self.plans, rank), key=lambda role: (role not in self.generates, role)):

@@ -13,7 +13,7 @@ from distflow.run.weight_versions import WeightVersions
 class Link:
     """Carries out what a chain does together with other ranks, when it comes to it.
 
-    With a delay it keeps copies of the weights that were trained further before they were handed over.
+    With a delay it keeps copies of the weights that were trained further before they were synced.
     """
 
     def __init__(self, versions: WeightVersions) -> None:
@@ -32,14 +32,14 @@ class Link:
         """Returns the chunks in the order in which this worker's chain runs their tasks."""
         return range(len(task.parts))
 
-    def hand_over(self, task: Weights, version: int) -> Communication[None]:
+    def sync_weights(self, task: Weights, version: int) -> Communication[None]:
         if not self.is_new(task.role, version):
             return
         self._copies = {v: weights for v, weights in self._copies.items() if v >= version}
-        yield from self.versions.hand_over(task.role, version, self._copies.get(version, {}).get(task.role))
+        yield from self.versions.sync_weights(task.role, version, self._copies.get(version, {}).get(task.role))
 
     def is_new(self, role: str, version: int) -> bool:
-        """Notes that a version is handed over. Returns False if the engines have it and keep it."""
+        """Notes that a version is synced. Returns False if the engines have it and keep it."""
         old, self.handed[role] = self.handed.get(role), version
         return not self.versions.keeps or old != version
 

@@ -75,9 +75,9 @@ class Overlap(Link):
 
     def move(self, data: Coordinator, index: int, task: Move) -> Communication[None]:
         key = (id(data), index, task.id)
-        if task.src.layout.cell_of(data.rank) is not None and key not in self._left:
+        if task.src.layout.replica_of(data.rank) is not None and key not in self._left:
             self.mail.put((*key, "sent"), data.outgoing(index, task))
-        if task.dst.layout.cell_of(data.rank) is not None:
+        if task.dst.layout.replica_of(data.rank) is not None:
             with self.waiting(task.ranks):
                 received = self.mail.take((*key, "received"))
             data.receive(index, task, received)
@@ -105,7 +105,7 @@ class Overlap(Link):
                 chunk: int = self.mail.take((id(data), index, "chunk", place))
             yield chunk
 
-    def hand_over(self, task: Weights, version: int) -> Communication[None]:
+    def sync_weights(self, task: Weights, version: int) -> Communication[None]:
         if self.is_new(task.role, version) and task.role in self.versions.generates:
             self.mail.put((task.role, version, "weights"))
             with self.waiting(task.ranks):
@@ -192,7 +192,7 @@ class Overlap(Link):
         everywhere are next. So there are at most as many rounds as chunks, a few bytes in O(log N) messages each.
         """
         data, count, complete = worker.data, len(split.parts), list[int]()
-        generates, order = split.partition.layout.cell_of(data.rank) is not None, list[int]()
+        generates, order = split.partition.layout.replica_of(data.rank) is not None, list[int]()
         for r in range(count):
             mask = torch.ones(count, dtype=torch.uint8)
             if generates:
@@ -216,22 +216,22 @@ class Overlap(Link):
         if isinstance(task, Move):
             yield from self._move(worker.data, index, task)
         elif isinstance(task, Weights):
-            yield from self._hand_over(task, worker.version(step))
+            yield from self._sync_weights(task, worker.version(step))
         worker.recorder.sent_by_thread(step, task, worker.plan, self.sent)
 
     def _move(self, data: Coordinator, index: int, task: Move) -> Communication[None]:
         key = (id(data), index, task.id)
-        sends, receives = (p.layout.cell_of(data.rank) is not None for p in (task.src, task.dst))
+        sends, receives = (p.layout.replica_of(data.rank) is not None for p in (task.src, task.dst))
         columns = self.mail.take((*key, "sent")) if sends else None
         received = yield from data.exchange(index, task, columns)
         if receives:
             self.mail.put((*key, "received"), received)
 
-    def _hand_over(self, task: Weights, version: int) -> Communication[None]:
+    def _sync_weights(self, task: Weights, version: int) -> Communication[None]:
         old, self._handed_by_thread[task.role] = self._handed_by_thread.get(task.role), version
         if old == version:
             return
         weights = self.mail.take((task.role, version, "weights"))
-        yield from self.versions.hand_over(task.role, version, weights)
+        yield from self.versions.sync_weights(task.role, version, weights)
         if task.role in self.versions.generates:
             self.mail.put((task.role, version, "filled"))

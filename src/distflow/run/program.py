@@ -141,7 +141,7 @@ class Program:
     def repeat(self) -> int:
         """Samples per prompt in a step: the responses per prompt if the flow generates, else 1, or 2 for pairs."""
         data = self.config.data
-        generates = any(n.method and n.hand_over for n in self.flow.nodes)
+        generates = any(n.method and n.generates for n in self.flow.nodes)
         pairs = any(n.method and n.call.endswith(".encode_pair") for n in self.flow.nodes)
         if pairs and data.repeat not in (None, 2):
             raise ConfigError(f"data.repeat: {data.repeat}; a flow on preference pairs has 2 samples per row")
@@ -185,7 +185,7 @@ class Program:
         return sizes | config.bytes
 
     def _weight_bytes(self) -> dict[str, int]:
-        """Returns the bytes of the actor's weights as they are handed over, if its model is known here."""
+        """Returns the bytes of the actor's weights as they are synced, if its model is known here."""
         config = self.config
         try:
             shape = shape_of(config.model, config.base) if config.model else None

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from distflow.batch.batch import NO_SAMPLES, Batch, Column, Ragged, concat, select
 from distflow.checkpoint.tensor_index import file_name
-from distflow.comm.routes import contiguous_cells
+from distflow.comm.routes import contiguous_replicas
 from distflow.errors import CheckpointError
 from distflow.flow.graph import Node
 from distflow.observe.metrics import StepMetrics
@@ -55,8 +55,8 @@ class Rollouts:
 
     def __init__(self, plan: Plan) -> None:
         self.delay = plan.staleness
-        layouts = [plan.partition_of(n.id).layout for n in plan.flow.nodes if n.hand_over and self.delay]
-        self.writers = tuple(sorted({cell[0] for layout in layouts for cell in layout.cells}))
+        layouts = [plan.partition_of(n.id).layout for n in plan.flow.nodes if n.generates and self.delay]
+        self.writers = tuple(sorted({replica[0] for layout in layouts for replica in layout.replicas}))
         self._kept: dict[tuple[int, str], Rollout] = {}
         self._carried: tuple[int, Batch | None] = -1, None  # the step that was generated last, what is carried on
         self._prompts, self._repeat = plan.samples // plan.repeat, plan.repeat
@@ -80,7 +80,7 @@ class Rollouts:
         if self._folder is None:
             return None
         try:
-            return self._read_carried(self._folder, f"{step - 1}/{CARRIED}", layout, layout.cell_of(rank) or 0)
+            return self._read_carried(self._folder, f"{step - 1}/{CARRIED}", layout, layout.replica_of(rank) or 0)
         except (SafetensorError, OSError, ValueError, LookupError, TypeError) as e:
             raise CheckpointError(f"{self._folder}: cannot be read ({e}); use another checkpoint") from e
 
@@ -111,15 +111,17 @@ class Rollouts:
         if self._folder is None:
             return None
         try:
-            return self._read(self._folder, f"{step}/{node.id}/", layout, layout.cell_of(rank) or 0, ids, node.writes)
+            return self._read(
+                self._folder, f"{step}/{node.id}/", layout, layout.replica_of(rank) or 0, ids, node.writes
+            )
         except (SafetensorError, OSError, ValueError, LookupError, TypeError) as e:
             raise CheckpointError(f"{self._folder}: cannot be read ({e}); use another checkpoint") from e
 
-    def _read_carried(self, folder: Path, prefix: str, layout: Layout, cell: int) -> Batch | None:
-        """Returns what is carried on in the files of the cells whose prompts may be this cell's now."""
-        first, last = contiguous_share(self._prompts, layout.dp, cell)
+    def _read_carried(self, folder: Path, prefix: str, layout: Layout, replica: int) -> Batch | None:
+        """Returns what is carried on in the files of the replicas whose prompts may be this replica's now."""
+        first, last = contiguous_share(self._prompts, layout.dp, replica)
         parts = []
-        for place in np.unique(contiguous_cells(self._prompts, self._places)[first:last]).tolist():
+        for place in np.unique(contiguous_replicas(self._prompts, self._places)[first:last]).tolist():
             with safe_open(folder / file_name(place), "pt") as file:
                 names = [n for n in file.keys() if n.startswith(prefix)]  # noqa: SIM118 (it is no dict)
                 if names:
@@ -135,12 +137,12 @@ class Rollouts:
         return Batch(ids[order], ids[order] // self._repeat, joined)
 
     def _read(
-        self, folder: Path, prefix: str, layout: Layout, cell: int, ids: Ints, writes: Iterable[str]
+        self, folder: Path, prefix: str, layout: Layout, replica: int, ids: Ints, writes: Iterable[str]
     ) -> Rollout | None:
-        own = [p for p in range(self._places) if p * layout.dp // self._places == cell]
+        own = [p for p in range(self._places) if p * layout.dp // self._places == replica]
         found: list[tuple[Ints, dict[str, Column]]] = []
         metrics, missing = StepMetrics(), set(ids.tolist())
-        near = cell * self._places // layout.dp  # in the layout of before, its samples are there or nearby
+        near = replica * self._places // layout.dp  # in the layout of before, its samples are there or nearby
         for place in sorted(range(self._places), key=lambda p: (p not in own, abs(p - near))):
             if not missing and place not in own:
                 break

@@ -1,4 +1,4 @@
-"""Which weights are handed over when, and the copies of those that were trained further since."""
+"""Which weights are synced when, and the copies of those that were trained further since."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -18,7 +18,7 @@ class WeightVersions:
         self.keeps = plan.overlaps  # engines keep their weights until others come, and copies wait for them
         tasks = [t for t in plan.chain(rank) if isinstance(t, Weights | Run)]
         nodes = [plan.flow.node(t.node) for t in tasks if isinstance(t, Run)]
-        self.generates = {n.role for n in nodes if n.hand_over}  # the roles that this worker generates with
+        self.generates = {n.role for n in nodes if n.generates}  # the roles that this worker generates with
         self.gives = sorted({t.role for t in tasks if isinstance(t, Weights)} - self.generates)
         for role in self.gives:
             if self.keeps and not hasattr(roles[role], "copy_weights"):
@@ -35,6 +35,6 @@ class WeightVersions:
         """Returns a copy of this worker's part of the weights of a role, as they are now."""
         return self.roles[role].copy_weights()
 
-    def hand_over(self, role: str, version: int, weights: Any = None) -> Communication[None]:
+    def sync_weights(self, role: str, version: int, weights: Any = None) -> Communication[None]:
         """Hands weights over: a copy, or where there is none, the role's own."""
-        yield from self.roles[role].hand_over(version, weights)
+        yield from self.roles[role].sync_weights(version, weights)

@@ -23,7 +23,7 @@ from distflow.flow.graph import Node
 from distflow.observe.metrics import StepMetrics
 from distflow.observe.recorder import NO_RECORDER, Recorder
 from distflow.plan.layout import format_ranks
-from distflow.plan.tasks import Free, Load, Merge, Move, Plan, Refill, Run, Split, Task, Weights, chunk_of
+from distflow.plan.tasks import Free, Load, Merge, Move, Plan, Resample, Run, Split, Task, Weights, chunk_of
 from distflow.run.leaving import Leaving
 from distflow.run.link import Link
 from distflow.run.rollouts import PartialRollouts, Rollout, Rollouts
@@ -109,15 +109,15 @@ class Worker:
         """Runs the chain once on the batch `index` of the data, counted from 0, as a part of `step`."""
         times: dict[str, float] = {}
         self.work_s = 0.0
-        sampled, refill, rest = _split_at_refill(self.chain)
-        if refill:
-            self.data.begin_sampling(refill)
+        sampled, resample, rest = _split_at_resample(self.chain)
+        if resample:
+            self.data.begin_sampling(resample)
             full = False
             while not full:
                 yield from self._run_tasks(sampled, index, step, metrics, times)
-                self.on_task(step, refill.name)
-                with self.recorder.task(step, refill, self.plan):
-                    full = yield from self.data.refill(index, refill)
+                self.on_task(step, resample.name)
+                with self.recorder.task(step, resample, self.plan):
+                    full = yield from self.data.resample(index, resample)
             metrics.sampling(self.data.sampled_prompts)
         yield from self._run_tasks(rest, index, step, metrics, times)
         for name, seconds in times.items():
@@ -139,7 +139,7 @@ class Worker:
                     case Move():
                         yield from self.link.move(self.data, index, task)
                     case Weights():
-                        yield from self.link.hand_over(task, self.version(step))
+                        yield from self.link.sync_weights(task, self.version(step))
                     case Run():
                         logged = metrics if chunk is None else by_chunk.setdefault(chunk, StepMetrics())
                         details.update(self.run_node(index, step, task, logged))
@@ -176,16 +176,16 @@ class Worker:
         metrics = metrics.with_prefix(node.prefix) if node.prefix else metrics
         layout, groups = task.partition.layout, self.data.groups(index)
         context = Context(step, self.rank, self.plan.workers, layout, self.seed, metrics, self.folder, groups)
-        if not context.lead:  # the ranks of a cell have the same samples, of which a sum counts each once
+        if not context.lead:  # the ranks of a replica have the same samples, of which a sum counts each once
             context = replace(context, metrics=metrics.without_sums())
         record = self.recorder.node(context, self.plan.repeat)
         context = replace(context, record=record, steps=self.run_steps, held_out=self.held_out)
         leaving = None
-        if self.split and node.hand_over:
+        if self.split and node.generates:
             leaving = Leaving(self.data, index, self.split, len(batch), partial(self.link.leave, self.data, index))
             context = replace(context, chunks=leaving)
         try:
-            if self.rollouts and node.hand_over:
+            if self.rollouts and node.generates:
                 result = self._generate(context, node, index, task, batch, metrics)
             else:
                 result = fn(batch, context)
@@ -225,10 +225,10 @@ class Worker:
         return rollout.columns
 
 
-def _split_at_refill(chain: tuple[Task, ...]) -> tuple[tuple[Task, ...], Refill | None, tuple[Task, ...]]:
+def _split_at_resample(chain: tuple[Task, ...]) -> tuple[tuple[Task, ...], Resample | None, tuple[Task, ...]]:
     """Splits off the tasks of dynamic sampling, which are repeated until the step is full."""
     for i, task in enumerate(chain):
-        if isinstance(task, Refill):
+        if isinstance(task, Resample):
             return chain[:i], task, chain[i + 1 :]
     return (), None, chain
 

@@ -1,6 +1,7 @@
 """How long a node computes, from a roofline: FLOPs over the device's FLOP/s, bytes over its memory's bandwidth.
 
-All functions are over the cells of a layout at once: samples have a cell, and a cell has tp ranks that work as one.
+All functions are over the replicas of a layout at once: samples have a replica, and a replica has tp ranks that work as
+one.
 """
 
 import math
@@ -19,11 +20,11 @@ from distflow.util.arrays import Ints
 
 @dataclass(frozen=True)
 class Work:
-    """One node on one layout: which cell has which sample, and how long their responses are."""
+    """One node on one layout: which replica has which sample, and how long their responses are."""
 
     node: Node
     layout: Layout
-    cell: Ints  # of each sample
+    replica: Ints  # of each sample
     lengths: Floats
     hosts: Ints  # of each rank
     repeat: int  # samples per prompt
@@ -31,7 +32,8 @@ class Work:
 
 @dataclass(frozen=True)
 class Times:
-    """The seconds of each cell: computing, and until it is done, which includes waiting for other cells in between."""
+    """The seconds of each replica: computing, and until it is done, which includes waiting for other replicas in
+    between."""
 
     busy: Floats
     elapsed: Floats
@@ -39,13 +41,13 @@ class Times:
 
 def compute_times(work: Work, hardware: Hardware, costs: Costs) -> Times:
     """Returns the times of a node: given ones, or those of the roofline; 0 where nothing is known."""
-    node, cells = work.node, work.layout.dp
+    node, replicas = work.node, work.layout.dp
     model = costs.models.get(node.role)
     if node.id in costs.seconds:
-        seconds = np.full(cells, float(costs.seconds[node.id]))
+        seconds = np.full(replicas, float(costs.seconds[node.id]))
     elif model is None or node.type == "compute":
-        seconds = np.zeros(cells)
-    elif node.hand_over:
+        seconds = np.zeros(replicas)
+    elif node.generates:
         seconds = _Decoding(work, hardware, costs, model).seconds()
     else:
         return _pass_times(work, hardware, costs, model)
@@ -53,10 +55,10 @@ def compute_times(work: Work, hardware: Hardware, costs: Costs) -> Times:
 
 
 def in_lockstep(work: Work, costs: Costs) -> bool:
-    """Whether the cells wait for each other all the time: gradients are summed, sharded parameters are gathered."""
+    """Whether the replicas wait for each other all the time: gradients are summed, sharded parameters are gathered."""
     if work.node.id in costs.seconds or work.node.role not in costs.models or work.layout.dp == 1:
         return False
-    return work.node.type == "train" or (not work.node.hand_over and shards_of(work.layout, costs) > 1)
+    return work.node.type == "train" or (not work.node.generates and shards_of(work.layout, costs) > 1)
 
 
 def shards_of(layout: Layout, costs: Costs) -> int:
@@ -67,27 +69,27 @@ def _pass_times(work: Work, hw: Hardware, costs: Costs, model: ModelShape) -> Ti
     """A forward pass, or forward and backward: micro-batches, of which each gathers the sharded parameters."""
     train = work.node.type == "train"
     parts, epochs = (int(work.node.params.get(k, 1)) if train else 1 for k in ("mini_batches", "epochs"))
-    tp, cells = work.layout.tp, work.layout.dp
+    tp, replicas = work.layout.tp, work.layout.dp
     efficiency = (hw.efficiency.train if train else hw.efficiency.forward) * _expert_share(hw, model)
     passes = (4 if costs.gradient_checkpointing else 3) if train else 1
     sequence = costs.prompt_tokens + work.lengths
     seconds = passes * model.forward_flops(sequence) / (hw.device.flops * efficiency * tp)
     seconds += passes * _all_reduce_seconds(work, hw, costs, model) * sequence
     part = _mini_batches(work, parts)
-    place = work.cell * parts + part
-    compute = np.bincount(place, seconds, cells * parts).reshape(cells, parts)
-    tokens = np.bincount(place, sequence, cells * parts).reshape(cells, parts)
+    place = work.replica * parts + part
+    compute = np.bincount(place, seconds, replicas * parts).reshape(replicas, parts)
+    tokens = np.bincount(place, sequence, replicas * parts).reshape(replicas, parts)
     micro = np.maximum(np.ceil(tokens / costs.micro_tokens), 1).max(axis=0)  # the same number on all ranks
     gather = micro * _gather_seconds(work, hw, costs, model, train)
     busy = np.maximum(compute, gather)  # parameters are prefetched: the slower of the two is seen
-    # The cells wait for the slowest after every mini-batch but the last, after which the caller decides.
+    # The replicas wait for the slowest after every mini-batch but the last, after which the caller decides.
     waiting = epochs * float(busy.max(axis=0).sum()) - float(busy[:, -1].max())
     return Times(epochs * busy.sum(axis=1), waiting + busy[:, -1])
 
 
 def _mini_batches(work: Work, parts: int) -> Ints:
     """Returns the mini-batch of each sample: the step's prompts take turns."""
-    return np.arange(len(work.cell)) // work.repeat % parts
+    return np.arange(len(work.replica)) // work.repeat % parts
 
 
 def _all_reduce_seconds(work: Work, hw: Hardware, costs: Costs, model: ModelShape) -> float:
@@ -96,7 +98,7 @@ def _all_reduce_seconds(work: Work, hw: Hardware, costs: Costs, model: ModelShap
     if tp == 1:
         return 0.0
     size = 2 * model.layers * model.hidden * costs.dtype_bytes * 2 * (tp - 1) / tp
-    return size / _ring_rate(work, hw, work.layout.cells[0])
+    return size / _ring_rate(work, hw, work.layout.replicas[0])
 
 
 def _gather_seconds(work: Work, hw: Hardware, costs: Costs, model: ModelShape, train: bool) -> float:
@@ -134,14 +136,14 @@ class _Decoding:
 
     def seconds(self) -> Floats:
         work, costs, tp = self.work, self.costs, self.work.layout.tp
-        cells = work.layout.dp
-        order = np.argsort(work.cell, kind="stable")
-        held = np.bincount(work.cell, minlength=cells)
+        replicas = work.layout.dp
+        order = np.argsort(work.replica, kind="stable")
+        held = np.bincount(work.replica, minlength=replicas)
         most = int(held.max(initial=0))
         if not most:
-            return np.zeros(cells)
-        steps = np.zeros((cells, most))  # [cells, sequences]: tokens of each response; 0: none
-        steps[work.cell[order], position_in_run(work.cell[order])] = np.maximum(work.lengths[order], 1)
+            return np.zeros(replicas)
+        steps = np.zeros((replicas, most))  # [replicas, sequences]: tokens of each response; 0: none
+        steps[work.replica[order], position_in_run(work.replica[order])] = np.maximum(work.lengths[order], 1)
         kv_bytes = self.model.kv_elements * costs.dtype_bytes / tp
         context = costs.prompt_tokens + float(work.lengths.mean())
         slots = max(1, min(costs.max_sequences, most, int(costs.kv_cache / (kv_bytes * max(context, 1)))))

@@ -27,7 +27,7 @@ def simulate_controller(plan: Plan, hardware: Hardware, costs: Costs, result: Re
     """Predicts the step of a driver that calls node after node; workers compute as in `result`.
 
     For each node it encodes and sends what the node reads, and receives and decodes what it writes. The weight
-    hand-over is among the workers, and the same.
+    weight sync is among the workers, and the same.
     """
     driver = hardware.controller
     longest = costs.max_tokens if np.isfinite(costs.max_tokens) else costs.response_tokens

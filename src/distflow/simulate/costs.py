@@ -17,7 +17,7 @@ class Costs:
 
     seconds: Mapping[str, float] = field(default_factory=dict)
     models: Mapping[str, ModelShape] = field(default_factory=dict)  # role → its model
-    weight_bytes: Mapping[str, float] = field(default_factory=dict)  # role → bytes handed over; default: its model's
+    weight_bytes: Mapping[str, float] = field(default_factory=dict)  # role → bytes synced; default: its model's
     fields: Mapping[str, FieldBytes] = field(default_factory=dict)  # others have the bytes that the plan expects
     prompt_tokens: float = 0.0
     response_tokens: float = 0.0  # mean
@@ -25,7 +25,7 @@ class Costs:
     max_tokens: float = float("inf")  # of a response
     spread: float = 0.0  # standard deviation of the logarithm of the response length
     seed: int = 0
-    dtype_bytes: int = 2  # of the computation, and of weights that are handed over
+    dtype_bytes: int = 2  # of the computation, and of weights that are synced
     micro_tokens: int = 16384
     gradient_checkpointing: bool = True
     max_sequences: int = 256  # generated at the same time by one engine
@@ -66,7 +66,7 @@ class Costs:
         return size
 
     def weights(self, role: str) -> float:
-        """Returns the bytes of a role's weights as they are handed over; 0 if nothing is known of them."""
+        """Returns the bytes of a role's weights as they are synced; 0 if nothing is known of them."""
         if role in self.weight_bytes:
             return self.weight_bytes[role]
         model = self.models.get(role)

@@ -38,9 +38,9 @@ def memory_of(plan: Plan, rank: int, costs: Costs) -> Memory:
     for task in (t for t in plan.tasks if isinstance(t, Run)):
         node = plan.flow.node(task.node)
         model, layout = costs.models.get(node.role), task.partition.layout
-        if model is None or node.type == "compute" or layout.cell_of(rank) is None:
+        if model is None or node.type == "compute" or layout.replica_of(rank) is None:
             continue
-        if node.hand_over:
+        if node.generates:
             generation = max(generation, model.params * costs.dtype_bytes / layout.tp + costs.kv_cache)
             continue
         training = max(training, _pass_memory(model, layout, costs, node.type == "train"))

@@ -1,6 +1,6 @@
 """The network: bytes between workers take time on links and on CPUs, in the rounds that the workers' own code has.
 
-`exchange` is the one primitive, as in `data/collectives.py`; all-gathers, trees and the hand-over are made of it.
+`exchange` is the one primitive, as in `data/collectives.py`; all-gathers, trees and the weight sync are made of it.
 """
 
 import math

@@ -56,7 +56,7 @@ def search(program: Program, workers: int, hardware: Hardware, costs: Costs, ove
 
 def colocated_and_split(program: Program, plan: Plan, hardware: Hardware, costs: Costs) -> list[Candidate]:
     """Returns the plan's own dp × tp on the same ranks and on ranks of their own, the fastest first."""
-    tp = {n.hand_over: plan.partition_of(n.id).layout.tp for n in plan.flow.nodes if n.hand_over or n.type == "train"}
+    tp = {n.generates: plan.partition_of(n.id).layout.tp for n in plan.flow.nodes if n.generates or n.type == "train"}
     if len(tp) < 2:  # it does not generate, or does not train
         return []
     shapes = [(share, tp[True], tp[False]) for share in SHARES]
@@ -101,7 +101,7 @@ def _places(
     program: Program, rollout_set: str, train_set: str, generate: int, train: int, costs: Costs
 ) -> Iterator[tuple[str, Place]]:
     for n in program.flow.nodes:
-        if n.hand_over:
+        if n.generates:
             yield n.id, Place(rollout_set, tp=generate)
         elif n.role in costs.models and n.type != "compute":
             yield n.id, Place(train_set, tp=train)

@@ -12,7 +12,7 @@ from distflow.simulate.table import seconds
 from distflow.util.text import clean, human_bytes
 
 _COLORS = {"run": "#2b66c4", "move": "#b56500", "weights": "#7145c2", "control": "#0d7580"}
-_LABELS = {"run": "computes", "move": "moves fields", "weights": "weight hand-over", "control": "metrics and stop vote"}
+_LABELS = {"run": "computes", "move": "moves fields", "weights": "weight sync", "control": "metrics and stop vote"}
 _LANES = ("#eaf2fd", "#fef3e0", "#e7f6ec", "#f3ecfd")
 _INK, _SOFT, _WHITE = "#1c2430", "#5b6675", "#ffffff"
 _FONT = "-apple-system, 'Segoe UI', 'Helvetica Neue', Arial, 'DejaVu Sans', sans-serif"

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from distflow.comm.routes import assign_cells, contiguous_cells
+from distflow.comm.routes import assign_replicas, contiguous_replicas
 from distflow.config.model_shape import Floats
 from distflow.plan.layout import Layout
 from distflow.plan.tasks import Move, Partition
@@ -25,26 +25,26 @@ class Traffic:
     kept: Floats  # [ranks]
 
 
-def new_cells(move: Move, old: Ints, weights: Floats, repeat: int) -> Ints:
-    """Assigns the samples to the cells of the target, as every worker does."""
+def new_replicas(move: Move, old: Ints, weights: Floats, repeat: int) -> Ints:
+    """Assigns the samples to the replicas of the target, as every worker does."""
     group = repeat if move.dst.whole_groups else 1
     balance = move.dst.balance is not None
-    return assign_cells(old, move.src.layout, move.dst.layout, np.rint(weights).astype(np.int64), group, balance)
+    return assign_replicas(old, move.src.layout, move.dst.layout, np.rint(weights).astype(np.int64), group, balance)
 
 
 def traffic(move: Move, old: Ints, new: Ints, size: Floats, workers: int) -> Traffic:
     """Returns who sends what: each receiving rank gets the samples that it lacks, replicas take turns in sending."""
     src, dst = move.src.layout, move.dst.layout
-    source_cells, target_cells = (_cell_table(layout) for layout in (src, dst))
-    cell_of = np.full(workers, -1, np.int64)
-    cell_of[list(src.ranks)] = np.repeat(np.arange(src.dp), src.tp)
-    receiver = target_cells[new]  # [samples, tp]
-    kept = cell_of[receiver] == old[:, None]
+    source_replicas, target_replicas = (_replica_table(layout) for layout in (src, dst))
+    replica_of = np.full(workers, -1, np.int64)
+    replica_of[list(src.ranks)] = np.repeat(np.arange(src.dp), src.tp)
+    receiver = target_replicas[new]  # [samples, tp]
+    kept = replica_of[receiver] == old[:, None]
     sample = np.broadcast_to(np.arange(len(old))[:, None], receiver.shape)
     turn = np.broadcast_to(_turns(old, new, dst.dp)[:, None], receiver.shape)
     kept_bytes: Floats = np.bincount(receiver[kept], size[sample[kept]], workers).astype(np.float64)
     receiver, sample, turn = receiver[~kept], sample[~kept], turn[~kept]
-    sender = source_cells[old[sample], (turn + receiver) % src.tp]
+    sender = source_replicas[old[sample], (turn + receiver) % src.tp]
     pair, inverse = np.unique(sender * workers + receiver, return_inverse=True)
     payload: Floats = np.bincount(inverse, size[sample], len(pair)).astype(np.float64)
     samples = np.bincount(inverse, minlength=len(pair))
@@ -66,26 +66,26 @@ def position_in_run(values: Ints) -> Ints:
 
 
 def contiguous(partition: Partition, samples: int, repeat: int) -> Ints:
-    """Returns the cell of each sample if cells have contiguous shares, of whole groups where they are needed."""
+    """Returns the replica of each sample if replicas have contiguous shares, of whole groups where they are needed."""
     if partition.whole_groups:
-        return np.repeat(contiguous_cells(samples // repeat, partition.layout.dp), repeat)
-    return contiguous_cells(samples, partition.layout.dp)
+        return np.repeat(contiguous_replicas(samples // repeat, partition.layout.dp), repeat)
+    return contiguous_replicas(samples, partition.layout.dp)
 
 
 def _described(partition: Partition, samples: int, repeat: int) -> int:
-    """Returns how many samples of a cell each of its ranks describes."""
+    """Returns how many samples of a replica each of its ranks describes."""
     unit = repeat if partition.whole_groups else 1
     largest = -(-samples // unit // partition.layout.dp) * unit
     return math.ceil(largest / partition.layout.tp)
 
 
-def _cell_table(layout: Layout) -> Ints:
+def _replica_table(layout: Layout) -> Ints:
     return np.asarray(layout.ranks, np.int64).reshape(layout.dp, layout.tp)
 
 
-def _turns(old: Ints, new: Ints, cells: int) -> Ints:
-    """Returns the index of each sample among those with the same old and new cell."""
-    key = old * cells + new
+def _turns(old: Ints, new: Ints, replicas: int) -> Ints:
+    """Returns the index of each sample among those with the same old and new replica."""
+    key = old * replicas + new
     order = np.argsort(key, kind="stable")
     turns = np.empty_like(key)
     turns[order] = position_in_run(key[order])

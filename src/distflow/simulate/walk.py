@@ -9,15 +9,15 @@ from distflow.config.model_shape import Floats
 from distflow.errors import ConfigError
 from distflow.flow.graph import Node
 from distflow.plan.layout import Layout
-from distflow.plan.tasks import Free, Load, Move, Plan, Refill, Run, Task, Weights
+from distflow.plan.tasks import Free, Load, Move, Plan, Resample, Run, Task, Weights
 from distflow.simulate.compute import Work, compute_times, in_lockstep, shards_of
 from distflow.simulate.costs import Costs
 from distflow.simulate.hardware import Hardware
 from distflow.simulate.memory import memory_of
 from distflow.simulate.network import Network
 from distflow.simulate.result import LinkBytes, RankSet, Result, Span, TaskTime, TaskTimes
-from distflow.simulate.traffic import contiguous, header_bytes, new_cells, traffic
-from distflow.simulate.weight_sync import hand_over
+from distflow.simulate.traffic import contiguous, header_bytes, new_replicas, traffic
+from distflow.simulate.weight_sync import sync_weights
 from distflow.util.arrays import Ints
 
 _METRICS = 4096  # bytes that are reduced over all workers at the end of a step
@@ -51,7 +51,7 @@ class _Walk:
         self.lengths = costs.response_lengths(plan.samples)
         self.now = np.zeros(plan.workers)
         self.computing, self.communicating = np.zeros(plan.workers), np.zeros(plan.workers)
-        self.cell: dict[str, Ints] = {}  # partition → the cell of every sample
+        self.replica: dict[str, Ints] = {}  # partition → the replica of every sample
         self.times: list[TaskTime] = []
         # A task, when it starts and ends on each rank, and what the rank does in between but waiting.
         self.timeline: list[tuple[Task | None, Floats, Floats, Floats]] = []
@@ -62,16 +62,16 @@ class _Walk:
         for task in self.plan.tasks:
             match task:
                 case Load():
-                    self.cell[task.partition.id] = contiguous(task.partition, self.plan.samples, self.plan.repeat)
+                    self.replica[task.partition.id] = contiguous(task.partition, self.plan.samples, self.plan.repeat)
                 case Move():
                     self._communicate(task, task.name, "move", self._move)
                 case Run():
                     self._run(task)
                 case Weights():
                     self._communicate(task, task.name, "weights", self._weights)
-                case Refill():  # one round is assumed: all samples are kept
+                case Resample():  # one round is assumed: all samples are kept
                     for src, dst, _ in task.carried:
-                        self.cell[dst.id] = self.cell[src.id]
+                        self.replica[dst.id] = self.replica[src.id]
                 case Free():
                     continue
             self.events += 1
@@ -99,13 +99,13 @@ class _Walk:
         assert isinstance(task, Move)
         plan, ranks = self.plan, self._ranks(task)
         size = self.costs.sample_bytes(plan, task.fields, self.lengths)
-        old = self.cell[task.src.id]
+        old = self.replica[task.src.id]
         if task.assigns:
             weights = self.lengths if task.dst.balance else size
-            self.cell[task.dst.id] = new_cells(task, old, weights, plan.repeat)
-        elif task.dst.id not in self.cell:
-            self.cell[task.dst.id] = contiguous(task.dst, plan.samples, plan.repeat)
-        flows = traffic(task, old, self.cell[task.dst.id], size, plan.workers)
+            self.replica[task.dst.id] = new_replicas(task, old, weights, plan.repeat)
+        elif task.dst.id not in self.replica:
+            self.replica[task.dst.id] = contiguous(task.dst, plan.samples, plan.repeat)
+        flows = traffic(task, old, self.replica[task.dst.id], size, plan.workers)
         now = self.network.all_gather_by_host(ranks, header_bytes(task, plan.samples, plan.repeat), start)
         routing = plan.samples * self.hardware.cpu.sample_s
         now = now.copy()
@@ -120,7 +120,7 @@ class _Walk:
         size = self.costs.weights(task.role)
         if source is None or target is None or not size:
             return start, 0.0
-        return hand_over(self.network, source, target, shards_of(source, self.costs), size, start)
+        return sync_weights(self.network, source, target, shards_of(source, self.costs), size, start)
 
     def _metrics(self, task: Task | None, start: Floats) -> tuple[Floats, float]:
         return self.network.all_reduce(self._ranks(task), _METRICS, start), 0.0
@@ -129,17 +129,17 @@ class _Walk:
         return self._layout(lambda n: n.role == role and n.type == "train")
 
     def _generates(self, role: str) -> Layout | None:
-        return self._layout(lambda n: n.role == role and n.hand_over)
+        return self._layout(lambda n: n.role == role and n.generates)
 
     def _layout(self, wanted: Callable[[Node], bool]) -> Layout | None:
         return next((self.plan.partition_of(n.id).layout for n in self.plan.flow.order if wanted(n)), None)
 
     def _run(self, task: Run) -> None:
         layout = task.partition.layout
-        if task.partition.id not in self.cell:  # a node that reads nothing has contiguous shares
-            self.cell[task.partition.id] = contiguous(task.partition, self.plan.samples, self.plan.repeat)
+        if task.partition.id not in self.replica:  # a node that reads nothing has contiguous shares
+            self.replica[task.partition.id] = contiguous(task.partition, self.plan.samples, self.plan.repeat)
         node = self.plan.flow.node(task.node)
-        work = Work(node, layout, self.cell[task.partition.id], self.lengths, self.hosts, self.plan.repeat)
+        work = Work(node, layout, self.replica[task.partition.id], self.lengths, self.hosts, self.plan.repeat)
         times = compute_times(work, self.hardware, self.costs)
         ranks = np.asarray(layout.ranks, np.int64)
         before = self.now.copy()
@@ -233,6 +233,6 @@ class _Walk:
             if n.id not in self.costs.seconds and (n.type == "compute" or n.role not in self.costs.models)
         ]
         notes = [f"no cost is known for {', '.join(free)}: 0 s is assumed; give --node-seconds"] if free else []
-        if self.plan.flow.refill:
+        if self.plan.flow.sampling_node:
             notes.append("dynamic sampling: one round is assumed")
         return tuple(notes)

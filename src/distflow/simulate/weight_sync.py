@@ -1,4 +1,4 @@
-"""The weight hand-over, in the phases of `engine/hand_over.py`: givers to entries, between hosts, within a host.
+"""The weight sync, in the phases of `weights/sync.py`: givers to entries, between hosts, within a host.
 
 A *column* is the ranks that want the same part of the weights. One copy of it crosses to each of their hosts. On one
 host, givers send to all of them directly.
@@ -17,13 +17,13 @@ from distflow.util.arrays import Ints
 from distflow.weights.columns import Column, zones_of_takers
 from distflow.weights.shards import Shards
 
-BUCKET = 1 << 23  # bytes that are handed over together; more if there are many givers
+BUCKET = 1 << 23  # bytes that are synced together; more if there are many givers
 ALONG = 0.7  # of the weights are cut by tensor parallelism along the rows that FSDP cuts, the others across
 _HOST_RADIX, _LOCAL_RADIX = 2, 8
 Flows = tuple[Ints, Ints, Floats]
 
 
-def hand_over(
+def sync_weights(
     network: Network,
     source: Layout,
     target: Layout,

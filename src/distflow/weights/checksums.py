@@ -46,10 +46,10 @@ def checksums(
 
 def counted(specs: Sequence[Spec], shards: Shards, rank: int) -> list[bool]:
     """Returns whose checksums, added up over the ranks of one copy, are those of the whole parameters."""
-    cell = shards.layout.cell_of(rank)
-    assert cell is not None
-    first = shards.layout.cells[cell][0] == rank  # has also what tensor parallelism does not cut
-    return [(first or shards.cuts(s)) and bool(s.shape or cell % shards.shard == 0) for s in specs]
+    replica = shards.layout.replica_of(rank)
+    assert replica is not None
+    first = shards.layout.replicas[replica][0] == rank  # has also what tensor parallelism does not cut
+    return [(first or shards.cuts(s)) and bool(s.shape or replica % shards.shard == 0) for s in specs]
 
 
 def _factors(dim: int, low: int, high: int, device: torch.device) -> Tensor:

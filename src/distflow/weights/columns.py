@@ -1,4 +1,4 @@
-"""Who receives weights from whom in a hand-over. Pure, and the same on every rank that derives it.
+"""Who receives weights from whom in a weight sync. Pure, and the same on every rank that derives it.
 
 A *zone* is one replica of the source's shards with the takers that it serves. A *column* is the takers of a zone that
 want the same part of every parameter: those with one tensor-parallel index. Each giver sends what a column wants to one
@@ -135,17 +135,17 @@ class Zone:
         """Returns the zone that a rank belongs to."""
         hosts, takers = np.array(topology.hosts), np.array(target.ranks)
         zones, size = zones_of_takers(source, target, hosts), source.shard * source.layout.tp
-        cell = source.layout.cell_of(rank)
-        at = target.ranks.index(rank) if target.cell_of(rank) is not None else None
-        if cell is not None:
-            zone = cell // source.shard
+        replica = source.layout.replica_of(rank)
+        at = target.ranks.index(rank) if target.replica_of(rank) is not None else None
+        if replica is not None:
+            zone = replica // source.shard
         else:
-            assert at is not None, f"rank {rank} has no part in this hand-over"
+            assert at is not None, f"rank {rank} has no part in this weight sync"
             zone = int(zones[at])
         givers = np.array(source.layout.ranks[zone * size : (zone + 1) * size])
         served = [takers[t :: target.tp][zones[t :: target.tp] == zone] for t in range(target.tp)]
         columns = [Column.of(givers, column, hosts) if len(column) else None for column in served]
-        place = None if cell is None else int(np.flatnonzero(givers == rank)[0])
+        place = None if replica is None else int(np.flatnonzero(givers == rank)[0])
         return cls(givers, place, columns, None if at is None else at % target.tp)
 
 

@@ -1,4 +1,4 @@
-"""What a hand-over moves: FSDP cuts rows in even chunks, so the pieces for a column are a few intervals of givers."""
+"""What a weight sync moves: FSDP cuts rows in even chunks, so the pieces for a column are a few intervals of givers."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

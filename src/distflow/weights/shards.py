@@ -26,7 +26,7 @@ class Shards:
     """Which part of a parameter each rank of a layout has.
 
     FSDP cuts it over `shard` consecutive dp ranks and replicates it beyond (hybrid sharding): with `shard == layout.dp`
-    every rank has a part of its own, with `shard == 1` every cell has it all. `blocks` names parameters that tensor
+    every rank has a part of its own, with `shard == 1` every replica has it all. `blocks` names parameters that tensor
     parallelism cuts by so many rows in this layout alone, although `tp_dim` is None; the last ranks may have none.
     """
 
@@ -39,14 +39,14 @@ class Shards:
         return self.layout.dp // self.shard
 
     def cuts(self, spec: Spec) -> bool:
-        """Returns whether the ranks of a cell have different parts of a parameter."""
+        """Returns whether the ranks of a replica have different parts of a parameter."""
         return spec.tp_dim is not None or spec.name in self.blocks
 
     def box(self, spec: Spec, rank: int) -> Box:
         """Returns the part of a parameter that this rank has."""
-        d = self.layout.cell_of(rank)
+        d = self.layout.replica_of(rank)
         assert d is not None
-        t = self.layout.cells[d].index(rank)
+        t = self.layout.replicas[d].index(rank)
         if block := self.blocks.get(spec.name):
             return (block_of(spec.shape[0], block, t), *((0, n) for n in spec.shape[1:]))
         return part_of(spec.shape, spec.tp_dim, t, self.layout.tp, d % self.shard, self.shard)

@@ -1,4 +1,4 @@
-"""The weight hand-over from one layout to another, peer to peer, in a number of messages that grows as log N.
+"""The weight sync from one layout to another, peer to peer, in a number of messages that grows as log N.
 
 Everybody derives from specs and layouts alone, once, what it sends and what it receives: nothing is negotiated.
 """
@@ -20,8 +20,8 @@ from distflow.weights.pieces import Arrival, Cut, Cuts, Part, Segment
 from distflow.weights.relay import Write, collect, gather, pieces_per_message
 from distflow.weights.shards import Shards, Spec
 
-# Bytes that a hand-over takes on a rank beside the weights, at most: half is packed while the other half is read. They
-# stay in a CPU's cache, and a half takes milliseconds to copy, against which the latency of a message is small.
+# Bytes that a weight sync takes on a rank beside the weights, at most: half is packed while the other half is read.
+# They stay in a CPU's cache, and a half takes milliseconds to copy, against which the latency of a message is small.
 _BUCKET = 1 << 24
 _HOST_RADIX, _LOCAL_RADIX = 2, 8  # ranks of a host all read the same memory; a link carries a copy for each
 
@@ -77,7 +77,7 @@ class _Bucket:
         return bool(self.gifts or (self.share and self.share.kept))
 
 
-class HandOver:
+class WeightSync:
     """Moves weights from the ranks of `source` to those of `target`, which are not sharded. All of them drive `run`."""
 
     def __init__(

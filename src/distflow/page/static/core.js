@@ -102,7 +102,7 @@ function color(name) {
 
 const KIND_NAMES = {
   inference: "inference", train: "training", compute: "compute", load: "load", move: "move", weights: "weights",
-  refill: "refill", control: "metrics, stop vote", checkpoint: "checkpoint", call: "part of a node", wait: "waiting",
+  resample: "resample", control: "metrics, stop vote", checkpoint: "checkpoint", call: "part of a node", wait: "waiting",
 };
 
 function kindColor(kind) {

@@ -23,7 +23,7 @@ function matrix(traffic) {
   const n = traffic.matrix.length;
   const most = Math.max(1, ...traffic.matrix.flat());
   const size = Math.max(6, Math.min(92, Math.floor(460 / n)));
-  const name = (i) => (traffic.ranks_per_cell === 1 ? `rank ${i}` : `ranks ${i * traffic.ranks_per_cell}–${Math.min((i + 1) * traffic.ranks_per_cell, traffic.workers) - 1}`);
+  const name = (i) => (traffic.ranks_per_replica === 1 ? `rank ${i}` : `ranks ${i * traffic.ranks_per_replica}–${Math.min((i + 1) * traffic.ranks_per_replica, traffic.workers) - 1}`);
   const left = 66, top = 30;
   const height = top + n * size + 8;
   const every = Math.ceil(14 / size);
@@ -34,8 +34,8 @@ function matrix(traffic) {
     c.fillText("from ↓", 8, top - 6);
     for (let i = 0; i < n; i++) {
       c.fillStyle = color("soft");
-      if (i % every === 0) c.fillText(traffic.ranks_per_cell === 1 ? `rank ${i}` : String(i * traffic.ranks_per_cell), 8, top + i * size + size / 2 + 4);
-      if (i % Math.ceil(26 / size) === 0) c.fillText(String(i * traffic.ranks_per_cell), left + i * size + 2, top - 6);
+      if (i % every === 0) c.fillText(traffic.ranks_per_replica === 1 ? `rank ${i}` : String(i * traffic.ranks_per_replica), 8, top + i * size + size / 2 + 4);
+      if (i % Math.ceil(26 / size) === 0) c.fillText(String(i * traffic.ranks_per_replica), left + i * size + 2, top - 6);
       for (let k = 0; k < n; k++) {
         const value = traffic.matrix[i][k];
         c.fillStyle = value ? tint(Math.sqrt(value / most)) : color("track");

@@ -20,7 +20,7 @@ from distflow.weights.shards import Shards, Spec
 
 
 class BuiltinEngine:
-    """One rank's part of the engine; the ranks of a tensor-parallel cell generate together."""
+    """One rank's part of the engine; the ranks of a tensor-parallel replica generate together."""
 
     def __init__(
         self,
@@ -42,7 +42,7 @@ class BuiltinEngine:
         tp_group = mesh.get_group("tp") if layout.tp > 1 else None
         if tp_group is not None:
             RowwiseAllReduce(model, styles, tp_group)
-        first = layout.cells[layout.cell_of(rank) or 0][0]
+        first = layout.replicas[layout.replica_of(rank) or 0][0]
 
         self._tp, self._wake, self._woken = tp_group is not None, never, False
 

@@ -1,4 +1,4 @@
-"""The weights of a rollout engine: plain tensors, filled in place by the hand-over, released while others train."""
+"""The weights of a rollout engine: plain tensors, filled in place by the weight sync, released while others train."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate

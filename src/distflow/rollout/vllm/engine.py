@@ -1,7 +1,7 @@
 """vLLM as a rollout engine, inside the worker's process. What knows vLLM's internals is here and in vllm_sampler.py.
 
-vLLM schedules, caches keys and values, and computes logits. Weights are filled in place by the hand-over, through views
-of its fused parameters. Tokens are sampled by a logits processor of ours, with the noise and the log-probs of
+vLLM schedules, caches keys and values, and computes logits. Weights are filled in place by the weight sync, through
+views of its fused parameters. Tokens are sampled by a logits processor of ours, with the noise and the log-probs of
 `sampling.py`: a sample gets the tokens that the built-in engine gives it, unless rounding decides between two of them.
 """
 
@@ -58,7 +58,7 @@ def cut_rows(specs: Sequence[Spec], tp: int) -> dict[str, int]:
 
 
 class VllmEngine:
-    """One rank's part of the engine: the ranks of a tensor-parallel cell have an engine each, which run in lockstep.
+    """One rank's part of the engine: the ranks of a tensor-parallel replica have an engine each, which run in lockstep.
 
     `longest`: tokens of a prompt and its response, at most. With `lora`, an adapter is held apart from the weights.
     """
@@ -88,11 +88,11 @@ class VllmEngine:
         self.longest = min(longest, (blocks - 1) * _BLOCK)  # one block is never used
         if self.longest < 1:
             raise ConfigError(f"rollout.kv_cache_gb: {human_bytes(cache_bytes)} hold no sequence; raise it")
-        cell = layout.cells[layout.cell_of(rank) or 0]
+        replica = layout.replicas[layout.replica_of(rank) or 0]
         with undisturbed_process(_SETTINGS, prefix="VLLM_"), tempfile.TemporaryDirectory() as folder:
             _write_config(source, folder)
             self.engine = _start(
-                cell,
+                replica,
                 rank,
                 device,
                 logits_processors=[make_sampler(self._logprobs)],
@@ -174,7 +174,7 @@ class VllmEngine:
         return finished
 
     def _agree(self, wake: Wake) -> bool:
-        """Returns what the first rank of the cell says."""
+        """Returns what the first rank of the replica says."""
         from vllm.distributed import get_tp_group
 
         if wake is never:
@@ -214,7 +214,7 @@ class VllmEngine:
             self.asleep = False
 
     def _check_views(self) -> None:
-        """Refuses a model whose parameters in vLLM are not those that the hand-over fills: some would never be."""
+        """Refuses a model whose parameters in vLLM are not those that the weight sync fills: some would never be."""
         views = self.held_weights()
         for spec in [*self.weight_specs, *self.adapter_specs]:
             wanted = tuple(high - low for low, high in self.shards.box(spec, self.rank))
@@ -227,7 +227,7 @@ class VllmEngine:
         held = sum(p.numel() for p in self.model.parameters()) - _padding(self.model)
         if filled != held:
             raise ConfigError(
-                f"rollout.engine: vLLM has {held:,} weights in this model, and {filled:,} would be handed over;"
+                f"rollout.engine: vLLM has {held:,} weights in this model, and {filled:,} would be synced;"
                 " use `engine: builtin`"
             )
 
@@ -259,8 +259,8 @@ def _padding(model: nn.Module) -> int:
     return sum((rows - used) * width for (rows, width), used in shapes)
 
 
-def _start(cell: Sequence[int], rank: int, device: torch.device, **arguments: Any) -> Any:
-    """Starts vLLM on one rank of a cell, with weights that are yet to be filled."""
+def _start(replica: Sequence[int], rank: int, device: torch.device, **arguments: Any) -> Any:
+    """Starts vLLM on one rank of a replica, with weights that are yet to be filled."""
     from vllm import EngineArgs
     from vllm.v1.engine import core
     from vllm.v1.engine.llm_engine import LLMEngine
@@ -268,17 +268,17 @@ def _start(cell: Sequence[int], rank: int, device: torch.device, **arguments: An
     from vllm.v1.worker import gpu_worker
 
     class Executor(UniProcExecutor):  # type: ignore[misc]
-        """Each rank of a cell schedules for itself; all come to the same decisions."""
+        """Each rank of a replica schedules for itself; all come to the same decisions."""
 
         def _distributed_args(self) -> tuple[str, int, int]:
             # What follows the colon names the memory that the ranks of one host share.
-            name = f"distflow:{socket.gethostname()}-{os.environ.get('MASTER_PORT', os.getpid())}-{cell[0]}"
-            return name, cell.index(rank), device.index or 0
+            name = f"distflow:{socket.gethostname()}-{os.environ.get('MASTER_PORT', os.getpid())}-{replica[0]}"
+            return name, replica.index(rank), device.index or 0
 
     on_cpu = device.type == "cpu"
     given = EngineArgs(
         **arguments,
-        tensor_parallel_size=len(cell),
+        tensor_parallel_size=len(replica),
         distributed_executor_backend=Executor,
         load_format="dummy",
         skip_tokenizer_init=True,
@@ -292,25 +292,25 @@ def _start(cell: Sequence[int], rank: int, device: torch.device, **arguments: An
         disable_log_stats=True,
     )
     with (
-        patch.object(gpu_worker, "init_distributed_environment", lambda *a, **k: _init_groups(cell, rank, device)),
+        patch.object(gpu_worker, "init_distributed_environment", lambda *a, **k: _init_groups(replica, rank, device)),
         _cpu_set_up() if on_cpu else nullcontext(),
     ):
         core.cleanup_dist_env_and_memory = lambda: None  # at exit it would destroy process groups, the run's among them
         return LLMEngine.from_engine_args(given, enable_multiprocessing=False)
 
 
-def _init_groups(cell: Sequence[int], rank: int, device: torch.device) -> None:
-    """Makes vLLM's process groups of a cell's ranks alone; vLLM would make all ranks of the run create all of them."""
+def _init_groups(replica: Sequence[int], rank: int, device: torch.device) -> None:
+    """Makes vLLM's process groups of a replica's ranks alone; vLLM would make every rank of the run create them all."""
     from vllm.distributed import parallel_state as state
     from vllm.platforms import current_platform
 
     new_group: Any = dist.new_group
     backend, local_rank = current_platform.dist_backend, device.index or 0
     with patch.object(dist, "new_group", lambda *a, **k: new_group(*a, **k, use_local_synchronization=True)):
-        state._WORLD = state.init_world_group(list(cell), local_rank, backend)
+        state._WORLD = state.init_world_group(list(replica), local_rank, backend)
         state._NODE_COUNT = state._node_count(state._WORLD.cpu_group)
         make = state.init_model_parallel_group
-        state._TP = state._ETP = make([list(cell)], local_rank, backend, group_name="tp")
+        state._TP = state._ETP = make([list(replica)], local_rank, backend, group_name="tp")
         alone = make([[rank]], local_rank, backend, group_name="alone")
     state._PP = state._DP = state._DCP = state._PCP = alone
 
@@ -319,7 +319,7 @@ def _init_groups(cell: Sequence[int], rank: int, device: torch.device) -> None:
 def _cpu_set_up() -> Iterator[None]:
     """Starts vLLM for CPU in a way that suits a process with others in it.
 
-    After loading it would pack weights for oneDNN and never look again at those that are handed over. It would bind all
+    After loading it would pack weights for oneDNN and never look again at those that are synced. It would bind all
     memory to one NUMA node; compile a function of embeddings, which takes a C++ compiler and half a minute; and fail
     once numba is in use, in whose bindings it looks for kernels.
     """
@@ -351,7 +351,7 @@ def _write_config(source: Source, folder: str) -> None:
 
 
 def _register_adapter(manager: Any, rank: int) -> None:
-    """Tells vLLM of an adapter that it does not read from a file: zeros, which the hand-over fills."""
+    """Tells vLLM of an adapter that it does not read from a file: zeros, which the weight sync fills."""
     manager.add_dummy_lora(_adapter_request(), rank)
     manager._adapter_manager.activate_adapter(_ADAPTER)
 

@@ -1,6 +1,6 @@
-"""The weight hand-over: what a worker derives for thousands of workers, and what it costs to move the weights here.
+"""The weight sync: what a worker derives for thousands of workers, and what it costs to move the weights here.
 
-    python bench/handover.py [--workers 1024 8192] [--layouts 2→2 …] [--rounds 7] [--mib 256]
+    python bench/weight_sync.py [--workers 1024 8192] [--layouts 2→2 …] [--rounds 7] [--mib 256]
 
 Derived: Qwen2.5 7B and 72B from train dp N to generate dp N/tp × tp (2 and 8), on hosts of 8. Nothing is sent: it is
 pure code, which a run executes once. CPU seconds by model and N, of the slowest of some ranks.
@@ -10,8 +10,8 @@ transport of a run; the first time they are compared. All are processes of one t
 they pretend to be on two, and use TCP. They take turns with a bare gloo broadcast of the bytes that a generating rank
 gets, in one tensor, from one rank to all that generate. Medians of the rounds, of the slowest rank.
 
-Extra memory is how far a rank's peak in its first hand-over is above what it had before, with the memory that it shares
-with others, whoever has allocated it; weights are there before, on both sides. The last line is one JSON object.
+Extra memory is how far a rank's peak in its first weight sync is above what it had before, with the memory that it
+shares with others, whoever has allocated it; weights are there before, on both sides. The last line is one JSON object.
 """
 
 import argparse
@@ -29,9 +29,9 @@ import torch.distributed as dist
 
 from distflow.plan import Layout
 from distflow.plan.topology import Topology
-from distflow.weights import sync as hand_over
+from distflow.weights import sync
 from distflow.weights.shards import Shards, Spec, size
-from distflow.weights.sync import HandOver
+from distflow.weights.sync import WeightSync
 from workers import run_workers
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
@@ -56,17 +56,17 @@ def qwen(hidden: int, kv_heads: int, intermediate: int, layers: int) -> list[Spe
 MODELS = {"7B": (qwen(3584, 4, 18_944, 28), 2), "72B": (qwen(8192, 8, 29_568, 80), 8)}  # with the tp of generation
 
 
-def handover_s(model: str, n: int) -> float:
+def weight_sync_s(model: str, n: int) -> float:
     """Returns the CPU seconds of the slowest of some ranks among n."""
     specs, tp = MODELS[model]
     ranks, seconds = tuple(range(n)), []
     topology = Topology(tuple(r // PER_HOST for r in ranks))
     source, target = Shards(Layout(ranks, n), n), Shards(Layout(ranks, n // tp, tp), 1)
     for shards in (source, target):
-        shards.layout.cell_of(0)  # the index of a layout is the plan's, which has used it long before
+        shards.layout.replica_of(0)  # the index of a layout is the plan's, which has used it long before
     for rank in (0, n // 2 + 1, n - 1):
         start = time.process_time()
-        HandOver(specs, source, target, rank, torch.bfloat16, topology)
+        WeightSync(specs, source, target, rank, torch.bfloat16, topology)
         seconds.append(time.process_time() - start)
     return round(max(seconds), 4)
 
@@ -117,7 +117,7 @@ def worker(case: Case, rounds: int, mib: int) -> dict[str, Any]:
     wanted = weights(specs, target, rank)
     filled = {name: torch.zeros_like(tensor) for name, tensor in wanted.items()}
     transport = make_transport(rank, case.world, topology=Topology(case.hosts))
-    transfer = HandOver(specs, source, target, rank, torch.float32, Topology(case.hosts))
+    transfer = WeightSync(specs, source, target, rank, torch.float32, Topology(case.hosts))
     ranks = sorted({0, *case.generates.ranks})
     group = dist.new_group(ranks)
     taken = sum(size(target.box(spec, case.generates.ranks[0])) for spec in specs)
@@ -146,9 +146,9 @@ def worker(case: Case, rounds: int, mib: int) -> dict[str, Any]:
     transport.close()
     moved, broadcast = slowest.T.tolist()
     return {
-        "hand_over_s": statistics.median(moved),
+        "sync_s": statistics.median(moved),
         "broadcast_s": statistics.median(broadcast),
-        "hand_over_min_s": min(moved),
+        "sync_min_s": min(moved),
         "broadcast_min_s": min(broadcast),
         "taker_extra_mib": float(most[0]),
         "giver_extra_mib": float(most[1]),
@@ -190,27 +190,27 @@ def main() -> None:
         if os.environ["RANK"] == "0":
             Path(args.worker).write_text(json.dumps(row))
         return
-    derived = {name: {n: handover_s(name, n) for n in args.workers} for name in MODELS}
+    derived = {name: {n: weight_sync_s(name, n) for n in args.workers} for name in MODELS}
     for name, times in derived.items():
-        print(f"hand-over of {name}, derived: " + ", ".join(f"{s} s at {n:,}" for n, s in times.items()))
+        print(f"weight sync of {name}, derived: " + ", ".join(f"{s} s at {n:,}" for n, s in times.items()))
     rows = {}
     for name in args.layouts:
         words = ["--layouts", name, "--rounds", args.rounds, "--mib", args.mib]
         row = rows[name] = run_workers(__file__, LAYOUTS[name].world, *map(str, words))
         print(
-            f"{name}: {row['bytes_per_taker'] / MIB:.0f} MiB for each in {row['hand_over_s']:.3f} s, a broadcast"
+            f"{name}: {row['bytes_per_taker'] / MIB:.0f} MiB for each in {row['sync_s']:.3f} s, a broadcast"
             f" {row['broadcast_s']:.3f} s; a giver sends {row['bytes_per_giver'] / MIB:.0f} MiB; extra memory"
             f" {row['taker_extra_mib']:.1f} MiB where they come, {row['giver_extra_mib']:.1f} MiB where they are given",
             flush=True,
         )
     extras = [max(r["taker_extra_mib"], r["giver_extra_mib"]) for r in rows.values()]
     result = {
-        "vs_broadcast": {n: round(r["hand_over_s"] / r["broadcast_s"], 3) for n, r in rows.items()},
+        "vs_broadcast": {n: round(r["sync_s"] / r["broadcast_s"], 3) for n, r in rows.items()},
         "peak_extra_mib": round(max(extras, default=0), 1),
         "bytes_per_giver": {n: r["bytes_per_giver"] for n, r in rows.items()},
-        "bucket_mib": hand_over._BUCKET / MIB,
+        "bucket_mib": sync._BUCKET / MIB,
         "rows": rows,
-        "handover_s": derived,
+        "weight_sync_s": derived,
     }
     print(json.dumps(result))
 
