@@ -18,15 +18,15 @@ SOURCE = Path(distflow.__file__).parent
 
 # Code and objects from data: (what is called, the only file that may, and why).
 ALLOWED = {
-    ("exec", "reward/sandbox/jail/program.py"): "runs the untrusted program, after isolation",
-    ("compile", "reward/sandbox/jail/program.py"): "the same",
-    ("exec", "reward/sandbox/remote_tests.py"): "runs tests of the data set, inside the sandbox only",
-    ("compile", "reward/sandbox/remote_tests.py"): "the same",
-    ("exec", "reward/sandbox/solution.py"): "runs the untrusted program, inside the sandbox only",
-    ("compile", "reward/sandbox/solution.py"): "the same",
-    ("eval", "reward/sandbox/judge_builtins.py"): "literals and operators only, inside the sandbox only",
-    ("compile", "reward/sandbox/judge_builtins.py"): "the same",
-    ("__import__", "reward/sandbox/jail/main.py"): "imports only module names written in that file",
+    ("exec", "sandbox/jail/program.py"): "runs the untrusted program, after isolation",
+    ("compile", "sandbox/jail/program.py"): "the same",
+    ("exec", "sandbox/remote_tests.py"): "runs tests of the data set, inside the sandbox only",
+    ("compile", "sandbox/remote_tests.py"): "the same",
+    ("exec", "sandbox/solution.py"): "runs the untrusted program, inside the sandbox only",
+    ("compile", "sandbox/solution.py"): "the same",
+    ("eval", "sandbox/judge_builtins.py"): "literals and operators only, inside the sandbox only",
+    ("compile", "sandbox/judge_builtins.py"): "the same",
+    ("__import__", "sandbox/jail/main.py"): "imports only module names written in that file",
 }
 CODE = {"eval", "exec", "compile", "__import__", "os.system", "os.popen", "yaml.load", "yaml.unsafe_load"}
 PICKLES = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "joblib", "marshal", "shelve"}

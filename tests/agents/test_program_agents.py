@@ -21,11 +21,11 @@ from distflow.rollout.engine import Completion, Request, SamplingParams
 
 BASE = Path(__file__).parent
 SPECS = [
-    EnvironmentSpec("function", "agents.py:asks"),
-    EnvironmentSpec("coroutine", "agents.py:asks_at_once"),
-    EnvironmentSpec("program", command=["python", "agents.py"]),
-    EnvironmentSpec("faulty", "agents.py:misbehaves"),
-    EnvironmentSpec("hanging", "agents.py:misbehaves", time_limit_s=2),
+    EnvironmentSpec("function", "scripted_agents.py:asks"),
+    EnvironmentSpec("coroutine", "scripted_agents.py:asks_at_once"),
+    EnvironmentSpec("program", command=["python", "scripted_agents.py"]),
+    EnvironmentSpec("faulty", "scripted_agents.py:misbehaves"),
+    EnvironmentSpec("hanging", "scripted_agents.py:misbehaves", time_limit_s=2),
 ]
 VERSION = 3
 
@@ -136,13 +136,13 @@ def test_an_agent_that_fails_at_a_limit_is_no_failure(worker: Worker) -> None:
     ("spec", "words"),
     [
         (EnvironmentSpec("x", command=["no-such-program"]), "there is no program 'no-such-program'"),
-        (EnvironmentSpec("x", "agents.py:asks", kind="program", args={"row": 1}), ""),
+        (EnvironmentSpec("x", "scripted_agents.py:asks", kind="program", args={"row": 1}), ""),
         (EnvironmentSpec("x", "bad_agents.py:wants", kind="program"), "a parameter 'database' that nobody gives"),
     ],
 )
 def test_what_cannot_work_is_said_before_the_first_step(spec: EnvironmentSpec, words: str, tmp_path: Path) -> None:
     (tmp_path / "bad_agents.py").write_text("def wants(base_url, api_key, database): ...\n")
-    (tmp_path / "agents.py").write_text((BASE / "agents.py").read_text())
+    (tmp_path / "scripted_agents.py").write_text((BASE / "scripted_agents.py").read_text())
     children = Children([spec], tmp_path)
     try:
         if words:
