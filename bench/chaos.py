@@ -22,7 +22,8 @@ from pathlib import Path
 
 import torch
 
-from distflow.checkpoint.store import checkpoint_dir, list_checkpoints, load_full_tensors
+from distflow.checkpoint.store import list_checkpoints, load_full_tensors
+from distflow.run_folder import checkpoint_dir
 
 MOMENTS = ("actor.generate", "move", "actor.update", "checkpoint", "any")
 CURVES = ("actor/loss", "actor/grad_norm", "actor/kl", "actor/entropy", "reward/mean", "response_length/mean")

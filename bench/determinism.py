@@ -93,7 +93,8 @@ class Outcome:
 
 
 def read(run: Path) -> Outcome:
-    from distflow.checkpoint.store import checkpoint_dir, load_full_tensors
+    from distflow.checkpoint.store import load_full_tensors
+    from distflow.run_folder import checkpoint_dir
 
     weights = {}
     for role in sorted(p for p in checkpoint_dir(run / "checkpoints", STEPS).iterdir() if p.is_dir()):

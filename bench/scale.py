@@ -24,6 +24,8 @@ from distflow.flow import Flow, Node
 from distflow.plan import Place, Placement, Plan, Workload
 from distflow.plan import plan as derive_plan
 from distflow.plan.topology import Topology
+from distflow.run.comm import Comm
+from distflow.run.versions import Versions
 from distflow.run.worker import Worker
 from workers import run_workers
 
@@ -86,7 +88,7 @@ def worker(steps: int, out: str) -> None:
     data.end_step = lambda step: traffic.append(end_step(step)) or traffic[-1]  # type: ignore[method-assign, func-returns-value]
     before = memory_kib("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # the peak is counted from here
-    transport.run(Worker(rank, plan, data, {}, 0, Path(), lambda *_: None).steps(0, steps, lambda *_: None))
+    transport.run(Worker(data, Comm(rank, plan, {}, Versions(last=steps))).steps(lambda *_: None))
     peak = memory_kib("VmHWM") - before
     busiest = [max(t.sent for t in traffic), max(t.received for t in traffic), peak * 1024]
     most = torch.tensor(busiest)

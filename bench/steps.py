@@ -32,7 +32,9 @@ from distflow.observe.metrics import MetricsReducer, StepMetrics
 from distflow.plan import Place, Placement, Plan, Workload
 from distflow.plan import plan as derive_plan
 from distflow.plan.topology import Topology
-from distflow.run.worker import Worker
+from distflow.run.comm import Comm
+from distflow.run.versions import Versions
+from distflow.run.worker import Surroundings, Worker
 from distflow.weights.shards import Shards, Spec
 from distflow.weights.state import RoleState
 from distflow.weights.sync import WeightSync
@@ -232,7 +234,8 @@ def run_steps(_: int, work: Work, steps: int, folder: str) -> dict[str, Any]:
     actor = Actor(me.rank, plan, work, me.topology)
     loader = Loader(EmptyRows(), plan.samples // plan.repeat, plan.repeat, seed=0)
     data = Coordinator(me.rank, plan, loader, me.topology)
-    worker = Worker(me.rank, plan, data, {"actor": actor}, 0, Path(folder), lambda *_: None)
+    versions = Versions(plan.staleness, 0, steps)
+    worker = Worker(data, Comm(me.rank, plan, {"actor": actor}, versions), Surroundings(0, Path(folder)))
     ranks, transports = range(me.workers), (me.transport, me.background)
     reducer = MetricsReducer(me.rank, ranks, None)
     writer = CheckpointWriter(Path(folder), me.rank, ranks, {"actor": actor.train.ranks}, me.background.run)
@@ -258,7 +261,7 @@ def run_steps(_: int, work: Work, steps: int, folder: str) -> dict[str, Any]:
         }
 
     rows.append(count())
-    me.transport.run(worker.steps(0, steps, end_of_step, after_step))
+    me.transport.run(worker.steps(end_of_step, after_step))
     writer.wait()
     writer.close()
     return {"start_up_s": me.start_up_s, "start_up_cpu_s": me.start_up_cpu_s, "rows": rows}

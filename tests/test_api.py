@@ -136,7 +136,7 @@ def test_mistakes_name_the_key(folder: Path) -> None:
         distflow.plan({"flow": "mine.py:measure", "data": {"files": "rows.jsonl", "bacth": 3}})
     with pytest.raises(ConfigError, match=r"there is no config file none\.yaml"):
         distflow.run("none.yaml")
-    with pytest.raises(ConfigError, match="there is no `eval` section"):
+    with pytest.raises(ConfigError, match="the config has no `eval` section"):
         distflow.evaluate({"flow": "mine.py:measure", "data": "rows.jsonl"})
 
 

@@ -113,8 +113,8 @@ def test_run_reports_a_mistake_before_any_worker_starts(capsys: Output, monkeypa
 def test_workers_read_paths_from_where_the_command_says(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     words: list[str] = []
 
-    def launch(config: object, path: str, overrides: list[str], resume: object) -> int:
-        words.extend(overrides)
+    def launch(config: object, command: list[str], resume: object, again: list[str]) -> int:
+        words.extend(command)
         return 0
 
     monkeypatch.delenv("RANK", raising=False)
@@ -122,7 +122,7 @@ def test_workers_read_paths_from_where_the_command_says(monkeypatch: pytest.Monk
     config = tmp_path / "config.yaml"
     config.write_text(Path(DIAMOND).read_text())
     assert distflow("run", str(config), "seed=1", "--relative-to", str(Path(DIAMOND).parent)) == 0
-    assert words == ["seed=1", "--relative-to", str(Path(DIAMOND).parent)]
+    assert words == ["run", str(config), "seed=1", "--relative-to", str(Path(DIAMOND).parent)]
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 import random
 from collections import Counter
-from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -13,6 +12,8 @@ from distflow.coordinator.coordinator import Coordinator
 from distflow.dataset.loader import Loader
 from distflow.observe.metrics import StepMetrics
 from distflow.plan import Plan, Run
+from distflow.run.comm import Comm
+from distflow.run.versions import Versions
 from distflow.run.worker import Worker
 from simulate import simulate
 
@@ -25,8 +26,8 @@ def run_simulated(plan: Plan, steps: int) -> list[StepMetrics]:
     for rank in range(plan.workers):
         data = Coordinator(rank, plan, Loader(Source(), prompts, plan.repeat, seed=0))
         coordinators.append(data)
-        worker = Worker(rank, plan, data, {}, 0, Path(), lambda *_: None)
-        workers[rank] = worker.steps(0, steps, lambda _, metrics: results.append(metrics))
+        worker = Worker(data, Comm(rank, plan, {}, Versions(last=steps)))
+        workers[rank] = worker.steps(lambda _, metrics: results.append(metrics))
     simulate(workers)
     for data in coordinators:
         data.close()  # it has a thread

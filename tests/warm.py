@@ -35,12 +35,13 @@ def distflow_run(
     folder: Path | None = None,
     resume: str | None = None,
     main: Callable[[list[str]], None] | None = None,
+    command: str = "run",
 ) -> Ended:
     """Runs all workers to their end. `folder`: working directory; `resume`: as `--resume`; `main`: instead of `cli`."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
-    words = ["run", str(path), *overrides, f"workers={workers}", *([f"--resume={resume}"] if resume else [])]
+    words = [command, str(path), *overrides, f"workers={workers}", *([f"--resume={resume}"] if resume else [])]
     shared = {
         "WORLD_SIZE": str(workers),
         "MASTER_ADDR": "127.0.0.1",

@@ -6,20 +6,24 @@ object may be given instead, if workers can import it.
 """
 
 import os
+import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import yaml
 
+from distflow.cluster.launch_env import read_launch_env
 from distflow.errors import ConfigError, StoppedError
 from distflow.flow.importing import refuse_while_loading
 from distflow.flow.object_reference import object_reference
 from distflow.flow.trace import FlowFunction
 
 if TYPE_CHECKING:
+    from distflow.config import Config
     from distflow.plan import Plan
     from distflow.run.program import Program
     from distflow.run.result import RunResult
@@ -43,7 +47,7 @@ def run(
     and so does this call. A run that fails raises `RunError` with the cause.
     """
     refuse_while_loading("distflow.run()")
-    return _run(_program(config, overrides, sections), resume, on_step)
+    return _run(load_program(config, overrides, sections), "run", resume, on_step)
 
 
 def evaluate(
@@ -51,17 +55,13 @@ def evaluate(
 ) -> dict[str, float]:
     """Evaluates the model, or a checkpoint or run, on the held-out set of `eval`; returns the metrics."""
     refuse_while_loading("distflow.evaluate()")
-    trained = _program(config, overrides, sections).config
-    if trained.eval is None:
-        raise ConfigError("there is no `eval` section; add one: `eval: held-out.jsonl`")
-    sections.setdefault("run_dir", f"{trained.run_folder}-eval")
-    program = _program(config, overrides, {**sections, "steps": 0})
-    return _run(program, None if checkpoint is None else str(checkpoint), None).last
+    own_folder = "run_dir" in sections or has_own_folder(overrides)
+    return _run(evaluation(load_program(config, overrides, sections), checkpoint, own_folder), "eval").last
 
 
 def plan(config: Source = None, overrides: Sequence[str] = (), **sections: Any) -> "Plan":
     """Returns the plan: which rank runs what, and what moves between ranks."""
-    program = _program(config, overrides, sections)
+    program = load_program(config, overrides, sections)
     return program.plan(program.config.workers or 1)
 
 
@@ -70,7 +70,7 @@ def check(config: Source = None, overrides: Sequence[str] = (), **sections: Any)
     from distflow.run.check import check
 
     refuse_while_loading("distflow.check()")
-    return list(check(_program(config, overrides, sections)))
+    return list(check(load_program(config, overrides, sections)))
 
 
 def export(
@@ -93,16 +93,73 @@ def export(
     return export(folder, Path(out), step, role, base, dtype, ema)
 
 
-def _program(config: Source, overrides: Sequence[str], sections: Mapping[str, Any]) -> "Program":
-    """Returns the program of a config in which objects are replaced by their references."""
+def load_program(
+    config: Source, overrides: Sequence[str] = (), sections: Mapping[str, Any] = MappingProxyType({}), base: Any = None
+) -> "Program":
+    """Binds a config to code. Objects in it are replaced by their references; its paths start at `base`."""
     from distflow.config.loading import make_config, read_config
     from distflow.run.program import Program
 
     file = Path(config) if isinstance(config, str | Path) else None
     raw = read_config(file) if file else _plain(config or {}, "")
     where, name = (str(file), file.stem) if file else ("the config", "run")
-    base = file.parent if file else Path.cwd()
+    base = base or (file.parent if file else Path.cwd())
     return Program(make_config(_merge(raw, _plain(sections, "")), overrides, base, where, name))
+
+
+def has_own_folder(overrides: Sequence[str]) -> bool:
+    return any(o.startswith("run_dir=") for o in overrides)
+
+
+def evaluation(program: "Program", checkpoint: str | Path | None, own_folder: bool) -> "Program":
+    """Returns a program that only evaluates, in a folder beside that of the run unless it has one of its own."""
+    from distflow.run.program import Program
+
+    config = program.config
+    if config.eval is None:
+        raise ConfigError("the config has no `eval` section; add one: `eval: held-out.jsonl`")
+    folder = str(config.run_folder) if own_folder else f"{config.run_folder}-eval"
+    path = None
+    if checkpoint is not None:
+        from distflow.checkpoint.model import find_checkpoint
+
+        path = find_checkpoint(config.run_folder, str(checkpoint))
+    return Program(config.model_copy(update={"steps": 0, "run_dir": folder}), path)
+
+
+def start(
+    program: "Program",
+    command: Sequence[str],
+    resume: str | None = None,
+    again: Sequence[str] = (),
+    ray: str | None = None,
+) -> int:
+    """Becomes a worker if the environment says so, else launches all workers; returns the exit code.
+
+    `command`: the words after `distflow` with which each worker is started; `again`: those with which a user starts the
+    run again, none for the Python API; `ray`: the address of the Ray cluster to run on, "" for the one that is found.
+    """
+    # Before torch is imported: it logs every connection that fails, with frames of C++; we log what it means.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    if resume and program.config.steps == 0:
+        raise ConfigError(
+            "--resume: steps is 0, so there is nothing to continue; to evaluate a checkpoint, use"
+            " `distflow eval CONFIG --checkpoint`"
+        )
+    if env := read_launch_env():
+        from distflow.run.process import run_worker
+
+        return run_worker(program, env, resume)
+    program.plan(program.config.workers or 1)  # reports a mistake once, before any worker starts
+    if program.checkpoint:
+        command = [*command, f"--checkpoint={program.checkpoint}"]
+    if ray is not None:
+        from distflow.cluster.ray import launch as launch_on_ray
+
+        return launch_on_ray(program.config, command, resume, again, ray)
+    from distflow.cluster.local import launch
+
+    return launch(program.config, command, resume, again)
 
 
 def _plain(value: Any, where: str) -> Any:
@@ -124,51 +181,44 @@ def _merge(old: Any, new: Any) -> Any:
     return old | {k: _merge(long_form(k, old.get(k)), v) for k, v in new.items()}
 
 
-def _run(program: "Program", resume: str | None, on_step: OnStep | None) -> "RunResult":
-    # Before torch is imported: it logs every connection that fails, with frames of C++; we log what it means.
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    from distflow.cluster.launch_env import read_launch_env
+def _run(program: "Program", command: str, resume: str | None = None, on_step: OnStep | None = None) -> "RunResult":
     from distflow.observe.logs import logged_errors, set_up_logging
     from distflow.run.result import RunError, RunResult, StepCalls
 
     set_up_logging(keep=True)
-    calls = StepCalls(program.config.run_folder, on_step) if on_step else None
+    config = program.config
+    calls = StepCalls(config.run_folder, on_step) if on_step else None
     with logged_errors() as errors, calls or nullcontext():
-        if env := read_launch_env():
-            from distflow.run.process import run_worker
-
-            code = run_worker(program, env, resume)
+        if read_launch_env():
+            code = start(program, (), resume)
         else:
-            program.plan(program.config.workers or 1)  # reports a mistake once, before any worker starts
-            code = _launch(program, resume)
+            with _workers_can_import(), _config_file(config) as file:
+                folder = [f"run_dir={config.run_folder}"] if command == "eval" else []
+                words = [command, file, *folder, "--relative-to", str(config.base.absolute())]
+                code = start(program, words, resume)
     if calls:
         calls.raise_error()
     if code > 128:
         raise StoppedError(f"the run was stopped by signal {code - 128}; continue it with resume='auto'")
     if code:
         raise RunError("\n".join(errors) or f"the run failed with exit code {code}")
-    return RunResult.read(program.config.run_folder)
-
-
-def _launch(program: "Program", resume: str | None) -> int:
-    """Starts the workers, which read the config from a file and import what this process can import."""
-    import sys
-
-    from distflow.cluster.local import launch
-
-    config = program.config
-    with tempfile.TemporaryDirectory(prefix="distflow-") as folder, _environment(PYTHONPATH=os.pathsep.join(sys.path)):
-        path = Path(folder) / "config.yaml"
-        path.write_text(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False), encoding="utf-8")
-        options = ["--relative-to", str(config.base.absolute())]
-        return launch(config, str(path), options, resume, started_by=())
+    return RunResult.read(config.run_folder)
 
 
 @contextmanager
-def _environment(**variables: str) -> Iterator[None]:
-    """Sets variables, and takes back these and what the launcher sets: they are for the workers of one run."""
+def _config_file(config: "Config") -> Iterator[str]:
+    """Writes the config for the workers: it may have been a dict."""
+    with tempfile.TemporaryDirectory(prefix="distflow-") as folder:
+        path = Path(folder) / "config.yaml"
+        path.write_text(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False), encoding="utf-8")
+        yield str(path)
+
+
+@contextmanager
+def _workers_can_import() -> Iterator[None]:
+    """Lets workers import what this process can; takes back that and what the launcher sets for them."""
     before = dict(os.environ)
-    os.environ.update(variables)
+    os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)
     try:
         yield
     finally:

@@ -3,22 +3,22 @@
 import argparse
 import json
 import logging
-import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import distflow
-from distflow.cluster.launch_env import read_launch_env
+from distflow import api
 from distflow.errors import ConfigError, DistflowError, cut, printable
 from distflow.observe.logs import set_up_logging
 from distflow.page.commands import add_commands
-from distflow.run.program import Program
 from distflow.run_folder import AUTO, NEWEST
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
+
+    from distflow.run.program import Program
 
 logger = logging.getLogger(__name__)
 DTYPES = ("float32", "bfloat16", "float16")  # of an export
@@ -70,7 +70,7 @@ def _parser() -> argparse.ArgumentParser:
 
     def add(name: str, function: Callable[[argparse.Namespace], int], help: str) -> argparse.ArgumentParser:
         command = commands.add_parser(name, help=help, description=help)
-        command.set_defaults(command=function)
+        command.set_defaults(command=function, name=name)
         command.add_argument("config", metavar="CONFIG", help="YAML file")
         command.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="dotted overrides, e.g. data.batch=64")
         command.add_argument("--workers", type=int, metavar="N", help="number of workers, instead of the config's")
@@ -101,9 +101,10 @@ def _parser() -> argparse.ArgumentParser:
         metavar="PATH",
         help="the newest checkpoint of the run, or this checkpoint or run, instead of the model",
     )
-    run.add_argument(
-        "--relative-to", type=Path, metavar="DIR", help="where paths start, instead of the config's folder"
-    )
+    for command in (run, evaluate):
+        command.add_argument(
+            "--relative-to", type=Path, metavar="DIR", help="where paths start, instead of the config's folder"
+        )
     export = commands.add_parser("export", help="Write a run's weights as a Hugging Face directory.")
     export.set_defaults(command=_export, overrides=[])
     export.add_argument("run", type=Path, metavar="RUN", help="the folder of a run")
@@ -172,8 +173,7 @@ def _plan(args: argparse.Namespace) -> int:
     from distflow.plan.svg import svg
     from distflow.plan.table import render
 
-    program = _program(args)
-    plan = program.plan(program.config.workers or 1)
+    plan = api.plan(args.config, _overrides(args))
     if args.json:
         print(json.dumps(plan.to_json() | {"hash": plan.hash}, indent=2))
     elif args.svg:
@@ -199,35 +199,41 @@ def _print(tables: "RenderableType") -> None:
 
 
 def _run(args: argparse.Namespace) -> int:
-    resume: str | None = args.resume
-    if resume and "=" in resume:  # an override that follows `--resume`
-        args.overrides.append(resume)
-        resume = NEWEST
+    resume = _value(args, args.resume)
     if args.address and args.launcher != "ray":
         raise ConfigError("--address is for --launcher ray")
-    return _start(args, resume, args.launcher == "ray")
+    ray = (args.address or "") if args.launcher == "ray" else None
+    options = [] if ray is None else ["--launcher=ray", *([f"--address={ray}"] if ray else [])]
+    return _start(args, _program(args), resume, options, ray)
 
 
-def _start(args: argparse.Namespace, resume: str | None, on_ray: bool = False) -> int:
-    """Becomes a worker if the environment says so, else launches all workers on this machine or a Ray cluster."""
-    # Before torch is imported: it logs every connection that fails, with frames of C++; we log what it means.
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    program = _program(args)
-    env = read_launch_env()
-    if env:
-        from distflow.run.process import run_worker
+def _eval(args: argparse.Namespace) -> int:
+    checkpoint = _value(args, args.checkpoint)
+    program = api.evaluation(_program(args), checkpoint, api.has_own_folder(args.overrides))
+    args.overrides.append(f"run_dir={program.config.run_folder}")
+    return _start(args, program)
 
-        return run_worker(program, env, resume)
-    program.plan(program.config.workers or 1)  # reports a mistake once, before any worker starts
-    base: Path | None = getattr(args, "relative_to", None)
-    words = [*args.overrides, *(["--relative-to", str(base.absolute())] if base else [])]
-    if on_ray:
-        from distflow.cluster.ray import launch as launch_on_ray
 
-        return launch_on_ray(program.config, args.config, words, resume, args.address)
-    from distflow.cluster.local import launch
+def _start(
+    args: argparse.Namespace,
+    program: "Program",
+    resume: str | None = None,
+    options: Sequence[str] = (),
+    ray: str | None = None,
+) -> int:
+    """Starts workers that run this command."""
+    config, base = program.config, args.relative_to
+    words = [args.name, args.config, *args.overrides, *(["--relative-to", str(base.absolute())] if base else [])]
+    again = ["distflow", *words, *([] if config.workers is None else [f"--workers={config.workers}"]), *options]
+    return api.start(program, words, resume, again, ray)
 
-    return launch(program.config, args.config, words, resume)
+
+def _value(args: argparse.Namespace, value: str | None) -> str | None:
+    """Returns the value of an option that may have none. An override that follows it is none."""
+    if value and "=" in value:
+        args.overrides.append(value)
+        return NEWEST
+    return value
 
 
 def _check(args: argparse.Namespace) -> int:
@@ -238,43 +244,20 @@ def _check(args: argparse.Namespace) -> int:
     return 0
 
 
-def _eval(args: argparse.Namespace) -> int:
-    config = _program(args).config
-    if config.eval is None:
-        raise ConfigError(f"{args.config}: has no `eval` section; add one: `eval: held-out.jsonl`")
-    args.overrides.append("steps=0")
-    if not any(o.startswith("run_dir=") for o in args.overrides):
-        args.overrides.append(f"run_dir={config.run_folder}-eval")
-    checkpoint: str | None = args.checkpoint
-    if checkpoint and "=" in checkpoint:  # an override that follows `--checkpoint`
-        args.overrides.append(checkpoint)
-        checkpoint = NEWEST
-    if checkpoint:
-        from distflow.checkpoint.model import find_checkpoint
-
-        checkpoint = str(config.run_folder) if checkpoint == NEWEST else checkpoint  # this one has a folder of its own
-        find_checkpoint(config.run_folder, checkpoint)
-    return _start(args, checkpoint)
-
-
 def _export(args: argparse.Namespace) -> int:
     import torch
 
-    from distflow.checkpoint.export import export, export_adapter
-
-    if args.adapter:
-        out = export_adapter(args.run, args.out, args.step, args.role, args.ema)
-    else:
-        dtype = getattr(torch, args.dtype) if args.dtype else None
-        out = export(args.run, args.out, args.step, args.role, args.base, dtype, args.ema)
-    print(printable(f"wrote {out}"))
+    dtype = getattr(torch, args.dtype) if args.dtype else None
+    options = {name: getattr(args, name) for name in ("step", "role", "adapter", "base", "ema")}
+    print(printable(f"wrote {api.export(args.run, args.out, dtype=dtype, **options)}"))
     return 0
 
 
-def _program(args: argparse.Namespace) -> Program:
-    overrides = list(args.overrides)
-    if args.workers is not None:
-        if args.workers < 1:
-            raise ConfigError(f"--workers {args.workers}: at least one worker is needed")
-        overrides.append(f"workers={args.workers}")
-    return Program.load(args.config, overrides, getattr(args, "relative_to", None))
+def _program(args: argparse.Namespace) -> "Program":
+    return api.load_program(args.config, _overrides(args), base=getattr(args, "relative_to", None))
+
+
+def _overrides(args: argparse.Namespace) -> list[str]:
+    if args.workers is not None and args.workers < 1:
+        raise ConfigError(f"--workers {args.workers}: at least one worker is needed")
+    return [*args.overrides, *([] if args.workers is None else [f"workers={args.workers}"])]

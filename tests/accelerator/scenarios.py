@@ -20,7 +20,7 @@ from distflow.algo.correction import Correction
 from distflow.algo.losses import policy, value
 from distflow.batch.batch import Batch, Ragged
 from distflow.batch.context import Context
-from distflow.checkpoint.store import checkpoint_dir, load_tensors
+from distflow.checkpoint.store import load_tensors
 from distflow.checkpoint.writer import CheckpointWriter, _copy
 from distflow.comm import transport
 from distflow.comm.transport import Transport
@@ -39,7 +39,10 @@ from distflow.rollout.builtin.weight_buffers import empty_weights
 from distflow.rollout.engine import Request, SamplingParams
 from distflow.rollout.responses import complete
 from distflow.rollout.sampling import sample
+from distflow.run.comm import Comm
+from distflow.run.versions import Versions
 from distflow.run.worker import Worker
+from distflow.run_folder import checkpoint_dir
 from distflow.train import fsdp
 from distflow.train.trainer import Trainer
 from distflow.train.update_spec import UpdateSpec
@@ -274,6 +277,6 @@ def exchange(rank: int, shared_memory: str) -> None:
     with patch.dict("os.environ", {transport.SHARED_MEMORY: shared_memory}):
         communication = local_transport()
     data = Coordinator(rank, moving, Loader(Rows(), 8, 1, seed=0))
-    worker = Worker(rank, moving, data, {}, 0, Path(), lambda *_: None)
-    communication.run(worker.steps(0, 2, lambda *_: None))
+    worker = Worker(data, Comm(rank, moving, {}, Versions(last=2)))
+    communication.run(worker.steps(lambda *_: None))
     data.close()

@@ -21,7 +21,6 @@ from distflow.checkpoint import writer as checkpoint_writer
 from distflow.checkpoint.shared_folder import check_shared
 from distflow.checkpoint.store import (
     _share,
-    checkpoint_dir,
     list_checkpoints,
     load_full_tensors,
     load_tensors,
@@ -32,6 +31,7 @@ from distflow.checkpoint.store import (
 from distflow.checkpoint.writer import CheckpointWriter
 from distflow.errors import CheckpointError, ConfigError
 from distflow.plan.layout import Layout
+from distflow.run_folder import checkpoint_dir
 from distflow.weights.shards import Shards, Spec, slices
 from distflow.weights.state import RoleState
 from threads import Run, alone, on_ranks

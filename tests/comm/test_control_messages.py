@@ -64,12 +64,12 @@ def walk(data: Coordinator, traffic: Traffic, sent: dict[str, list[tuple[int, in
     for task in data.plan.chain(rank):
         match task:
             case Move():
-                yield from count(task.id, data.move(0, task))
+                yield from count(task.id, data.move(1, task))
             case Run():
-                data.outputs(0, task, dict.fromkeys(task.writes, rows(data.inputs(0, task))))
+                data.outputs(1, task, dict.fromkeys(task.writes, rows(data.inputs(1, task))))
             case Free():
-                data.free(0, task)
-    data.end_step(0)
+                data.free(1, task)
+    data.end_step(1)
     yield from reducer.reduce(0, metrics)  # agrees on the names, once
     yield from count("metrics", reducer.reduce(1, metrics))
     reducer.close()

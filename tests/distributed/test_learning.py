@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -184,6 +185,21 @@ def test_a_model_is_evaluated_without_training(evaluated: Path) -> None:
     assert not (evaluated / "eval" / "checkpoints").exists()
 
 
+def evaluate_and_count(log: Path, words: list[str]) -> None:
+    """Runs a worker that logs which files of the checkpoint it reads to verify them."""
+    from distflow.checkpoint import store
+
+    sha256 = store.sha256
+
+    def logged(path: Path) -> str:
+        with open(log, "a") as file:
+            file.write(f"{path}".partition("/step_5/")[2] + "\n")
+        return sha256(path)
+
+    store.sha256 = logged
+    cli.main(words)
+
+
 @pytest.mark.parametrize("lora", [False, True])
 def test_a_checkpoint_is_evaluated_without_an_export(evaluated: Path, lora: bool) -> None:
     """As `distflow eval --checkpoint` does it: on another number of workers, each of which reads its own part."""
@@ -192,9 +208,14 @@ def test_a_checkpoint_is_evaluated_without_an_export(evaluated: Path, lora: bool
         trained, config["train"] = "adapter", {"lr": 1e-2, "lora": {"rank": 2}}
         run(evaluated, trained, workers=1, **config)
     after = evaluations(read(evaluated / trained / "metrics.jsonl"))[5]
-    name = f"{trained}-eval"
-    placement = {"nodes": {"actor.generate": {"tp": 2}}}
-    metrics = run(evaluated, name, "steps=0", workers=2, resume=str(evaluated / trained), **config, placement=placement)
+    name, hashed = f"{trained}-eval", evaluated / f"{trained}-hashed"
+    words = ["placement.nodes={actor.generate: {tp: 2}}", "--checkpoint"]
+    main = partial(evaluate_and_count, hashed)
+    ended = distflow_run(evaluated / f"{trained}.yaml", *words, workers=2, command="eval", main=main)
+    assert ended.codes == [0, 0], ended.err
+    metrics = read(evaluated / name / "metrics.jsonl")
+    files = json.loads((evaluated / trained / "checkpoints" / "step_5" / "complete.json").read_text())["files"]
+    assert sorted(hashed.read_text().split()) == sorted(files)  # by all workers together, each once
     assert [m["step"] for m in metrics] == [5]
     for metric in ("val/even/score", "val/odd/score", "val/even/pass@3"):
         assert evaluations(metrics)[5][metric] == pytest.approx(after[metric])
@@ -204,21 +225,23 @@ def test_a_checkpoint_is_evaluated_without_an_export(evaluated: Path, lora: bool
 def test_eval_takes_a_checkpoint_or_the_newest_of_the_run(
     evaluated: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    seen: list[tuple[str | None, list[str]]] = []
+    seen: list[list[str]] = []
 
-    def start(args: Any, resume: str | None) -> int:
-        seen.append((resume, args.overrides))
+    def launch(config: Any, words: list[str], resume: str | None, again: list[str]) -> int:
+        assert (config.steps, resume) == (0, None)
+        seen.append(words)
         return 0
 
-    monkeypatch.setattr(cli, "_start", start)
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setattr("distflow.cluster.local.launch", launch)
     config, step = str(evaluated / "alone.yaml"), str(evaluated / "alone" / "checkpoints" / "step_5")
     for words in (["--checkpoint"], ["--checkpoint", "eval.n=1"], ["--checkpoint", step], []):
         with pytest.raises(SystemExit, match="0"):
             cli.main(["eval", config, *words])
     run_dir = str(evaluated / "alone")
-    assert [resume for resume, _ in seen] == [run_dir, run_dir, step, None]
-    assert all(f"run_dir={run_dir}-eval" in overrides for _, overrides in seen)
-    assert "eval.n=1" in seen[1][1]
+    assert [[w for w in words if "--checkpoint" in w] for words in seen] == [[f"--checkpoint={step}"]] * 3 + [[]]
+    assert all(words[:2] == ["eval", config] and f"run_dir={run_dir}-eval" in words for words in seen)
+    assert "eval.n=1" in seen[1]
     with pytest.raises(SystemExit, match="2"):
         cli.main(["eval", config, "--checkpoint", str(evaluated / "nothing")])
     assert "nothing: there is no checkpoint here; name a run's folder" in capsys.readouterr().err

@@ -3,7 +3,6 @@
 import os
 import random
 import time
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,6 +19,8 @@ from distflow.flow import Flow, Node
 from distflow.observe.metrics import MetricsReducer, StepMetrics
 from distflow.plan import Place, Placement, Plan, Run, Workload
 from distflow.plan import plan as make_plan
+from distflow.run.comm import Comm
+from distflow.run.versions import Versions
 from distflow.run.worker import Worker
 from spawn import make_transport, spawn
 
@@ -35,8 +36,8 @@ def run_worker(rank: int, plan: Plan, steps: int) -> tuple[list[dict[str, float]
     traffic: list[Traffic] = []
     end_step = data.end_step
     data.end_step = lambda step: traffic.append(end_step(step)) or traffic[-1]  # type: ignore[method-assign, func-returns-value]
-    worker = Worker(rank, plan, data, {}, 0, Path(), lambda *_: None)
-    transport.run(worker.steps(0, steps, lambda *_: None, reducer.reduce))
+    worker = Worker(data, Comm(rank, plan, {}, Versions(last=steps)))
+    transport.run(worker.steps(lambda *_: None, reducer.reduce))
     reducer.wait()
     reducer.close()
     data.close()

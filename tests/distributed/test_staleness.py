@@ -15,7 +15,8 @@ import pytest
 import torch
 import yaml
 
-from distflow.checkpoint.store import LATEST, list_checkpoints, load_full_tensors
+from distflow.checkpoint.store import list_checkpoints, load_full_tensors
+from distflow.run_folder import LATEST
 from warm import cli_main, distflow_run
 
 STEPS, BATCH, ROWS = 8, 4, 10  # an epoch ends in the middle of a step

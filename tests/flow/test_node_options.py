@@ -13,6 +13,8 @@ from distflow.errors import FlowError
 from distflow.flow import Flow, flow, from_list, node
 from distflow.observe.metrics import StepMetrics
 from distflow.plan import Placement, Workload, plan
+from distflow.run.comm import Comm
+from distflow.run.versions import Versions
 from distflow.run.worker import Worker
 from simulate import simulate
 
@@ -65,8 +67,8 @@ def run(flow: Flow, steps: int = 1, prompts: int = 2) -> list[StepMetrics]:
     workers = {}
     for rank in range(2):
         data = Coordinator(rank, planned, Loader(Texts(), prompts, 2, seed=0))
-        worker = Worker(rank, planned, data, {}, 7, Path(), lambda *_: None)
-        workers[rank] = worker.steps(0, steps, lambda _, metrics: tallies.append(metrics))
+        worker = Worker(data, Comm(rank, planned, {}, Versions(last=steps)))
+        workers[rank] = worker.steps(lambda _, metrics: tallies.append(metrics))
     simulate(workers)
     return tallies
 

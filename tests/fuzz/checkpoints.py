@@ -17,9 +17,8 @@ import torch
 from distflow.checkpoint.store import (
     COMPLETE,
     INDEX,
-    STATE,
+    RUN_STATE,
     TENSORS,
-    checkpoint_dir,
     file_list,
     format_problem,
     load_full_tensors,
@@ -29,7 +28,7 @@ from distflow.checkpoint.store import (
 from distflow.checkpoint.writer import CheckpointWriter
 from distflow.errors import ConfigError
 from distflow.run.checkpoint_manager import CheckpointManager
-from distflow.run_folder import NEWEST
+from distflow.run_folder import NEWEST, checkpoint_dir
 from distflow.weights.state import LoadTensors, RoleState
 from fuzz.harness import Case
 from fuzz.junk import damaged, junk, mutate
@@ -169,12 +168,12 @@ class Checkpoints:
                 path.write_bytes(data + b"\0")
                 return f"{name} is longer", must
         complete = json.loads(self.files[self.path / COMPLETE])
-        size, state = complete["files"][STATE]
+        size, state = complete["files"][RUN_STATE]
         complete["files"] |= rng.choice(
             (
-                {STATE: [size, "x"]},
-                {STATE: [size + 1, state]},
-                {STATE: state},
+                {RUN_STATE: [size, "x"]},
+                {RUN_STATE: [size + 1, state]},
+                {RUN_STATE: state},
                 {"../x": [1, "y"]},
                 {"": [0, ""]},
                 {"\x00": [0, ""]},
@@ -190,7 +189,7 @@ class Checkpoints:
 
     def _forge(self, rng: Random) -> str:
         """Changes a file and the list of files with it, so that only a reader can notice."""
-        path = rng.choice([p for p in self.files if p.name in (INDEX, STATE) or p.suffix == ".safetensors"])
+        path = rng.choice([p for p in self.files if p.name in (INDEX, RUN_STATE) or p.suffix == ".safetensors"])
         data = self.files[path]
         if path.suffix == ".json" and rng.random() < 0.7:
             doc = json.loads(data)

@@ -154,8 +154,8 @@ class Outputs:
         def run() -> None:
             data = Coordinator(0, self.plan, self.loader)
             try:
-                data.outputs(0, self.task, value)
-                _send({f: data.buffer.get(Key(0, self.task.partition.id, f)) for f in ("a", "b")})
+                data.outputs(1, self.task, value)
+                _send({f: data.buffer.get(Key(1, self.task.partition.id, f)) for f in ("a", "b")})
             finally:
                 data.close()
 

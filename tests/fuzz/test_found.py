@@ -269,7 +269,7 @@ def test_a_rank_that_is_not_possible_is_refused(
 @pytest.mark.parametrize("run_dir", ["run.yaml", "run.yaml/x", "\0", "x" * 300])
 def test_a_run_needs_a_folder_of_its_own(folder: Path, run_dir: str) -> None:
     with pytest.raises(ConfigError, match=r"^run_dir: .* cannot be created: .*; choose another"):
-        launch(load(folder, run_dir=str(folder / run_dir)), "run.yaml", [])
+        launch(load(folder, run_dir=str(folder / run_dir)), ["run", "run.yaml"])
 
 
 @pytest.mark.parametrize("name", ["~nobody-here/x", "x" * 300])

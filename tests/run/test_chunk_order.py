@@ -4,8 +4,6 @@ import math
 import random
 import threading
 from collections.abc import Iterator
-from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,9 +17,9 @@ from distflow.dataset.loader import Loader
 from distflow.flow import Flow, Node
 from distflow.observe.metrics import MetricsReducer, StepMetrics
 from distflow.plan import Place, Placement, Plan, Split, Workload, plan
-from distflow.run.link import Link
-from distflow.run.overlap import Overlap
-from distflow.run.weight_versions import WeightVersions
+from distflow.run.async_comm import AsyncComm, CommThread
+from distflow.run.comm import Comm
+from distflow.run.versions import Versions
 from distflow.run.worker import Worker
 from hub import Hub
 from simulate import Traffic, simulate
@@ -90,18 +88,17 @@ def run(order: list[int]) -> tuple[list[int], list[dict[str, float]]]:
     def work(rank: int) -> None:
         roles = {"actor": Actor(order, seen, changed), "judge": Judge(seen, changed)}
         data = Coordinator(rank, p, Loader(Source(), p.samples, 1, seed=0))
-        link = Link(WeightVersions(rank, p, roles))
-        worker = Worker(rank, p, data, roles, 0, Path(), lambda *_: None, link=link)
+        worker = Worker(data, Comm(rank, p, roles, Versions(last=1)))
         reducer = MetricsReducer(rank, range(p.workers), (lambda step, row: rows.append(row)) if rank == 0 else None)
-        overlap = Overlap(worker, None, reducer, lambda c: hub.run(rank, c), lambda ranks: nullcontext())
-        overlap.start(0, 1)
+        comm = AsyncComm(worker, None, reducer, CommThread(lambda c: hub.run(rank, c)))
+        comm.start()
 
         def after_step(step: int, metrics: StepMetrics) -> Any:
-            return overlap.reduce(reducer, step, metrics, False)
+            return comm.reduce(reducer, step, metrics, False)
 
         try:
-            list(worker.steps(0, 1, lambda *_: None, after_step, overlap.after_chain))
-            assert not overlap.mail._values
+            list(worker.steps(lambda *_: None, after_step, comm.after_chain))
+            assert not comm.mail._values
             reducer.wait()
         except BaseException as e:
             errors.append(e)
@@ -133,22 +130,20 @@ def test_all_ranks_agree_on_the_order_in_a_few_rounds_of_log_n_messages(generate
     rng, p = random.Random(generate), make_plan(generate, judge, 6)
     split = next(t for t in p.tasks if isinstance(t, Split))
     assert split.ranks == tuple(range(generate + judge))
-    links: dict[int, Overlap] = {}
+    comms: dict[int, AsyncComm] = {}
     for rank in split.ranks:
-        roles = {"actor": Actor([], [], threading.Condition())}
+        roles = {"actor": Actor([], [], threading.Condition()), "judge": Judge([], threading.Condition())}
         data = Coordinator(rank, p, Loader(Source(), p.samples, 1, seed=0))
-        link = Link(WeightVersions(rank, p, roles))
-        worker = Worker(rank, p, data, roles | {"judge": Judge([], threading.Condition())}, 0, Path(), print)
-        worker.link = link
+        worker = Worker(data, Comm(rank, p, roles, Versions()))
         worker.chunk_tasks = {i: [] for i in range(6)}
-        links[rank] = Overlap(worker, None, MetricsReducer(rank, [rank], None), lambda c: None, lambda r: nullcontext())
+        comms[rank] = AsyncComm(worker, None, MetricsReducer(rank, [rank], None), CommThread(lambda c: None))
         for place, chunk in enumerate(rng.sample(range(6), 6) if rank < generate else ()):
-            links[rank].mail.put((id(data), 0, "complete", place), chunk)
+            comms[rank].mail.put((id(data), 1, "complete", place), chunk)
 
     traffic = Traffic()
-    simulate({r: link._chunks(link.worker, 0, 1, split) for r, link in links.items()}, traffic)
+    simulate({r: comm._chunks(comm.worker, 1, split) for r, comm in comms.items()}, traffic)
     orders = {
-        tuple(links[r].mail.take((id(links[r].worker.data), 0, "chunk", i)) for i in range(6)) for r in split.readers
+        tuple(comms[r].mail.take((id(comms[r].worker.data), 1, "chunk", i)) for i in range(6)) for r in split.readers
     }
     assert len(orders) == 1
     assert sorted(next(iter(orders))) == list(range(6))

@@ -2,8 +2,6 @@
 
 import threading
 from collections.abc import Iterator
-from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,9 +16,9 @@ from distflow.flow import Flow, Node
 from distflow.observe.metrics import MetricsReducer, StepMetrics
 from distflow.plan import Move, Place, Placement, Plan, Workload, plan
 from distflow.plan.early_weights import weights_after
-from distflow.run.link import Link
-from distflow.run.overlap import Overlap
-from distflow.run.weight_versions import WeightVersions
+from distflow.run.async_comm import AsyncComm, CommThread
+from distflow.run.comm import Comm
+from distflow.run.versions import Versions
 from distflow.run.worker import Worker
 from hub import Hub
 
@@ -93,17 +91,17 @@ def test_a_step_is_generated_while_the_one_before_is_scored(delay: int, chunk: i
     def work(rank: int) -> None:
         roles = {"actor": Actor(begun), "judge": Judge(begun)}
         data = Coordinator(rank, p, Loader(Source(), p.samples, 1, seed=0))
-        worker = Worker(rank, p, data, roles, 0, Path(), lambda *_: None, link=Link(WeightVersions(rank, p, roles)))
+        worker = Worker(data, Comm(rank, p, roles, Versions(delay, last=STEPS)))
         reducer = MetricsReducer(rank, range(p.workers), (lambda step, row: rows.append(row)) if rank == 0 else None)
-        overlap = Overlap(worker, None, reducer, lambda c: hub.run(rank, c), lambda ranks: nullcontext())
-        overlap.start(0, STEPS)
+        comm = AsyncComm(worker, None, reducer, CommThread(lambda c: hub.run(rank, c)))
+        comm.start()
 
         def after_step(step: int, metrics: StepMetrics) -> Any:
-            return overlap.reduce(reducer, step, metrics, False)
+            return comm.reduce(reducer, step, metrics, False)
 
         try:
-            list(worker.steps(0, STEPS, lambda *_: None, after_step, overlap.after_chain))
-            assert not overlap.mail._values
+            list(worker.steps(lambda *_: None, after_step, comm.after_chain))
+            assert not comm.mail._values
             reducer.wait()
         except BaseException as e:
             errors.append(e)

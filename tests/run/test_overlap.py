@@ -5,9 +5,8 @@ import random
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,10 +22,10 @@ from distflow.errors import ConfigError, PlacementError
 from distflow.flow import Flow, Node
 from distflow.observe.metrics import MetricsReducer, StepMetrics
 from distflow.plan import Place, Placement, Plan, Run, Workload, plan
-from distflow.run.link import Link
+from distflow.run.async_comm import AsyncComm, CommThread
+from distflow.run.comm import Comm
 from distflow.run.mailbox import Mailbox
-from distflow.run.overlap import Overlap
-from distflow.run.weight_versions import WeightVersions
+from distflow.run.versions import Versions
 from distflow.run.worker import Worker
 from hub import Hub
 from simulate import simulate
@@ -43,7 +42,7 @@ class Actor:
         layouts = {n.id: plan.partition_of(n.id).layout.ranks for n in plan.flow.nodes if n.method}
         self.givers, self.takers = layouts["update"], layouts["generate"]
         self.updates = self.version = first
-        self.handed: list[int] = []
+        self.synced: list[int] = []
 
     def copy_weights(self) -> int:
         return self.updates
@@ -55,7 +54,7 @@ class Actor:
             yield SendReceive(0, lambda out: None, {}, data.view(torch.uint8), {giver[self.rank]: (0, 8)})
             self.version = int(data)
             assert self.version == version
-            self.handed.append(version)
+            self.synced.append(version)
         elif mine := [t for t, g in giver.items() if g == self.rank]:
             number = torch.tensor([self.updates if weights is None else weights]).view(torch.uint8)
             nothing = torch.empty(0, dtype=torch.uint8)
@@ -131,11 +130,11 @@ def chunked_loops(count: int, delay: int) -> Iterator[Plan]:
     assert found >= count
 
 
-def make_worker(rank: int, plan: Plan, progress: dict[int, int], first: int = 0) -> Worker:
+def make_worker(rank: int, plan: Plan, progress: dict[int, int], first: int = 0, steps: int = STEPS) -> Worker:
     actor = Actor(rank, plan, progress, first)
-    link = Link(WeightVersions(rank, plan, {"actor": actor}, first))
+    comm = Comm(rank, plan, {"actor": actor}, Versions(plan.staleness, first, first + steps))
     data = Coordinator(rank, plan, Loader(Source(), plan.samples // plan.repeat, plan.repeat, seed=0))
-    return Worker(rank, plan, data, {"actor": actor}, 0, Path(), lambda *_: None, link=link)
+    return Worker(data, comm)
 
 
 @pytest.mark.parametrize("delay", [0, 1, 2, 4])
@@ -144,9 +143,9 @@ def test_in_one_order_of_all_ranks_nothing_deadlocks_although_nothing_is_buffere
         p = random_loop(random.Random(seed), 2 + seed % 5, delay)
         progress = dict.fromkeys(p.partition_of("update").layout.ranks, 0)
         workers = {r: make_worker(r, p, progress) for r in range(p.workers)}
-        simulate({r: w.steps(0, STEPS, lambda *_: None) for r, w in workers.items()})
+        simulate({r: w.steps(lambda *_: None) for r, w in workers.items()})
         for r in p.partition_of("generate").layout.ranks:
-            versions = workers[r].roles["actor"].handed
+            versions = workers[r].comm.roles["actor"].synced
             assert versions == (list(range(STEPS)) if not delay else list(range(max(1, STEPS - delay))))
 
 
@@ -159,9 +158,9 @@ def test_chunks_bring_every_field_of_every_sample_and_nothing_deadlocks(delay: i
     by_chunk = set[bool]()
     for p in chunked_loops(15, delay):
         progress = dict.fromkeys(p.partition_of("update").layout.ranks, 0)
-        workers = {r: make_worker(r, p, progress) for r in range(p.workers)}
+        workers = {r: make_worker(r, p, progress, steps=3) for r in range(p.workers)}
         metrics: dict[int, list[StepMetrics]] = {r: [] for r in workers}
-        simulate({r: w.steps(0, 3, partial(collect, metrics[r])) for r, w in workers.items()})
+        simulate({r: w.steps(partial(collect, metrics[r])) for r, w in workers.items()})
         for n in (n for n in p.flow.nodes if not n.method):
             for step in range(3):
                 counts = [m[step].totals.get((f"samples/{n.id}", "sum"), (0, 0))[0] for m in metrics.values()]
@@ -197,16 +196,16 @@ class Team:
         worker = make_worker(rank, self.plan, self.progress, self.first)
         sink = (lambda step, row: self.rows.append(row)) if rank == 0 else None
         reducer = MetricsReducer(rank, range(self.plan.workers), sink)
-        link = Overlap(worker, None, reducer, lambda c: self.hub.run(rank, c), lambda ranks: nullcontext())
-        link.start(self.first, self.first + STEPS)
+        comm = AsyncComm(worker, None, reducer, CommThread(lambda c: self.hub.run(rank, c)))
+        comm.start()
 
         def after_step(step: int, metrics: StepMetrics) -> Any:
-            self.copies.append(sum("weights" in str(key) for key in list(link.mail._values)))
-            return link.reduce(reducer, step, metrics, False)
+            self.copies.append(sum("weights" in str(key) for key in list(comm.mail._values)))
+            return comm.reduce(reducer, step, metrics, False)
 
-        chain = worker.steps(self.first, self.first + STEPS, lambda *_: None, after_step, link.after_chain)
+        chain = worker.steps(lambda *_: None, after_step, comm.after_chain)
         assert list(chain) == []  # the chain itself communicates nothing
-        assert not link.mail._values, "something is left"
+        assert not comm.mail._values, "something is left"
         reducer.wait()
         reducer.close()
 
@@ -250,4 +249,4 @@ def test_a_role_that_cannot_copy_its_weights_is_refused() -> None:
     with pytest.raises(
         ConfigError, match=r"roles.actor: rollout.staleness and rollout.chunk need copies .* object has no method"
     ):
-        WeightVersions(rank, p, {"actor": object()})
+        Comm(rank, p, {"actor": object()}, Versions(1))

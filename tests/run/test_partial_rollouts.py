@@ -1,7 +1,6 @@
 """Samples of later steps that are begun early belong to the same replica, come back, and survive on other layouts."""
 
 import random
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +18,9 @@ from distflow.dataset.loader import Loader
 from distflow.flow import Flow, Node
 from distflow.observe.metrics import StepMetrics
 from distflow.plan import Place, Placement, Plan, Workload, plan
-from distflow.run.link import Link
+from distflow.run.comm import Comm
 from distflow.run.rollouts import Rollouts
-from distflow.run.weight_versions import WeightVersions
+from distflow.run.versions import Versions
 from distflow.run.worker import Worker
 from simulate import simulate
 
@@ -85,9 +84,8 @@ def make_plan(replicas: int, prompts: int, repeat: int, ahead: int, delay: int =
 def make_worker(rank: int, p: Plan) -> Worker:
     roles = {"actor": Actor(rank, p.repeat)}
     data = Coordinator(rank, p, Loader(Source(), p.samples // p.repeat, p.repeat, seed=0))
-    link = Link(WeightVersions(rank, p, roles))
-    made = partial(Worker, rank, p, data, roles, 0, Path(), lambda *_: None, run_steps=STEPS, link=link)
-    return made(rollouts=Rollouts(p))
+    comm = Comm(rank, p, roles, Versions(p.staleness, last=STEPS))
+    return Worker(data, comm, rollouts=Rollouts(p))
 
 
 @pytest.mark.parametrize("replicas", [1, 2, 3])
@@ -99,12 +97,12 @@ def test_each_replica_begins_its_own_prompts_only_and_every_sample_is_trained_on
     workers = {r: make_worker(r, p) for r in range(p.workers)}
     metrics: list[StepMetrics] = []
     ends = {r: (lambda step, m: metrics.append(m)) for r in workers}
-    simulate({r: w.steps(0, STEPS, ends[r]) for r, w in workers.items()})
+    simulate({r: w.steps(ends[r]) for r, w in workers.items()})
     trained = sorted(int(name.removeprefix("trained/")) for m in metrics for name, _ in m.totals if "trained" in name)
     assert trained == list(range(STEPS * p.samples))
-    generated = [i for w in workers.values() for i in w.roles["actor"].generated]
+    generated = [i for w in workers.values() for i in w.comm.roles["actor"].generated]
     assert sorted(generated) == trained
-    offered = [sum(x) for x in zip(*(workers[r].roles["actor"].offered for r in range(replicas)), strict=True)]
+    offered = [sum(x) for x in zip(*(workers[r].comm.roles["actor"].offered for r in range(replicas)), strict=True)]
     assert offered[0] == min(ahead, prompts * (STEPS - 1)) * 2 or replicas > prompts  # a replica has none
     assert offered[-1] == 0  # there is no step after the last one
     assert not any(w.data._loaded_ahead for w in workers.values())
@@ -123,7 +121,7 @@ def test_what_is_carried_on_comes_back_to_the_replica_that_has_the_sample_now(
         for replica in range(old):
             coordinator = make_worker(replica, before).data
             task = next(t for t in before.tasks if t.name == "generate")
-            begun = coordinator.ahead(step - 1, task, 100)  # type: ignore[arg-type]
+            begun = coordinator.ahead(step, task, 100)  # type: ignore[arg-type]
             rollouts = Rollouts(before)
             rollouts.carry(step, Batch(begun.ids, begun.groups, {"far": torch.from_numpy(begun.ids)}))
             want |= dict.fromkeys(begun.ids.tolist(), replica)

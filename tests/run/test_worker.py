@@ -1,7 +1,6 @@
 """What a worker guarantees to the functions it calls, in one process."""
 
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +13,9 @@ from distflow.errors import NodeError
 from distflow.flow import Flow, Node
 from distflow.observe.metrics import StepMetrics
 from distflow.plan import Placement, Workload, plan
-from distflow.run.worker import Worker
+from distflow.run.comm import Comm
+from distflow.run.versions import Versions
+from distflow.run.worker import Surroundings, Worker
 from simulate import simulate
 
 
@@ -32,8 +33,8 @@ def run(*nodes: Node, steps: int = 2, repeat: int = 2) -> tuple[list[StepMetrics
     test_plan = plan(Flow("test", Prompts.column_names, nodes), Placement(1), Workload(2, repeat))
     all_metrics: list[StepMetrics] = []
     data = Coordinator(0, test_plan, Loader(Prompts(), 2, repeat, seed=0))
-    worker = Worker(0, test_plan, data, {}, 7, Path(), lambda *_: None)
-    simulate({0: worker.steps(0, steps, lambda _, metrics: all_metrics.append(metrics))})
+    worker = Worker(data, Comm(0, test_plan, {}, Versions(last=steps)), Surroundings(seed=7))
+    simulate({0: worker.steps(lambda _, metrics: all_metrics.append(metrics))})
     return all_metrics, data
 
 
@@ -143,8 +144,8 @@ def test_on_a_worker_without_samples_functions_are_not_called_but_methods_are() 
     workers = {}
     for rank in range(3):
         data = Coordinator(rank, test_plan, Loader(Prompts(), 2, 1, seed=0))
-        worker = Worker(rank, test_plan, data, {"judge": "judge"}, 7, Path(), lambda *_: None)
-        workers[rank] = worker.steps(0, 1, lambda _, metrics: means.append(metrics.totals.get(("mean", "mean"))))
+        worker = Worker(data, Comm(rank, test_plan, {"judge": "judge"}, Versions(last=1)))
+        workers[rank] = worker.steps(lambda _, metrics: means.append(metrics.totals.get(("mean", "mean"))))
     simulate(workers)
     assert sorted(called) == [("function", 0, 1), ("function", 1, 1), *(("judge", r, int(r < 2)) for r in range(3))]
     assert means == [(1.0, 1), (1.0, 1), None]

@@ -10,7 +10,6 @@ from safetensors.torch import save_file
 
 from distflow.checkpoint.model import find_role, open_checkpoint
 from distflow.checkpoint.store import (
-    checkpoint_dir,
     describe_error,
     foreign_file,
     format_problem,
@@ -21,9 +20,9 @@ from distflow.checkpoint.store import (
 from distflow.errors import ConfigError, cut
 from distflow.model.description import ADAPTER, MODEL
 from distflow.model.lora import peft_name
+from distflow.run_folder import CHECKPOINTS, checkpoint_dir
+from distflow.util.files import PARTIAL
 from distflow.weights.state import EMA, WEIGHTS
-
-_PART = ".part"  # in the directory of an export: files that are not complete
 
 
 def export(
@@ -95,7 +94,7 @@ def export_adapter(run: Path, out: Path, step: int | None = None, role: str | No
 def _complete_or_absent(out: Path) -> Iterator[Path]:
     """Gives a folder in `out` to write to, and moves the files to `out` when all are there; the config, without which
     nothing loads it, last."""
-    part = out / _PART
+    part = out / PARTIAL  # files that are not complete
     shutil.rmtree(part, ignore_errors=True)
     part.mkdir(parents=True)
     yield part
@@ -106,7 +105,7 @@ def _complete_or_absent(out: Path) -> Iterator[Path]:
 
 def _role_dir(run: Path, out: Path, step: int | None, role: str | None) -> Path:
     """Returns the folder of a role in a complete checkpoint, and makes sure that `out` is an empty directory."""
-    checkpoints = run / "checkpoints"
+    checkpoints = run / CHECKPOINTS
     steps = list_checkpoints(checkpoints)
     if not steps:
         raise ConfigError(f"{run}: has no checkpoint in {checkpoints}; a run writes one when it ends")
@@ -125,6 +124,6 @@ def _role_dir(run: Path, out: Path, step: int | None, role: str | None) -> Path:
         out.mkdir(parents=True, exist_ok=True)
     except (OSError, ValueError) as e:
         raise ConfigError(f"{out}: cannot be written: {getattr(e, 'strerror', e)}; choose another directory") from None
-    if any(entry.name != _PART for entry in out.iterdir()):
+    if any(entry.name != PARTIAL for entry in out.iterdir()):
         raise ConfigError(f"{out}: is not empty; choose another directory")
     return find_role(path, role)

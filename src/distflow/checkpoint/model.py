@@ -16,7 +16,6 @@ from distflow.checkpoint.store import (
     load_full_tensors,
     names_of_checkpoints,
     part_reader,
-    verify,
 )
 from distflow.errors import ConfigError, suggest
 from distflow.model.description import ADAPTER, BASE, HEAD, MODEL
@@ -27,13 +26,13 @@ from distflow.weights.state import WEIGHTS
 
 
 def find_checkpoint(run_folder: Path, given: str) -> Path:
-    """Returns a complete checkpoint: `given` itself, or the newest of a run, by default of `run_folder`."""
+    """Returns a checkpoint, not yet verified: `given` itself, or the newest of a run, by default of `run_folder`."""
     folder = run_folder if given in (AUTO, NEWEST) else Path(given).expanduser()
     names = names_of_checkpoints(folder)
     if not names:
         raise ConfigError(f"{folder}: there is no checkpoint here; name a run's folder, or one of its checkpoints")
     path = folder / names[0]
-    if problem := foreign_file(path) or format_problem(path) or verify(path):
+    if problem := foreign_file(path) or format_problem(path):
         raise ConfigError(f"{problem}; name another checkpoint")
     return path
 

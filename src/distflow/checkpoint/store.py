@@ -2,7 +2,7 @@
 
 Tensors are in safetensors files, one of each worker, and `tensor_index` says which part of a tensor is where, so that
 any number of workers can read them, each only the files that it needs. Everything else is JSON. Nothing is pickled.
-`checkpoint_writer` writes them.
+`writer` writes them.
 """
 
 import hashlib
@@ -22,18 +22,15 @@ from torch import Tensor
 
 from distflow.checkpoint.tensor_index import Piece, TensorIndex, file_name
 from distflow.errors import CheckpointError, cut
+from distflow.run_folder import CHECKPOINTS, checkpoint_dir
+from distflow.util.files import PARTIAL
 from distflow.weights.shards import Box, within
 from distflow.weights.state import RoleState
 
 FORMAT = 3  # raised when a checkpoint of before can no longer be read; the first one had no number
-COMPLETE, STATE, VALUES, TENSORS, INDEX = "complete.json", "state.json", "values.json", "tensors", "index.json"
-LATEST, BEST = "latest", "best"  # files beside the checkpoints, each with the number of a step
+COMPLETE, RUN_STATE, VALUES, TENSORS, INDEX = "complete.json", "state.json", "values.json", "tensors", "index.json"
 _Files = Mapping[int, Sequence[tuple[str, Piece]]]  # by place in the layout: what the file has of which tensor
 _NAME = re.compile(r"step_([0-9]{1,18})\Z")
-
-
-def checkpoint_dir(folder: Path, step: int) -> Path:
-    return folder / f"step_{step}"
 
 
 def list_checkpoints(folder: Path) -> list[int]:
@@ -51,11 +48,11 @@ def _step_of(name: str) -> int | None:
 
 
 def names_of_checkpoints(folder: Path) -> list[str]:
-    """Returns the checkpoints below a folder, newest first: itself, or what is in it, or in `checkpoints` in it."""
+    """Returns the checkpoints below a folder, newest first: itself, or those in it, or in `checkpoints` in it."""
     if (folder / COMPLETE).exists():
         return ["."]
-    inner = "checkpoints" if (folder / "checkpoints").is_dir() else "."
-    return [f"{inner}/step_{step}" for step in list_checkpoints(folder / inner)]
+    inner = CHECKPOINTS if (folder / CHECKPOINTS).is_dir() else "."
+    return [str(checkpoint_dir(Path(inner), step)) for step in list_checkpoints(folder / inner)]
 
 
 def format_problem(path: Path) -> str | None:
@@ -96,7 +93,7 @@ def verify(path: Path, share: int = 0, shares: int = 1) -> str | None:
         files = {name: (int(size), str(checksum)) for name, (size, checksum) in contents["files"].items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
         return f"{path}: its list of files cannot be read ({describe_error(e)})"
-    if STATE not in files:
+    if RUN_STATE not in files:
         return f"{path}: its list of files is not complete"
     for name in files:
         if name.startswith("/") or ".." in name.split("/"):
@@ -153,10 +150,10 @@ def _file_problem(file: Path, size: int, checksum: str) -> str | None:
 
 def read_state(path: Path, *keys: str) -> dict[str, Any]:
     """Returns the state of the run in a checkpoint: step, position, and at least these keys."""
-    state = _read_json(path / STATE)
+    state = _read_json(path / RUN_STATE)
     counts = [state.get(key) for key in ("step", "position")] if isinstance(state, dict) else [None]
     if not all(type(n) is int and n >= 0 for n in counts) or not state.keys() >= set(keys):
-        raise CheckpointError(f"{path / STATE} is not the state of a run; use another checkpoint")
+        raise CheckpointError(f"{path / RUN_STATE} is not the state of a run; use another checkpoint")
     return dict(state)
 
 
@@ -272,8 +269,8 @@ def prune(folder: Path, keep: int, best: Sequence[int] = ()) -> None:
     for step in steps[keep:]:
         if step not in best:
             shutil.rmtree(checkpoint_dir(folder, step), ignore_errors=True)
-    for partial in folder.glob("step_*.part"):
-        partial_step = _step_of(partial.name.removesuffix(".part"))
+    for partial in folder.glob(f"step_*{PARTIAL}"):
+        partial_step = _step_of(partial.name.removesuffix(PARTIAL))
         if partial_step is not None and (not steps or partial_step <= steps[0]):
             shutil.rmtree(partial, ignore_errors=True)
 

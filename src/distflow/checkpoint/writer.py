@@ -22,11 +22,9 @@ from torch import Tensor
 from distflow.checkpoint.store import (
     COMPLETE,
     INDEX,
-    LATEST,
-    STATE,
+    RUN_STATE,
     TENSORS,
     VALUES,
-    checkpoint_dir,
     describe_error,
     file_list,
     sha256,
@@ -34,7 +32,8 @@ from distflow.checkpoint.store import (
 from distflow.checkpoint.tensor_index import TensorIndex, file_name
 from distflow.comm.collectives import Communication, all_gather, all_reduce
 from distflow.errors import CheckpointError, DistflowError
-from distflow.util.files import fsync, write_atomically
+from distflow.run_folder import LATEST, checkpoint_dir
+from distflow.util.files import PARTIAL, fsync, write_atomically
 from distflow.weights.state import RoleState
 
 _DIGEST = struct.Struct("<Q32s")  # size and SHA-256 of a file; zeros if there is none
@@ -124,7 +123,7 @@ class CheckpointWriter:
         self._thread.shutdown()
 
     def _write(self, step: int, parts: Parts, run_state: dict[str, Any], on_complete: Callable[[Path], None]) -> None:
-        path, partial = checkpoint_dir(self.folder, step), self.folder / f"step_{step}.part"
+        path, partial = checkpoint_dir(self.folder, step), self.folder / f"step_{step}{PARTIAL}"
         with self._stage(path, partial):
             if self.rank == 0:
                 shutil.rmtree(partial, ignore_errors=True)
@@ -133,8 +132,8 @@ class CheckpointWriter:
         with self._stage(path, partial):
             digests |= {role: _write_role(partial / role, part) for role, part in parts.items()}
             if self.rank == 0:
-                (partial / STATE).write_text(json.dumps({"step": step, **run_state}))
-                fsync(partial / STATE)
+                (partial / RUN_STATE).write_text(json.dumps({"step": step, **run_state}))
+                fsync(partial / RUN_STATE)
         row = torch.tensor(list(b"".join(digests.values())), dtype=torch.uint8)  # empty if no role has a state
         rows = self._run(all_gather(self.rank, self.ranks, row))
         with self._stage(path, partial):
@@ -170,7 +169,7 @@ class CheckpointWriter:
 
     def _files(self, partial: Path, rows: Tensor) -> dict[str, tuple[int, str]]:
         """Returns all files with their checksums. Those of tensors are in `rows`, by worker and role."""
-        files = _checksums(partial, [partial / STATE])
+        files = _checksums(partial, [partial / RUN_STATE])
         digests = {
             rank: list(_DIGEST.iter_unpack(bytes(row))) for rank, row in zip(self.ranks, rows.numpy(), strict=True)
         }

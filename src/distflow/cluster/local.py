@@ -19,26 +19,23 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from distflow.cluster.launch_env import LAUNCHER_STORE
-from distflow.cluster.restarts import PRESS_AGAIN, run_with_restarts, workers_option
+from distflow.cluster.restarts import PRESS_AGAIN, run_with_restarts
 from distflow.config import Config
 from distflow.liveness.failures import Failure, find_cause
 from distflow.liveness.heartbeat import LAUNCHER_FOLDER, pids
+from distflow.run_folder import WORKERS
 
 logger = logging.getLogger(__name__)
 # Signals on which torchelastic ends the run. SIGINT is ours; older versions take it as well, and ignore a second one.
 _SIGNALS: dict[str, Any] = {"signals_to_handle": "SIGTERM,SIGHUP,SIGQUIT"}
 
 
-def launch(
-    config: Config,
-    path: str,
-    overrides: Sequence[str],
-    resume: str | None = None,
-    started_by: Sequence[str] | None = None,
-) -> int:
+def launch(config: Config, words: Sequence[str], resume: str | None = None, again: Sequence[str] = ()) -> int:
     """Runs the config to the end and returns the exit code. Logs the one cause of each failure.
 
-    `started_by`: the command that starts the run again, if it is not `distflow run`; none for the Python API."""
+    `words`: those after `distflow` that start each worker; `again`: those that start the run again, none for the Python
+    API.
+    """
     workers = config.workers or 1
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // workers)))
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # for numpy: a worker has threads of its own
@@ -49,11 +46,10 @@ def launch(
     os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(math.ceil(config.stop_limit_s) + 2)
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     _silence_torchelastic()
-    command = ["-u", "-m", "distflow", "run", path, *overrides, f"workers={workers}"]
+    command = ["-u", "-m", "distflow", *words, f"workers={workers}"]
     interrupt = _Interrupt()
     with interrupt.handling():
         start = partial(_run_workers, config, command, interrupt)
-        again = ["distflow", "run", path, *overrides, *workers_option(config)] if started_by is None else started_by
         return run_with_restarts(config, start, resume, again)
 
 
@@ -87,7 +83,7 @@ class _Interrupt:
 
 def _run_workers(config: Config, command: Sequence[str], interrupt: _Interrupt, resume: str | None) -> Failure | None:
     """Runs all workers until they end; returns why, if they failed."""
-    workers, link = config.workers or 1, config.run_folder / "workers"
+    workers, link = config.workers or 1, config.run_folder / WORKERS
     # Not in the run's folder, which may be on a network, or full: torchelastic would wait for its own file for ever.
     memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
     with tempfile.TemporaryDirectory(prefix="distflow-", dir=memory) as temporary, _linked(link, temporary):

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from torch.distributed.elastic.multiprocessing.api import SignalException
 
 from distflow.cluster.ray_actor import End, Place, WorkerActor
-from distflow.cluster.restarts import PRESS_AGAIN, run_with_restarts, workers_option
+from distflow.cluster.restarts import PRESS_AGAIN, run_with_restarts
 from distflow.config import Config
 from distflow.errors import ConfigError, cut, suggest
 from distflow.liveness.failures import Failure, find_cause
@@ -49,20 +49,18 @@ class _Exit(NamedTuple):
     pid: int
 
 
-def launch(
-    config: Config, path: str, overrides: Sequence[str], resume: str | None = None, address: str | None = None
-) -> int:
-    """Runs the config to the end on the cluster at `address` and returns the exit code."""
+def launch(config: Config, words: Sequence[str], resume: str | None, again: Sequence[str], address: str) -> int:
+    """Runs the config to the end on the cluster at `address`, by default the one that Ray finds; returns the exit code.
+
+    `words`: those after `distflow` that start each worker; `again`: those that start the run again.
+    """
     workers = config.workers or 1
     check_resources(config, workers)
     _connect(address)
-    command = ["-u", "-m", "distflow", "run", path, *overrides, f"workers={workers}"]
+    command = ["-u", "-m", "distflow", *words, f"workers={workers}"]
     launcher = _Launcher(config, resources_by_rank(config, workers, ray.cluster_resources()), command)
-    again = ["distflow", "run", path, *overrides, *workers_option(config), "--launcher=ray"]
     try:
-        return run_with_restarts(
-            config, launcher.run_workers, resume, [*again, *([f"--address={address}"] if address else [])]
-        )
+        return run_with_restarts(config, launcher.run_workers, resume, again)
     finally:
         ray.shutdown()
 
@@ -169,7 +167,7 @@ class _Launcher:
             self._next_warning = now + 60
 
 
-def _connect(address: str | None) -> None:
+def _connect(address: str) -> None:
     if address and address.startswith("ray://"):
         raise ConfigError(f"--address {address}: use `ray job submit`, or give host:port of the cluster's head")
     if address and address != "auto":

@@ -1,4 +1,4 @@
-"""Runs all workers again if that may help, from the newest checkpoint. How they are started, a launcher knows."""
+"""Restarts workers from the newest checkpoint after transient failures; independent of the launcher."""
 
 import fcntl
 import json
@@ -16,7 +16,7 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from distflow.config import Config
 from distflow.errors import ConfigError
 from distflow.liveness.failures import Failure, why_not_restart
-from distflow.run_folder import AUTO, make_dir
+from distflow.run_folder import AUTO, CHECKPOINTS, LATEST, LOCK, make_dir
 from distflow.util.private_folder import open_lock
 
 logger = logging.getLogger(__name__)
@@ -28,18 +28,19 @@ def run_with_restarts(
     config: Config,
     run_workers: Callable[[str | None], Failure | None],
     resume: str | None = None,
-    command: Sequence[str] = ("distflow", "run"),
+    again: Sequence[str] = (),
 ) -> int:
     """Runs the config to the end and returns the exit code. Logs the one cause of each failure.
 
-    `run_workers(resume)` runs all workers until they end and returns why, if they failed. `command` is how the user has
-    started the run; none if by the Python API."""
+    `run_workers(resume)` runs all workers until they end and returns why, if they failed. `again`: the words that start
+    the run again, none for the Python API.
+    """
     lock = _lock(config.run_folder)
     checkpoints = _NewCheckpoints(config.run_folder)
     try:
         return _run(config, run_workers, resume, checkpoints)
     except SignalException as e:
-        logger.warning("stopped by %s; %s", signal.Signals(e.sigval).name, _how_to_resume(checkpoints, resume, command))
+        logger.warning("stopped by %s; %s", signal.Signals(e.sigval).name, _how_to_resume(checkpoints, resume, again))
         return 128 + e.sigval
     finally:
         lock.close()
@@ -80,27 +81,22 @@ def _run(
     return 0
 
 
-def workers_option(config: Config) -> list[str]:
-    """Returns the option that starts as many workers again."""
-    return [] if config.workers is None else [f"--workers={config.workers}"]
-
-
-def _how_to_resume(checkpoints: "_NewCheckpoints", resume: str | None, command: Sequence[str]) -> str:
+def _how_to_resume(checkpoints: "_NewCheckpoints", resume: str | None, again: Sequence[str]) -> str:
     newest = checkpoints.newest()
     if newest is None and resume is None:
         return "no step was saved"
-    again = "--resume" if newest is not None else f"--resume={resume}"  # as it was started, if nothing is new
+    option = "--resume" if newest is not None else f"--resume={resume}"  # as it was started, if nothing is new
     start = f"from step {newest}" if newest is not None else "from where it started"
-    if not command:
+    if not again:
         return f"continue {start}: resume='{AUTO}'"
-    return f"continue {start}: {shlex.join([*command, again])}"
+    return f"continue {start}: {shlex.join([*again, option])}"
 
 
 class _NewCheckpoints:
     """The checkpoints that this run has written; it must not restart from those of an earlier run in its folder."""
 
     def __init__(self, folder: Path) -> None:
-        self._latest = folder / "checkpoints" / "latest"
+        self._latest = folder / CHECKPOINTS / LATEST
         self._old = self._written_at()
 
     def newest(self) -> int | None:
@@ -117,9 +113,9 @@ def _lock(folder: Path) -> BinaryIO:
     """Locks the run's folder until the file is closed, or this process ends: two runs would overwrite each other."""
     make_dir(folder)
     try:
-        lock = open_lock(folder / ".lock")
+        lock = open_lock(folder / LOCK)
     except OSError as e:
-        raise ConfigError(f"run_dir: {folder}/.lock cannot be opened: {e.strerror}; remove it") from None
+        raise ConfigError(f"run_dir: {folder / LOCK} cannot be opened: {e.strerror}; remove it") from None
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

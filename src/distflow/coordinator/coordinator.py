@@ -55,7 +55,10 @@ class _StepState:
 
 
 class Coordinator:
-    """Carries out the data tasks of one rank. Errors name the field; the worker adds node, step and rank."""
+    """Carries out the data tasks of one rank. Errors name the field; the worker adds node, step and rank.
+
+    Steps count from 1, as everywhere but in the loader, whose stream starts with 0.
+    """
 
     def __init__(self, rank: int, plan: Plan, loader: Loader, topology: Topology | None = None) -> None:
         self.rank, self.plan, self.loader, self.topology = rank, plan, loader, topology
@@ -81,27 +84,27 @@ class Coordinator:
             ids, columns = self._load(step, replica, layout.dp)
             self._loaded_ahead.pop(step, None)
             if step + 1 not in self._loaded_ahead:
-                self.loader.prefetch(step + 1, replica, layout.dp)
+                self.loader.prefetch(step, replica, layout.dp)  # the next one
         self._state(step).slots[task.partition.id] = ids - self.groups(step)[0] * self.plan.repeat
         for f in task.fields:
             self.buffer.put(Key(step, task.partition.id, f), as_column(columns[f], len(ids), f"data column '{f}'"))
 
     def _load(self, step: int, replica: int, replicas: int) -> tuple[Ints, dict[str, list[Any]]]:
-        return self._loaded_ahead[step] if step in self._loaded_ahead else self.loader.load(step, replica, replicas)
+        return self._loaded_ahead[step] if step in self._loaded_ahead else self.loader.load(step - 1, replica, replicas)
 
-    def ahead(self, step: int, task: Run, steps: int) -> Batch:
+    def ahead(self, step: int, task: Run, last: int) -> Batch:
         """Returns the first samples of this replica after those of a step: its share of the plan's prompts ahead.
 
-        `steps` of the run: there are no samples after the last one.
+        `last`: the step after which there are no samples.
         """
         layout, repeat = task.partition.layout, self.plan.repeat
         replica = layout.replica_of(self.rank)
         assert replica is not None
-        first, last = contiguous_share(self.plan.prompts_ahead, layout.dp, replica)
+        begin, end = contiguous_share(self.plan.prompts_ahead, layout.dp, replica)
         ids: Ints = np.empty(0, np.int64)
         columns: dict[str, list[Any]] = {f: [] for f in task.reads}
-        for later in range(step + 1, steps):
-            if len(ids) >= (last - first) * repeat:
+        for later in range(step + 1, last + 1):
+            if len(ids) >= (end - begin) * repeat:
                 break
             more, rows = self._load(later, replica, layout.dp)
             if not len(more):  # this replica has no prompts in any step
@@ -109,7 +112,7 @@ class Coordinator:
             self._loaded_ahead[later] = more, rows
             ids = np.concatenate([ids, more])
             columns = {f: [*column, *rows[f]] for f, column in columns.items()}
-        ids = ids[: (last - first) * repeat]
+        ids = ids[: (end - begin) * repeat]
         return Batch(ids, ids // repeat, {f: copy_objects(column[: len(ids)]) for f, column in columns.items()})
 
     def move(self, step: int, task: Move) -> Communication[None]:
@@ -182,8 +185,8 @@ class Coordinator:
         replicas = self.plan.partition_of(SOURCE).layout.dp  # a chunk is an equal part of each of them
         return slots.reshape(replicas, count, -1)[:, i].reshape(-1)
 
-    def leave(self, step: int, task: Split, part: Partition, columns: Mapping[str, Column]) -> None:
-        """Lets a chunk leave: its fields are `columns`, and what else of it this rank has."""
+    def put_chunk(self, step: int, task: Split, part: Partition, columns: Mapping[str, Column]) -> None:
+        """Keeps a chunk that may be sent: its fields are `columns`, and what else of it this rank has."""
         own, i = self.slots(step, task.partition), part.chunk[0] if part.chunk else 0
         size = len(own) // len(task.parts)
         index = np.arange(i * size, (i + 1) * size)
@@ -273,7 +276,7 @@ class Coordinator:
         """Returns the prompts of a step, ascending; during dynamic sampling, those of the current round."""
         if self.sampled_prompts:
             return self.sampled_prompts.positions
-        first, count = self.loader.position(step), self.loader.prompts
+        first, count = self.loader.position(step - 1), self.loader.prompts
         if self._sampling:
             first, count = self._sampling.position, self._sampling.count
         return np.arange(first, first + count, dtype=np.int64)

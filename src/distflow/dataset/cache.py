@@ -14,6 +14,7 @@ import numpy as np
 
 from distflow.errors import DataError
 from distflow.util.arrays import Ints
+from distflow.util.files import replacing
 from distflow.util.private_folder import make_private, open_lock, why_unsafe
 
 T = TypeVar("T")
@@ -33,20 +34,13 @@ class HostCache:
         entry = self.folder / f"{source.stem[:40]}-{hashlib.sha256(key.encode()).hexdigest()[:24]}.{kind}"
         with suppress(OSError, ValueError):  # missing or damaged
             return read(entry)
-        part = entry.with_name(entry.name + ".part")
         try:
             with open_lock(entry.with_name(entry.name + ".lock")) as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX)
                 with suppress(OSError, ValueError):  # another worker was first
                     return read(entry)
-                try:
-                    with open(part, "wb") as out:
-                        build(out)
-                        out.flush()
-                        os.fsync(out.fileno())
-                    os.replace(part, entry)  # atomic: an entry is complete or not there
-                finally:
-                    part.unlink(missing_ok=True)
+                with replacing(entry) as out:
+                    build(out)
                 return read(entry)
         except OSError as e:
             raise DataError(

@@ -13,6 +13,7 @@ from distflow.comm.transport import is_peer_lost, short_message
 from distflow.errors import DistflowError, NodeError, PeerLostError, StuckError
 from distflow.liveness.heartbeat import read_record, step_name
 from distflow.liveness.watchdog import PACKAGE
+from distflow.util.files import write_atomically
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
@@ -46,10 +47,8 @@ class Failure:
     def write(self, folder: Path) -> bool:
         """Writes it for the launcher; False if that fails: the disk may be full, and that the cause."""
         path = folder / f"{self.rank}.error"
-        temporary = path.with_suffix(".part")
         try:
-            temporary.write_text(json.dumps(asdict(replace(self, time=time.time()))))
-            temporary.rename(path)
+            write_atomically(path, json.dumps(asdict(replace(self, time=time.time()))))
         except OSError:
             return False
         return True

@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import IO
 
+from distflow.util.files import replacing
+
 logger = logging.getLogger(__name__)
 
 
@@ -57,10 +59,8 @@ class BoundedLog:
         """Replaces the file by one with only some of its lines, and opens it to append."""
         self.close()
         if self.path.exists():
-            temporary = self.path.with_name(self.path.name + ".part")
-            with open(self.path, "rb") as old, open(temporary, "wb") as new:
+            with open(self.path, "rb") as old, replacing(self.path) as new:
                 new.writelines(line for line in old if (step := self.step_of(line)) is not None and keep(step))
-            os.replace(temporary, self.path)
         self._file = open(self.path, "ab", buffering=0)  # noqa: SIM115 (closed by `close`)
         self._size = os.fstat(self._file.fileno()).st_size
 

@@ -17,7 +17,8 @@ from distflow.errors import printable
 from distflow.observe.findings import LONGER, findings
 from distflow.observe.stragglers import Stragglers
 from distflow.observe.trackers.thread import TrackerThread
-from distflow.run_folder import SAMPLES, SPANS
+from distflow.run_folder import METRICS, SAMPLES, SPANS, STATE, SUSPICIOUS
+from distflow.util.files import write_atomically
 from distflow.util.text import human_bytes
 
 SHOWN = 4  # metrics in a step's line, in the order of PREFERRED
@@ -43,14 +44,14 @@ class Progress:
         `hosts`: the name of each rank's host."""
         self.steps, self.trackers, self.folder = steps, trackers, folder
         self.console = Console()
-        path = folder / "metrics.jsonl"
-        for name in ("metrics.jsonl", "suspicious.jsonl"):
+        path = folder / METRICS
+        for name in (METRICS, SUSPICIOUS):
             _truncate_log(folder / name, first) if first else _archive(folder / name)
         for name in (SPANS, SAMPLES):  # of a run that is continued, each worker truncates its own
             if not first:
                 _archive(folder / name)
         self._log = open(path, "a", buffering=1)  # noqa: SIM115 (closed by `close`)
-        self._state = folder / "state.json"
+        self._state = folder / STATE
         self._write_state("running")
         if skipped_count:
             self._print(f"skipped {skipped_count} bad rows" + "".join(f"\n  {row}" for row in skipped))
@@ -182,6 +183,4 @@ def _truncate_log(path: Path, step: int) -> None:
             continue
         if row["step"] <= step and line.endswith("\n"):
             kept.append(line)
-    temporary = path.with_name(path.name + ".part")
-    temporary.write_text("".join(kept), encoding="utf-8")
-    temporary.rename(path)
+    write_atomically(path, "".join(kept))

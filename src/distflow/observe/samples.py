@@ -17,7 +17,7 @@ from torch import Tensor
 
 from distflow.batch.batch import Column, Ragged
 from distflow.observe.bounded_log import BoundedLog
-from distflow.run_folder import SAMPLES
+from distflow.run_folder import SAMPLES, rank_file
 from distflow.util.arrays import Ints
 
 LIMIT = 16 << 20  # bytes of a worker's file
@@ -33,7 +33,7 @@ class SampleRecorder:
     """Keeps fields of chosen samples during a step and writes them at its end. `pieces` shows tokens as text."""
 
     def __init__(self, folder: Path, rank: int, per_step: int, pieces: Pieces | None) -> None:
-        self.log = BoundedLog(folder / SAMPLES / f"{rank}.jsonl", LIMIT, step_of)
+        self.log = BoundedLog(rank_file(folder, SAMPLES, rank), LIMIT, step_of)
         self.per_step, self.pieces = per_step, pieces
         self.listener: Callable[[int, list[dict[str, Any]]], None] | None = None  # told of what is written
         self._fields: dict[tuple[int, str, int], dict[str, Any]] = {}  # (step, split, id) → fields

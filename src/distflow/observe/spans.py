@@ -16,7 +16,7 @@ from typing import Any
 
 from distflow.observe.bounded_log import BoundedLog
 from distflow.plan.layout import format_ranks
-from distflow.run_folder import SPANS
+from distflow.run_folder import SPANS, rank_file
 
 LIMIT = 4 << 20  # bytes of a worker's file
 FLUSH_S = 5.0  # lines are at most this old when a task ends; else they are written once a step
@@ -30,7 +30,7 @@ class SpanRecorder:
     """Records the spans of one worker. `sent`: bytes to each peer; it is emptied by every span."""
 
     def __init__(self, folder: Path, rank: int, sent: Counter[int]) -> None:
-        self.log = BoundedLog(folder / SPANS / f"{rank}.jsonl", LIMIT, step_of)
+        self.log = BoundedLog(rank_file(folder, SPANS, rank), LIMIT, step_of)
         self.sent = sent
         self._lines: list[bytes] = []
         self._offset = 0.0  # of the common clock from this process's

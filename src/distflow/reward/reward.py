@@ -14,6 +14,7 @@ from distflow.reward.function import RewardFunction, parse_functions
 from distflow.reward.pool import Call, Pool
 from distflow.reward.scores import Scores
 from distflow.reward.signature import Failure, Result, Score
+from distflow.run_folder import SUSPICIOUS
 
 if TYPE_CHECKING:  # flows are planned without torch
     from distflow.batch.batch import Batch
@@ -76,7 +77,7 @@ class Reward:
             described = [f"{self._describe_failure(samples, *f)}\n{samples.excerpt(f[0])}" for f in failures]
             _append_lines(self.log, [f"step {ctx.step}: {text}" for text in described])
         if self.log and ctx.lead and (lines := list(_marked_samples(ctx.step, samples, scores))):
-            _append_lines(self.log.with_name("suspicious.jsonl"), lines)
+            _append_lines(self.log.with_name(SUSPICIOUS), lines)
         if len(samples):
             scores.log(ctx.metrics, samples.sources)
             if ctx.held_out:

@@ -9,7 +9,6 @@ from typing import Any
 
 from distflow.checkpoint.shared_folder import check_shared
 from distflow.checkpoint.store import (
-    BEST,
     TENSORS,
     archive_checkpoints,
     format_problem,
@@ -27,10 +26,9 @@ from distflow.cluster.network import Network
 from distflow.comm.collectives import broadcast_bytes
 from distflow.coordinator.coordinator import Coordinator
 from distflow.errors import CheckpointError, ConfigError, cut
-from distflow.plan import Plan
 from distflow.run.program import Program
 from distflow.run.rollouts import ROLLOUTS, Rollouts
-from distflow.run_folder import AUTO, NEWEST
+from distflow.run_folder import AUTO, BEST, CHECKPOINTS, HUGGINGFACE, METRICS, NEWEST
 from distflow.util.files import write_atomically
 from distflow.weights.state import RoleState
 
@@ -42,18 +40,12 @@ class CheckpointManager:
     and the step."""
 
     def __init__(
-        self,
-        program: Program,
-        plan: Plan,
-        rank: int,
-        network: Network,
-        roles: Mapping[str, Any],
-        data: Coordinator,
-        rollouts: Rollouts,
+        self, program: Program, network: Network, roles: Mapping[str, Any], data: Coordinator, rollouts: Rollouts
     ) -> None:
-        self.program, self.config = program, program.config
-        self.rank, self.network, self.roles, self.data, self.rollouts = rank, network, roles, data, rollouts
-        self.folder = self.config.run_folder / "checkpoints"
+        self.program, self.config, self.network = program, program.config, network
+        self.roles, self.data, self.rollouts = roles, data, rollouts
+        self.folder = self.config.run_folder / CHECKPOINTS
+        plan, self.rank = data.plan, data.rank
         self.ranks: dict[str, tuple[int, ...]] = {}  # that hold the state of a role
         for role in sorted({n.role for n in plan.flow.nodes if n.method}):
             nodes = [n for n in plan.flow.nodes if n.role == role and n.method]
@@ -62,7 +54,7 @@ class CheckpointManager:
         if rollouts.writers:
             self.ranks[ROLLOUTS] = rollouts.writers
         self._copies: dict[int, Parts] = {}  # step → what this worker writes, until all have come there
-        self.writer = CheckpointWriter(self.folder, rank, network.all_ranks, self.ranks, network.background.run)
+        self.writer = CheckpointWriter(self.folder, self.rank, network.all_ranks, self.ranks, network.background.run)
 
     def due(self, step: int) -> bool:
         return self.config.checkpoint.every > 0 and step % self.config.checkpoint.every == 0
@@ -199,7 +191,7 @@ class CheckpointManager:
         if config.export and (path / "actor").is_dir():
             from distflow.checkpoint.export import export_role
 
-            export_role(path / "actor", path / "huggingface")
+            export_role(path / "actor", path / HUGGINGFACE)
         best = self._best() if config.best else None
         prune(self.folder, config.keep, () if best is None else (best,))
         if best is not None:
@@ -208,7 +200,7 @@ class CheckpointManager:
     def _best(self) -> int | None:
         """Returns the checkpoint after whose last step the metric `checkpoint.best` was highest."""
         values: dict[int, float] = {}
-        with open(self.config.run_folder / "metrics.jsonl", encoding="utf-8") as file:
+        with open(self.config.run_folder / METRICS, encoding="utf-8") as file:
             for line in file:
                 row = json.loads(line) if line.endswith("\n") else {}
                 value = row.get(self.config.checkpoint.best)

@@ -12,7 +12,7 @@ import yaml
 from distflow.config import Config
 from distflow.plan import Plan
 from distflow.run.redaction import redact, redact_word
-from distflow.run_folder import make_dir
+from distflow.run_folder import CONFIG, PLAN, RUN, VERSIONS, make_dir
 from distflow.util.files import write_atomically
 from distflow.util.packages import package_version
 from distflow.util.seeds import eval_seed
@@ -36,6 +36,6 @@ def describe_run(config: Config, plan: Plan, hosts: Sequence[Mapping[str, str]] 
         "seeds": {"model": config.seed, "data": config.seed, "rollout": config.seed, "eval": eval_seed(config.seed)},
         "plan": plan.hash,
     }
-    write_atomically(folder / "config.yaml", base + text)
-    for name, content in (("versions", versions), ("plan", redact(plan.to_json())), ("run", run)):
-        write_atomically(folder / f"{name}.json", json.dumps(content, indent=2, ensure_ascii=False) + "\n")
+    write_atomically(folder / CONFIG, base + text)
+    for name, content in ((VERSIONS, versions), (PLAN, redact(plan.to_json())), (RUN, run)):
+        write_atomically(folder / name, json.dumps(content, indent=2, ensure_ascii=False) + "\n")

@@ -22,8 +22,8 @@ class Evaluation:
         if not self.due(step) or not self.worker.chain:
             return
         eval_metrics, start = StepMetrics(), time.perf_counter()
-        yield from self.worker.run_chain(step, eval_metrics, step)
+        yield from self.worker.run_chain(step, eval_metrics)
         self.worker.data.check_freed(step)
-        self.worker.link.end_step(self.worker.data, step, eval_metrics)
+        self.worker.comm.end_step(self.worker.data, step, eval_metrics)
         metrics.totals |= {key: value for key, value in eval_metrics.totals.items() if key[0].startswith(HELD_OUT)}
         metrics.time("eval", time.perf_counter() - start)

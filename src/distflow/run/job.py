@@ -2,20 +2,22 @@
 
 import inspect
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from distflow.checkpoint.store import read_state
+from distflow.checkpoint.store import read_state, verify
 from distflow.cluster.identity import list_hosts
 from distflow.cluster.network import Network
 from distflow.cluster.rendezvous import Rendezvous
 from distflow.comm.collectives import Communication
 from distflow.coordinator.coordinator import Coordinator
 from distflow.dataset.loader import Loader
+from distflow.dataset.view import DatasetView
 from distflow.errors import ConfigError, DistflowError, StoppedError
 from distflow.liveness.heartbeat import Heartbeat
 from distflow.observe.metrics import MetricsReducer, StepMetrics
@@ -26,21 +28,52 @@ from distflow.observe.trackers import start_trackers
 from distflow.observe.trackers.tracker import RunInfo
 from distflow.plan import Layout, Plan, Run, Weights
 from distflow.roles.context import RoleContext
+from distflow.run.async_comm import AsyncComm, CommThread
 from distflow.run.checkpoint_manager import CheckpointManager
+from distflow.run.comm import Comm
 from distflow.run.description import describe_run
 from distflow.run.evaluation import Evaluation
-from distflow.run.link import Link
-from distflow.run.overlap import Overlap
 from distflow.run.program import Program
 from distflow.run.redaction import redact
 from distflow.run.rollouts import Rollouts
-from distflow.run.weight_versions import WeightVersions
-from distflow.run.worker import Worker
+from distflow.run.versions import Versions
+from distflow.run.worker import Surroundings, Worker
 from distflow.train.update_spec import check_losses
 
 
+@dataclass(frozen=True)
+class Inputs:
+    """What a run reads and does: rows and plans."""
+
+    plan: Plan
+    rows: DatasetView
+    held_out: DatasetView | None
+    eval_plan: Plan | None  # if there are held-out rows
+    trains: bool
+    skipped: Sequence[str]  # a line for the first of the bad rows
+    skipped_count: int
+
+    @classmethod
+    def open(cls, program: Program, plan: Plan) -> "Inputs":
+        """Opens the data, and raises what is wrong with the config before any worker waits for this one."""
+        config, rows, held_out = program.config, program.dataset(plan), program.eval_dataset()
+        eval_plan = program.eval_plan(plan.workers, len(held_out)) if held_out else None
+        if config.steps == 0 and not eval_plan:
+            raise ConfigError("steps: 0 only evaluates, and there is no `eval` section; add one, or give steps")
+        check_losses(plan.flow, config.base)
+        dataset = rows.dataset
+        return cls(plan, rows, held_out, eval_plan, config.steps != 0, dataset.skipped, dataset.skipped_count)
+
+    @property
+    def plans(self) -> list[Plan]:
+        return [p for p in (self.plan if self.trains else None, self.eval_plan) if p]
+
+
 class Job:
-    """A run as one worker sees it. `resume` is what `--resume` names; `stop_requested` is checked after every step."""
+    """A run as one worker sees it. `resume` is what `--resume` names; `stop_requested` is checked after every step.
+
+    It is prepared in phases. From the second on workers communicate, so all of them go through these in one order.
+    """
 
     def __init__(
         self,
@@ -51,79 +84,68 @@ class Job:
         resume: str | None = None,
         stop_requested: Callable[[], bool] = lambda: False,
     ) -> None:
-        config, rank = program.config, rendezvous.rank
-        self.program, self.config, self.plan, self.rank, self.heartbeat = program, config, plan, rank, heartbeat
-        self.rows = program.dataset(plan)
-        self.skipped, self.skipped_count = self.rows.dataset.skipped, self.rows.dataset.skipped_count
-        self.held_out = program.eval_dataset()
-        self.eval_plan = program.eval_plan(plan.workers, len(self.held_out)) if self.held_out else None
-        if config.steps == 0 and not self.eval_plan:
-            raise ConfigError("steps: 0 only evaluates, and there is no `eval` section; add one, or give steps")
-        check_losses(plan.flow, config.base)
-        self.plans = [p for p in (plan if config.steps != 0 else None, self.eval_plan) if p]
-        self.network = Network(config, self.plans, self._model_layouts(), heartbeat, rendezvous)
-        if rank == 0:
-            describe_run(config, self.plans[0], list_hosts(self.network.identities))
-        self.checkpoint = self._checkpoint(resume)
-        self.source = self._open_model()
-        self.steps = max(1, len(self.rows) // config.data.batch) if config.steps is None else config.steps
-        heartbeat.start_task(-1, "load models")
-        self.hybrid_mesh = cache(self.network.mesh)
+        self.program, self.config, self.plan, self.rank = program, program.config, plan, rendezvous.rank
+        self.heartbeat, self.stop_requested = heartbeat, stop_requested
+        # 1. Alone.
+        self.inputs = Inputs.open(program, plan)
+        self.plans = self.inputs.plans
+        # 2. Meet the other workers.
+        self.network = Network(self.config, self.plans, self._model_layouts(), heartbeat, rendezvous)
+        if self.rank == 0:
+            describe_run(self.config, self.plans[0], list_hosts(self.network.identities))
+        # 3. Open the model, and drop prompts that it cannot read.
+        self.source, self.inputs = self._open_model()
+        # 4. Load the models of roles.
+        rows, data = self.inputs.rows, self.config.data
+        self.steps = max(1, len(rows) // data.batch) if self.config.steps is None else self.config.steps
         self.generates = {n.role: p.partition_of(n.id).layout for p in self.plans for n in p.flow.nodes if n.generates}
-        self.roles: dict[str, Any] = {}
-        # In the same order on all ranks, which may create process groups for them; those with engines first.
-        for name in sorted(_roles(self.plans, rank), key=lambda role: (role not in self.generates, role)):
-            self.roles[name] = self._make_role(name)
-        self.data = self._coordinator(plan, Loader(self.rows, config.data.batch, program.repeat, config.seed))
-        self.stop_requested = stop_requested
+        self.roles = self._make_roles()
+        # 5. Restore the state of a checkpoint.
+        self.data = self._coordinator(plan, Loader(rows, data.batch, program.repeat, self.config.seed))
         self.rollouts = Rollouts(plan)
-        self.checkpoints = CheckpointManager(program, plan, rank, self.network, self.roles, self.data, self.rollouts)
+        self.checkpoints = CheckpointManager(program, self.network, self.roles, self.data, self.rollouts)
         self.first = self.checkpoints.resume(resume) if self.steps else 0  # the step after which this run starts
-        self.progress = None
-        if rank == 0:
-            hosts = [i.host for i in self.network.identities]
-            info = RunInfo(
-                config.run_folder.name, config.run_folder, redact(config.model_dump(mode="json")), self.first
-            )
-            self.progress = Progress(
-                config.run_folder,
-                self.steps,
-                self.skipped,
-                self.skipped_count,
-                self.first,
-                hosts,
-                start_trackers(config.track, info),
-            )
-        self.metrics = MetricsReducer(rank, self.network.all_ranks, self.progress)
-        self.link = Link(WeightVersions(rank, plan, self.roles, self.first))
-        self.recorder = self._recorder()
-        self.evaluation = self._evaluation()
-        self._stop_step: int | None = None  # where the run ends early, as some worker was asked to
+        # 6. Open the logs, and make the workers of the plans.
+        self.progress = self._open_progress() if self.rank == 0 else None
+        self.metrics = MetricsReducer(self.rank, self.network.all_ranks, self.progress)
+        self.recorder = self._open_recorder()
+        around = Surroundings(self.config.seed, self.config.run_folder, heartbeat.start_task, self.recorder)
+        versions = Versions(plan.staleness, self.first, self.steps)
+        self.comm = Comm(self.rank, plan, self.roles, versions)
+        self.worker = Worker(self.data, self.comm, around, rollouts=self.rollouts) if self.steps else None
+        self.evaluation = self._evaluation(around)
 
     def run(self) -> None:
         self._check_fields()
         self.heartbeat.start_task(-1, "wait for all workers")  # some take longer than others to load models
         self._start_recording()
-        run = self.network.transport.run
         if self.evaluation and not self.first:
-            at = read_state(self.checkpoint)["step"] if self.checkpoint else 0
-            run(self._after_step(at, StepMetrics()))
-            self.recorder.end_step(at)
-        if self.steps:
-            worker = self._worker(self.plan, self.data)
-            if self.network.overlap:
-                self.link = worker.link = self._overlap(worker)
-            try:
-                hooks = self._end_of_step, self._after_step, self._after_chain
-                run(worker.steps(self.first, self.steps, *hooks))
-            except DistflowError as e:
-                self.recorder.fail(self.heartbeat.step, str(e))
-                raise
+            self._evaluate_first()
+        if self.worker:
+            self._train(self.worker)
         self.heartbeat.start_task(self.steps, "finish")
         if self.steps > self.first:
             self.checkpoints.finish(self.steps)
         self.metrics.wait()
         self.network.leave_together()
+
+    def _evaluate_first(self) -> None:
+        """Evaluates before the first step, or all there is to evaluate. Nobody votes yet: a run stops after a step."""
+        step = read_state(self.program.checkpoint)["step"] if self.program.checkpoint else 0
+        self.network.transport.run(self._end_metrics(step, StepMetrics(), lambda: False))
+        self.recorder.end_step(step)
+
+    def _train(self, worker: Worker) -> None:
+        if self.network.overlap:  # the communication of steps has a thread of its own
+            transport = self.network.overlap
+            thread = CommThread(transport.run, transport.sent, self.heartbeat.waiting, self.stop_requested)
+            self.comm = comm = AsyncComm(worker, self.evaluation, self.metrics, thread)
+            comm.start()
+        try:
+            self.network.transport.run(worker.steps(self._end_of_step, self._after_step, self._after_chain))
+        except DistflowError as e:
+            self.recorder.fail(self.heartbeat.step, str(e))
+            raise
 
     def close(self) -> None:
         self.metrics.close()
@@ -137,38 +159,48 @@ class Job:
             self.progress.close()
         self.network.close()
 
-    def _checkpoint(self, resume: str | None) -> Path | None:
-        """Returns the checkpoint to evaluate, if there is nothing else to do."""
-        from distflow.checkpoint.model import find_checkpoint
-
-        if resume is None or self.config.steps != 0:
-            return None
-        return find_checkpoint(self.config.run_folder, resume)
-
-    def _open_model(self) -> Any:
-        """Opens the model of the config, if it names one, and checks that it can read all prompts."""
-        if not self.config.model:
-            return None
+    def _open_model(self) -> tuple[Any, Inputs]:
+        """Opens the model of the config or checkpoint, if there is one; returns it and the rows that it can read."""
+        config, inputs, all_ranks = self.config, self.inputs, self.network.all_ranks
+        if not config.model:
+            return None, inputs
         from distflow.checkpoint.model import find_role, open_checkpoint
         from distflow.model.prompt_check import check_prompts, texts
         from distflow.model.source import open_model
         from distflow.model.text import Text, prompt_limit
 
-        config, all_ranks = self.config, self.network.all_ranks
         self.heartbeat.start_task(-1, "check the prompts")
-        if self.checkpoint:
-            source = open_checkpoint(find_role(self.checkpoint, "actor"))
+        if checkpoint := self.program.checkpoint:
+            self._verify(checkpoint)
+            source = open_checkpoint(find_role(checkpoint, "actor"))
         else:
-            source = open_model(self.config.model, lambda: texts(self.rows), config.base, config.seed)
+            source = open_model(config.model, lambda: texts(inputs.rows), config.base, config.seed)
         text = Text(source, prompt_limit(source, config.rollout.max_tokens, config.data.max_prompt))
         with self.heartbeat.waiting(all_ranks):
             skip = config.data.on_bad_row == "skip"
-            checked = check_prompts(self.rows, text, skip, self.rank, len(all_ranks), self.network.all_reduce)
-            if self.held_out:
-                check_prompts(self.held_out, text, False, self.rank, len(all_ranks))
-        self.rows, self.skipped = checked.rows, [*self.skipped, *checked.skipped]
-        self.skipped_count += checked.count
-        return source
+            checked = check_prompts(inputs.rows, text, skip, self.rank, len(all_ranks), self.network.all_reduce)
+            if inputs.held_out:
+                check_prompts(inputs.held_out, text, False, self.rank, len(all_ranks))
+        skipped = [*inputs.skipped, *checked.skipped]
+        count = inputs.skipped_count + checked.count
+        return source, replace(inputs, rows=checked.rows, skipped=skipped, skipped_count=count)
+
+    def _verify(self, checkpoint: Path) -> None:
+        """Verifies a checkpoint, of which every worker reads a share."""
+        problem = verify(checkpoint, self.rank, len(self.network.all_ranks))
+        if self.network.any_rank(problem is not None):
+            problem = problem or f"{checkpoint} is damaged, as another worker has found"
+            raise ConfigError(f"{problem}; name another checkpoint")
+
+    def _make_roles(self) -> dict[str, Any]:
+        """Makes the roles of this worker, in an order that all ranks share: they may create process groups for them."""
+        self.heartbeat.start_task(-1, "load models")
+        self.hybrid_mesh = cache(self.network.mesh)
+        self.roles = {}
+        # Roles with engines come first.
+        for name in sorted(_roles(self.plans, self.rank), key=lambda role: (role not in self.generates, role)):
+            self.roles[name] = self._make_role(name)
+        return self.roles
 
     def _make_role(self, name: str) -> Any:
         """Makes the object that implements a role on this worker."""
@@ -202,9 +234,9 @@ class Job:
             for node in plan.flow.nodes:
                 check = getattr(self.roles.get(node.role), "check_fields", None)
                 if check is not None and node.method:
-                    check([node.local_name(f) for f in node.reads], "eval: " if plan is self.eval_plan else "")
+                    check([node.local_name(f) for f in node.reads], "eval: " if plan is self.inputs.eval_plan else "")
         for role in self.roles.values():
-            for rows in (self.rows, self.held_out) if hasattr(role, "check_rows") else ():
+            for rows in (self.inputs.rows, self.inputs.held_out) if hasattr(role, "check_rows") else ():
                 if rows is not None:
                     role.check_rows(rows, self.rank, self.plan.workers)
 
@@ -217,23 +249,14 @@ class Job:
     def _coordinator(self, plan: Plan, loader: Loader) -> Coordinator:
         return Coordinator(self.rank, plan, loader, self.network.topology)
 
-    def _worker(self, plan: Plan, data: Coordinator) -> Worker:
-        config = self.config
-        recorder = self.recorder if plan is self.plan else self.recorder.held_out()
-        on_task, held_out = self.heartbeat.start_task, plan is self.eval_plan
-        place, ahead = (config.seed, config.run_folder), (self.link, self.rollouts)
-        return Worker(self.rank, plan, data, self.roles, *place, on_task, recorder, self.steps, held_out, *ahead)
+    def _open_progress(self) -> Progress:
+        config, inputs = self.config, self.inputs
+        folder, settings = config.run_folder, redact(config.model_dump(mode="json"))
+        trackers = start_trackers(config.track, RunInfo(folder.name, folder, settings, self.first))
+        hosts = [i.host for i in self.network.identities]
+        return Progress(folder, self.steps, inputs.skipped, inputs.skipped_count, self.first, hosts, trackers)
 
-    def _overlap(self, worker: Worker) -> Overlap:
-        """Gives the communication of this worker's steps a thread of its own."""
-        assert self.network.overlap
-        transport, waiting = self.network.overlap, self.heartbeat.waiting
-        stop, sent = self.stop_requested, transport.sent
-        link = Overlap(worker, self.evaluation, self.metrics, transport.run, waiting, stop, sent)
-        link.start(self.first, self.steps)
-        return link
-
-    def _recorder(self) -> Recorder:
+    def _open_recorder(self) -> Recorder:
         config, record = self.config, self.config.record
         pieces = text_of_tokens(self.source.tokenizer) if self.source else None
         sent = self.network.transport.sent
@@ -248,29 +271,32 @@ class Job:
         self.recorder.open(float(now), self.first, len(self.network.all_ranks))
         self.heartbeat.on_wait = self.recorder.waited
 
-    def _evaluation(self) -> Evaluation | None:
-        plan = self.eval_plan
-        if not (plan and self.held_out and self.config.eval):
+    def _evaluation(self, around: Surroundings) -> Evaluation | None:
+        plan, rows = self.inputs.eval_plan, self.inputs.held_out
+        if not (plan and rows and self.config.eval):
             return None
-        loader = Loader(self.held_out, plan.samples // plan.repeat, plan.repeat, 0, rewind=True)
-        return Evaluation(self._worker(plan, self._coordinator(plan, loader)), self.config.eval.every, self.steps)
+        loader = Loader(rows, plan.samples // plan.repeat, plan.repeat, 0, rewind=True)
+        worker = Worker(self._coordinator(plan, loader), self.comm, around, held_out=True)
+        return Evaluation(worker, self.config.eval.every, self.steps)
 
     def _after_step(self, step: int, metrics: StepMetrics) -> Communication[None]:
+        yield from self._end_metrics(step, metrics, self.stop_requested)
+        versions = self.comm.versions
+        if versions.stop_step == step + versions.delay:
+            # What all workers have done by now. Those ahead still make the rollouts that belong to its state.
+            self._copy_state(versions.stop_step)
+
+    def _end_metrics(self, step: int, metrics: StepMetrics, vote: Callable[[], bool]) -> Communication[None]:
         """Evaluates if it is time to, and reduces the metrics; the vote whether to stop goes with them."""
         if self.evaluation:
             yield from self.evaluation(step, metrics)
         if self.network.device.type != "cpu":
             metrics.log("perf/device_peak_mib", torch.accelerator.max_memory_allocated() / (1 << 20), reduce="max")
         with self.recorder.span(step, "control", "metrics"):
-            stop = yield from self.link.reduce(self.metrics, step, metrics, self.stop_requested())
-        if stop and self._stop_step is None:
-            # What all workers have done by now. Those ahead still make the rollouts that belong to its state.
-            self._stop_step = step + self.plan.staleness
-            self._copy_state(self._stop_step)
+            yield from self.comm.reduce(self.metrics, step, metrics, vote())
 
     def _after_chain(self, step: int, metrics: StepMetrics) -> None:
-        if isinstance(self.link, Overlap):
-            self.link.after_chain(step, metrics)
+        self.comm.after_chain(step, metrics)
         if self.checkpoints.due(step):
             self._copy_state(step)
 
@@ -280,7 +306,7 @@ class Job:
             self.checkpoints.copy(step)
 
     def _end_of_step(self, step: int, metrics: StepMetrics) -> None:
-        stop = step == self._stop_step
+        stop = step == self.comm.versions.stop_step
         if stop or self.checkpoints.due(step):
             with self.recorder.span(step, "checkpoint", "save"):
                 self.checkpoints.save(step)

@@ -15,6 +15,7 @@ from distflow.flow.importing import load
 from distflow.flows import BUILT_IN
 from distflow.plan import Load, Place, Placement, Plan, Workload, plan
 from distflow.plan.field_bytes import PROMPT_TOKENS, known_field
+from distflow.run_folder import ENVIRONMENTS_LOG, REWARDS_LOG
 
 if TYPE_CHECKING:
     from distflow.dataset.view import DatasetView
@@ -36,10 +37,13 @@ EVAL_REWARD = "eval_reward"  # the role of `eval.reward`
 
 
 class Program:
-    """Everything about a run that every worker derives alike from its config, before any process starts."""
+    """Everything about a run that every worker derives alike from its config, before any process starts.
 
-    def __init__(self, config: Config) -> None:
-        self.config = config
+    `checkpoint`: evaluated instead of the config's model, if the run only evaluates.
+    """
+
+    def __init__(self, config: Config, checkpoint: Path | None = None) -> None:
+        self.config, self.checkpoint = config, checkpoint
 
     @classmethod
     def load(cls, path: str | Path, overrides: Sequence[str] = (), base: Path | None = None) -> "Program":
@@ -62,7 +66,7 @@ class Program:
             built_in |= {role: RoleConfig(call=call) for role, call in MODEL_ROLES.items()}
         if self.environments:
             args = {"environments": {n: e.model_dump() for n, e in self.environments.items()}}
-            log = config.run_folder / "environments.log"
+            log = config.run_folder / ENVIRONMENTS_LOG
             built_in["actor"] = RoleConfig(call=AGENT, args=args | {"log": log})
             built_in["reward"] = RoleConfig(call=ENVIRONMENT_REWARD)
             names = {"environment", *config.environments}
@@ -83,7 +87,7 @@ class Program:
         if reward.model is not None:
             return RoleConfig(call=MODEL_ROLES["reward_model"], args={"model": reward.model.model_dump()})
         args = reward.model_dump(exclude={"model"})
-        args |= {"base": self.config.base, "log": self.config.run_folder / "rewards.log"}
+        args |= {"base": self.config.base, "log": self.config.run_folder / REWARDS_LOG}
         return RoleConfig(call=REWARD_FUNCTIONS, args=args)
 
     def implementation(self, role: str) -> Any:

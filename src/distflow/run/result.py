@@ -11,6 +11,7 @@ from types import TracebackType
 from typing import Any
 
 from distflow.errors import DistflowError
+from distflow.run_folder import CHECKPOINTS, METRICS, checkpoint_dir
 from distflow.util.lines import Tail, parse
 
 POLL_S = 0.2
@@ -30,11 +31,11 @@ class RunResult:
 
     @classmethod
     def read(cls, folder: Path) -> "RunResult":
-        from distflow.checkpoint.store import checkpoint_dir, list_checkpoints
+        from distflow.checkpoint.store import list_checkpoints
 
-        steps = list_checkpoints(folder / "checkpoints")
-        newest = checkpoint_dir(folder / "checkpoints", steps[0]) if steps else None
-        return cls(folder, list(_new_rows(Tail(folder / "metrics.jsonl"))), newest)
+        steps = list_checkpoints(folder / CHECKPOINTS)
+        newest = checkpoint_dir(folder / CHECKPOINTS, steps[0]) if steps else None
+        return cls(folder, list(_new_rows(Tail(folder / METRICS))), newest)
 
     @property
     def last(self) -> dict[str, float]:
@@ -46,7 +47,7 @@ class StepCalls:
     """Calls a function for each step that a run logs, in a thread of its own."""
 
     def __init__(self, folder: Path, function: Callable[[int, dict[str, float]], object]) -> None:
-        self._tail, self._function = Tail(folder / "metrics.jsonl"), function
+        self._tail, self._function = Tail(folder / METRICS), function
         self._start, self._last = time.time(), -1
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)

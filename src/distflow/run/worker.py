@@ -6,7 +6,7 @@ import logging
 import resource
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,90 +23,91 @@ from distflow.flow.graph import Node
 from distflow.observe.metrics import StepMetrics
 from distflow.observe.recorder import NO_RECORDER, Recorder
 from distflow.plan.layout import format_ranks
-from distflow.plan.tasks import Free, Load, Merge, Move, Plan, Resample, Run, Split, Task, Weights, chunk_of
-from distflow.run.leaving import Leaving
-from distflow.run.link import Link
+from distflow.plan.tasks import Free, Load, Merge, Move, Resample, Run, Split, Task, Weights, chunk_of
+from distflow.run.chunk_sender import ChunkSender
+from distflow.run.comm import Comm
 from distflow.run.rollouts import PartialRollouts, Rollout, Rollouts
-from distflow.run.weight_versions import WeightVersions
 
 logger = logging.getLogger(__name__)
 TOKENS = "response_tokens"
 
 
-class Worker:
-    """`roles`: role → the object whose methods are its nodes. `on_task(step, name)` is called before each task.
+@dataclass(frozen=True)
+class Surroundings:
+    """What the workers of a run, the one that trains and the one that evaluates, have in common on one rank."""
 
-    `run_steps` of the whole run and whether the plan is an evaluation, `held_out`, are for the nodes' context.
-    The chain communicates by `link`, by default at once. `rollouts` has those that are ahead of training."""
+    seed: int = 0
+    folder: Path = Path()  # of the run
+    on_task: Callable[[int, str], None] = lambda step, name: None  # is called before each task
+    recorder: Recorder = NO_RECORDER
+
+
+class Worker:
+    """Runs the tasks of one rank. The methods of `comm.roles` are the nodes of roles.
+
+    `held_out`: the plan is an evaluation. `rollouts` has those that are ahead of training.
+    """
 
     def __init__(
         self,
-        rank: int,
-        plan: Plan,
         data: Coordinator,
-        roles: Mapping[str, Any],
-        seed: int,
-        folder: Path,
-        on_task: Callable[[int, str], None],
-        recorder: Recorder = NO_RECORDER,
-        run_steps: int = 0,
+        comm: Comm,
+        around: Surroundings = Surroundings(),
         held_out: bool = False,
-        link: Link | None = None,
         rollouts: Rollouts | None = None,
     ) -> None:
-        self.rank, self.plan, self.data, self.seed, self.folder = rank, plan, data, seed, folder
-        self.roles, self.on_task, self.recorder = roles, on_task, recorder
-        self.run_steps, self.held_out = run_steps, held_out
-        self.link = link or Link(WeightVersions(rank, plan, roles))
-        self.rollouts = rollouts if plan.staleness else None
-        self.split = next((t for t in plan.chain(rank) if isinstance(t, Split)), None)
-        self.chain = plan.chain(rank)
+        self.rank, self.plan, self.data, self.comm = data.rank, data.plan, data, comm
+        self.around, self.recorder = around, around.recorder.held_out() if held_out else around.recorder
+        self.held_out, self.rollouts = held_out, rollouts if data.plan.staleness else None
+        self.chain = self.plan.chain(self.rank)
+        self.split = next((t for t in self.chain if isinstance(t, Split)), None)
         self.chunk_tasks: dict[int, list[Task]] = {}  # of the chain, by chunk
         for t in self.chain:
             if (chunk := chunk_of(t)) is not None:
                 self.chunk_tasks.setdefault(chunk, []).append(t)
         self.work_s = 0.0  # time in nodes in this step; all other time may be spent waiting for others
-        self.functions = {t.node: _bind(plan.flow.node(t.node), roles) for t in self.chain if isinstance(t, Run)}
+        self.functions = {
+            t.node: _bind(self.plan.flow.node(t.node), comm.roles) for t in self.chain if isinstance(t, Run)
+        }
 
     def steps(
         self,
-        first: int,
-        last: int,
         end_of_step: Callable[[int, StepMetrics], None],
         after_step: Callable[[int, StepMetrics], Iterable[SendReceive]] = lambda step, metrics: (),
         after_chain: Callable[[int, StepMetrics], None] = lambda step, metrics: None,
     ) -> Communication[None]:
-        """Runs the steps after `first` until `last`, counted from 1; yields the messages they need.
+        """Runs all steps of the run; yields the messages they need.
 
         `after_chain` is called when this worker has done its part of a step. A step ends (`after_step`, `end_of_step`)
-        once all have, where those that are ahead come to it: just before the step that generates with its weights.
+        once all have, when the ranks ahead reach it: just before the step that generates with its weights.
         """
         running: dict[int, StepMetrics] = {}
-        self.link.trained(first)
-        for step in range(first + 1, last + self.plan.staleness + 2):
-            ended = step - self.plan.staleness - 1
-            if ended > first:
+        versions = self.comm.versions
+        self.comm.trained(versions.first)
+        for step in versions.begins:
+            ended = versions.ended_before(step)
+            if ended is not None:
                 metrics = running.pop(ended)
-                self.link.end_step(self.data, ended - 1, metrics)
+                self.comm.end_step(self.data, ended, metrics)
                 yield from after_step(ended, metrics)
                 end_of_step(ended, metrics)
-            if step <= last:
+            if step <= versions.last:
                 metrics = running[step] = StepMetrics()
                 start, cpu_start = time.perf_counter(), time.process_time()
-                yield from self.run_chain(step - 1, metrics, step)
-                self.data.check_freed(step - 1)
+                yield from self.run_chain(step, metrics)
+                self.data.check_freed(step)
                 metrics.time("step", time.perf_counter() - start)
                 metrics.log("perf/cpu_s", time.process_time() - cpu_start, reduce="sum")
                 metrics.log("perf/peak_mib", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024, reduce="max")
-                self.link.trained(step)
+                self.comm.trained(step)
                 after_chain(step, metrics)
 
     def version(self, step: int) -> int:
         """Returns which weights the chain generates with: those that this many steps have made."""
-        return step if self.held_out else self.link.versions.version(step)
+        return step if self.held_out else self.comm.versions.of(step)
 
-    def run_chain(self, index: int, metrics: StepMetrics, step: int) -> Communication[None]:
-        """Runs the chain once on the batch `index` of the data, counted from 0, as a part of `step`."""
+    def run_chain(self, step: int, metrics: StepMetrics) -> Communication[None]:
+        """Runs the chain once."""
         times: dict[str, float] = {}
         self.work_s = 0.0
         sampled, resample, rest = _split_at_resample(self.chain)
@@ -114,85 +115,88 @@ class Worker:
             self.data.begin_sampling(resample)
             full = False
             while not full:
-                yield from self._run_tasks(sampled, index, step, metrics, times)
-                self.on_task(step, resample.name)
+                yield from self._run_tasks(sampled, step, metrics, times)
+                self.around.on_task(step, resample.name)
                 with self.recorder.task(step, resample, self.plan):
-                    full = yield from self.data.resample(index, resample)
+                    full = yield from self.data.resample(step, resample)
             metrics.sampling(self.data.sampled_prompts)
-        yield from self._run_tasks(rest, index, step, metrics, times)
+        yield from self._run_tasks(rest, step, metrics, times)
         for name, seconds in times.items():
             metrics.time(name, seconds)
         metrics.work(self.rank, self.work_s)
 
     def _run_tasks(
-        self, tasks: Iterable[Task], index: int, step: int, metrics: StepMetrics, times: dict[str, float]
+        self, tasks: Iterable[Task], step: int, metrics: StepMetrics, times: dict[str, float]
     ) -> Communication[None]:
         by_chunk: dict[int, StepMetrics] = {}
-        for task in self._in_order(tasks, index):
+        for task in self._in_order(tasks, step):
             start, chunk = time.perf_counter(), chunk_of(task)
-            self.on_task(step, task.name)
+            self.around.on_task(step, task.name)
             logger.debug("rank %d, step %d: %s", self.rank, step, task.name)
             with self.recorder.task(step, task, self.plan) as details:
                 match task:
                     case Load():
-                        self.data.load(index, task)
+                        self.data.load(step, task)
                     case Move():
-                        yield from self.link.move(self.data, index, task)
+                        yield from self.comm.move(self.data, step, task)
                     case Weights():
-                        yield from self.link.sync_weights(task, self.version(step))
+                        yield from self.comm.sync_weights(task, self.version(step))
                     case Run():
                         logged = metrics if chunk is None else by_chunk.setdefault(chunk, StepMetrics())
-                        details.update(self.run_node(index, step, task, logged))
+                        details.update(self.run_node(step, task, logged))
                         self.work_s += time.perf_counter() - start
                     case Merge():
-                        self.data.merge(index, task)
+                        self.data.merge(step, task)
                     case Split():
-                        pass  # the node before has let all chunks leave
+                        pass  # the node before has sent all chunks
                     case Free():
-                        self.data.free(index, task)
+                        self.data.free(step, task)
             if not isinstance(task, Free | Split):
                 name = "move" if isinstance(task, Move) else task.name.replace(" ", "_")
                 times[name] = times.get(name, 0.0) + time.perf_counter() - start
         for chunk in sorted(by_chunk):  # sums do not depend on the order in which chunks were complete
             metrics.merge(by_chunk[chunk].totals)
 
-    def _in_order(self, tasks: Iterable[Task], index: int) -> Iterator[Task]:
-        """Yields tasks in their order, and those of chunks in the order in which these have left."""
+    def _in_order(self, tasks: Iterable[Task], step: int) -> Iterator[Task]:
+        """Yields tasks in their order, and those of chunks in the order in which these were sent."""
         for task in tasks:
             if chunk_of(task) is None:
                 yield task
             if isinstance(task, Split):
-                for chunk in self.link.order(self.data, index, task):
+                for chunk in self.comm.chunk_order(self.data, step, task):
                     yield from self.chunk_tasks.get(chunk, ())
 
-    def run_node(self, index: int, step: int, task: Run, metrics: StepMetrics) -> dict[str, int]:
+    def run_node(self, step: int, task: Run, metrics: StepMetrics) -> dict[str, int]:
         """Calls the node's function; returns how many samples, and tokens of responses, it was given."""
         node, fn = self.plan.flow.node(task.node), self.functions[task.node]
-        batch = self.data.inputs(index, task)
+        batch = self.data.inputs(step, task)
         if not len(batch) and not node.method:  # a method is called: models of several workers compute together
-            self.data.outputs(index, task, dict.fromkeys(node.writes, NO_SAMPLES))
+            self.data.outputs(step, task, dict.fromkeys(node.writes, NO_SAMPLES))
             return {"samples": 0}
         versions = {f: _version(c) for f, c in batch.columns.items()}
         metrics = metrics.with_prefix(node.prefix) if node.prefix else metrics
-        layout, groups = task.partition.layout, self.data.groups(index)
-        context = Context(step, self.rank, self.plan.workers, layout, self.seed, metrics, self.folder, groups)
+        layout, groups = task.partition.layout, self.data.groups(step)
+        context = Context(
+            step, self.rank, self.plan.workers, layout, self.around.seed, metrics, self.around.folder, groups
+        )
         if not context.lead:  # the ranks of a replica have the same samples, of which a sum counts each once
             context = replace(context, metrics=metrics.without_sums())
         record = self.recorder.node(context, self.plan.repeat)
-        context = replace(context, record=record, steps=self.run_steps, held_out=self.held_out)
-        leaving = None
+        context = replace(context, record=record, steps=self.comm.versions.last, held_out=self.held_out)
+        chunks = None
         if self.split and node.generates:
-            leaving = Leaving(self.data, index, self.split, len(batch), partial(self.link.leave, self.data, index))
-            context = replace(context, chunks=leaving)
+            send = partial(self.comm.send_chunk, self.data, step)
+            chunks = ChunkSender(self.data, step, self.split, len(batch), send)
+            context = replace(context, chunks=chunks)
         try:
             if self.rollouts and node.generates:
-                result = self._generate(context, node, index, task, batch, metrics)
+                result = self._generate(context, node, task, batch, metrics)
             else:
                 result = fn(batch, context)
             _check_unchanged(node, batch, versions)
-            self.data.outputs(index, task, result)
-            if leaving:
-                leaving.rest(by_field(result, node.writes))
+            self.data.outputs(step, task, result)
+            if chunks:
+                chunks.send_rest(by_field(result, node.writes))
             self.recorder.outputs(context.record, self.plan.flow.source, node.writes, batch, result)
         except Exception as e:
             where = f"rank {self.rank}, step {step}, node '{node.id}'"
@@ -203,7 +207,7 @@ class Worker:
         return {"samples": len(batch), **({"tokens": int(batch[TOKENS].lengths.sum())} if TOKENS in batch else {})}
 
     def _generate(
-        self, context: Context, node: Node, index: int, task: Run, batch: Batch, metrics: StepMetrics
+        self, context: Context, node: Node, task: Run, batch: Batch, metrics: StepMetrics
     ) -> Mapping[str, Any]:
         """Calls a node that generates, unless a resumed run has what it would return; keeps what is ahead."""
         assert self.rollouts
@@ -212,7 +216,7 @@ class Worker:
             own = StepMetrics()
             context = replace(context, metrics=own.with_prefix(node.prefix) if node.prefix else own)
             if self.plan.prompts_ahead:
-                ahead = self.data.ahead(index, task, self.run_steps)
+                ahead = self.data.ahead(context.step, task, context.steps)
                 ahead.columns = {node.local_name(f): c for f, c in ahead.columns.items()}
                 begun = self.rollouts.begun(context.step, context.layout, self.rank)
                 context = replace(context, partial=PartialRollouts(ahead, begun))

@@ -8,7 +8,7 @@ from distflow.errors import ConfigError
 from distflow.observe.recorder import task_kind
 from distflow.observe.spans import span_line
 from distflow.plan.tasks import Move
-from distflow.run_folder import SPANS
+from distflow.run_folder import CONFIG, PLAN, SPANS, STATE, rank_file
 from distflow.simulate.report import Report
 from distflow.simulate.result import TaskTimes
 
@@ -26,10 +26,10 @@ def record_step(report: Report, folder: Path) -> None:
         (folder / SPANS).mkdir(parents=True, exist_ok=True)
         for rank, own in enumerate(lines):
             own.append(span_line(START_US + end, end, STEP, "step", "", {}))
-            (folder / SPANS / f"{rank}.jsonl").write_bytes(b"".join(own))
-        (folder / "plan.json").write_text(json.dumps(report.plan.to_json(), indent=2) + "\n")
-        (folder / "config.yaml").write_text(f"# a simulated step on {report.hardware.name}\n")
-        (folder / "state.json").write_text(json.dumps({"state": "simulated", "steps": STEP, "time": 0}) + "\n")
+            rank_file(folder, SPANS, rank).write_bytes(b"".join(own))
+        (folder / PLAN).write_text(json.dumps(report.plan.to_json(), indent=2) + "\n")
+        (folder / CONFIG).write_text(f"# a simulated step on {report.hardware.name}\n")
+        (folder / STATE).write_text(json.dumps({"state": "simulated", "steps": STEP, "time": 0}) + "\n")
     except OSError as e:
         raise ConfigError(f"--record {folder}: cannot be written: {e.strerror}") from None
 

@@ -1,15 +1,16 @@
 """Lets ranks that generate run ahead: all communication of a worker in a thread of its own, while its chain computes.
 
 The thread does what the chain does together with other ranks, in an order that all ranks share: steps, then tasks, but
-the weights of a step as soon as those that generate with them have sent what they have made in the step before. What
-the chain sends it leaves to the thread and goes on; what it receives it waits for. A step needs nothing but what comes
-before in that order, so nobody waits in a circle; and whoever generates waits for weights, so nobody is further ahead
-than the plan's staleness. That also bounds what lies here: as many steps of samples, and copies of weights.
+the weights of a step as soon as the ranks that generate with them have sent what they made in the step before. What the
+chain sends it leaves to the thread and goes on; what it receives it waits for. A step needs nothing but what comes
+before in that order, so nobody waits in a circle; and ranks that generate wait for weights, so none is further ahead
+than the plan's staleness. This also bounds buffering: to that many steps of samples, and copies of weights.
 """
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from threading import Thread
 
 import torch
@@ -19,113 +20,108 @@ from distflow.coordinator.coordinator import Coordinator
 from distflow.observe.metrics import MetricsReducer, StepMetrics
 from distflow.plan.early_weights import weights_after
 from distflow.plan.tasks import Move, Partition, Split, Task, Weights, chunk_of
+from distflow.run.comm import Comm
 from distflow.run.evaluation import Evaluation
-from distflow.run.link import Link
 from distflow.run.mailbox import Mailbox
 from distflow.run.worker import Worker
 
-Waiting = Callable[[tuple[int, ...]], AbstractContextManager[None]]
+
+@dataclass(frozen=True)
+class CommThread:
+    """What the thread of a worker communicates with."""
+
+    run: Callable[[Communication[None]], None]  # carries out communication, in the thread only
+    sent: Counter[int] = field(default_factory=Counter)  # the bytes that `run` has sent to each peer
+    waiting: Callable[[tuple[int, ...]], AbstractContextManager[None]] = lambda ranks: nullcontext()  # for the chain
+    stop_requested: Callable[[], bool] = lambda: False
 
 
-class Overlap(Link):
-    """The link of a worker whose communication has a thread of its own. `waiting` is entered with the ranks that the
-    chain waits for; `run` carries out communication, in the thread only, and counts the bytes to each peer in `sent`.
-    """
+class AsyncComm(Comm):
+    """The communication of a worker in a thread of its own. Continues what the worker's `Comm` has begun."""
 
     def __init__(
-        self,
-        worker: Worker,
-        evaluation: Evaluation | None,
-        reducer: MetricsReducer,
-        run: Callable[[Communication[None]], None],
-        waiting: Waiting,
-        stop_requested: Callable[[], bool] = lambda: False,
-        sent: Counter[int] | None = None,
+        self, worker: Worker, evaluation: Evaluation | None, reducer: MetricsReducer, thread: CommThread
     ) -> None:
-        super().__init__(worker.link.versions)
-        self.handed = dict(worker.link.handed)
-        self._handed_by_thread = dict(self.handed)
-        self.worker, self.evaluation, self.reducer = worker, evaluation, reducer
-        self.run, self.waiting, self.stop_requested = run, waiting, stop_requested
-        self.sent = Counter() if sent is None else sent
+        super().__init__(worker.rank, worker.plan, worker.comm.roles, worker.comm.versions)
+        self.synced = dict(worker.comm.synced)
+        self._synced_by_thread = dict(self.synced)
+        self.worker, self.evaluation, self.reducer, self.thread = worker, evaluation, reducer, thread
+        self.waiting = thread.waiting
         self.all_ranks = tuple(range(worker.plan.workers))
         self.mail = Mailbox()
         tasks, rank = weights_after(worker.plan), worker.rank
         # Tasks of the chain after which the next step begins for the thread, None: after all.
         self._early = None if tasks is None else sum(rank in t.ranks for t in worker.plan.tasks[:tasks])
-        self._stop_step: int | None = None  # after which no chain goes on, as some worker was asked to stop
-        self._complete: Counter[int] = Counter()  # batch of the data → its chunks that are complete here
-        self._left: set[tuple[int, int, str]] = set()  # moves of chunks that were sent before the chain came to them
+        self._complete: Counter[int] = Counter()  # step → its chunks that are complete here
+        self._sent: set[tuple[int, int, str]] = set()  # moves of chunks that were sent before the chain came to them
         for each in (worker, *([evaluation.worker] if evaluation else [])):
-            each.link = self
+            each.comm = self
 
-    def start(self, first: int, last: int) -> None:
-        """Starts the thread for the steps after `first` until `last`; it ends by itself."""
-        self.first, self.last = first, last
+    def start(self) -> None:
+        """Starts the thread for all steps of the run; it ends by itself."""
 
         def communicate() -> None:
             try:
-                self.run(self._communicate(first, last))
+                self.thread.run(self._communicate())
             except BaseException as e:
                 self.mail.fail(e)
 
-        Thread(target=communicate, name="overlap", daemon=True).start()  # daemon: it may wait for a lost peer
+        Thread(target=communicate, name="communication", daemon=True).start()  # daemon: it may wait for a lost peer
 
     # What the chain calls.
 
-    def move(self, data: Coordinator, index: int, task: Move) -> Communication[None]:
-        key = (id(data), index, task.id)
-        if task.src.layout.replica_of(data.rank) is not None and key not in self._left:
-            self.mail.put((*key, "sent"), data.outgoing(index, task))
+    def move(self, data: Coordinator, step: int, task: Move) -> Communication[None]:
+        key = (id(data), step, task.id)
+        if task.src.layout.replica_of(data.rank) is not None and key not in self._sent:
+            self.mail.put((*key, "sent"), data.outgoing(step, task))
         if task.dst.layout.replica_of(data.rank) is not None:
             with self.waiting(task.ranks):
                 received = self.mail.take((*key, "received"))
-            data.receive(index, task, received)
-        self._left.discard(key)
+            data.receive(step, task, received)
+        self._sent.discard(key)
         yield from ()
 
-    def leave(self, data: Coordinator, index: int, part: Partition) -> None:
+    def send_chunk(self, data: Coordinator, step: int, part: Partition) -> None:
         assert part.chunk is not None
         chunk, count = part.chunk
         for task in self.worker.chunk_tasks[chunk]:
             if isinstance(task, Move) and task.src.id == part.id:
-                self._left.add(key := (id(data), index, task.id))
-                self.mail.put((*key, "sent"), data.outgoing(index, task))
-        self.mail.put((id(data), index, "complete", self._complete[index]), chunk)
-        self._complete[index] += 1
-        if self._complete[index] == count:
-            del self._complete[index]
+                self._sent.add(key := (id(data), step, task.id))
+                self.mail.put((*key, "sent"), data.outgoing(step, task))
+        self.mail.put((id(data), step, "complete", self._complete[step]), chunk)
+        self._complete[step] += 1
+        if self._complete[step] == count:
+            del self._complete[step]
 
-    def order(self, data: Coordinator, index: int, task: Split) -> Iterator[int]:
+    def chunk_order(self, data: Coordinator, step: int, task: Split) -> Iterator[int]:
         for place in range(len(task.parts)):
             if data.rank not in task.readers:  # it has made them and waits for none
                 yield place
                 continue
             with self.waiting(task.partition.layout.ranks):
-                chunk: int = self.mail.take((id(data), index, "chunk", place))
+                chunk: int = self.mail.take((id(data), step, "chunk", place))
             yield chunk
 
     def sync_weights(self, task: Weights, version: int) -> Communication[None]:
-        if self.is_new(task.role, version) and task.role in self.versions.generates:
+        if self.is_new(task.role, version) and task.role in self.generating:
             self.mail.put((task.role, version, "weights"))
             with self.waiting(task.ranks):
                 self.mail.take((task.role, version, "filled"))
         yield from ()
 
     def trained(self, version: int) -> None:
-        generates = version == self.first or version + self.versions.delay < self.last
-        if generates or (self.evaluation and self.evaluation.due(version)):
-            for role in self.versions.gives:
-                if self.handed.get(role) != version:
-                    self.mail.put((role, version, "weights"), self.versions.copy(role))
+        if self.versions.is_used(version) or (self.evaluation and self.evaluation.due(version)):
+            for role in self.sending:
+                if self.synced.get(role) != version:
+                    self.mail.put((role, version, "weights"), self.roles[role].copy_weights())
 
-    def end_step(self, data: Coordinator, index: int, metrics: StepMetrics) -> None:
+    def end_step(self, data: Coordinator, step: int, metrics: StepMetrics) -> None:
         """Does nothing: the thread does it when it has done all of the step."""
 
     def after_chain(self, step: int, metrics: StepMetrics) -> None:
         """Gives the metrics of a step away as soon as they are complete: those ahead wait for all workers' to go on."""
         if not self._evaluates(step):
-            self.mail.put((step, "metrics"), (metrics, self.stop_requested()))
+            self.mail.put((step, "metrics"), (metrics, self.thread.stop_requested()))
 
     def reduce(self, reducer: MetricsReducer, step: int, metrics: StepMetrics, vote: bool) -> Communication[bool]:
         if self._evaluates(step):
@@ -141,51 +137,51 @@ class Overlap(Link):
 
     # What the thread does.
 
-    def _communicate(self, first: int, last: int) -> Communication[None]:
+    def _communicate(self) -> Communication[None]:
         """Goes through all steps in the order of `Worker.steps`, but for where a step begins."""
-        for step in range(first + 1, last + self.versions.delay + 2):
+        for step in self.versions.begins:
             if not self._begins_early(step):
                 yield from self._begin(step)
-            if step <= last:
-                yield from self._tasks(self.worker, step - 1, step)
+            if step <= self.versions.last:
+                yield from self._tasks(self.worker, step)
 
     def _begins_early(self, step: int) -> bool:
         """Whether a step begins before the one before it is over. Not after an evaluation, which follows that."""
-        due = self.evaluation is not None and self.evaluation.due(step - self.versions.delay - 1)
-        return self._early is not None and self.first + 1 < step <= self.last + 1 and not due
+        ended, versions = self.versions.ended_before(step), self.versions
+        due = self.evaluation is not None and ended is not None and self.evaluation.due(ended)
+        return self._early is not None and versions.first + 1 < step <= versions.last + 1 and not due
 
     def _begin(self, step: int) -> Communication[None]:
-        """Ends the step whose weights a step generates with, and hands them over."""
-        ended = step - self.versions.delay - 1
-        if ended > self.first:
+        """Ends the step whose weights a step generates with, and syncs them."""
+        ended = self.versions.ended_before(step)
+        if ended is not None:
             if self.evaluation and self.evaluation.due(ended):
-                yield from self._tasks(self.evaluation.worker, ended, ended)
+                yield from self._tasks(self.evaluation.worker, ended)
             metrics, vote = self.mail.take((ended, "metrics"))  # the chains are done with the step
             if self.evaluation:
                 self.evaluation.worker.data.end_step(ended)
-            metrics.traffic(self.worker.data.end_step(ended - 1))
-            stop = yield from self.reducer.reduce(ended, metrics, vote)
-            if stop and self._stop_step is None:
-                self._stop_step = ended + self.versions.delay  # as `Job` does
+            metrics.traffic(self.worker.data.end_step(ended))
+            stop = yield from super().reduce(self.reducer, ended, metrics, vote)
             self.mail.put((ended, "vote"), stop)
-            self.sent.clear()  # of no task
-        if self._early is not None and step <= self.last and ended != self._stop_step:
+            self.thread.sent.clear()  # of no task
+        stops = ended is not None and ended == self.versions.stop_step
+        if self._early is not None and step <= self.versions.last and not stops:
             for task in (t for t in self.worker.chain if isinstance(t, Weights)):
-                yield from self._task(self.worker, step - 1, step, task)
+                yield from self._task(self.worker, step, task)
 
-    def _tasks(self, worker: Worker, index: int, step: int) -> Communication[None]:
+    def _tasks(self, worker: Worker, step: int) -> Communication[None]:
         early = self._early if worker is self.worker else None
         for place, task in enumerate(worker.chain):
             if place == early and self._begins_early(step + 1):
                 yield from self._begin(step + 1)
             if chunk_of(task) is None and not (early is not None and isinstance(task, Weights)):
-                yield from self._task(worker, index, step, task)
+                yield from self._task(worker, step, task)
             if isinstance(task, Split):
-                yield from self._chunks(worker, index, step, task)
+                yield from self._chunks(worker, step, task)
         if early == len(worker.chain) and self._begins_early(step + 1):
             yield from self._begin(step + 1)
 
-    def _chunks(self, worker: Worker, index: int, step: int, split: Split) -> Communication[None]:
+    def _chunks(self, worker: Worker, step: int, split: Split) -> Communication[None]:
         """Does the tasks of all chunks, in an order on which its ranks agree: as they become complete.
 
         In the r-th round every rank says which of its chunks are complete, once r of them are; those that are complete
@@ -197,41 +193,41 @@ class Overlap(Link):
             mask = torch.ones(count, dtype=torch.uint8)
             if generates:
                 while len(complete) < count and (
-                    len(complete) <= r or self.mail.has((id(data), index, "complete", len(complete)))
+                    len(complete) <= r or self.mail.has((id(data), step, "complete", len(complete)))
                 ):
-                    complete.append(self.mail.take((id(data), index, "complete", len(complete))))
+                    complete.append(self.mail.take((id(data), step, "complete", len(complete))))
                 mask[:] = 0
                 mask[complete] = 1
             agreed = yield from all_reduce(data.rank, split.ranks, mask, torch.minimum)
             for chunk in (i for i in agreed.nonzero().flatten().tolist() if i not in order):
                 if data.rank in split.readers:
-                    self.mail.put((id(data), index, "chunk", len(order)), chunk)
+                    self.mail.put((id(data), step, "chunk", len(order)), chunk)
                 order.append(chunk)
                 for task in worker.chunk_tasks[chunk]:
-                    yield from self._task(worker, index, step, task)
+                    yield from self._task(worker, step, task)
             if len(order) == count:
                 return
 
-    def _task(self, worker: Worker, index: int, step: int, task: Task) -> Communication[None]:
+    def _task(self, worker: Worker, step: int, task: Task) -> Communication[None]:
         if isinstance(task, Move):
-            yield from self._move(worker.data, index, task)
+            yield from self._move(worker.data, step, task)
         elif isinstance(task, Weights):
             yield from self._sync_weights(task, worker.version(step))
-        worker.recorder.sent_by_thread(step, task, worker.plan, self.sent)
+        worker.recorder.sent_by_thread(step, task, worker.plan, self.thread.sent)
 
-    def _move(self, data: Coordinator, index: int, task: Move) -> Communication[None]:
-        key = (id(data), index, task.id)
+    def _move(self, data: Coordinator, step: int, task: Move) -> Communication[None]:
+        key = (id(data), step, task.id)
         sends, receives = (p.layout.replica_of(data.rank) is not None for p in (task.src, task.dst))
         columns = self.mail.take((*key, "sent")) if sends else None
-        received = yield from data.exchange(index, task, columns)
+        received = yield from data.exchange(step, task, columns)
         if receives:
             self.mail.put((*key, "received"), received)
 
     def _sync_weights(self, task: Weights, version: int) -> Communication[None]:
-        old, self._handed_by_thread[task.role] = self._handed_by_thread.get(task.role), version
+        old, self._synced_by_thread[task.role] = self._synced_by_thread.get(task.role), version
         if old == version:
             return
         weights = self.mail.take((task.role, version, "weights"))
-        yield from self.versions.sync_weights(task.role, version, weights)
-        if task.role in self.versions.generates:
+        yield from self.roles[task.role].sync_weights(version, weights)
+        if task.role in self.generating:
             self.mail.put((task.role, version, "filled"))

@@ -1,0 +1,76 @@
+"""How a worker's chain communicates: at once, in its own thread. `async_comm` has another way."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from distflow.comm.collectives import Communication
+from distflow.coordinator.coordinator import Coordinator
+from distflow.errors import ConfigError
+from distflow.observe.metrics import MetricsReducer, StepMetrics
+from distflow.plan.tasks import Move, Partition, Plan, Run, Split, Weights
+from distflow.run.versions import Versions
+
+
+class Comm:
+    """Carries out what a chain does together with other ranks, when it comes to it.
+
+    With a delay it keeps copies of the weights that were trained further before they were synced.
+    """
+
+    def __init__(self, rank: int, plan: Plan, roles: Mapping[str, Any], versions: Versions) -> None:
+        self.roles, self.versions = roles, versions
+        self.keeps_weights = plan.overlaps  # engines keep their weights until others come, and copies wait for them
+        tasks = [t for t in plan.chain(rank) if isinstance(t, Weights | Run)]
+        nodes = [plan.flow.node(t.node) for t in tasks if isinstance(t, Run)]
+        self.generating = {n.role for n in nodes if n.generates}  # the roles that this worker generates with
+        self.sending = sorted({t.role for t in tasks if isinstance(t, Weights)} - self.generating)
+        self.synced: dict[str, int] = {}  # role → the version that its engines have
+        self._copies: dict[int, dict[str, Any]] = {}  # version → role → this worker's part of the weights
+        for role in self.sending:
+            if self.keeps_weights and not hasattr(roles[role], "copy_weights"):
+                raise ConfigError(
+                    f"roles.{role}: rollout.staleness and rollout.chunk need copies of weights, and"
+                    f" {type(roles[role]).__name__} has no method `copy_weights()`"
+                )
+
+    def move(self, data: Coordinator, step: int, task: Move) -> Communication[None]:
+        """Moves fields of a step."""
+        yield from data.move(step, task)
+
+    def send_chunk(self, data: Coordinator, step: int, part: Partition) -> None:
+        """Is called when a chunk is complete. Here its moves have to wait until the chain comes to them."""
+
+    def chunk_order(self, data: Coordinator, step: int, task: Split) -> Iterable[int]:
+        """Returns the chunks in the order in which this worker's chain runs their tasks."""
+        return range(len(task.parts))
+
+    def sync_weights(self, task: Weights, version: int) -> Communication[None]:
+        """Brings a version to the engines, from a copy if the weights were trained further."""
+        if not self.is_new(task.role, version):
+            return
+        self._copies = {v: weights for v, weights in self._copies.items() if v >= version}
+        yield from self.roles[task.role].sync_weights(version, self._copies.get(version, {}).get(task.role))
+
+    def is_new(self, role: str, version: int) -> bool:
+        """Notes that a version is synced. Returns False if the engines have it and keep it."""
+        old, self.synced[role] = self.synced.get(role), version
+        return not self.keeps_weights or old != version
+
+    def trained(self, version: int) -> None:
+        """Is called when this worker has trained its part of a version."""
+        if self.keeps_weights:
+            self._copies[version] = {role: self.roles[role].copy_weights() for role in self.sending}
+
+    def after_chain(self, step: int, metrics: StepMetrics) -> None:
+        """Is called with the metrics of a step when this worker has done its part of it."""
+
+    def end_step(self, data: Coordinator, step: int, metrics: StepMetrics) -> None:
+        """Ends a step whose tasks are all done, and logs its traffic."""
+        metrics.traffic(data.end_step(step))
+
+    def reduce(self, reducer: MetricsReducer, step: int, metrics: StepMetrics, vote: bool) -> Communication[bool]:
+        """Reduces the metrics of a step over all workers; returns whether any of them votes to stop."""
+        stop = yield from reducer.reduce(step, metrics, vote)
+        if stop:
+            self.versions.stop_after(step)
+        return stop
