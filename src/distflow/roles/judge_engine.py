@@ -11,7 +11,7 @@ from distflow.plan.layout import Layout
 from distflow.roles.context import RoleContext
 from distflow.roles.policy import Policy
 from distflow.rollout.builtin.engine import BuiltinEngine
-from distflow.rollout.engine import Completion, Request, RolloutEngine, SamplingParams
+from distflow.rollout.engine import Completion, EngineSetup, Request, RolloutEngine, SamplingParams
 from distflow.rollout.responses import check_version, complete
 
 
@@ -58,15 +58,16 @@ def frozen_engine(
     """Makes an engine with weights that nobody trains: those of `model`, or of the run's as it was at the start."""
     given = ModelConfig(path=model) if isinstance(model, str) else ModelConfig(**model) if model else None
     source = open_model(given, lambda: iter(()), role.base, role.seed) if given else role.model
-    dtype, mesh = DTYPES[role.train.dtype], role.meshes[layout]
-    engine = BuiltinEngine(source, layout, mesh, role.rank, role.rollout, dtype, role.device)
+    limit = prompt_limit(source, max_tokens, None)
+    where, dtype = (layout, role.meshes[layout], role.rank), DTYPES[role.train.dtype]
+    engine = BuiltinEngine(EngineSetup(source, *where, role.rollout, dtype, role.device, limit + max_tokens))
     engine.read_weights(source)
     engine.commit_weights(0)
 
     def release() -> None:
         engine.release_memory(weights=False)
 
-    return JudgeEngine(engine, source, prompt_limit(source, max_tokens, None), max_tokens, release)
+    return JudgeEngine(engine, source, limit, max_tokens, release)
 
 
 def borrowed_engine(policy: Policy, max_tokens: int) -> JudgeEngine:
