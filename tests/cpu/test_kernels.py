@@ -11,10 +11,9 @@ from numba import njit
 
 from distflow import cpu
 from distflow.cpu import kernels
-from distflow.cpu.decode_attention import CpuDecode
 from distflow.model.attention import AttentionParams
 from distflow.rollout import sampling
-from distflow.rollout.builtin.kv_cache import KVCache
+from distflow.rollout.builtin.kv_cache import Decode, KVCache
 from distflow.train.logprobs import token_logprobs
 
 LAST_BIT = 2.0**-24
@@ -160,10 +159,10 @@ def test_attention(
         for layer in range(2):
             q, k, v = (torch.randn(n, 5, 8) for n in (queries, keys, keys))
             params = AttentionParams(scale, window)
-            got = CpuDecode(caches[0], positions + step, TABLES, CPU)(layer, q, k, v, params)
+            got = Decode(caches[0], positions + step, TABLES, CPU)(layer, q, k, v, params)
             with monkeypatch.context() as patch:
                 patch.setattr(cpu, "_kernels", lambda: None)
-                want = CpuDecode(caches[1], positions + step, TABLES, CPU)(layer, q, k, v, params)
+                want = Decode(caches[1], positions + step, TABLES, CPU)(layer, q, k, v, params)
             torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
             assert torch.equal(caches[0].layers[layer], caches[1].layers[layer])
 
@@ -216,8 +215,8 @@ def test_nan_is_passed_on_and_does_not_crash(where: slice | int) -> None:
     q, k, v = torch.randn(2, 1, 8), torch.randn(1, 1, 8), torch.randn(1, 1, 8)
     cache.layer(0, k)[0, 0, 0, 3, 2] = torch.nan
     table = np.zeros((1, 1), np.int64)
-    assert CpuDecode(cache, torch.tensor([5]), table, CPU)(0, q, k, v, AttentionParams()).isnan().all()
-    assert not CpuDecode(cache, torch.tensor([2]), table, CPU)(0, q, k, v, AttentionParams()).isnan().any()
+    assert Decode(cache, torch.tensor([5]), table, CPU)(0, q, k, v, AttentionParams()).isnan().all()
+    assert not Decode(cache, torch.tensor([2]), table, CPU)(0, q, k, v, AttentionParams()).isnan().any()
 
 
 @pytest.mark.parametrize("target", [-1, 7])

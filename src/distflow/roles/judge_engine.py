@@ -11,8 +11,8 @@ from distflow.plan.layout import Layout
 from distflow.roles.context import RoleContext
 from distflow.roles.policy import Policy
 from distflow.rollout.builtin.engine import BuiltinEngine
-from distflow.rollout.engine import Completion, EngineSetup, Request, RolloutEngine, SamplingParams
-from distflow.rollout.responses import check_version, complete
+from distflow.rollout.engine import EngineSetup, Request, RolloutEngine, SamplingParams
+from distflow.rollout.responses import complete
 
 
 class JudgeEngine:
@@ -43,10 +43,7 @@ class JudgeEngine:
             except DataError as e:  # a conversation that is too long to judge
                 verdicts[i] = e
 
-        def check(completion: Completion) -> None:
-            check_version(completion, self.version())
-
-        for i, completion in complete(self.engine, requests, check=check).items():
+        for i, completion in complete(self.engine, requests, self.version()).items():
             verdicts[i] = str(self.text.tokenizer.decode(completion.tokens.tolist(), skip_special_tokens=True))
         self.release()
         return [verdicts[i] for i in range(len(questions))]

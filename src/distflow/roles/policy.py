@@ -2,13 +2,12 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 
-import torch
 from torch import Tensor
 
 from distflow.comm.collectives import SendReceive
 from distflow.comm.transport import report_lost_peers
 from distflow.config.schema import LoraConfig
-from distflow.model.source import DTYPES, Source
+from distflow.model.source import DTYPES
 from distflow.model.text import Text, prompt_limit
 from distflow.plan.layout import Layout
 from distflow.roles.context import RoleContext, shard_degree

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from distflow.config.schema import LoraConfig, RolloutConfig
-from distflow.errors import ConfigError, cut
+from distflow.errors import ConfigError, WeightsError, cut
 from distflow.model.source import Source
 from distflow.plan.layout import Layout
 from distflow.rollout.registry import engines
@@ -96,6 +96,14 @@ class Completion:
     request_id: int = -1  # of the request
     reused: int = 0  # tokens of the prompt that were not computed, because the sample's last request had been kept
 
+    def check_version(self, version: int) -> None:
+        """Raises unless it was generated with the weights that the plan wants."""
+        if self.weight_version != version:
+            raise WeightsError(
+                f"the response of sample {self.sample_id} was generated with weights of version {self.weight_version},"
+                f" and the plan says {version}: the engine has missed a weight sync"
+            )
+
 
 @dataclass(frozen=True)
 class EngineSetup:
@@ -127,7 +135,9 @@ class RolloutEngine(ABC):
         self.setup = setup
 
     @classmethod
-    def check(cls, source: Source, config: RolloutConfig, device: torch.device, lora: LoraConfig | None) -> None:
+    def check(  # noqa: B027
+        cls, source: Source, config: RolloutConfig, device: torch.device, lora: LoraConfig | None
+    ) -> None:
         """Raises a `ConfigError` if it cannot work here: not installed, or another model, device or adapter.
 
         `distflow check` and every rank that generates call it before anything is loaded.
@@ -205,5 +215,5 @@ def load_engine(name: str) -> type[RolloutEngine]:
     """Imports the engine of this name."""
     engine = load_plugin(engines(), name, "rollout.engine")
     if not (isinstance(engine, type) and issubclass(engine, RolloutEngine)):
-        raise ConfigError(f"rollout.engine: '{cut(name)}' is no subclass of {RolloutEngine.__qualname__}; see its package")
+        raise ConfigError(f"rollout.engine: '{cut(name)}' is not a subclass of distflow.rollout.engine.RolloutEngine")
     return engine
