@@ -45,8 +45,8 @@ _ALLOWED = {
     "checkpoint": f"comm roles.context model weights run_folder plan {_BASE}",
     "observe": f"coordinator comm batch run_folder plan {_BASE}",
     "page": f"observe run_folder plan {_BASE}",
-    "run": "observe checkpoint cluster liveness agents reward roles train rollout roles.context model weights coordinator"
-    f" comm dataset batch flows flow plan config config.schema run_folder {_BASE}",
+    "run": "observe checkpoint cluster liveness agents reward roles train rollout roles.context model weights"
+    f" coordinator comm dataset batch flows flow plan config config.schema run_folder {_BASE}",
     "simulate": f"run observe weights comm plan flow config config.schema run_folder {_BASE}",
     "api": f"run checkpoint cluster observe plan flow config {_BASE}",
     "cli": f"simulate page run checkpoint cluster observe plan config run_folder {_BASE} distflow",

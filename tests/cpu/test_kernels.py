@@ -1,6 +1,7 @@
 """Kernels compute what torch computes, to a few of float32's last bits."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from numba import njit
 
 from distflow import cpu
 from distflow.cpu import kernels
+from distflow.cpu.kernels import compiled
 from distflow.model.attention import AttentionParams
 from distflow.rollout import sampling
 from distflow.rollout.builtin.kv_cache import Decode, KVCache
@@ -246,3 +248,18 @@ def test_without_numba_there_are_no_kernels(monkeypatch: pytest.MonkeyPatch) -> 
     finally:
         cpu._kernels.cache_clear()
     assert not cpu.prefers_transposed(torch.bfloat16, torch.device("meta"))
+
+
+def test_a_change_of_any_kernel_makes_all_be_compiled_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`add_linear` is in another file than the kernels that call it."""
+    key = kernels.before_attention._cache._index_key
+    codegen = kernels.before_attention.targetctx.codegen()
+    before = key((), codegen)
+    assert key((), codegen) == before
+    read = Path.read_bytes
+    monkeypatch.setattr(Path, "read_bytes", lambda p: read(p) + b"#" * (p.name == "products.py"))
+    compiled._stamp.cache_clear()
+    try:
+        assert key((), codegen) != before
+    finally:
+        compiled._stamp.cache_clear()

@@ -134,10 +134,8 @@ class RolloutEngine(ABC):
     def __init__(self, setup: EngineSetup) -> None:
         self.setup = setup
 
-    @classmethod
-    def check(  # noqa: B027
-        cls, source: Source, config: RolloutConfig, device: torch.device, lora: LoraConfig | None
-    ) -> None:
+    @classmethod  # noqa: B027
+    def check(cls, source: Source, config: RolloutConfig, device: torch.device, lora: LoraConfig | None) -> None:
         """Raises a `ConfigError` if it cannot work here: not installed, or another model, device or adapter.
 
         `distflow check` and every rank that generates call it before anything is loaded.
