@@ -70,7 +70,7 @@ class Ours:
         for name, p in lm.named_parameters():
             p.data = tensors[name].copy_(p.data)
         limits = CacheLimits(kv_bytes(lm.config, torch.float32, 1), 2 << 30, 256)
-        self.engine = _Engine(Generator(lm, limits, torch.device("cpu"), max_lanes=1), keep)
+        self.engine: Any = _Engine(Generator(lm, limits, torch.device("cpu"), max_batches=1), keep)
         tokenizer = AutoTokenizer.from_pretrained(model)
         text = Text(Source("talker", AutoConfig.from_pretrained(model), tokenizer), 512 + history)
         self.longest = 512 + history + turns * PER_TURN
@@ -133,7 +133,7 @@ class _Engine:
         self._generator.add_request(request if self._keep else replace(request, keep=False))
 
     def step(self, wake: Any = lambda: False) -> Any:
-        return self._generator.step(0, wake)
+        return self._generator.step(wake)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._generator, name)

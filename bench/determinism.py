@@ -189,9 +189,9 @@ def compare(folder: Path, algorithms: list[str], runs: int) -> dict[str, dict[st
 # ---------------------------------------------------------------------------------------------- what it costs
 
 ONE_LOOP = """\
-        for start in range(0, vocabulary, _SUM):
+        for start in range(0, vocabulary, SUM):
             some = _F(0)
-            for c in range(start, min(start + _SUM, vocabulary)):
+            for c in range(start, min(start + SUM, vocabulary)):
                 odds = exp(row[c] - peak)
                 some += odds
                 x = _U(columns[c] + one)
@@ -203,15 +203,18 @@ ONE_LOOP = """\
 """
 
 
-def former_kernels() -> str:
-    """Returns kernels without the fix: one loop both sums and stores, and kernels call each other without inlining."""
+def former_kernels() -> dict[str, str]:
+    """Returns the files of kernels without the fix: one loop both sums and stores, and they call each other without
+    inlining."""
     from distflow.cpu import kernels
 
-    text = Path(kernels.__file__).read_text()
+    files = {path.name: path.read_text() for path in Path(kernels.__file__).parent.glob("*.py")}
+    text = files["layers.py"]
     start = text.index("        for start in range", text.index("def gumbel_sample("))
-    text = text[:start] + ONE_LOOP + text[text.index("        best, first", start) :]
-    assert text.count("forceinline=inline") == 1
-    return text.replace("forceinline=inline", "forceinline=False")
+    files["layers.py"] = text[:start] + ONE_LOOP + text[text.index("        best, first", start) :]
+    assert files["compiled.py"].count("forceinline=inline") == 1
+    files["compiled.py"] = files["compiled.py"].replace("forceinline=inline", "forceinline=False")
+    return {name: text.replace("distflow.cpu.kernels.", "former.") for name, text in files.items()}
 
 
 def cost_worker(out: str, folder: str, rounds: int) -> None:
@@ -312,7 +315,9 @@ def cost(folder: Path, rounds: int) -> dict[str, Any]:
     from workers import run_workers
 
     make_model(folder, VOCAB)
-    (folder / "former.py").write_text(former_kernels())
+    (folder / "former").mkdir()
+    for name, text in former_kernels().items():
+        (folder / "former" / name).write_text(text)
     return run_workers(__file__, WORKERS, str(folder), str(rounds))
 
 

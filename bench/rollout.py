@@ -66,7 +66,7 @@ def ours(model: str, work: Work) -> None:
     for name, p in lm.named_parameters():
         p.data = tensors[name].copy_(p.data)
     limits = CacheLimits(kv_bytes(lm.config, torch.float32, 1), 2 << 30, work["at_once"])
-    generator = Generator(lm, limits, torch.device("cpu"), max_lanes=THREADS)
+    generator = Generator(lm, limits, torch.device("cpu"), max_batches=THREADS)
     prompts, params = [tuple(p) for p in work["prompts"]], [SamplingParams(n) for n in work["lengths"]]
     calls = 0
 

@@ -15,13 +15,14 @@ SOURCE = Path(distflow.__file__).parent
 _BASE = "errors util"
 _ALLOWED = {
     "errors": "",
-    "util": "",
+    "util": "errors",
     "run_folder": _BASE,
     "reward.errors": _BASE,
     "sandbox": f"reward.errors {_BASE}",
     "flow": _BASE,
     "plan": f"flow {_BASE}",
-    "config.schema": _BASE,
+    "rollout.registry": _BASE,
+    "config.schema": f"rollout.registry {_BASE}",
     "config": f"config.schema {_BASE}",
     "algo": _BASE,
     "batch": f"plan {_BASE}",
@@ -36,7 +37,7 @@ _ALLOWED = {
     "cpu": f"model {_BASE}",
     "roles.context": f"model plan config.schema {_BASE}",
     "train": f"cpu roles.context model weights algo batch flow plan config.schema {_BASE}",
-    "rollout": f"cpu model weights batch plan config.schema {_BASE}",
+    "rollout": f"rollout.registry cpu model weights batch plan config.schema {_BASE}",
     "roles": f"train rollout roles.context model weights comm batch flow plan config.schema {_BASE}",
     "agents": f"reward userproc roles rollout roles.context model dataset batch flow config.schema {_BASE} distflow",
     "liveness": f"comm plan {_BASE} distflow",
@@ -44,8 +45,8 @@ _ALLOWED = {
     "checkpoint": f"comm roles.context model weights run_folder plan {_BASE}",
     "observe": f"coordinator comm batch run_folder plan {_BASE}",
     "page": f"observe run_folder plan {_BASE}",
-    "run": "observe checkpoint cluster liveness agents reward roles train roles.context model weights coordinator comm"
-    f" dataset batch flows flow plan config config.schema run_folder {_BASE}",
+    "run": "observe checkpoint cluster liveness agents reward roles train rollout roles.context model weights"
+    f" coordinator comm dataset batch flows flow plan config config.schema run_folder {_BASE}",
     "simulate": f"run observe weights comm plan flow config config.schema run_folder {_BASE}",
     "api": f"run checkpoint cluster observe plan flow config {_BASE}",
     "cli": f"simulate page run checkpoint cluster observe plan config run_folder {_BASE} distflow",

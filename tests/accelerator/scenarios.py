@@ -33,10 +33,10 @@ from distflow.model.tokenizer import train_tokenizer
 from distflow.observe.metrics import StepMetrics
 from distflow.plan import Layout, Place, Placement, Workload, plan
 from distflow.plan.topology import Topology
-from distflow.rollout.builtin import model_runner
+from distflow.rollout.builtin import continuous_batch
 from distflow.rollout.builtin.engine import BuiltinEngine
 from distflow.rollout.builtin.weight_buffers import empty_weights
-from distflow.rollout.engine import Request, SamplingParams
+from distflow.rollout.engine import EngineSetup, Request, SamplingParams
 from distflow.rollout.responses import complete
 from distflow.rollout.sampling import sample
 from distflow.run.comm import Comm
@@ -186,8 +186,8 @@ class Generated:
 def make_engine(rank: int, case: Case, device: str) -> BuiltinEngine:
     """Makes an engine with so few slots that some samples have to wait."""
     config = RolloutConfig(max_sequences=4, kv_cache_gb=0.001)
-    dtype = DTYPES[case.dtype]
-    return BuiltinEngine(case.source, case.layout, case.mesh(device), rank, config, dtype, torch.device(device))
+    dtype, where = DTYPES[case.dtype], (case.layout, case.mesh(device), rank)
+    return BuiltinEngine(EngineSetup(case.source, *where, config, dtype, torch.device(device), 64))
 
 
 def fill_weights(engine: BuiltinEngine, rank: int, case: Case) -> None:
@@ -202,7 +202,7 @@ def generate(engine: BuiltinEngine, params: SamplingParams) -> Generated:
     """Generates a response to each prompt, and a second one that goes on behind it in the pages of the first."""
     requests = [Request(100 + i, PROMPTS[p], params, seed=11, keep=True) for i, p in enumerate(PROMPT_OF)]
     before = calls[WAIT]
-    with patch.object(model_runner, "sample", wraps=sample) as sampled, engine.serving(len(requests), 64):
+    with patch.object(continuous_batch, "sample", wraps=sample) as sampled, engine.serving(len(requests), 64):
         first = complete(engine, requests)
         second = complete(engine, [_continued(r, first[r.sample_id].tokens.tolist()) for r in requests])
     assert all(c.reused for c in second.values())

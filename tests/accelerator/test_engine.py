@@ -14,6 +14,7 @@ from accelerator.scenarios import PARAMS, Case, exchange, roll_out, save_and_res
 from distflow.config.schema import RolloutConfig
 from distflow.errors import ConfigError
 from distflow.rollout.builtin.engine import BuiltinEngine
+from distflow.rollout.engine import EngineSetup
 
 TRAINED = [
     Case(),
@@ -39,8 +40,9 @@ def workers(case: Case) -> int:
 
 def message_of_a_large_cache(rank: int) -> str:
     config, one = RolloutConfig(kv_cache_gb=2 * MEMORY / (1 << 30)), Case()
+    where = one.layout, one.mesh(DEVICE), rank
     with pytest.raises(ConfigError) as error:
-        BuiltinEngine(one.source, one.layout, one.mesh(DEVICE), rank, config, torch.float32, torch.device(DEVICE))
+        BuiltinEngine(EngineSetup(one.source, *where, config, torch.float32, torch.device(DEVICE), 64))
     return str(error.value)
 
 

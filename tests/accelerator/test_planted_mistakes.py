@@ -71,7 +71,8 @@ PLANTS = {
         check_training, "algo.tokens:Tokens.sample_index", ", device=self.lengths.device", ""
     ),
     "positions stay in host memory": Plant(
-        check_rollout, "rollout.builtin.model_runner:ModelRunner._logits", "positions.to(self.device)", "positions"
+        check_rollout, "rollout.builtin.continuous_batch:ContinuousBatch._logits",
+        "positions.to(self.device)", "positions"
     ),
     "the sampling noise stays in host memory": Plant(
         check_rollout, "rollout.sampling:gumbel_sample", ".copy()).to(logits.device)", ".copy())"
@@ -93,7 +94,7 @@ PLANTS = {
         "Unsupported device in DLTensor",
     ),
     "the host waits for every token": Plant(
-        check_rollout, "rollout.builtin.model_runner:ModelRunner._sample", ").tolist()",
+        check_rollout, "rollout.builtin.continuous_batch:ContinuousBatch._sample", ").tolist()",
         "); both = [[x.item() for x in row] for row in both]", "the host waits for the device more than once",
     ),
     "the optimiser's step count is restored in host memory": Plant(

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Generator, Iterator, Mapping
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -48,7 +48,8 @@ class FakeEngine:
 
     def __init__(self, max_sequences: int = 8, version: int = VERSION) -> None:
         self.generator: Engine = generator_for(model(), max_sequences)
-        self.version, self.requests, self.woken = version, list[Request](), 0
+        self.generator.weight_version = version
+        self.requests, self.woken = list[Request](), 0
 
     def add_request(self, request: Request) -> None:
         self.requests.append(request)
@@ -59,7 +60,7 @@ class FakeEngine:
         return self.generator.has_unfinished
 
     def step(self, wake: Wake = never) -> list[Completion]:
-        completions = self.generator.step(self.version, wake)
+        completions = self.generator.step(wake)
         self.woken += not completions
         return completions
 
@@ -97,7 +98,7 @@ def have(
     stop = frozenset({text().tokenizer.eos_token_id, 70, 71, 72, 73, 74, 75})
     params = SamplingParams(limits.max_tokens, stop=stop)
     conversations = Conversations(rows, [partner], children, params, SEED, VERSION, **options)
-    records, _ = converse(engine, conversations, list(samples), 200, concurrent)
+    records, _ = converse(cast(Any, engine), conversations, list(samples), 200, concurrent)
     assert not engine.generator.has_unfinished
     assert not children.running
     return records, engine, children

@@ -20,7 +20,7 @@ from distflow.config.schema import RolloutConfig, TrainConfig
 from distflow.model.source import Source
 from distflow.plan.layout import Layout
 from distflow.rollout.builtin.engine import BuiltinEngine
-from distflow.rollout.engine import Request, SamplingParams
+from distflow.rollout.engine import EngineSetup, Request, SamplingParams
 from distflow.train.trainer import Trainer
 
 CONVERSATIONS = 1000
@@ -161,7 +161,8 @@ def test_the_log_probs_of_the_engine_are_those_of_the_trainer(mesh: DeviceMesh, 
     layout, source = Layout((0,), 1), model_for(family)
     trainer = Trainer("actor", source, layout, mesh, 0, TrainConfig.model_validate({"micro_tokens": 20_000}))
     rollout = RolloutConfig.model_validate({"kv_cache_gb": 0.25, "max_sequences": 64})
-    engine = BuiltinEngine(source, layout, mesh, 0, rollout, torch.float32, torch.device("cpu"))
+    setup = EngineSetup(source, layout, mesh, 0, rollout, torch.float32, torch.device("cpu"), 1000)
+    engine = BuiltinEngine(setup)
     for name, target in engine.weight_targets().items():
         target.copy_(trainer.weights()[name])
     engine.commit_weights(1)

@@ -1,6 +1,7 @@
 """Kernels compute what torch computes, to a few of float32's last bits."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,10 +12,10 @@ from numba import njit
 
 from distflow import cpu
 from distflow.cpu import kernels
-from distflow.cpu.decode_attention import CpuDecode
+from distflow.cpu.kernels import compiled
 from distflow.model.attention import AttentionParams
 from distflow.rollout import sampling
-from distflow.rollout.builtin.kv_cache import KVCache
+from distflow.rollout.builtin.kv_cache import Decode, KVCache
 from distflow.train.logprobs import token_logprobs
 
 LAST_BIT = 2.0**-24
@@ -160,10 +161,10 @@ def test_attention(
         for layer in range(2):
             q, k, v = (torch.randn(n, 5, 8) for n in (queries, keys, keys))
             params = AttentionParams(scale, window)
-            got = CpuDecode(caches[0], positions + step, TABLES, CPU)(layer, q, k, v, params)
+            got = Decode(caches[0], positions + step, TABLES, CPU)(layer, q, k, v, params)
             with monkeypatch.context() as patch:
                 patch.setattr(cpu, "_kernels", lambda: None)
-                want = CpuDecode(caches[1], positions + step, TABLES, CPU)(layer, q, k, v, params)
+                want = Decode(caches[1], positions + step, TABLES, CPU)(layer, q, k, v, params)
             torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
             assert torch.equal(caches[0].layers[layer], caches[1].layers[layer])
 
@@ -216,8 +217,8 @@ def test_nan_is_passed_on_and_does_not_crash(where: slice | int) -> None:
     q, k, v = torch.randn(2, 1, 8), torch.randn(1, 1, 8), torch.randn(1, 1, 8)
     cache.layer(0, k)[0, 0, 0, 3, 2] = torch.nan
     table = np.zeros((1, 1), np.int64)
-    assert CpuDecode(cache, torch.tensor([5]), table, CPU)(0, q, k, v, AttentionParams()).isnan().all()
-    assert not CpuDecode(cache, torch.tensor([2]), table, CPU)(0, q, k, v, AttentionParams()).isnan().any()
+    assert Decode(cache, torch.tensor([5]), table, CPU)(0, q, k, v, AttentionParams()).isnan().all()
+    assert not Decode(cache, torch.tensor([2]), table, CPU)(0, q, k, v, AttentionParams()).isnan().any()
 
 
 @pytest.mark.parametrize("target", [-1, 7])
@@ -247,3 +248,18 @@ def test_without_numba_there_are_no_kernels(monkeypatch: pytest.MonkeyPatch) -> 
     finally:
         cpu._kernels.cache_clear()
     assert not cpu.prefers_transposed(torch.bfloat16, torch.device("meta"))
+
+
+def test_a_change_of_any_kernel_makes_all_be_compiled_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`add_linear` is in another file than the kernels that call it."""
+    key = kernels.before_attention._cache._index_key
+    codegen = kernels.before_attention.targetctx.codegen()
+    before = key((), codegen)
+    assert key((), codegen) == before
+    read = Path.read_bytes
+    monkeypatch.setattr(Path, "read_bytes", lambda p: read(p) + b"#" * (p.name == "products.py"))
+    compiled._stamp.cache_clear()
+    try:
+        assert key((), codegen) != before
+    finally:
+        compiled._stamp.cache_clear()

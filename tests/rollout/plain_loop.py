@@ -14,9 +14,9 @@ from transformers import PreTrainedModel
 from distflow.model.attention import Attention
 from distflow.model.source import kv_bytes
 from distflow.rollout.builtin import generator as generator_module
+from distflow.rollout.builtin.continuous_batch import Agree
 from distflow.rollout.builtin.forward import Forward, forward_for
 from distflow.rollout.builtin.generator import CacheLimits, Generator
-from distflow.rollout.builtin.model_runner import Agree
 from distflow.rollout.engine import Completion, Request, SamplingParams
 from distflow.rollout.sampling import sample
 from tiny import VOCABULARY, pair
@@ -39,9 +39,9 @@ def generator(
     max_sequences: int = 64,
     cache_tokens: int = 10_000,
     agree: Agree = lambda tokens: tokens,
-    max_lanes: int = 1,
+    max_batches: int = 1,
 ) -> Generator:
-    return generator_for(pair(arch).ours, max_sequences, cache_tokens, agree, max_lanes)
+    return generator_for(pair(arch).ours, max_sequences, cache_tokens, agree, max_batches)
 
 
 def generator_for(
@@ -49,11 +49,11 @@ def generator_for(
     max_sequences: int = 64,
     cache_tokens: int = 10_000,
     agree: Agree = lambda tokens: tokens,
-    max_lanes: int = 1,
+    max_batches: int = 1,
 ) -> Generator:
     per_token = kv_bytes(model.config, torch.float32, 1)
     limits = CacheLimits(per_token, cache_tokens * per_token, max_sequences)
-    return Generator(model, limits, torch.device("cpu"), agree, max_lanes)
+    return Generator(model, limits, torch.device("cpu"), agree, max_batches)
 
 
 def requests_for(
@@ -129,7 +129,7 @@ def same(got: Sequence[Response], want: Sequence[Response]) -> bool:
 @contextmanager
 def passes() -> Iterator[dict[str, list[int]]]:
     """Records how many tokens each pass through the model computes."""
-    tokens_of: dict[str, list[int]] = {"Prefill": [], "Extension": [], "CpuDecode": []}
+    tokens_of: dict[str, list[int]] = {"Prefill": [], "Extension": [], "Decode": []}
 
     def recording(model: PreTrainedModel) -> Forward:
         forward = forward_for(model)

@@ -18,7 +18,7 @@ from distflow.model.source import Source
 from distflow.model.tokenizer import train_tokenizer
 from distflow.plan.layout import Layout
 from distflow.rollout.builtin.engine import BuiltinEngine
-from distflow.rollout.engine import RolloutEngine
+from distflow.rollout.engine import EngineSetup, RolloutEngine
 from distflow.rollout.responses import complete
 from rollout.plain_loop import IDS, as_response, expected, passes, requests_for, same
 from tiny import config_of, pair
@@ -40,7 +40,8 @@ def mesh() -> Iterator[DeviceMesh]:
 def make_engine(mesh: DeviceMesh, arch: str = "qwen2", **config: float) -> RolloutEngine:
     """The return type is the protocol: mypy checks that the engine satisfies it."""
     rollout = RolloutConfig.model_validate({"kv_cache_gb": 0.01, "max_sequences": 8, **config})
-    return BuiltinEngine(source(arch), Layout((0,), 1), mesh, 0, rollout, torch.float32, torch.device("cpu"))
+    where = Layout((0,), 1), mesh, 0
+    return BuiltinEngine(EngineSetup(source(arch), *where, rollout, torch.float32, torch.device("cpu"), 64))
 
 
 def fill(targets: Mapping[str, Tensor], arch: str = "qwen2") -> None:
@@ -161,4 +162,4 @@ def test_the_config_limits_the_sequences_that_run_at_once(mesh: DeviceMesh) -> N
     engine.commit_weights(0)
     with passes() as computed:
         complete(engine, requests_for())
-    assert max(computed["CpuDecode"]) == 3
+    assert max(computed["Decode"]) == 3

@@ -11,9 +11,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from distflow.errors import ConfigError
 from distflow.rollout.builtin import generator as generator_module
-from distflow.rollout.builtin import model_runner
 from distflow.rollout.builtin.generator import Generator
-from distflow.rollout.builtin.kv_cache import Decode
 from distflow.rollout.engine import Request, SamplingParams
 from distflow.rollout.sampling import sample
 from rollout.plain_loop import (
@@ -47,13 +45,6 @@ def test_it_generates_what_a_plain_loop_does_in_a_batch_of_any_size(arch: str) -
     assert len({len(tokens) for tokens, _, _ in want}) > 3  # they end at different times
     for max_sequences in (1, 3, 8, 64):
         assert same(generate(generator(arch, max_sequences)), want), max_sequences
-
-
-@pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_it_does_so_with_the_attention_for_any_device(arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model_runner, "CpuDecode", Decode)
-    for max_sequences in (3, 64):
-        assert same(generate(generator(arch, max_sequences)), expected(arch)), max_sequences
 
 
 @pytest.mark.parametrize(
@@ -205,15 +196,15 @@ def test_a_prompt_is_computed_once_for_all_of_its_samples() -> None:
     params = replace(PARAMS, max_tokens=1)
     with passes() as computed:
         complete(generator("qwen2"), [Request(i, PROMPTS[(5, 1)[i % 2]], params, SEED) for i in range(16)])
-    assert computed == {"Prefill": [len(PROMPTS[5]) + len(PROMPTS[1])], "Extension": [], "CpuDecode": []}
+    assert computed == {"Prefill": [len(PROMPTS[5]) + len(PROMPTS[1])], "Extension": [], "Decode": []}
 
 
 def test_a_free_slot_is_taken_by_a_waiting_request() -> None:
     params = replace(PARAMS, min_tokens=1)  # no response ends right after the prompt
     with passes() as computed:
         responses = generate(generator("qwen2", 3), params=params)
-    assert sum(computed["CpuDecode"]) == sum(len(tokens) - 1 for tokens, _, _ in responses)
-    full = [n == 3 for n in computed["CpuDecode"]]
+    assert sum(computed["Decode"]) == sum(len(tokens) - 1 for tokens, _, _ in responses)
+    full = [n == 3 for n in computed["Decode"]]
     assert all(full[: full.index(False)])
     assert not any(full[full.index(False) :])  # as long as requests wait, every pass is full
     assert same(responses, expected("qwen2", params=params))
@@ -238,7 +229,7 @@ def test_the_memory_of_the_cache_limits_the_batch() -> None:
         responses = generate(llama)
     assert llama.caches[0].pages == 2
     assert cache_bytes(llama) <= llama.limits.cache_bytes
-    assert max(computed["CpuDecode"]) == 2
+    assert max(computed["Decode"]) == 2
     assert same(responses, expected("llama"))
 
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distflow.cpu import lanes
+from distflow.cpu import threaded_batches
 from distflow.rollout.builtin import generator as rollout_generator
 from distflow.rollout.builtin.generator import Generator
 from distflow.rollout.builtin.history import History, history_share
@@ -54,9 +54,9 @@ def converse(engine: Generator, arch: str, samples: Sequence[int]) -> list[Compl
 
 
 @pytest.fixture(params=[1, 3])
-def max_lanes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
-    monkeypatch.setattr(lanes, "_MIN_SEQUENCES", 1)
-    monkeypatch.setattr(lanes, "_MIN_WITH_KERNELS", 1)
+def max_batches(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    monkeypatch.setattr(threaded_batches, "_MIN_SEQUENCES", 1)
+    monkeypatch.setattr(threaded_batches, "_MIN_WITH_KERNELS", 1)
     return int(request.param)
 
 
@@ -72,12 +72,12 @@ def test_a_turn_computes_what_is_new(arch: str) -> None:
 
 
 @pytest.mark.usefixtures("backend")
-def test_histories_may_be_in_any_lane_and_in_small_pages(max_lanes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_histories_may_be_in_any_batch_and_in_small_pages(max_batches: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rollout_generator, "PAGE", 3)
-    engine = generator("qwen3", 5, max_lanes=max_lanes)
+    engine = generator("qwen3", 5, max_batches=max_batches)
     with engine.serving(7, LONGEST):
         assert sum(c.reused for c in converse(engine, "qwen3", range(7)))
-        assert len(engine.caches) == max_lanes
+        assert len(engine.caches) == max_batches
         engine.forget(range(7))
         converse(engine, "qwen3", range(3, 10))  # others, in the pages of the first ones
 
@@ -145,8 +145,8 @@ def test_an_aborted_request_leaves_a_history_that_is_right() -> None:
 
 
 @pytest.mark.usefixtures("one_thread")
-def test_the_pages_of_a_sample_whose_request_was_aborted_go_to_the_next(max_lanes: int) -> None:
-    engine, prompt = generator("qwen2", max_lanes=max_lanes), PROMPTS[1]
+def test_the_pages_of_a_sample_whose_request_was_aborted_go_to_the_next(max_batches: int) -> None:
+    engine, prompt = generator("qwen2", max_batches=max_batches), PROMPTS[1]
     with engine.serving(1, LONGEST):
         for sample in range(3):
             ask(engine, sample, prompt, len(prompt), room=30)

@@ -1,8 +1,9 @@
-"""The KV cache: decoding with it attends to what was written, in the version for any device and in that for CPUs."""
+"""The KV cache: decoding with it attends to what was written, in a kernel and without one."""
 
 import resource
 from itertools import pairwise
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -11,9 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from distflow.cpu.decode_attention import CpuDecode
+from distflow import cpu
 from distflow.model.attention import AttentionParams, PackedAttention
-from distflow.rollout.builtin.kv_cache import Decode, Extension, KVCache, Prefill
+from distflow.rollout.builtin import kv_cache
+from distflow.rollout.builtin.kv_cache import Decode, Extension, KVCache, Prefill, split_slots
+from rollout.plain_loop import expected, generate, generator, same
+from tiny import ARCHITECTURES
 
 PAGE, DIM, CPU = 4, 8, torch.device("cpu")
 TABLES = np.random.default_rng(0).permutation(20).reshape(5, 4)  # the pages of five sequences of up to 16 tokens
@@ -36,39 +40,17 @@ def filled_cache(pages: int, kv_heads: int, dtype: torch.dtype = torch.float32) 
     return cache
 
 
-@pytest.mark.parametrize("params", PARAMS, ids=str)
-@pytest.mark.parametrize("heads", [(4, 2), (3, 3), (6, 1)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.usefixtures("backend")
-def test_decoding_gives_the_same_on_any_device(
-    params: AttentionParams, heads: tuple[int, int], dtype: torch.dtype
-) -> None:
-    """In several layers and steps, on what is in the cache already."""
-    queries, keys = heads
-    torch.manual_seed(0)
-    positions = torch.tensor([0, 5, 11, 3, 8])
-    caches = [filled_cache(20, keys, dtype) for _ in range(2)]
-    close = 1e-5 if dtype == torch.float32 else 2e-2
-    for step in range(3):
-        at = positions + step
-        attentions = Decode(caches[0], at, TABLES, CPU), CpuDecode(caches[1], at, TABLES, CPU)
-        for layer in range(2):
-            q, k, v = (torch.randn(n, 5, DIM).to(dtype) for n in (queries, keys, keys))
-            got, want = (attention(layer, q, k, v, params) for attention in attentions)
-            assert got.shape == (5, queries, DIM)
-            torch.testing.assert_close(got, want, atol=close, rtol=close)
-            assert torch.equal(*(c.layers[layer] for c in caches))
-
-
-@pytest.mark.parametrize("kind", [Decode, CpuDecode])
+@pytest.mark.parametrize("heads", [(4, 2), (3, 3), (6, 1)])
 @pytest.mark.parametrize("params", PARAMS, ids=str)
 @pytest.mark.usefixtures("backend")
 def test_prefill_and_decode_give_what_a_pass_over_the_sequence_gives(
-    kind: type[Decode] | type[CpuDecode], params: AttentionParams
+    params: AttentionParams, heads: tuple[int, int], dtype: torch.dtype
 ) -> None:
     torch.manual_seed(2)
     prompts, responses = [5, 1, 3], 6
-    rows = [[torch.randn(heads, n + responses, DIM) for heads in (4, 2, 2)] for n in prompts]
+    shape = heads[0], heads[1], heads[1]
+    rows = [[torch.randn(each, n + responses, DIM, dtype=dtype) for each in shape] for n in prompts]
     cache, outputs, tables = KVCache(20, PAGE), list[Tensor](), TABLES[:3]
 
     def packed(lengths: list[int], starts: list[int]) -> tuple[Tensor, Tensor, Tensor]:
@@ -80,11 +62,12 @@ def test_prefill_and_decode_give_what_a_pass_over_the_sequence_gives(
     outputs = list(prefill(0, *packed(prompts, [0, 0, 0]), params).split(prompts))
     for step in range(responses):
         positions = [n + step for n in prompts]
-        new = kind(cache, torch.tensor(positions), tables, CPU)(0, *packed([1, 1, 1], positions), params)
+        new = Decode(cache, torch.tensor(positions), tables, CPU)(0, *packed([1, 1, 1], positions), params)
         outputs = [torch.cat((before, one[None])) for before, one in zip(outputs, new, strict=True)]
     for (q, k, v), got in zip(rows, outputs, strict=True):
         want = PackedAttention([q.shape[1]])(0, q, k, v, params)
-        torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
+        close = 1e-5 if dtype == torch.float32 else 2e-2
+        torch.testing.assert_close(got, want, atol=close, rtol=close)
 
 
 @pytest.mark.parametrize("params", PARAMS, ids=str)
@@ -109,6 +92,24 @@ def test_an_extension_gives_what_a_pass_over_the_sequence_gives(params: Attentio
     for (q, k, v), got in zip(rows, outputs, strict=True):
         want = PackedAttention([q.shape[1]])(0, q, k, v, params)
         torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_reading_the_cache_in_small_blocks_gives_the_same(arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu, "_kernels", lambda: None)
+    monkeypatch.setattr(kv_cache, "_CALL", 0)
+    monkeypatch.setattr(kv_cache, "_SMALLEST", 1)
+    assert same(generate(generator(arch, 8)), expected(arch))
+
+
+@given(st.lists(st.integers(1, 200), min_size=1, max_size=200), st.sampled_from([0, 40, 512]))
+@settings(deadline=None)
+def test_blocks_cover_the_slots_and_read_no_more_than_one_would(lengths: list[int], call: int) -> None:
+    with patch.object(kv_cache, "_CALL", call):
+        cost, blocks = split_slots(np.array(lengths), 0, len(lengths))
+    assert [i for lo, hi in blocks for i in range(lo, hi)] == list(range(len(lengths)))
+    assert cost == sum((hi - lo) * max(lengths[lo:hi]) + call for lo, hi in blocks)
+    assert cost <= len(lengths) * max(lengths) + call
 
 
 @given(st.permutations(range(12)), st.integers(0, 3), st.integers(1, 2 * PAGE))

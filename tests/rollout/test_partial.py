@@ -9,8 +9,7 @@ import torch
 
 from distflow.batch.batch import Batch
 from distflow.errors import WeightsError
-from distflow.rollout.builtin.generator import Generator
-from distflow.rollout.engine import Completion, Request, SamplingParams
+from distflow.rollout.engine import Request, SamplingParams
 from distflow.rollout.responses import generate_responses
 from distflow.run.rollouts import PartialRollouts
 from rollout.plain_loop import PARAMS, PROMPTS, SEED, generator
@@ -28,26 +27,17 @@ class Words:
         return [" ".join(map(str, t.tolist())) for t in tokens]
 
 
-class Engine:
-    """A generator as an engine."""
+def recording(max_sequences: int) -> Any:
+    """Returns a generator that remembers the requests it was given."""
+    made: Any = generator("qwen2", max_sequences)
+    made.added, add = list[Request](), made.add_request
 
-    def __init__(self, generator: Generator) -> None:
-        self.generator, self.weight_version = generator, 0
-        self.added: list[Request] = []
+    def add_request(request: Request) -> None:
+        made.added.append(request)
+        add(request)
 
-    @property
-    def has_unfinished(self) -> bool:
-        return self.generator.has_unfinished
-
-    def add_request(self, request: Request) -> None:
-        self.added.append(request)
-        self.generator.add_request(request)
-
-    def step(self) -> list[Completion]:
-        return self.generator.step(self.weight_version)
-
-    def interrupt(self) -> list[Completion]:
-        return self.generator.interrupt(self.weight_version)
+    made.add_request = add_request
+    return made
 
 
 def samples(first: int, prompts: int) -> Batch:
@@ -56,7 +46,7 @@ def samples(first: int, prompts: int) -> Batch:
     return Batch(ids, ids // REPEAT, {"prompt": texts})
 
 
-def run(engine: Engine, ahead: int, params: SamplingParams = PARAMS) -> tuple[dict[int, Any], list[int]]:
+def run(engine: Any, ahead: int, params: SamplingParams = PARAMS) -> tuple[dict[int, Any], list[int]]:
     """Returns sample → (tokens, log-probs, finished, version) of all steps, and the tokens carried on after each."""
     responses, carried, begun = dict[int, Any](), list[int](), None
     for step in range(STEPS):
@@ -64,8 +54,8 @@ def run(engine: Engine, ahead: int, params: SamplingParams = PARAMS) -> tuple[di
         batch = samples(step * BATCH, BATCH)
         partial = PartialRollouts(samples((step + 1) * BATCH, ahead if step + 1 < STEPS else 0), begun)
         text: Any = Words()
-        columns = generate_responses(engine, text, batch, params, SEED, step, partial=partial)  # type: ignore[arg-type]
-        assert not engine.generator.has_unfinished
+        columns = generate_responses(engine, text, batch, params, SEED, step, partial=partial)
+        assert not engine.has_unfinished
         begun = partial.carried
         assert begun is not None
         carried.append(int(begun["tokens"].lengths.sum()))
@@ -80,9 +70,9 @@ def run(engine: Engine, ahead: int, params: SamplingParams = PARAMS) -> tuple[di
 @pytest.mark.parametrize(("max_sequences", "ahead"), [(2, 2), (4, 3), (64, 2)])
 def test_with_the_same_weights_they_are_the_same(max_sequences: int, ahead: int, params: SamplingParams) -> None:
     text: Any = Words()
-    engine: Any = Engine(generator("qwen2", 64))
+    engine = recording(64)
     whole = generate_responses(engine, text, samples(0, BATCH * STEPS), params, SEED, 0)
-    responses, carried = run(Engine(generator("qwen2", max_sequences)), ahead, params)
+    responses, carried = run(recording(max_sequences), ahead, params)
     assert any(carried[:-1])
     assert carried[-1] == 0
     assert list(responses) == list(range(BATCH * STEPS * REPEAT))
@@ -95,7 +85,7 @@ def test_with_the_same_weights_they_are_the_same(max_sequences: int, ahead: int,
 
 
 def test_what_is_carried_on_is_the_same_from_run_to_run_to_the_bit() -> None:
-    first, again = (run(Engine(generator("qwen2", 3)), 2) for _ in range(2))
+    first, again = (run(recording(3), 2) for _ in range(2))
     assert first[1] == again[1]
     for i, (tokens, logprobs, *rest) in first[0].items():
         assert tokens.equal(again[0][i][0])
@@ -104,7 +94,7 @@ def test_what_is_carried_on_is_the_same_from_run_to_run_to_the_bit() -> None:
 
 
 def test_prompts_of_later_steps_start_after_those_of_the_step_and_nothing_is_generated_twice() -> None:
-    engine = Engine(generator("qwen2", 3))
+    engine = recording(3)
     responses, _ = run(engine, 2)
     rests: dict[int, list[int]] = {}
     for request in engine.added:
@@ -118,7 +108,7 @@ def test_prompts_of_later_steps_start_after_those_of_the_step_and_nothing_is_gen
 
 
 def test_a_response_of_another_version_than_the_plans_is_still_refused() -> None:
-    engine: Any = Engine(generator("qwen2", 3))
+    engine = recording(3)
     engine.weight_version = 7
     text: Any = Words()
     with pytest.raises(WeightsError, match="version 7, and the plan says 8"):
@@ -126,7 +116,7 @@ def test_a_response_of_another_version_than_the_plans_is_still_refused() -> None
 
 
 def test_nothing_is_generated_if_all_was_begun_before_and_is_complete() -> None:
-    engine: Any = Engine(generator("qwen2", 64))
+    engine = recording(64)
     text: Any = Words()
     partial = PartialRollouts(samples(2, 2), None)
     generate_responses(engine, text, samples(0, 2), replace(PARAMS, max_tokens=2), SEED, 0, partial=partial)

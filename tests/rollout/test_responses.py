@@ -1,7 +1,6 @@
 """Responses to a batch: one request per sample, of which those of a group share a prompt, and columns in its order."""
 
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable, Mapping
 from functools import cache
 
 import numpy as np
@@ -17,7 +16,6 @@ from distflow.model.text import Text
 from distflow.model.tokenizer import train_tokenizer
 from distflow.rollout.engine import Completion, Request, RolloutEngine, SamplingParams, Wake, never
 from distflow.rollout.responses import complete, generate_responses
-from distflow.weights.shards import Spec
 
 PARAMS = SamplingParams(max_tokens=4)
 PROMPTS = {3: "one", 5: "two", 9: "three"}  # by group
@@ -32,36 +30,19 @@ def text() -> Text:
 VERSION = 2  # of the weights
 
 
-class EchoEngine:
+class EchoEngine(RolloutEngine):
     """Another engine than the built-in one: responds with the prompt reversed, last request first."""
 
-    weight_version = VERSION
-
     def __init__(self) -> None:
+        self.weight_version = VERSION
         self.requests: list[Request] = []
         self.unfinished: list[Request] = []
-
-    @property
-    def weight_specs(self) -> Sequence[Spec]:
-        return []
-
-    @property
-    def adapter_specs(self) -> Sequence[Spec]:
-        return ()
 
     def held_weights(self) -> Mapping[str, Tensor]:
         return {}
 
-    def read_weights(self, source: Source) -> None: ...
-
-    def share_weights(self, tensors: Mapping[str, Tensor]) -> bool:
-        return False
-
     def weight_targets(self) -> Mapping[str, Tensor]:
         return {}
-
-    def commit_weights(self, version: int) -> None:
-        self.weight_version = version
 
     def add_request(self, request: Request) -> None:
         self.requests.append(request)
@@ -73,11 +54,6 @@ class EchoEngine:
 
     def abort(self, request_ids: Iterable[int]) -> None: ...
 
-    def forget(self, sample_ids: Iterable[int]) -> None: ...
-
-    def serving(self, sequences: int, longest: int) -> AbstractContextManager[None]:
-        return nullcontext()
-
     def step(self, wake: Wake = never) -> list[Completion]:
         done, self.unfinished = self.unfinished[-2:], self.unfinished[:-2]
         return [self.completion(request) for request in done]
@@ -86,8 +62,6 @@ class EchoEngine:
         tokens = np.array(request.prompt[::-1], np.int64)
         logprobs = np.full(len(tokens), -request.sample_id, np.float32)
         return Completion(request.sample_id, tokens, logprobs, request.sample_id % 2 == 0, self.weight_version)
-
-    def release_memory(self, weights: bool) -> None: ...
 
 
 def batch(ids: list[int] = IDS, groups: list[int] = GROUPS) -> Batch:

@@ -10,7 +10,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from distflow.cpu import lanes
+from distflow.cpu import threaded_batches
 from distflow.errors import ConfigError
 from distflow.rollout.builtin import generator as rollout_generator
 from distflow.rollout.builtin.generator import Generator
@@ -36,9 +36,9 @@ from tiny import pair
 
 
 @pytest.fixture(params=[1, 3])
-def max_lanes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
-    monkeypatch.setattr(lanes, "_MIN_SEQUENCES", 1)
-    monkeypatch.setattr(lanes, "_MIN_WITH_KERNELS", 1)
+def max_batches(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    monkeypatch.setattr(threaded_batches, "_MIN_SEQUENCES", 1)
+    monkeypatch.setattr(threaded_batches, "_MIN_WITH_KERNELS", 1)
     return int(request.param)
 
 
@@ -60,8 +60,8 @@ def trickle(generator: Generator, requests: list[Request], sizes: list[int]) -> 
 
 @pytest.mark.parametrize("max_sequences", [3, 64])
 @pytest.mark.usefixtures("backend")
-def test_requests_may_be_added_while_others_run(max_sequences: int, max_lanes: int) -> None:
-    qwen3 = generator("qwen3", max_sequences, max_lanes=max_lanes)
+def test_requests_may_be_added_while_others_run(max_sequences: int, max_batches: int) -> None:
+    qwen3 = generator("qwen3", max_sequences, max_batches=max_batches)
     order = [2, 10, 0, 13, 4, 6, 8, 1, 3, 5, 7, 9, 11, 12]
     completions = trickle(qwen3, requests_for(order), [3, 0, 2, 5, 1])
     assert same([as_response(c) for c in completions], expected("qwen3", order))
@@ -89,7 +89,7 @@ def test_a_request_joins_a_batch_that_runs() -> None:
         qwen2.add_request(late)
         completions = drain(qwen2, [short, other, late], [first])
     assert same([as_response(c) for c in completions], [plain_loop("qwen2", r) for r in (short, other, late)])
-    assert computed["CpuDecode"] == [2] * 3 + [2] * 8 + [1] * 3  # the late one in the free slot, then alone
+    assert computed["Decode"] == [2] * 3 + [2] * 8 + [1] * 3  # the late one in the free slot, then alone
 
 
 def test_a_stream_that_starts_with_one_request_becomes_a_batch() -> None:
@@ -105,7 +105,7 @@ def test_a_stream_that_starts_with_one_request_becomes_a_batch() -> None:
             qwen2.add_request(request)
         completions = drain(qwen2, requests, finished)
     assert same([as_response(c) for c in completions], [plain_loop("qwen2", r) for r in requests])
-    assert max(computed["CpuDecode"]) == 4  # all that had come by then
+    assert max(computed["Decode"]) == 4  # all that had come by then
 
 
 @pytest.mark.parametrize("page", [1, 3, 8])
@@ -123,7 +123,7 @@ def test_a_limit_of_32768_tokens_reserves_no_memory_for_them() -> None:
     qwen2 = generator("qwen2", 64, cache_tokens=70_000)
     with passes() as computed:
         completions = complete(qwen2, requests_for(range(8), params))
-    assert max(computed["CpuDecode"]) == 8  # together, although two at their longest would fill the cache
+    assert max(computed["Decode"]) == 8  # together, although two at their longest would fill the cache
     assert all(c.finished for c in completions)
     (cache,) = qwen2.caches
     touched = {int(page) for layer in cache.layers.values() for page in layer.abs().sum((0, 2, 3, 4)).nonzero()}
@@ -131,8 +131,8 @@ def test_a_limit_of_32768_tokens_reserves_no_memory_for_them() -> None:
     assert len(touched) <= 8 * -(-longest // 256)
 
 
-def test_a_request_that_is_longer_than_a_lane_s_share_waits_and_then_runs(max_lanes: int) -> None:
-    qwen2 = generator("qwen2", 8, cache_tokens=35, max_lanes=max_lanes)
+def test_a_request_that_is_longer_than_a_batch_s_share_waits_and_then_runs(max_batches: int) -> None:
+    qwen2 = generator("qwen2", 8, cache_tokens=35, max_batches=max_batches)
     short = requests_for([4, 8, 1, 13])  # prompts of at most 3 tokens
     long = requests_for([2, 0])  # 21 and 12
     for request in short:
@@ -161,7 +161,7 @@ def test_a_request_too_long_for_the_memory_fails_when_it_is_its_turn() -> None:
 
 
 @pytest.mark.usefixtures("backend")
-def test_requests_of_one_batch_may_differ_in_parameters_and_seeds(max_lanes: int) -> None:
+def test_requests_of_one_batch_may_differ_in_parameters_and_seeds(max_batches: int) -> None:
     variants = [
         (PARAMS, SEED),
         (PARAMS, 5),
@@ -172,7 +172,7 @@ def test_requests_of_one_batch_may_differ_in_parameters_and_seeds(max_lanes: int
         (replace(PARAMS), SEED),  # equal to the first, another object
     ]
     requests = [Request(i, PROMPTS[i % 3], *variants[i % len(variants)]) for i in range(21)]
-    completions = complete(generator("qwen3", 16, max_lanes=max_lanes), requests)
+    completions = complete(generator("qwen3", 16, max_batches=max_batches), requests)
     assert same([as_response(c) for c in completions], [plain_loop("qwen3", r) for r in requests])
 
 
@@ -209,9 +209,9 @@ def test_a_continued_response_takes_no_more_of_the_cache_than_an_uninterrupted_o
 
 
 @pytest.mark.usefixtures("backend")
-def test_stopping_drops_requests_and_restores_the_weights(max_lanes: int) -> None:
+def test_stopping_drops_requests_and_restores_the_weights(max_batches: int) -> None:
     model = deepcopy(pair("qwen3").ours)
-    before, qwen3 = deepcopy(model.state_dict()), generator_for(model, 4, max_lanes=max_lanes)
+    before, qwen3 = deepcopy(model.state_dict()), generator_for(model, 4, max_batches=max_batches)
     for request in requests_for():
         qwen3.add_request(request)
     finished = qwen3.step()
@@ -228,14 +228,15 @@ def test_completions_name_the_weights_they_were_generated_with() -> None:
     for version in (0, 7):
         for request in requests_for([0, 1]):
             qwen2.add_request(request)
+        qwen2.weight_version = version
         while qwen2.has_unfinished:
-            assert {c.weight_version for c in qwen2.step(version)} == {version}
+            assert {c.weight_version for c in qwen2.step()} == {version}
 
 
 @pytest.mark.usefixtures("backend")
-def test_a_caller_with_more_requests_wakes_it(max_lanes: int) -> None:
+def test_a_caller_with_more_requests_wakes_it(max_batches: int) -> None:
     """However often it returns early, each request gets what it would get alone."""
-    qwen2, order = generator("qwen2", 64, max_lanes=max_lanes), EVERYBODY[:9]
+    qwen2, order = generator("qwen2", 64, max_batches=max_batches), EVERYBODY[:9]
     waiting, finished, early = requests_for(order), list[Completion](), 0
     requests = list(waiting)
     while waiting or qwen2.has_unfinished:
@@ -263,8 +264,8 @@ def test_requests_of_one_sample_are_told_apart() -> None:
         assert same([as_response(finished[request.id])], [plain_loop("qwen2", alone)])
 
 
-def test_an_aborted_request_has_no_completion_and_frees_its_place(max_lanes: int) -> None:
-    qwen2, params = generator("qwen2", 3, max_lanes=max_lanes), replace(PARAMS, stop=frozenset(), max_tokens=12)
+def test_an_aborted_request_has_no_completion_and_frees_its_place(max_batches: int) -> None:
+    qwen2, params = generator("qwen2", 3, max_batches=max_batches), replace(PARAMS, stop=frozenset(), max_tokens=12)
     requests = [Request(i, PROMPTS[i], params, SEED) for i in range(6)]
     for request in requests:
         qwen2.add_request(request)

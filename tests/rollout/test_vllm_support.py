@@ -32,23 +32,23 @@ def install(monkeypatch: pytest.MonkeyPatch, version: str | None) -> None:
 def test_it_says_how_to_get_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, None)
     with pytest.raises(ConfigError, match=r"vLLM is not installed; pip install 'distflow-rl\[vllm\]'.*engine: builtin"):
-        check_vllm(source("qwen2"), CUDA, None)
+        check_vllm(source("qwen2"), None)
 
 
 @pytest.mark.parametrize("version", ["0.31.4", "0.33.0", "1.0", "0.9.1rc2"])
 def test_other_versions_are_refused(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
     install(monkeypatch, version)
     with pytest.raises(ConfigError, match=rf"vLLM {version} is installed.*from 0.32 to below 0.33"):
-        check_vllm(source("qwen2"), CUDA, None)
+        check_vllm(source("qwen2"), None)
 
 
 def test_models_that_are_not_tested_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, "0.32.1")
     with pytest.raises(ConfigError, match=r"'a gemma2' is a Gemma2ForCausalLM, and vLLM is supported for Llama"):
-        check_vllm(source("gemma2"), CUDA, None)
+        check_vllm(source("gemma2"), None)
     with pytest.raises(ConfigError, match=r"train.lora.rank: 1000, and vLLM has room for 512"):
-        check_vllm(source("qwen2"), CUDA, LoraConfig(rank=1000))
-    check_vllm(source("qwen2"), CUDA, LoraConfig(rank=512))
+        check_vllm(source("qwen2"), LoraConfig(rank=1000))
+    check_vllm(source("qwen2"), LoraConfig(rank=512))
     assert "vllm" not in sys.modules
 
 

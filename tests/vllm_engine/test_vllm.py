@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 import tiny
 from distflow.config.schema import LoraConfig, RolloutConfig
@@ -24,9 +25,9 @@ from distflow.model.source import Source
 from distflow.model.tokenizer import train_tokenizer
 from distflow.plan.layout import Layout
 from distflow.plan.topology import Topology
-from distflow.rollout.engine import Completion, Request, RolloutEngine, SamplingParams
+from distflow.rollout.engine import Completion, EngineSetup, Request, RolloutEngine, SamplingParams
 from distflow.rollout.responses import complete
-from distflow.rollout.vllm.engine import VllmEngine, cut_rows
+from distflow.rollout.vllm.engine import VllmEngine
 from distflow.weights.shards import Shards, slices
 from distflow.weights.sync import WeightSync
 from distflow.weights.verify import WeightCheck
@@ -48,9 +49,9 @@ def source(arch: str) -> Source:
     return Source(arch, config_of(arch), train_tokenizer(iter(["a text"]), 0))
 
 
-def make_engine(arch: str = "qwen2", layout: Layout = ALONE, lora: LoraConfig | None = None) -> RolloutEngine:
-    """The return type is the protocol: mypy checks that the engine satisfies it."""
-    return VllmEngine(source(arch), layout, dist.get_rank(), CONFIG, torch.float32, CPU, 64, lora)
+def make_engine(arch: str = "qwen2", layout: Layout = ALONE, lora: LoraConfig | None = None) -> VllmEngine:
+    mesh = DeviceMesh("cpu", torch.tensor(layout.ranks).view(layout.dp, layout.tp), mesh_dim_names=("dp", "tp"))
+    return VllmEngine(EngineSetup(source(arch), layout, mesh, dist.get_rank(), CONFIG, torch.float32, CPU, 64, lora))
 
 
 def weights(arch: str) -> dict[str, Tensor]:
@@ -211,7 +212,7 @@ def _logits(tensors: Mapping[str, Tensor], tokens: list[int]) -> Tensor:
 def two_ranks(rank: int, arch: str) -> list[float]:
     """Trains dp 2, sharded; generates tp 2. A weight that does not come over is named."""
     both, specs = Layout((0, 1), 1, 2), make_engine_specs(arch)
-    trained, generates = Shards(Layout((0, 1), 2), 2), Shards(both, 1, cut_rows(specs, 2))
+    trained, generates = Shards(Layout((0, 1), 2), 2), VllmEngine.shards(specs, both)
     engine, transport = make_engine(arch, both), make_transport(rank, 2)
     full = weights(arch)
     held = {s.name: full[s.name][slices(trained.box(s, rank))].clone() for s in specs}
@@ -252,7 +253,7 @@ def with_adapter(rank: int, layout: Layout) -> None:
     """An adapter is apart from the weights, and both together are what a merged model would be."""
     lora = LoraConfig(rank=4)
     engine = make_engine("qwen2", layout, lora)
-    assert isinstance(engine, VllmEngine)
+    shards = engine.shards(engine.weight_specs, layout)
     noise = torch.Generator().manual_seed(3)
     adapter = {s.name: 0.3 * torch.randn(s.shape, generator=noise) for s in engine.adapter_specs}
     full, base = weights("qwen2"), dict[str, Tensor]()
@@ -261,11 +262,11 @@ def with_adapter(rank: int, layout: Layout) -> None:
         base[name] = full[name] if a is None or b is None else full[name] - b @ a
     parts = base | adapter
     specs = [*engine.weight_specs, *engine.adapter_specs]
-    fill(engine, {s.name: parts[s.name][slices(engine.shards.box(s, rank))] for s in specs})
+    fill(engine, {s.name: parts[s.name][slices(shards.box(s, rank))] for s in specs})
     completions = complete(engine, requests_for())
     assert same([as_response(completions[i]) for i in IDS], expected("qwen2"))
     if layout == ALONE:
-        check = WeightCheck(engine.shards, engine.shards, rank, torch.float32)
+        check = WeightCheck(shards, shards, rank, torch.float32)
         list(check.compare(engine.adapter_specs, adapter, engine.held_weights(), 1))
         missed = engine.adapter_specs[3].name
         adapter[missed] += 1.0  # trained, and not synced

@@ -17,7 +17,6 @@ from distflow.agents.session import AssistantMessage, Branch, Ended, Limits, Ses
 from distflow.agents.spec import Event, Failed, Message
 from distflow.errors import DataError
 from distflow.rollout.engine import Completion, Request, SamplingParams
-from distflow.rollout.responses import check_version
 
 _IDLE_S = 1.0  # how long one waits for children at a time, while the engine has nothing to do
 _IDLE_WITH_ENDPOINT_S = 0.005  # whose calls come from another thread
@@ -133,7 +132,7 @@ class Conversations:
         conversation = self._of_request.pop(completion.request_id, None)
         if conversation is None:
             return
-        check_version(completion, self.version)
+        completion.check_version(self.version)
         _, reply = conversation.requests.pop(completion.request_id)
         reply(completion)
 

@@ -5,6 +5,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
+from distflow.errors import cut, suggest
+from distflow.rollout.registry import engines
+
 
 class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
@@ -110,7 +113,7 @@ class RoleConfig(Section):
 class RolloutConfig(Section):
     """How responses are generated."""
 
-    engine: Literal["builtin", "vllm"] = "builtin"
+    engine: str = "builtin"  # its name: builtin, vllm, or one that an installed package brings
     n: int = Field(8, gt=0)  # responses per prompt
     max_tokens: int = Field(256, gt=0)
     min_tokens: int = Field(0, ge=0)  # a response does not end earlier
@@ -124,6 +127,13 @@ class RolloutConfig(Section):
     staleness: int = Field(0, ge=0, le=64)  # steps that the weights of a rollout are behind
     chunk: int | None = Field(None, gt=0)  # prompts that leave the workers that generate together; default: all
     partial: bool | int = False  # prompts of later steps that may be begun early; true: as many as a batch
+
+    @field_validator("engine")
+    @classmethod
+    def _known_engine(cls, value: str) -> str:
+        if value not in (known := engines()):
+            raise ValueError(f"there is no engine '{cut(value)}'{suggest(value, known)}")
+        return value
 
     @field_validator("partial", mode="before")
     @classmethod

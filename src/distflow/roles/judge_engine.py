@@ -11,8 +11,8 @@ from distflow.plan.layout import Layout
 from distflow.roles.context import RoleContext
 from distflow.roles.policy import Policy
 from distflow.rollout.builtin.engine import BuiltinEngine
-from distflow.rollout.engine import Completion, Request, RolloutEngine, SamplingParams
-from distflow.rollout.responses import check_version, complete
+from distflow.rollout.engine import EngineSetup, Request, RolloutEngine, SamplingParams
+from distflow.rollout.responses import complete
 
 
 class JudgeEngine:
@@ -43,10 +43,7 @@ class JudgeEngine:
             except DataError as e:  # a conversation that is too long to judge
                 verdicts[i] = e
 
-        def check(completion: Completion) -> None:
-            check_version(completion, self.version())
-
-        for i, completion in complete(self.engine, requests, check=check).items():
+        for i, completion in complete(self.engine, requests, self.version()).items():
             verdicts[i] = str(self.text.tokenizer.decode(completion.tokens.tolist(), skip_special_tokens=True))
         self.release()
         return [verdicts[i] for i in range(len(questions))]
@@ -58,15 +55,16 @@ def frozen_engine(
     """Makes an engine with weights that nobody trains: those of `model`, or of the run's as it was at the start."""
     given = ModelConfig(path=model) if isinstance(model, str) else ModelConfig(**model) if model else None
     source = open_model(given, lambda: iter(()), role.base, role.seed) if given else role.model
-    dtype, mesh = DTYPES[role.train.dtype], role.meshes[layout]
-    engine = BuiltinEngine(source, layout, mesh, role.rank, role.rollout, dtype, role.device)
+    limit = prompt_limit(source, max_tokens, None)
+    where, dtype = (layout, role.meshes[layout], role.rank), DTYPES[role.train.dtype]
+    engine = BuiltinEngine(EngineSetup(source, *where, role.rollout, dtype, role.device, limit + max_tokens))
     engine.read_weights(source)
     engine.commit_weights(0)
 
     def release() -> None:
         engine.release_memory(weights=False)
 
-    return JudgeEngine(engine, source, prompt_limit(source, max_tokens, None), max_tokens, release)
+    return JudgeEngine(engine, source, limit, max_tokens, release)
 
 
 def borrowed_engine(policy: Policy, max_tokens: int) -> JudgeEngine:

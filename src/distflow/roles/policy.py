@@ -2,30 +2,20 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 
-import torch
 from torch import Tensor
 
 from distflow.comm.collectives import SendReceive
 from distflow.comm.transport import report_lost_peers
-from distflow.config.schema import LoraConfig, RolloutConfig
-from distflow.model.source import DTYPES, Source
+from distflow.config.schema import LoraConfig
+from distflow.model.source import DTYPES
 from distflow.model.text import Text, prompt_limit
 from distflow.plan.layout import Layout
 from distflow.roles.context import RoleContext, shard_degree
-from distflow.rollout.builtin.engine import BuiltinEngine
-from distflow.rollout.engine import RolloutEngine, SamplingParams
-from distflow.rollout.vllm import engine as vllm
-from distflow.rollout.vllm.support import check_vllm
+from distflow.rollout.engine import EngineSetup, RolloutEngine, SamplingParams, load_engine
 from distflow.train.trainer import Trainer, make_trainer
 from distflow.weights.shards import Shards, Spec
 from distflow.weights.sync import WeightSync
 from distflow.weights.verify import WeightCheck
-
-
-def check_engine(config: RolloutConfig, source: Source, device: torch.device, lora: LoraConfig | None) -> None:
-    """Refuses a rollout engine that is not installed or does not know the model, before anything is loaded."""
-    if config.engine == "vllm":
-        check_vllm(source, device, lora)
 
 
 class Policy:
@@ -41,8 +31,9 @@ class Policy:
         lora = role.train.lora if trainable else None
         ema = role.train.ema if trainable else None
         here = generates is not None and role.rank in generates.ranks
+        self.engine_kind = load_engine(config.engine)
         if here:
-            check_engine(config, source, role.device, lora)
+            self.engine_kind.check(source, config, role.device, lora)
         self.trainer: Trainer | None = None
         if trained and role.rank in trained.ranks:
             self.trainer = make_trainer(role, source, trained, role.train, trainable, lora, ema)
@@ -72,17 +63,16 @@ class Policy:
             self._prepare_weight_sync(trained, generates)
 
     def _make_engine(self, layout: Layout, lora: LoraConfig | None) -> RolloutEngine:
-        role, config, source = self.role, self.role.rollout, self.role.model
-        if config.engine == "builtin":
-            return BuiltinEngine(source, layout, role.meshes[layout], role.rank, config, self.dtype, role.device)
-        longest = self.text.limit + config.max_tokens
-        return vllm.VllmEngine(source, layout, role.rank, config, self.dtype, role.device, longest, lora)
+        role, config = self.role, self.role.rollout
+        longest, mesh = self.text.limit + config.max_tokens, role.meshes[layout]
+        where = layout, mesh, role.rank
+        return self.engine_kind(EngineSetup(role.model, *where, config, self.dtype, role.device, longest, lora))
 
     def _prepare_weight_sync(self, trained: Layout, generates: Layout) -> None:
         role = self.role
         source = Shards(trained, shard_degree(role.train, trained, role.name))
         base, adapter = self._specs()
-        target = Shards(generates, 1, vllm.cut_rows(base, generates.tp) if role.rollout.engine == "vllm" else {})
+        target = self.engine_kind.shards(base, generates)
         self.specs = adapter or base  # that every weight sync moves
         self.check = WeightCheck(source, target, role.rank, self.dtype)
         if adapter:
@@ -92,12 +82,12 @@ class Policy:
             self.transfer = WeightSync(self.specs, source, target, role.rank, self.dtype, role.topology)
 
     def _specs(self) -> tuple[Sequence[Spec], Sequence[Spec]]:
-        """Returns the model's parameters, and those of an adapter that the engine has apart: the built-in merges it."""
+        """Returns the model's parameters, and those of an adapter that the engine keeps apart from them."""
         if self.trainer is None:
             assert self.engine is not None
             return self.engine.weight_specs, self.engine.adapter_specs
-        apart = self.role.rollout.engine == "vllm" and self.trainer.adapter is not None
-        return self.trainer.specs, self.trainer.adapter.specs if apart and self.trainer.adapter else ()
+        adapter = self.trainer.adapter if self.engine_kind.keeps_adapter else None
+        return self.trainer.specs, adapter.specs if adapter else ()
 
     def _shares_weights(self, whole: bool) -> bool:
         """Whether the engine uses the trainer's own tensors, which it can if this rank has `whole` weights of both."""
@@ -165,8 +155,8 @@ class Policy:
 
     def longest_prompt(self, max_tokens: int) -> int:
         """Returns how many tokens a prompt may have that the engine answers with `max_tokens`."""
-        limit = prompt_limit(self.role.model, max_tokens, None)
-        return min(limit, self.engine.longest - max_tokens) if isinstance(self.engine, vllm.VllmEngine) else limit
+        assert self.engine is not None
+        return min(prompt_limit(self.role.model, max_tokens, None), self.engine.longest - max_tokens)
 
     def _release(self, engine: RolloutEngine) -> None:
         weights = self.transfer is not None and not self.base_specs and not self.keeps_weights

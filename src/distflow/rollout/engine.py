@@ -1,22 +1,31 @@
 """The interface of a rollout engine: weights in, requests in, completions out as they finish, memory given back.
 
-Text, groups, rewards and exactly-once accounting are outside of it. Every rank of a generation layout has one engine;
+An engine is one class, which a package brings under a name by an entry point of the group `distflow.engines`. Text,
+groups, rewards and exactly-once accounting are outside of it. Every rank of a generation layout has one engine;
 tensor-parallel ranks make the same calls in the same order.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Protocol, runtime_checkable
+from typing import ClassVar
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
+from distflow.config.schema import LoraConfig, RolloutConfig
+from distflow.errors import ConfigError, WeightsError, cut
 from distflow.model.source import Source
+from distflow.plan.layout import Layout
+from distflow.rollout.registry import engines
 from distflow.util.arrays import Ints
-from distflow.weights.shards import Spec
+from distflow.util.plugins import load_plugin
+from distflow.weights.shards import Shards, Spec, slices
 
 
 @dataclass(frozen=True)
@@ -87,86 +96,122 @@ class Completion:
     request_id: int = -1  # of the request
     reused: int = 0  # tokens of the prompt that were not computed, because the sample's last request had been kept
 
+    def check_version(self, version: int) -> None:
+        """Raises unless it was generated with the weights that the plan wants."""
+        if self.weight_version != version:
+            raise WeightsError(
+                f"the response of sample {self.sample_id} was generated with weights of version {self.weight_version},"
+                f" and the plan says {version}: the engine has missed a weight sync"
+            )
 
-class RolloutEngine(Protocol):
-    """The interface that the built-in engine and others implement."""
 
-    weight_version: int  # of the weights that the next token is generated with
+@dataclass(frozen=True)
+class EngineSetup:
+    """Everything that an engine is made from: the model, and this rank's place among those that generate."""
 
-    @property
-    def weight_specs(self) -> Sequence[Spec]:
-        """The parameters that a weight sync fills, in its order."""
-        ...
+    source: Source
+    layout: Layout
+    mesh: DeviceMesh  # of the layout, with the dimensions `dp` and `tp`
+    rank: int
+    config: RolloutConfig
+    dtype: torch.dtype
+    device: torch.device
+    longest: int  # tokens of a prompt and its response, at most
+    lora: LoraConfig | None = None  # the adapter that is trained
 
-    @property
-    def adapter_specs(self) -> Sequence[Spec]:
-        """The matrices of an adapter that the engine has apart from the parameters; it gets them like these."""
-        ...
+
+class RolloutEngine(ABC):
+    """One rank's part of an engine. Methods that are not abstract do what suits most engines."""
+
+    interruptible: ClassVar[bool] = False  # has `interrupt`, which `rollout.partial` needs
+    keeps_adapter: ClassVar[bool] = False  # apart from the weights, and synced alone; else it is merged into them
+
+    weight_specs: Sequence[Spec]  # the parameters that a weight sync fills, in its order
+    adapter_specs: Sequence[Spec] = ()  # the matrices of an adapter that it keeps, filled like parameters
+    weight_version = -1  # of the weights that the next token is generated with; at first there are none
+    longest: int  # tokens of a prompt and its response, at most
+
+    def __init__(self, setup: EngineSetup) -> None:
+        self.setup = setup
+
+    @classmethod  # noqa: B027
+    def check(cls, source: Source, config: RolloutConfig, device: torch.device, lora: LoraConfig | None) -> None:
+        """Raises a `ConfigError` if it cannot work here: not installed, or another model, device or adapter.
+
+        `distflow check` and every rank that generates call it before anything is loaded.
+        """
+
+    @classmethod
+    def shards(cls, specs: Sequence[Spec], layout: Layout) -> Shards:
+        """Returns which part of each parameter a rank of the layout has. Ranks without an engine ask as well."""
+        return Shards(layout, 1)
 
     def read_weights(self, source: Source) -> None:
         """Fills the weights from where the model comes from: nobody trains it."""
-        ...
+        shards = self.shards(self.weight_specs, self.setup.layout)
+        read, targets = source.reader([s.name for s in self.weight_specs]), self.weight_targets()
+        for spec in self.weight_specs:
+            targets[spec.name].copy_(read(spec.name, slices(shards.box(spec, self.setup.rank))))
 
     def share_weights(self, tensors: Mapping[str, Tensor]) -> bool:
         """Uses a colocated trainer's very tensors as weights, so that an update is seen at once; False if it cannot."""
-        ...
+        return False
 
+    @abstractmethod
     def weight_targets(self) -> Mapping[str, Tensor]:
         """Returns this rank's tensors for the next weights, allocated where they were released, to be filled."""
-        ...
 
+    @abstractmethod
     def held_weights(self) -> Mapping[str, Tensor]:
-        """Returns the tensors that this rank computes with, wherever they came from, by the names of `weight_specs`."""
-        ...
+        """Returns the tensors that this rank computes with, wherever they came from, by the names of the specs."""
 
     def commit_weights(self, version: int) -> None:
-        """Says that all targets are filled. There are no unfinished requests at that time."""
-        ...
+        """Is called when all targets are filled. There are no unfinished requests at that time."""
+        self.weight_version = version
 
+    @abstractmethod
     def add_request(self, request: Request) -> None: ...
 
     @property
+    @abstractmethod
     def has_unfinished(self) -> bool: ...
 
+    @abstractmethod
     def step(self, wake: Wake = never) -> list[Completion]:
         """Generates until at least one request is finished and returns all that are.
 
         It returns earlier, maybe with none, if `wake` is true, which is asked after every decoding step: the caller has
         more requests. Of a tensor-parallel replica the first rank's is asked, and all ranks give one, or none does.
         """
-        ...
 
+    @abstractmethod
     def abort(self, request_ids: Iterable[int]) -> None:
         """Drops requests, which have no completion then; ids of others, or of finished ones, are ignored."""
-        ...
-
-    def forget(self, sample_ids: Iterable[int]) -> None:
-        """Drops what is kept of samples; their requests are finished or aborted. Ids of others are ignored."""
-        ...
-
-    def serving(self, sequences: int, longest: int) -> AbstractContextManager[None]:
-        """Stays ready inside of it, also while there are no requests, for so many of at most so many tokens.
-
-        Only inside of it requests are kept, of that many samples at a time.
-        """
-        ...
-
-    def release_memory(self, weights: bool) -> None:
-        """Gives back the KV cache, and the weights if a weight sync fills them again before the next request."""
-        ...
-
-
-@runtime_checkable
-class Interruptible(Protocol):
-    """What `rollout.partial` needs of an engine: it can stop in the middle of responses."""
-
-    def add_request(self, request: Request) -> None: ...
-
-    def step(self) -> list[Completion]: ...
 
     def interrupt(self) -> list[Completion]:
         """Drops unfinished requests; returns what there is of their responses, which may be no token.
 
         How far each has come depends on the requests and what was generated, never on time.
         """
-        ...
+        raise NotImplementedError
+
+    def forget(self, sample_ids: Iterable[int]) -> None:  # noqa: B027
+        """Drops what is kept of samples; their requests are finished or aborted. Ids of others are ignored."""
+
+    def serving(self, sequences: int, longest: int) -> AbstractContextManager[None]:
+        """Stays ready inside of it, also while there are no requests, for so many of at most so many tokens.
+
+        Only inside of it requests are kept, of that many samples at a time.
+        """
+        return nullcontext()
+
+    def release_memory(self, weights: bool) -> None:  # noqa: B027
+        """Gives back the KV cache, and the weights if a weight sync fills them again before the next request."""
+
+
+def load_engine(name: str) -> type[RolloutEngine]:
+    """Imports the engine of this name."""
+    engine = load_plugin(engines(), name, "rollout.engine")
+    if not (isinstance(engine, type) and issubclass(engine, RolloutEngine)):
+        raise ConfigError(f"rollout.engine: '{cut(name)}' is not a subclass of distflow.rollout.engine.RolloutEngine")
+    return engine

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from distflow.batch.batch import Batch, Column, Ragged
 from distflow.batch.context import Partial
-from distflow.rollout.engine import Completion, Interruptible, Request
+from distflow.rollout.engine import Completion, Request, RolloutEngine
 
 _COMPLETE = "complete"
 
@@ -71,14 +71,14 @@ class Begun:
 
 
 def complete_with_others(
-    engine: Interruptible,
+    engine: RolloutEngine,
     requests: list[Request],
     others: list[Request],
     begun: Begun,
-    check: Callable[[Completion], None],
+    version: int,
     progress: Callable[[Mapping[int, Completion]], None],
 ) -> dict[int, Completion]:
-    """Returns the completion of each of `requests`, by sample id; slots that they leave free go to `others`.
+    """Returns the completion of each of `requests`, by sample id; free slots go to `others`.
 
     Where the others are interrupted depends on the tokens of the requests alone: nothing here depends on time.
     """
@@ -92,7 +92,7 @@ def complete_with_others(
             engine.add_request(begun.rest(request))
     while len(completions) < len(wanted):
         for completion in engine.step():
-            check(completion)
+            completion.check_version(version)
             own = completions if completion.sample_id in wanted else others_complete
             own[completion.sample_id] = begun.joined(completion)
         progress(completions)

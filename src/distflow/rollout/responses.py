@@ -11,9 +11,8 @@ from torch import Tensor
 from distflow.batch.batch import Batch, Ragged
 from distflow.batch.context import Chunks, MetricLog, Partial
 from distflow.batch.response_mask import ModelTokens
-from distflow.errors import WeightsError
 from distflow.model.text import Text, ragged
-from distflow.rollout.engine import Completion, Interruptible, Request, RolloutEngine, SamplingParams
+from distflow.rollout.engine import Completion, Request, RolloutEngine, SamplingParams
 from distflow.rollout.partial import Begun, complete_with_others
 from distflow.util.arrays import Ints
 
@@ -36,9 +35,6 @@ def generate_responses(
     """
     prompts, requests, own, prompt_of = _requests(text, batch, params, seed)
 
-    def check(completion: Completion) -> None:
-        check_version(completion, version)
-
     def columns(places: Ints, completions: Mapping[int, Completion]) -> dict[str, Any]:
         ordered = [completions[i] for i in own[places].tolist()]
         return _columns(ordered, [prompts[i] for i in prompt_of[places]], text)
@@ -53,11 +49,11 @@ def generate_responses(
             chunks.leave(i, columns(chunks.parts[i], completions))
 
     if partial is None:
-        completions = complete(engine, requests, progress, check)
+        completions = complete(engine, requests, version, progress)
     else:
-        assert isinstance(engine, Interruptible)
+        assert engine.interruptible
         begun, others = Begun(partial), _requests(text, partial.ahead, params, seed)[1]
-        completions = complete_with_others(engine, requests, others, begun, check, progress)
+        completions = complete_with_others(engine, requests, others, begun, version, progress)
     return columns(np.arange(len(batch)), completions)
 
 
@@ -92,28 +88,23 @@ def _joined(arrays: list[NDArray[Any]], dtype: type) -> Tensor:
     return torch.from_numpy(np.concatenate([np.empty(0, dtype), *arrays]))  # a worker may have no responses
 
 
-def check_version(c: Completion, version: int) -> None:
-    """Raises unless a completion was generated with the weights that the plan wants."""
-    if c.weight_version != version:
-        raise WeightsError(
-            f"the response of sample {c.sample_id} was generated with weights of version {c.weight_version}, and"
-            f" the plan says {version}: the engine has missed a weight sync"
-        )
-
-
 def complete(
     engine: RolloutEngine,
     requests: list[Request],
+    version: int | None = None,
     progress: Callable[[Mapping[int, Completion]], None] = lambda completions: None,
-    check: Callable[[Completion], None] = lambda completion: None,
 ) -> dict[int, Completion]:
-    """Returns the completion of each request, by sample id; `progress` sees those that there are so far."""
+    """Returns the completion of each request, by sample id; `progress` sees those that there are so far.
+
+    Raises if one was generated with other weights than those of `version`.
+    """
     for request in requests:
         engine.add_request(request)
     completions: dict[int, Completion] = {}
     while engine.has_unfinished:
         for completion in engine.step():
-            check(completion)
+            if version is not None:
+                completion.check_version(version)
             completions[completion.sample_id] = completion
         progress(completions)
     return completions

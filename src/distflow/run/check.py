@@ -51,7 +51,7 @@ def _check_model(
     from distflow.model.source import DTYPES, kv_bytes, open_model
     from distflow.model.tensor_parallel import tp_styles
     from distflow.model.text import Text, prompt_limit
-    from distflow.roles.policy import check_engine
+    from distflow.rollout.engine import load_engine
 
     config = program.config
     assert config.model is not None
@@ -81,7 +81,7 @@ def _check_model(
         data = [rows, *([held_out] if held_out else [])]
         yield from check_environments(environments, config.base, text, config.rollout.max_tokens, data)
     if generates := layouts.get("actor.generate") or layouts.get("actor.converse"):
-        check_engine(config.rollout, source, own_device(), config.train.lora)
+        load_engine(config.rollout.engine).check(source, config.rollout, own_device(), config.train.lora)
         per_token = kv_bytes(source.config, DTYPES[config.train.dtype], generates.tp)
         size = int(config.rollout.kv_cache_gb * (1 << 30))
         check_kv_cache(size, own_device())

@@ -165,10 +165,8 @@ class Program:
         placement, rollout = self._placement(workers), config.rollout
         chunk = rollout.chunk if chunks else None
         ahead = config.data.batch if rollout.partial is True else int(rollout.partial)
-        if ahead and rollout.engine == "vllm":
-            raise ConfigError(
-                "rollout.partial: vLLM cannot be interrupted; use `engine: builtin`, or leave partial out"
-            )
+        if ahead:
+            _check_interruptible(rollout.engine)
         result = plan(self.flow, placement, workload, staleness=rollout.staleness, chunk=chunk, prompts_ahead=ahead)
         for node in (n for n in result.flow.nodes if n.type == "train" and n.method):
             check = getattr(self.implementation(node.role), "check_training", None)
@@ -300,6 +298,15 @@ def _binding(name: str, role: RoleConfig) -> RoleConfig:
         raise ConfigError(f"roles.{name}.model: this role is trained, or built in; its model is `{keys[name]}`")
     call = MODEL_ROLES["reference"] if name == "reference" else FROZEN_MODEL
     return RoleConfig(call=call, args={"model": role.model.model_dump()})
+
+
+def _check_interruptible(engine: str) -> None:
+    from distflow.rollout.engine import load_engine
+
+    if not load_engine(engine).interruptible:
+        raise ConfigError(
+            f"rollout.partial: the engine '{engine}' cannot be interrupted; use `engine: builtin`, or leave partial out"
+        )
 
 
 def _check_mini_batches(params: Mapping[str, Any], batch: int) -> None:

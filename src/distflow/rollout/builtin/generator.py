@@ -3,18 +3,17 @@
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar
 
 import torch
 from transformers import PreTrainedModel
 
-from distflow.cpu.lanes import Lanes, share_threads, torch_threads
+from distflow.cpu.threaded_batches import ThreadedBatches, share_threads, torch_threads
 from distflow.errors import ConfigError
-from distflow.rollout.builtin.continuous_batch import ContinuousBatch
-from distflow.rollout.builtin.forward import Forward, forward_for
+from distflow.rollout.builtin.continuous_batch import Agree, ContinuousBatch
+from distflow.rollout.builtin.forward import forward_for
 from distflow.rollout.builtin.history import History, HistoryPages, history_share
 from distflow.rollout.builtin.kv_cache import KVCache
-from distflow.rollout.builtin.model_runner import Agree, ModelRunner
 from distflow.rollout.builtin.page_pool import PagePool
 from distflow.rollout.builtin.scheduler import Scheduler
 from distflow.rollout.builtin.sequence import Sequence
@@ -34,6 +33,12 @@ class CacheLimits:
     cache_bytes: int
     max_sequences: int
 
+    @property
+    def longest(self) -> int:
+        """The longest sequence that fits: in whole pages, if there is room for one."""
+        tokens = self.cache_bytes // self.bytes_per_token
+        return tokens - tokens % PAGE if tokens > PAGE else tokens
+
     def fits(self, page: int, length: int) -> bool:
         """Whether a sequence of this length fits in pages of so many tokens."""
         return -(-length // page) * page * self.bytes_per_token <= self.cache_bytes
@@ -49,19 +54,13 @@ class CacheLimits:
         return self.cache_bytes // (self.bytes_per_token * page)
 
 
-class Running(Protocol):
-    """The part that exists while requests are unfinished: a continuous batch, or several of them in threads."""
-
-    @property
-    def has_unfinished(self) -> bool: ...
-
-    def add(self, sequences: list[Sequence]) -> None: ...
-
-    def step(self, wake: Wake) -> list[Sequence]: ...
-
-
 class Generator:
-    """`max_lanes`: continuous batches that may run at once, each in a thread of its own; see `cpu.lanes`."""
+    """Takes requests and returns completions; a KV cache and batches exist while there is something to generate.
+
+    `max_batches` may run at once, each in a thread of its own; see `cpu.threaded_batches`.
+    """
+
+    interruptible: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -69,16 +68,17 @@ class Generator:
         limits: CacheLimits,
         device: torch.device,
         agree: Agree = lambda tokens: tokens,
-        max_lanes: int = 1,
+        max_batches: int = 1,
     ) -> None:
-        self.model, self.limits, self.device, self.agree, self.max_lanes = model, limits, device, agree, max_lanes
-        self.caches: list[KVCache] = []  # one per lane, kept from rollout to rollout
+        self.model, self.limits, self.device, self.agree, self.max_batches = model, limits, device, agree, max_batches
+        self.weight_version = 0  # that completions tell
+        self.caches: list[KVCache] = []  # one per batch, kept from rollout to rollout
         self._queue: list[Sequence] = []
         self._unfinished: dict[int, Sequence] = {}  # by the id of the request
         self._longest = 0  # sequence that there is room for in each of them
         self._histories: dict[int, History] = {}  # by sample id, while they may be continued
         self._serving: tuple[int, int] | None = None  # sequences to be ready for, and the longest of them
-        self._running: Running | None = None  # while requests are unfinished, or may come
+        self._running: ContinuousBatch | ThreadedBatches | None = None  # while requests are unfinished, or may come
         self._cleanup = ExitStack()  # unpacks the weights, ends the threads
 
     def add_request(self, request: Request) -> None:
@@ -107,7 +107,7 @@ class Generator:
 
     @contextmanager
     def serving(self, sequences: int, longest: int) -> Iterator[None]:
-        """Keeps weights packed and lanes running inside of it, also while there are no requests."""
+        """Keeps weights packed and threads running inside of it, also while there are no requests."""
         self._serving = sequences, longest
         try:
             yield
@@ -119,7 +119,7 @@ class Generator:
     def has_unfinished(self) -> bool:
         return bool(self._unfinished)
 
-    def step(self, weight_version: int = 0, wake: Wake = never) -> list[Completion]:
+    def step(self, wake: Wake = never) -> list[Completion]:
         """Generates until at least one request is finished, or `wake` is true, and returns all that are finished."""
         if not self.has_unfinished:
             return []
@@ -129,7 +129,7 @@ class Generator:
             if self._running is None:
                 self._running = self._start(self._queue)
             self._running.add([s for s in self._queue if s.max_length <= self._longest])
-            self._queue = [s for s in self._queue if s.max_length > self._longest]  # until a lane has a larger share
+            self._queue = [s for s in self._queue if s.max_length > self._longest]  # until a batch has a larger share
             finished = self._running.step(wake)
         except BaseException:
             self.stop()
@@ -139,15 +139,15 @@ class Generator:
         if not self._running.has_unfinished and not self._serving:
             self._end()
         finished = [s for s in finished if not s.aborted]
-        return [s.completion(weight_version) for s in finished]
+        return [s.completion(self.weight_version) for s in finished]
 
-    def interrupt(self, weight_version: int = 0) -> list[Completion]:
+    def interrupt(self) -> list[Completion]:
         """Drops unfinished requests; returns what there is of their responses."""
         running = self._running
-        assert running is None or isinstance(running, ContinuousBatch)  # lanes are not in step with each other
+        assert running is None or isinstance(running, ContinuousBatch)  # several are not in step with each other
         unfinished = [*(running.unfinished if running else ()), *self._queue]
         self.stop()
-        return [s.completion(weight_version) for s in unfinished]
+        return [s.completion(self.weight_version) for s in unfinished]
 
     def stop(self) -> None:
         """Drops unfinished requests."""
@@ -164,43 +164,37 @@ class Generator:
         for history in self._histories.values():
             history.reset()
 
-    def _start(self, sequences: list[Sequence]) -> Running:
+    def _start(self, sequences: list[Sequence]) -> ContinuousBatch | ThreadedBatches:
         expected, longest = self._serving or (len(sequences), 0)
         half = self.limits.cache_bytes // self.limits.bytes_per_token // 2
         histories = expected if self._serving and longest <= half else 0
         longest = max(min(longest, half), *(s.max_length for s in sequences))  # more is not asked for yet
         page = self._page(longest)
         pages, need, slots = self.limits.pages(page, longest), -(-longest // page), self.limits.max_sequences
-        lanes, threads = share_threads(self.model, min(self.max_lanes, slots, pages // need), expected)
-        slots, pages, histories = slots // lanes, pages // lanes, -(-histories // lanes)
+        count, threads = share_threads(self.model, min(self.max_batches, slots, pages // need), expected)
+        slots, pages, histories = slots // count, pages // count, -(-histories // count)
         share = history_share(pages, need, histories) if histories else 0
-        self._allocate(lanes, min(pages, slots * need + histories * share), page)
+        self._allocate(count, min(pages, slots * need + histories * share), page)
         pool = self.caches[0].pages - histories * share
         self._longest = pool * page
         with torch_threads(threads):
             forward = forward_for(self.model)
         self._cleanup.enter_context(forward.packed_weights())
-        batches = [
-            self._batch(forward, cache, slots, PagePool(pool, page), HistoryPages(pool, histories, share))
-            for cache in self.caches
-        ]
-        alone = lanes == 1 and threads == torch.get_num_threads()
-        return batches[0] if alone else self._cleanup.enter_context(Lanes(batches, threads))
+        budget = _PREFILL_TOKENS_CPU if self.device.type == "cpu" else _PREFILL_TOKENS
+        batches = []
+        for cache in self.caches:
+            scheduler = Scheduler(slots, budget, PagePool(pool, page), HistoryPages(pool, histories, share))
+            batches.append(ContinuousBatch(scheduler, forward, cache, self.agree, self.device))
+        alone = count == 1 and threads == torch.get_num_threads()
+        return batches[0] if alone else self._cleanup.enter_context(ThreadedBatches(batches, threads))
 
     def _page(self, longest: int) -> int:
         """Returns the size of pages: those that there are, if they are large enough and not too large."""
         kept, page = self.caches[0].page if self.caches else 0, min(PAGE, longest)
         return kept if kept > page and self.limits.fits(kept, longest) else page
 
-    def _allocate(self, lanes: int, pages: int, page: int) -> None:
+    def _allocate(self, count: int, pages: int, page: int) -> None:
         caches = self.caches
-        if len(caches) != lanes or (caches[0].page, pages) != (page, min(pages, caches[0].pages)):
+        if len(caches) != count or (caches[0].page, pages) != (page, min(pages, caches[0].pages)):
             self.caches = caches = []  # frees the old ones before there are new ones
-            self.caches = [KVCache(pages, page) for _ in range(lanes)]
-
-    def _batch(
-        self, forward: Forward, cache: KVCache, slots: int, pool: PagePool, history_pages: HistoryPages
-    ) -> ContinuousBatch:
-        budget = _PREFILL_TOKENS_CPU if self.device.type == "cpu" else _PREFILL_TOKENS
-        runner = ModelRunner(forward, cache, self.agree, self.device)
-        return ContinuousBatch(Scheduler(slots, budget, pool, history_pages), runner)
+            self.caches = [KVCache(pages, page) for _ in range(count)]

@@ -1,4 +1,4 @@
-"""Histories: what a conversation has in the KV cache between its turns, so that a turn computes only what is new."""
+"""Histories: KV pages kept between the turns of a conversation, so that a turn computes only what is new."""
 
 from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, field
@@ -6,13 +6,13 @@ from dataclasses import dataclass, field
 
 @dataclass(eq=False)
 class History:
-    """Of a sample whose requests are kept. One sequence at a time runs in it, in its pages; others run without it."""
+    """The pages of a sample whose requests are kept; used by one sequence at a time, others run without it."""
 
     pages: list[int] = field(default_factory=list)  # its own from its first sequence to its end
     tokens: Tokens[int] = ()  # whose keys and values are in the pages, from the first position on
-    lane: int = -1  # where the pages are
+    batch: int = -1  # the index of the batch that has the pages
     busy: bool = False  # a sequence runs in it
-    closed: bool = False  # nobody continues it
+    closed: bool = False  # no request continues it
 
     def shared_with(self, prompt: Tokens[int]) -> int:
         """Returns how many tokens of a prompt need not be computed; its last one always is, for its logits."""
@@ -22,8 +22,8 @@ class History:
         return next(i for i in range(most) if prompt[i] != self.tokens[i])
 
     def reset(self) -> None:
-        """Forgets pages of a cache that there is no more."""
-        self.pages, self.tokens, self.lane, self.busy = [], (), -1, False
+        """Forgets its pages: the cache is gone."""
+        self.pages, self.tokens, self.batch, self.busy = [], (), -1, False
 
 
 class HistoryPages:

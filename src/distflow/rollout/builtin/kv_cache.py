@@ -10,9 +10,11 @@ import torch
 from torch import Tensor
 
 from distflow.cpu import kernels_for
-from distflow.cpu.decode_attention import CpuDecode, gather_pages, split_slots
+from distflow.cpu.decode_attention import decode_attention
 from distflow.model.attention import AttentionParams, PackedAttention, attend
 from distflow.util.arrays import Ints
+
+_CALL, _SMALLEST = 512, 16  # a call of attention costs as much as reading so many keys; slots not worth splitting
 
 
 class KVCache:
@@ -109,8 +111,8 @@ class Extension:
         return torch.cat(parts)
 
     @cached_property
-    def _by_token(self) -> CpuDecode:
-        return CpuDecode(self.cache, self.positions, self.rows, self.device)
+    def _by_token(self) -> "Decode":
+        return Decode(self.cache, self.positions, self.rows, self.device)
 
     def _mask(self, window: int | None, dtype: torch.dtype) -> list[Tensor]:
         """One [new tokens, keys] for each sequence."""
@@ -124,22 +126,39 @@ class Extension:
 class Decode:
     """Attention of one new token for each sequence, at these positions, of which `tables` has the pages.
 
-    Both are in host memory. Pages are gathered for sequences of similar length together, so that one that is long does
-    not make all others long.
+    Both are in host memory, where a kernel, if there is one, reads them.
     """
 
     def __init__(self, cache: KVCache, positions: Tensor, tables: Ints, device: torch.device) -> None:
-        self.cache, self.positions = cache, positions.to(device)
-        self.tables, places = torch.from_numpy(tables).to(device), positions.numpy()
+        self.cache, self.positions, self.tables, self.device = cache, positions, np.ascontiguousarray(tables), device
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, params: AttentionParams) -> Tensor:
+        both = self.cache.layer(layer, k)
+        if (kernels := kernels_for(q)) and params.softcap is None:
+            return decode_attention(kernels, q, k, v, both, self.tables, self.positions.numpy(), params)
+        return self._blocks(q, k, v, both, params)
+
+    @cached_property
+    def _blocks(self) -> "_Blocks":
+        return _Blocks(self.positions, self.tables, self.cache.page, self.device)
+
+
+class _Blocks:
+    """Decodes without a kernel: gathers pages for sequences of similar length together, so that one that is long does
+    not make all others long."""
+
+    def __init__(self, positions: Tensor, tables: Ints, page: int, device: torch.device) -> None:
+        self.positions, self.tables, self.page = positions.to(device), torch.from_numpy(tables).to(device), page
+        places = positions.numpy()
         order = np.argsort(places, kind="stable")
         _, bounds = split_slots(places[order] + 1, 0, len(order))
         self.blocks = [_Block(self, order[lo:hi], int(places[order[hi - 1]]) + 1) for lo, hi in bounds]
         rows = torch.arange(len(places), device=device)
-        self.pages, self.offsets = self.tables[rows, self.positions // cache.page], self.positions % cache.page
+        self.pages, self.offsets = self.tables[rows, self.positions // page], self.positions % page
         self.back = torch.from_numpy(np.argsort(order, kind="stable")).to(device)  # from the order of the blocks
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, params: AttentionParams) -> Tensor:
-        keys, values = self.cache.layer(layer, k)
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, both: Tensor, params: AttentionParams) -> Tensor:
+        keys, values = both
         keys[self.pages, :, self.offsets] = k.transpose(0, 1)
         values[self.pages, :, self.offsets] = v.transpose(0, 1)
         query = q.transpose(0, 1)[:, :, None]  # [sequences, heads, 1, dim]
@@ -150,11 +169,10 @@ class Decode:
 class _Block:
     """Some sequences, and as many keys as the longest of them has."""
 
-    def __init__(self, decode: Decode, rows: Ints, keys: int) -> None:
-        device = decode.positions.device
-        self.rows, self.keys = torch.from_numpy(rows).to(device), keys
-        self.positions = decode.positions[self.rows]
-        self.table = decode.tables[self.rows, : -(-keys // decode.cache.page)]
+    def __init__(self, whole: _Blocks, rows: Ints, keys: int) -> None:
+        self.rows, self.keys = torch.from_numpy(rows).to(whole.positions.device), keys
+        self.positions = whole.positions[self.rows]
+        self.table = whole.tables[self.rows, : -(-keys // whole.page)]
         self._masks: dict[int | None, Tensor] = {}  # by window, made by the first layer that has it
 
     def __call__(self, query: Tensor, keys: Tensor, values: Tensor, params: AttentionParams) -> Tensor:
@@ -175,3 +193,23 @@ def _mask(positions: Tensor, keys: int, window: int | None, dtype: torch.dtype) 
     if window is not None:
         hidden |= key <= positions[:, None] - window
     return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, -torch.inf)
+
+
+def split_slots(lengths: Ints, lo: int, hi: int) -> tuple[int, list[tuple[int, int]]]:
+    """Splits slots into blocks, each of which reads as many keys as its longest sequence has, where that reads less.
+
+    Returns the keys read, a call counted as some more, and the blocks.
+    """
+    whole = (hi - lo) * int(lengths[lo:hi].max()) + _CALL
+    if hi - lo <= _SMALLEST:
+        return whole, [(lo, hi)]
+    middle = (lo + hi) // 2
+    (one, first), (other, second) = split_slots(lengths, lo, middle), split_slots(lengths, middle, hi)
+    return (whole, [(lo, hi)]) if whole <= one + other else (one + other, first + second)
+
+
+def gather_pages(x: Tensor, table: Tensor, keys: int) -> Tensor:
+    """Returns [sequences, heads, keys, dim] of x [pages, heads, page, dim]; row i of `table` has the pages of i."""
+    pages = x[table]  # [sequences, pages, heads, page, dim]
+    joined = pages[:, 0] if table.shape[1] == 1 else pages.transpose(1, 2).flatten(2, 3)
+    return joined[:, :, :keys]

@@ -9,8 +9,7 @@ from transformers import PreTrainedModel
 
 from distflow.cpu import prefers_transposed
 from distflow.model.llama_family import fused_weights
-from distflow.model.source import Source
-from distflow.weights.shards import Shards, Spec, slices
+from distflow.weights.shards import Shards, Spec
 
 
 class WeightBuffers:
@@ -44,13 +43,6 @@ class WeightBuffers:
 
     def release(self) -> None:
         self.use({spec.name: torch.empty(0, dtype=self.dtype) for spec in self.specs})
-
-    @torch.no_grad()
-    def read(self, source: Source) -> None:
-        """Fills them from where the model comes from."""
-        read, tensors = source.reader([s.name for s in self.specs]), self.allocate()
-        for spec in self.specs:
-            tensors[spec.name].copy_(read(spec.name, slices(self.shards.box(spec, self.rank))))
 
 
 def empty_weights(

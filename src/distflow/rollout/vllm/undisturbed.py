@@ -1,4 +1,4 @@
-"""Starts a guest in the worker's process and undoes what it does to it: environment, threads, random generators."""
+"""Restores environment, thread count and RNG state that initialising a library changed."""
 
 import os
 import random
@@ -11,7 +11,7 @@ import torch
 
 @contextmanager
 def undisturbed_process(settings: Mapping[str, str], prefix: str) -> Iterator[None]:
-    """Sets variables of the environment; these stay, and all others whose name begins with `prefix`."""
+    """Sets environment variables, which stay, as do all others that the library sets under `prefix`."""
     os.environ |= settings
     environment, set_num_threads, threads = dict(os.environ), torch.set_num_threads, torch.get_num_threads()
     states = random.getstate(), np.random.get_state(), torch.get_rng_state()
@@ -22,7 +22,7 @@ def undisturbed_process(settings: Mapping[str, str], prefix: str) -> Iterator[No
             if not key.startswith(prefix):
                 del os.environ[key]
         os.environ |= environment
-        torch.set_num_threads = set_num_threads  # which some replace
+        torch.set_num_threads = set_num_threads  # some libraries replace the function
         torch.set_num_threads(threads)
         random.setstate(states[0])
         np.random.set_state(states[1])

@@ -1,0 +1,228 @@
+"""Matrix products in float32.
+
+A weight [rows, dim] is read fastest if PANEL rows of it are interleaved, element by element: that is a panel, and the
+weight is `panels` [rows / PANEL, dim, PANEL].
+"""
+
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from llvmlite.binding import get_host_cpu_features
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from distflow.cpu.kernels.compiled import compiled
+
+_F = np.float32
+PANEL = 16
+SUM = 256  # terms of a partial sum: a sum of partial sums loses less to rounding
+_ROWS = 96  # rows of x, of which SUM columns stay in the CPU's cache
+_PANELS = 16  # of a weight, so that their columns of `out` stay there as well
+_PACKED = 1 << 21  # elements of a weight that are packed at once
+_ALIASED = 1024  # elements: rows a multiple of this apart compete for the same cache lines
+
+
+@compiled(set())
+def _to_panel(columns, panel):
+    """Copies columns [dim, at most PANEL] into a panel [dim, PANEL]."""
+    width = columns.shape[1]
+    for d in range(len(panel)):
+        for c in range(width):
+            panel[d, c] = columns[d, c]
+        for c in range(width, PANEL):
+            panel[d, c] = _F(0)
+
+
+@compiled(set())
+def pack(panels):
+    """Packs a weight [n × PANEL rows, dim] into panels, in its own memory, which `panels` [n, dim, PANEL] views."""
+    count, dim, _ = panels.shape
+    rows = np.empty((PANEL, dim), _F)
+    for p in range(count):
+        rows[:] = panels[p].reshape(PANEL, dim)
+        _to_panel(rows.T, panels[p])
+
+
+@compiled(set())
+def unpack(panels):
+    count, dim, _ = panels.shape
+    panel = np.empty((dim, PANEL), _F)
+    for p in range(count):
+        panel[:] = panels[p]
+        rows = panels[p].reshape(PANEL, dim)
+        for r in range(PANEL):
+            for d in range(dim):
+                rows[r, d] = panel[d, r]
+
+
+# Tiles, rows × panels: as many as there are registers for. AVX-512 has 32 of 16 floats, AVX2 has 16 of 8. A number of x
+# is read once for all panels of a tile, and those of the weight once for all rows: reading is not to take longer than
+# multiplying. A row's sums are the same in every tile.
+_AVX512 = bool(get_host_cpu_features().get("avx512f"))
+_HIGH, _MIDDLE, _LOW, _ROW = ((12, 2), (8, 2), (4, 4), (1, 4)) if _AVX512 else ((6, 1), (4, 1), (2, 2), (1, 4))
+_WIDEST = 4
+
+
+def _tile(height: int, width: int) -> Any:
+    """Makes a tile of a product that stays in registers, which no compiler makes of a loop by itself: `height` rows of
+    `out` from row i on, the columns of `width` panels from p on: x · the rows of the panels from `first` on, plus `out`
+    unless fresh.
+    """
+
+    @intrinsic
+    def tile(context, x, panels, first, out, fresh, i, p):
+        def code(context, b, signature, arguments):
+            x, panels, first, out, fresh, i, p = arguments
+            kinds = signature.args
+            x, panels, out = (context.make_array(kinds[k])(context, b, a) for k, a in ((0, x), (1, panels), (3, out)))
+            number, whole = ir.FloatType(), ir.IntType(32)
+            vector = ir.VectorType(number, PANEL)
+            undefined, zeros = ir.Constant(vector, ir.Undefined), ir.Constant(ir.VectorType(whole, PANEL), [0] * PANEL)
+
+            def constant(n):
+                return ir.Constant(i.type, n)
+
+            def times(one, other):
+                return b.mul(one, constant(other) if isinstance(other, int) else other)
+
+            def number_at(address, place):
+                return b.gep(address, [place], source_etype=number)
+
+            def vector_at(address, place):
+                return b.bitcast(number_at(address, place), vector.as_pointer())
+
+            def line(array, row):
+                gap = b.sdiv(cgutils.unpack_tuple(b, array.strides)[0], constant(4))
+                return number_at(array.data, times(row, gap))
+
+            byte = ir.IntType(8).as_pointer()
+            kind = ir.FunctionType(ir.VoidType(), [byte, whole, whole, whole])
+            fetch = b.module.declare_intrinsic("llvm.prefetch", [byte], kind)
+            rows = [b.add(i, constant(r)) for r in range(height)]
+            columns = [b.add(p, constant(c)) for c in range(width)]
+            lines = [line(x, row) for row in rows]
+            depth = cgutils.unpack_tuple(b, x.shape)[1]
+            dim = cgutils.unpack_tuple(b, panels.shape)[1]
+            starts = [number_at(panels.data, times(b.add(times(c, dim), first), PANEL)) for c in columns]
+            coming = [number_at(start, times(dim, width * PANEL)) for start in starts]  # prefetched during this tile
+            targets = [[vector_at(line(out, row), times(c, PANEL)) for c in columns] for row in rows]
+            sums = [[cgutils.alloca_once_value(b, ir.Constant(vector, None)) for _ in columns] for _ in rows]
+            with cgutils.for_range(b, depth) as loop:
+                at = times(loop.index, PANEL)
+                weights = [b.load(vector_at(start, at), typ=vector, align=4) for start in starts]
+                for ahead in coming:  # for reading, high locality, data cache
+                    b.call(fetch, [b.bitcast(number_at(ahead, at), byte), whole(0), whole(3), whole(1)])
+                for start, totals in zip(lines, sums, strict=True):
+                    one = b.insert_element(undefined, b.load(number_at(start, loop.index), typ=number), whole(0))
+                    same = b.shuffle_vector(one, undefined, zeros)
+                    for weight, total in zip(weights, totals, strict=True):
+                        product = b.fmul(same, weight, flags=("contract",))
+                        b.store(b.fadd(product, b.load(total, typ=vector), flags=("contract",)), total)
+            pairs = [pair for t, s in zip(targets, sums, strict=True) for pair in zip(t, s, strict=True)]
+            with b.if_else(fresh) as (then, otherwise):
+                with then:
+                    for target, total in pairs:
+                        b.store(b.load(total, typ=vector), target, align=4)
+                with otherwise:
+                    for target, total in pairs:
+                        b.store(b.fadd(b.load(total, typ=vector), b.load(target, typ=vector, align=4)), target, align=4)
+            return context.get_dummy_value()
+
+        integer = types.intp
+        return types.void(x, panels, integer, out, types.boolean, integer, integer), code
+
+    return tile
+
+
+_high, _middle, _low, _row = (_tile(*shape) for shape in (_HIGH, _MIDDLE, _LOW, _ROW))
+_high_1, _low_1, _row_1 = (_tile(height, 1) for height, _ in (_HIGH, _LOW, _ROW))
+
+
+@compiled(set())
+def _multiply_block(x, panels, first, out, fresh):
+    """Multiplies a block of x, [at most _ROWS, at most SUM]."""
+    n, count = len(x), len(panels)
+    high = n - n % _HIGH[0]
+    middle = n - (n - high) % _MIDDLE[0]
+    low = n - (n - middle) % _LOW[0]
+    wide = count - count % _WIDEST
+    for p in range(0, wide, _WIDEST):
+        for c in range(p, p + _WIDEST, _HIGH[1]):
+            for i in range(0, high, _HIGH[0]):
+                _high(x, panels, first, out, fresh, i, c)
+        for c in range(p, p + _WIDEST, _MIDDLE[1]):
+            for i in range(high, middle, _MIDDLE[0]):
+                _middle(x, panels, first, out, fresh, i, c)
+        for c in range(p, p + _WIDEST, _LOW[1]):
+            for i in range(middle, low, _LOW[0]):
+                _low(x, panels, first, out, fresh, i, c)
+        for i in range(low, n):
+            _row(x, panels, first, out, fresh, i, p)
+    for p in range(wide, count):
+        for i in range(0, high, _HIGH[0]):
+            _high_1(x, panels, first, out, fresh, i, p)
+        for i in range(high, low, _LOW[0]):
+            _low_1(x, panels, first, out, fresh, i, p)
+        for i in range(low, n):
+            _row_1(x, panels, first, out, fresh, i, p)
+
+
+@compiled(set())
+def _spread(x):
+    """Copies x into rows that lie one after the other, and not so that they compete."""
+    n, dim = x.shape
+    rows = np.empty((n, dim + PANEL), _F)[:, :dim]
+    for start in range(0, dim, PANEL):  # some columns at a time, as x may lie transposed
+        for i in range(n):
+            for d in range(start, min(start + PANEL, dim)):
+                rows[i, d] = x[i, d]
+    return rows
+
+
+@compiled(set())
+def _multiply(x, panels, out, fresh):
+    """out = x · the packed weight, or that added to `out`"""
+    n, dim = x.shape
+    for start in range(0, len(panels), _PANELS):
+        part, to = panels[start : start + _PANELS], out[:, start * PANEL : (start + _PANELS) * PANEL]
+        for low in range(0, n, _ROWS):
+            high = min(low + _ROWS, n)
+            for first in range(0, dim, SUM):
+                last = min(first + SUM, dim)
+                _multiply_block(x[low:high, first:last], part, first, to[low:high], fresh and first == 0)
+
+
+@compiled(set())
+def add_linear(x, matrices, bias, out):
+    """out += bias + x · each of the packed weights, side by side"""
+    if len(bias):
+        out += bias
+    rows = _spread(x) if x.strides[0] // 4 % _ALIASED == 0 else x
+    at = 0
+    for panels in matrices:
+        width = len(panels) * PANEL
+        _multiply(rows, panels, out[:, at : at + width], False)
+        at += width
+
+
+@compiled(set())
+def multiply(a, b, out, fresh):
+    """out = a [n, dim] · b [dim, columns], or that added to `out`; a and b may lie transposed"""
+    n, dim = a.shape
+    columns = b.shape[1]
+    rows = _spread(a) if a.strides[1] != 4 or a.strides[0] // 4 % _ALIASED == 0 else a
+    room = np.empty((max(1, min(columns, _PACKED // dim) // PANEL), dim, PANEL), _F)
+    whole = columns - columns % PANEL
+    for start in range(0, whole, len(room) * PANEL):
+        panels = room[: (whole - start) // PANEL]
+        for p in range(len(panels)):
+            _to_panel(b[:, start + p * PANEL : start + (p + 1) * PANEL], panels[p])
+        _multiply(rows, panels, out[:, start : start + len(panels) * PANEL], fresh)
+    if whole < columns:
+        _to_panel(b[:, whole:], room[0])
+        some = np.empty((n, PANEL), _F)
+        some[:, : columns - whole] = out[:, whole:]
+        _multiply(rows, room[:1], some, fresh)
+        out[:, whole:] = some[:, : columns - whole]
