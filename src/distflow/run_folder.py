@@ -1,14 +1,35 @@
-"""The folder of a run: its names, which those who write and those who read share, and how it is made."""
+"""The folder of a run: the names of all that is in it, and how it is made."""
 
 from pathlib import Path
 
 from distflow.errors import ConfigError
 from distflow.util.private_folder import make_private, why_unsafe
 
+LOCK = ".lock"  # held by the launcher while the run lives
+CONFIG = "config.yaml"
+PLAN, VERSIONS, RUN = "plan.json", "versions.json", "run.json"  # what was run
+METRICS = "metrics.jsonl"  # a line for each step
+STATE = "state.json"  # running, finished, failed, …
+SUSPICIOUS = "suspicious.jsonl"  # samples whose response may have attacked its reward
+REWARDS_LOG, ENVIRONMENTS_LOG = "rewards.log", "environments.log"  # what failed in users' code
 SPANS, SAMPLES = "spans", "samples"  # folders, with a file for each rank
+WORKERS = "workers"  # link to the records of the workers, while they run
+CHECKPOINTS = "checkpoints"  # folder with a `step_N` for each checkpoint, and beside these:
+LATEST, BEST = "latest", "best"  # files with the number of a step
+HUGGINGFACE = "huggingface"  # in a checkpoint: its export
 # What `--resume` may be besides a path.
 NEWEST = "newest"  # the newest complete checkpoint of the run
 AUTO = "auto"  # the same, but a run without any checkpoint starts from the beginning
+
+
+def rank_file(folder: Path, kind: str, rank: int) -> Path:
+    """Returns the file of a rank in `SPANS` or `SAMPLES`."""
+    return folder / kind / f"{rank}.jsonl"
+
+
+def checkpoint_dir(checkpoints: Path, step: int) -> Path:
+    """Returns the folder of the checkpoint of a step."""
+    return checkpoints / f"step_{step}"
 
 
 def make_dir(path: Path) -> None:
