@@ -60,9 +60,7 @@ def last_score(rows: list[dict[str, Any]]) -> str:
 
 def resume(run: RunFolder, state: str) -> str:
     """Returns the command that continues a run, empty if it needs none or has no checkpoint."""
-    newest = max(
-        (int(n) for p in (run.path / CHECKPOINTS).glob("step_*") if (n := p.name[5:]).isdigit()), default=None
-    )
+    newest = max((int(n) for p in (run.path / CHECKPOINTS).glob("step_*") if (n := p.name[5:]).isdigit()), default=None)
     if state in ("running", "finished", "simulated"):
         return ""
     if newest is None:
