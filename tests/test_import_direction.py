@@ -18,7 +18,7 @@ _ALLOWED = {
     "util": "errors",
     "run_folder": _BASE,
     "reward.errors": _BASE,
-    "sandbox": f"reward.errors {_BASE}",
+    "sandbox": "",  # it runs untrusted code, and is read and used alone
     "flow": _BASE,
     "plan": f"flow {_BASE}",
     "rollout.registry": _BASE,

@@ -2,13 +2,20 @@
 
 import json
 import shutil
+import threading
+import time
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from distflow.cluster.restarts import _lock as lock_of_launcher
 from distflow.errors import ConfigError
 from distflow.page.run_folder import RunFolder
-from recorded import write_run
+from distflow.plan import Placement, Workload, plan
+from distflow.run_folder import METRICS, PLAN, STATE
+from recorded import FLOW, write_run
 
 
 @pytest.fixture
@@ -125,3 +132,56 @@ def test_the_plan_has_lanes_and_says_how_each_field_gets_there(run: Path) -> Non
     assert arcs["data", "actor.generate"]["kind"] == "local"
     assert arcs["actor.generate", "actor.update"]["kind"] == "move"
     assert arcs["actor.update", "actor.generate"]["kind"] == "weights"
+
+
+def test_a_run_between_two_steps_is_running_while_its_launcher_lives(run: Path) -> None:
+    """Steps of a real model take minutes; what was written last is old then."""
+    (run / STATE).write_text(json.dumps({"state": "running", "steps": 100, "time": 0}))
+    assert RunFolder(run).state()["state"] == "killed"
+    with lock_of_launcher(run):
+        assert RunFolder(run).state()["state"] == "running"
+    assert RunFolder(run).state()["state"] == "killed"
+
+
+@pytest.mark.parametrize(("minutes_ago", "word"), [(8, "running"), (12, "killed")])
+def test_a_run_of_another_host_is_given_the_time_of_some_steps(run: Path, minutes_ago: float, word: str) -> None:
+    (run / STATE).write_text(json.dumps({"state": "running", "steps": 100, "time": 0}))
+    row = {"step": 7, "time": time.time() - 60 * minutes_ago, "timing_max_s/step": 200.0}
+    with open(run / METRICS, "a") as file:
+        file.write(json.dumps(row) + "\n")
+    assert RunFolder(run).state()["state"] == word
+
+
+@pytest.mark.parametrize("kind", ["metrics", "samples"])
+def test_requests_that_race_read_each_line_once_and_in_order(
+    run: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second request comes while the first one is at its first line."""
+    folder, second = RunFolder(run), list[threading.Thread]()
+    request = folder.metrics if kind == "metrics" else folder.samples.table
+    alone = RunFolder(run).samples.table()
+
+    def parse_slowly(line: bytes) -> Any:
+        if not second:
+            second.append(threading.Thread(target=request))
+            second[0].start()
+            second[0].join(0.5)
+        return json.loads(line)
+
+    monkeypatch.setattr("distflow.page.run_folder.parse", parse_slowly)
+    monkeypatch.setattr("distflow.page.sample_index.parse", parse_slowly)
+    request()
+    second[0].join()
+    assert folder.metrics()["step"] == [1, 2, 3, 4, 5, 6]
+    assert folder.samples.table() == alone
+    lines = [len(row.lines) for row in folder.samples._update().values()]
+    assert lines == [2] * len(lines)  # one of each worker that has a part of it
+
+
+@pytest.mark.parametrize("call", ["actor.generate", "actor.converse"])
+def test_weights_go_to_every_node_that_generates(run: Path, call: str) -> None:
+    rollout, *others = FLOW.nodes
+    flow = replace(FLOW, nodes=(replace(rollout, id=call, call=call), *others))
+    (run / PLAN).write_text(json.dumps(plan(flow, Placement(2), Workload(4, 2)).to_json()))
+    weights = [(a["from"], a["to"]) for a in RunFolder(run).plan()["arcs"] if a["kind"] == "weights"]
+    assert weights == [("actor.update", call)]

@@ -88,6 +88,19 @@ def test_no_exchange_can_deadlock() -> None:
                 left[q].pop(0)
 
 
+def test_one_worker_moves_nothing_to_itself() -> None:
+    """All samples are in its one replica: there is nothing to balance, and every group is whole."""
+    nodes = (
+        Node("generate", reads=("prompt",), writes=("tokens",)),
+        Node("keep", reads=("tokens",), writes=("kept",), whole_groups=True, dynamic_sampling=2),
+        Node("update", reads=("tokens", "kept"), whole_groups=True, balance="tokens"),
+    )
+    assert planned(Flow("f", ("prompt",), nodes), workers=1).moves == ()
+    for p in PLANS:
+        replicas = [(t.src.layout, t.dst.layout) for t in p.moves if t.src.chunk is None]
+        assert all(src.dp > 1 for src, dst in replicas if src == dst)
+
+
 def _partners(task: object) -> tuple[int, ...]:
     return task.ranks if isinstance(task, Move) else ()
 
@@ -154,7 +167,7 @@ def test_an_edge_is_local_if_and_only_if_its_ends_share_a_partition() -> None:
     for p in PLANS:
         arrived = {(m.dst.id, f) for m in p.moves for f in m.fields}
         for e in p.edges:
-            assert e.moves == (p.home[e.writer] != p.home[e.reader])
+            assert e.moves or p.home[e.writer].rstrip("+") == p.home[e.reader].rstrip("+")
             assert all(((p.home[e.reader], f) in arrived) == e.moves for f in e.fields)
 
 
@@ -162,9 +175,10 @@ def test_the_requirements_of_a_node_are_met() -> None:
     for p in PLANS:
         for n in p.flow.nodes:
             place = p.partition_of(n.id)
-            assert place.whole_groups or not n.whole_groups
-            assert place.layout.dp == 1 or not n.whole_batch
-            assert n.balance is None or place.balance == n.balance
+            alone = place.layout.dp == 1
+            assert place.whole_groups or not n.whole_groups or alone
+            assert alone or not n.whole_batch
+            assert n.balance is None or place.balance == n.balance or alone
             if n.type == "inference" and not n.whole_groups:
                 assert place.largest_share(p.samples, p.repeat) == -(-p.samples // place.layout.dp)
 

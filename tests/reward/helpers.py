@@ -15,9 +15,8 @@ import torch
 from distflow import Batch, Context
 from distflow.batch.batch import Column, Ragged
 from distflow.observe.metrics import StepMetrics
-from distflow.reward.errors import RewardError
 from distflow.reward.reward import Reward
-from distflow.sandbox.sandbox import Sandbox
+from distflow.sandbox.sandbox import Sandbox, SandboxError
 
 HERE = Path(__file__).parent
 FILE = "user_rewards.py"
@@ -111,6 +110,6 @@ def missing_protection() -> str:
     """Returns why model-written programs cannot be run here; empty if they can."""
     try:
         Sandbox().close()
-    except RewardError as e:
+    except SandboxError as e:
         return str(e)
     return ""

@@ -5,12 +5,11 @@ import subprocess
 import sys
 from collections.abc import Sequence
 
-from distflow.reward.errors import RewardError
 from distflow.sandbox.jail import seccomp, system
-from distflow.sandbox.sandbox import Limits, Result, Sandbox
+from distflow.sandbox.sandbox import ProgramLimits, ProgramResult, Sandbox, SandboxError
 from distflow.sandbox.walls import MECHANISMS
 
-LIMITS = Limits(cpu_s=1.0, wall_s=3.0, memory_mb=128, disk_mb=4, output_kb=64, open_files=32, threads=16)
+LIMITS = ProgramLimits(cpu_s=1.0, wall_s=3.0, memory_mb=128, disk_mb=4, output_kb=64, open_files=32, threads=16)
 WITHOUT_NAMESPACES = MECHANISMS[1:]  # as in most containers
 
 # Programs print "OUT" for each attempt that succeeds and "no" for each that is refused.
@@ -38,11 +37,11 @@ def missing_protection(mechanisms: tuple[str, ...]) -> str:
     try:
         with Sandbox(mechanisms=mechanisms):
             return ""
-    except RewardError as e:
+    except SandboxError as e:
         return str(e)
 
 
-def assert_refused(result: Result) -> None:
+def assert_refused(result: ProgramResult) -> None:
     assert "OUT" not in result.stdout, result
     assert "no " in result.stdout, result
 

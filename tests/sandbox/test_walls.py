@@ -10,9 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from distflow.reward.errors import RewardError
 from distflow.sandbox.jail import disk
-from distflow.sandbox.sandbox import Limits, Sandbox
+from distflow.sandbox.sandbox import ProgramLimits, Sandbox, SandboxError
 from distflow.sandbox.walls import MECHANISMS, REQUIRED
 from sandbox.jails import ATTEMPT, assert_refused, missing_protection, run_in_container
 
@@ -53,7 +52,7 @@ def test_sockets_by_path_from_a_pair(sandbox: Sandbox, tmp_path: Path, monkeypat
 def test_a_network_namespace_alone_is_no_wall(tmp_path: Path) -> None:
     if missing_protection(MECHANISMS):
         pytest.skip(missing_protection(MECHANISMS))
-    with pytest.raises(RewardError, match="cannot keep code off the network"):
+    with pytest.raises(SandboxError, match="cannot keep code off the network"):
         Sandbox(mechanisms=("namespaces", "landlock"), accept_missing=["processes"])
 
 
@@ -123,7 +122,9 @@ def test_a_burst_of_threads(sandbox: Sandbox) -> None:
         pytest.skip("threads are counted now and then here")
     loop = "b'\\x75' + struct.pack('b', -len(code) - 2)"
     most = 0
-    run = sandbox.start(CLONES.replace("FLAGS", "0x50f00").replace("LOOP", loop), (), Limits(wall_s=60, threads=16))
+    run = sandbox.start(
+        CLONES.replace("FLAGS", "0x50f00").replace("LOOP", loop), (), ProgramLimits(wall_s=60, threads=16)
+    )
     ended = threading.Event()
 
     def count() -> None:
@@ -216,7 +217,7 @@ def test_what_a_container_refuses_is_named_with_the_cure(case: str) -> None:
 def test_a_run_does_not_start_without_a_wall() -> None:
     if missing_protection(MECHANISMS):
         pytest.skip(missing_protection(MECHANISMS))
-    command = [sys.executable, "-c", "from distflow.sandbox.sandbox import Sandbox; Sandbox()"]
+    command = [sys.executable, "-c", "from distflow.reward.code import unit_tests; unit_tests.prepare()"]
     done = run_in_container({"seccomp": errno.EPERM}, command)
     last = done.stderr.splitlines()[-1]
     assert "the sandbox for code cannot keep code off the network: seccomp is refused here" in last, done

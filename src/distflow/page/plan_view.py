@@ -43,7 +43,8 @@ def _arcs(plan: Plan) -> list[dict[str, Any]]:
     latest: dict[tuple[str, str], tuple[str, str]] = {}  # (partition, field) → (who wrote it, the move it came by)
     nodes = {n["id"]: n for n in plan["nodes"]}
     arcs: dict[tuple[str, str, str], dict[str, Any]] = {}
-    weights = []
+    syncs: list[str] = []  # roles whose weights are synced before the next node
+    generates: list[tuple[str, str]] = []  # (role, node that generates with its weights)
     for task in plan["tasks"]:
         match task["do"]:
             case "load":
@@ -60,13 +61,14 @@ def _arcs(plan: Plan) -> list[dict[str, Any]]:
                     arc = arcs.setdefault((writer, node["id"], move), _arc(writer, node["id"], move))
                     arc["fields"].append(f)
                 latest |= {(task["partition"], f): (node["id"], "") for f in node["writes"]}
+                generates += [(role, node["id"]) for role in syncs]
+                syncs = []
             case "weights":
-                weights.append(task["role"])
-    for role in dict.fromkeys(weights):
-        trains = [n["id"] for n in plan["nodes"] if n["role"] == role and n.get("type") == "train"]
-        generates = [n["id"] for n in plan["nodes"] if n["role"] == role and n.get("call", "").endswith("generate")]
-        for a in trains[-1:]:
-            arcs |= {(a, b, "weights"): _arc(a, b, f"{role} weights", "weights") for b in generates}
+                syncs.append(task["role"])
+    last_trains = {n["role"]: n["id"] for n in plan["nodes"] if n.get("type") == "train"}
+    for role, reader in generates:
+        if writer := last_trains.get(role):
+            arcs[writer, reader, "weights"] = _arc(writer, reader, f"{role} weights", "weights")
     return list(arcs.values())
 
 

@@ -2,6 +2,7 @@
 
 import fcntl
 import json
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
@@ -15,12 +16,13 @@ from distflow.observe.spans import step_of
 from distflow.page.plan_view import plan_view
 from distflow.page.sample_index import SampleIndex
 from distflow.page.step_view import MAX_LANES, StepView, parse_spans
-from distflow.run_folder import SAMPLES, SPANS
+from distflow.run_folder import CONFIG, LOCK, METRICS, PLAN, RUN, SAMPLES, SPANS, STATE, VERSIONS, rank_file
 from distflow.util.lines import Tail, lines_of_steps, log_files, parse
 
 MAX_POINTS = 2000  # of a curve
 ENDED = {"ended": "finished", "simulated": "simulated"}  # in state.json → as it is shown
-QUIET_S = 120.0  # without a sign of life a run of another host counts as ended
+# A run without a launcher here counts as ended after so long without a step, or after so many of its longest steps.
+QUIET_S, QUIET_STEPS = 120.0, 3
 HEADLINE = ("val/*/score", "reward/mean", "response_length/mean", "actor/entropy", "actor/grad_norm")
 HEADLINE_LAST = ("perf/tokens_per_s", "timing_max_s/step")
 
@@ -29,25 +31,27 @@ class RunFolder:
     """All that a page shows of one run. What cannot be read is named by `missing`, never an error."""
 
     def __init__(self, path: Path) -> None:
-        if not any((path / name).exists() for name in ("metrics.jsonl", "config.yaml", SPANS)):
+        if not any((path / name).exists() for name in (METRICS, CONFIG, SPANS)):
             raise ConfigError(f"{path}: is not the folder of a run; give one, such as runs/grpo (`distflow runs DIR`)")
         self.path, self.name = path, path.resolve().name
         self.samples = SampleIndex(path)
-        self._tail = Tail(path / "metrics.jsonl")
+        self._lock = threading.Lock()  # requests are answered by several threads
+        self._tail = Tail(path / METRICS)
         self._rows: list[dict[str, Any]] = []
         self._bad = 0
 
     def rows(self) -> list[dict[str, Any]]:
         """Returns the metrics of all steps so far."""
-        if self._tail.replaced():
-            self._tail, self._rows, self._bad = Tail(self._tail.path), [], 0
-        for _, line in self._tail.lines():
-            row = parse(line)
-            if isinstance(row, dict) and isinstance(row.get("step"), int):
-                self._rows.append(row)
-            else:
-                self._bad += 1
-        return self._rows
+        with self._lock:
+            if self._tail.replaced():
+                self._tail, self._rows, self._bad = Tail(self._tail.path), [], 0
+            for _, line in self._tail.lines():
+                row = parse(line)
+                if isinstance(row, dict) and isinstance(row.get("step"), int):
+                    self._rows.append(row)
+                else:
+                    self._bad += 1
+            return list(self._rows)
 
     def read_json(self, name: str) -> dict[str, Any]:
         try:
@@ -70,8 +74,8 @@ class RunFolder:
 
     def signature(self) -> str:
         """Returns a text that changes whenever the run has written something."""
-        files = [self.path / "metrics.jsonl", *log_files(self.path / SAMPLES)]
-        files += [self.path / SPANS / f"{r}.jsonl" for r in self.ranks()[:1]]
+        files = [self.path / METRICS, *log_files(self.path / SAMPLES)]
+        files += [rank_file(self.path, SPANS, r) for r in self.ranks()[:1]]
         states = []
         for file in files:
             try:
@@ -83,7 +87,7 @@ class RunFolder:
 
     def state(self) -> dict[str, Any]:
         """Returns whether the run is running, how far it is, and when it was last heard of."""
-        rows, state = self.rows(), self.read_json("state.json")
+        rows, state = self.rows(), self.read_json(STATE)
         step = max((row["step"] for row in rows), default=None)
         steps, error = state.get("steps"), self._error()
         last = max((float(row.get("time") or 0) for row in rows), default=state.get("time", 0.0))
@@ -91,9 +95,9 @@ class RunFolder:
             word = "stopped" if "stopped on request" in error else "failed"
         elif state.get("state") in ENDED:
             word = ENDED[state["state"]]
-        elif _locked(self.path / "lock") or time.time() - last < QUIET_S:
+        elif _locked(self.path / LOCK) or time.time() - last < max(QUIET_S, QUIET_STEPS * _longest_step(rows)):
             word = "running"
-        else:  # without a word; an older version never said one
+        else:  # no final state recorded: it was killed, or is of an older version, which recorded none
             word = "killed" if state else "ended"
         return {"state": word, "step": step, "steps": steps, "last": last, "error": error}
 
@@ -101,7 +105,7 @@ class RunFolder:
         """Returns why the run ended, if a worker could still say it and nothing came after it."""
         latest: tuple[int, str] = (0, "")
         for rank in self.ranks()[:MAX_LANES]:
-            line = _last_line(self.path / SPANS / f"{rank}.jsonl")
+            line = _last_line(rank_file(self.path, SPANS, rank))
             for span in parse_spans(rank, [line]):
                 latest = max(latest, (span.end, span.name if span.kind == "error" else ""))
         return latest[1]
@@ -112,9 +116,9 @@ class RunFolder:
             "name": self.name,
             "path": str(self.path),
             **self.state(),
-            "config": self.text("config.yaml"),
-            "versions": self.read_json("versions.json"),
-            "run": self.read_json("run.json"),
+            "config": self.text(CONFIG),
+            "versions": self.read_json(VERSIONS),
+            "run": self.read_json(RUN),
             "workers": len(self.ranks()),
             "headline": _headline(rows),
             "warnings": [{"text": f.text, "metric": f.metric} for f in findings(rows)],
@@ -134,7 +138,7 @@ class RunFolder:
             said.append("No spans: recorded by an older version, or with `record.spans: false`.")
         if not self.samples.recorded():
             said.append("No samples: recorded by an older version, with `record.samples: 0`, or by a flow without any.")
-        if not self.read_json("plan.json"):
+        if not self.read_json(PLAN):
             said.append("No plan: the run is of an older version.")
         bad = self._bad + self.samples.bad
         if bad:
@@ -155,7 +159,7 @@ class RunFolder:
         }
 
     def plan(self) -> dict[str, Any]:
-        plan = self.read_json("plan.json")
+        plan = self.read_json(PLAN)
         try:
             return plan_view(plan) if plan else {}
         except (KeyError, TypeError, ValueError, IndexError):
@@ -166,7 +170,7 @@ class RunFolder:
         ranks = self.ranks()
         if not ranks:
             return []
-        path = self.path / SPANS / f"{ranks[0]}.jsonl"
+        path = rank_file(self.path, SPANS, ranks[0])
         found: dict[int, None] = {}
         try:
             with open(path, "rb") as file:
@@ -181,7 +185,7 @@ class RunFolder:
         """Returns what workers recorded of one step."""
         found = []
         for rank in self.ranks() if ranks is None else ranks:
-            path = self.path / SPANS / f"{rank}.jsonl"
+            path = rank_file(self.path, SPANS, rank)
             found += parse_spans(rank, lines_of_steps(path, step, step, step_of))
         return StepView(step, found)
 
@@ -191,6 +195,11 @@ def _headline(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     names = list(dict.fromkeys(name for row in rows for name in row))
     patterns = [*HEADLINE, *HEADLINE_LAST]
     return [next(n for n in names if fnmatchcase(n, p)) for p in patterns if any(fnmatchcase(n, p) for n in names)]
+
+
+def _longest_step(rows: Sequence[Mapping[str, Any]]) -> float:
+    """Returns the seconds of the longest step."""
+    return max((row.get("timing_max_s/step") or 0.0 for row in rows), default=0.0)
 
 
 def _short(value: Any) -> Any:

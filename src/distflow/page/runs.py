@@ -8,19 +8,20 @@ from typing import TYPE_CHECKING, Any
 
 from distflow.errors import ConfigError
 from distflow.page.run_folder import RunFolder
+from distflow.run_folder import CHECKPOINTS, CONFIG, METRICS, RUN, SAMPLES, SPANS, WORKERS
 
 if TYPE_CHECKING:
     from rich.table import Table
 
 DEPTH = 4  # folders below the given one
-NOT_RUNS = ("checkpoints", "spans", "samples", "workers")
+NOT_RUNS = (CHECKPOINTS, SPANS, SAMPLES, WORKERS)
 
 
 def find_runs(folder: Path, depth: int = DEPTH) -> Iterator[RunFolder]:
     """Yields the runs in a folder and below, in the order of their names."""
     if not folder.is_dir():
         raise ConfigError(f"{folder}: is not a folder; give one with runs in it, such as runs")
-    if (folder / "config.yaml").exists() and (folder / "metrics.jsonl").exists():
+    if (folder / CONFIG).exists() and (folder / METRICS).exists():
         yield RunFolder(folder)
         return
     for inner in sorted(folder.iterdir()) if depth else []:
@@ -59,9 +60,7 @@ def last_score(rows: list[dict[str, Any]]) -> str:
 
 def resume(run: RunFolder, state: str) -> str:
     """Returns the command that continues a run, empty if it needs none or has no checkpoint."""
-    newest = max(
-        (int(n) for p in (run.path / "checkpoints").glob("step_*") if (n := p.name[5:]).isdigit()), default=None
-    )
+    newest = max((int(n) for p in (run.path / CHECKPOINTS).glob("step_*") if (n := p.name[5:]).isdigit()), default=None)
     if state in ("running", "finished", "simulated"):
         return ""
     if newest is None:
@@ -71,13 +70,13 @@ def resume(run: RunFolder, state: str) -> str:
 
 def _run_again(run: RunFolder) -> list[str]:
     """Returns the words that started a run; where its config is gone, as of a run from Python, those with its own."""
-    about = run.read_json("run.json")
+    about = run.read_json(RUN)
     command = about.get("command")
     words = [str(w) for w in command[1:]] if isinstance(command, list) else []
     if words[:1] == ["run"] and any((Path(about.get("folder", ".")) / w).is_file() for w in words[1:]):
         return [w for w in words if not w.startswith("--resume")]
     base = ["--relative-to", str(about["base"])] if "base" in about else []
-    return ["run", f"{run.path}/config.yaml", *base]
+    return ["run", f"{run.path}/{CONFIG}", *base]
 
 
 def _ago(moment: float) -> str:

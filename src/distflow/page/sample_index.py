@@ -1,6 +1,8 @@
 """The samples of a run: a short row for each, and all that workers recorded of one, put together again."""
 
+import threading
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,24 +25,28 @@ class _Row:
 
 
 class SampleIndex:
-    """Reads only what is new since it was last asked."""
+    """Reads what is new since it was last asked. Any thread may ask."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder / SAMPLES
         self.bad = 0  # lines that could not be read
+        self._lock = threading.Lock()
         self._tails: dict[Path, Tail] = {}
         self._rows: dict[Key, _Row] = {}
 
-    def update(self) -> None:
-        paths = log_files(self.folder)
-        tails = [self._tails.setdefault(path, Tail(path)) for path in paths]
-        if any(tail.replaced() for tail in tails):  # thinned out, or of a run that was continued from an earlier step
-            self._tails = {path: Tail(path) for path in paths}
-            self._rows.clear()
-            tails = list(self._tails.values())
-        for tail in tails:
-            for offset, line in tail.lines():
-                self._add(tail.path, offset, parse(line))
+    def _update(self) -> dict[Key, _Row]:
+        """Reads on; returns the rows of all samples so far."""
+        with self._lock:
+            paths = log_files(self.folder)
+            tails = [self._tails.setdefault(path, Tail(path)) for path in paths]
+            if any(tail.replaced() for tail in tails):  # thinned out, or of a run continued from an earlier step
+                self._tails = {path: Tail(path) for path in paths}
+                self._rows, self.bad = {}, 0
+                tails = list(self._tails.values())
+            for tail in tails:
+                for offset, line in tail.lines():
+                    self._add(tail.path, offset, parse(line))
+            return dict(self._rows)
 
     def _add(self, path: Path, offset: int, row: Any) -> None:
         try:
@@ -55,32 +61,24 @@ class SampleIndex:
 
     def table(self) -> dict[str, Any]:
         """Returns a row per sample, those of the newest steps, as columns."""
-        self.update()
-        keys = sorted(self._rows)[-MAX_ROWS:]
-        signal = self._signal()
+        rows = self._update()
+        keys = sorted(rows)[-MAX_ROWS:]
+        zero = _without_signal(rows)
         names = ("source", "score", "length", "advantage", "finished", "kept", "prompt", "response")
         return {
-            "count": len(self._rows),
+            "count": len(rows),
             "bad": self.bad,
             "step": [k[0] for k in keys],
             "split": [k[1] for k in keys],
             "id": [k[2] for k in keys],
-            "group": [self._rows[k].group for k in keys],
-            "zero": [signal[k[0], k[1], self._rows[k].group] for k in keys],
-            **{name: [self._rows[k].values.get(name) for k in keys] for name in names},
+            "group": [rows[k].group for k in keys],
+            "zero": [zero[k[0], k[1], rows[k].group] for k in keys],
+            **{name: [rows[k].values.get(name) for k in keys] for name in names},
         }
-
-    def _signal(self) -> dict[tuple[int, str, int], bool]:
-        """Returns for every group whether its responses all have the same score, so that it teaches nothing."""
-        scores: dict[tuple[int, str, int], list[Any]] = defaultdict(list)
-        for (step, split, _), row in self._rows.items():
-            scores[step, split, row.group].append(row.values.get("score"))
-        return {g: len(s) > 1 and None not in s and len(set(s)) == 1 for g, s in scores.items()}
 
     def sample(self, step: int, split: str, sample: int) -> dict[str, Any] | None:
         """Returns all that was recorded of one sample."""
-        self.update()
-        row = self._rows.get((step, split, sample))
+        row = self._update().get((step, split, sample))
         if row is None:
             return None
         fields: dict[str, Any] = {}
@@ -92,8 +90,15 @@ class SampleIndex:
 
     def recorded(self) -> list[Key]:
         """Returns step, split and id of every sample."""
-        self.update()
-        return sorted(self._rows)
+        return sorted(self._update())
+
+
+def _without_signal(rows: Mapping[Key, _Row]) -> dict[tuple[int, str, int], bool]:
+    """Returns for every group whether its responses all have the same score, so that it teaches nothing."""
+    scores: dict[tuple[int, str, int], list[Any]] = defaultdict(list)
+    for (step, split, _), row in rows.items():
+        scores[step, split, row.group].append(row.values.get("score"))
+    return {g: len(s) > 1 and None not in s and len(set(s)) == 1 for g, s in scores.items()}
 
 
 def summary(fields: dict[str, Any]) -> dict[str, Any]:

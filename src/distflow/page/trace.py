@@ -6,7 +6,7 @@ from typing import IO, Any
 
 from distflow.page.run_folder import RunFolder
 from distflow.page.step_view import Span, parse_spans
-from distflow.run_folder import SPANS
+from distflow.run_folder import SPANS, rank_file
 
 TASKS, CALLS, STEPS = 0, 1, 2  # threads: what the worker does, the parts of nodes, the steps
 ROUNDING_US = 2  # by which a span may seem to start before the one before it has ended; Perfetto would drop it
@@ -30,7 +30,7 @@ def _events(run: RunFolder) -> Iterator[dict[str, Any]]:
         for thread, name in ((TASKS, "tasks"), (CALLS, "calls"), (STEPS, "steps")):
             yield {"ph": "M", "name": "thread_name", "pid": rank, "tid": thread, "args": {"name": name}}
         ended = {TASKS: 0, STEPS: 0}
-        with open(run.path / SPANS / f"{rank}.jsonl", "rb") as lines:
+        with open(rank_file(run.path, SPANS, rank), "rb") as lines:
             for span in parse_spans(rank, lines):
                 thread = {"call": CALLS, "step": STEPS}.get(span.kind, TASKS)
                 start = span.start

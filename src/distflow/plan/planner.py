@@ -77,6 +77,7 @@ class _Planner:
         self.home: dict[str, Partition] = {}  # node → the partition it runs in
         self.held: dict[str, list[Partition]] = {}  # field → the partitions that hold it, its writer's first
         self.closed: set[str] = set()  # partitions from before a resample, in which no later node may run
+        self.resampled: dict[str, Partition] = {}  # id of a closed partition → what it is after the resample
         self.assigned: set[str] = set()  # partitions whose samples are already assigned to replicas
         self.tasks: list[Task] = []
 
@@ -88,6 +89,9 @@ class _Planner:
             self.home[n.id] = self._choose_partition(n)
             if n.dynamic_sampling:
                 self.closed = {p.id for p in self.partitions}
+                self.resampled = {p.id: _resampled(p) for p in self.partitions}
+                # Only those of a single replica have the samples that later nodes want, and as many.
+                self.partitions += [p for p in self.resampled.values() if not p.uneven]
         self.tasks.append(Load(source, self._with_readers(self.flow.source)))
         self._hold(self.flow.source, source)
         for i, n in enumerate(self.flow.order):
@@ -129,17 +133,15 @@ class _Planner:
         for f, held in self.held.items():
             if f in needed:
                 fields_of.setdefault(held[0], []).append(f)
-        carried = [
-            (p, Partition(f"{p.id}+", p.layout, p.whole_groups, None, uneven=True), tuple(fields))
-            for p, fields in fields_of.items()
-        ]
+        carried = [(p, self.resampled[p.id], tuple(fields)) for p, fields in fields_of.items()]
         unit = math.lcm(*(self._unit(p.layout, p.whole_groups) for p in self.partitions if p.id in self.closed))
         all_ranks = tuple(range(self.placement.workers))
         self.tasks.append(
             Resample(n.id, self.home[n.id], n.writes[0], n.dynamic_sampling, unit, tuple(carried), all_ranks)
         )
         self.held = {f: [dst] for _, dst, fields in carried for f in fields}
-        self.partitions += [dst for _, dst, _ in carried]
+        self.partitions += [dst for _, dst, _ in carried if dst.uneven]
+        self.assigned.update(dst.id for _, dst, _ in carried)
 
     def _with_readers(self, fields: tuple[str, ...]) -> tuple[str, ...]:
         """Returns the fields that some node reads; the others are dropped where they are written."""
@@ -152,7 +154,9 @@ class _Planner:
     def _choose_partition(self, n: Node) -> Partition:
         """Returns the partition of an input if layout and requirements allow, else one that fits, else a new one."""
         layout = self._layout(n)
-        if n.balance is None:
+        several = layout.dp > 1  # a single replica has all samples: nothing to balance, and every group is whole
+        balance = n.balance if several else None
+        if balance is None:
             weight: dict[str, int] = {}
             inputs: dict[str, Partition] = {}
             for f in n.reads:
@@ -163,10 +167,10 @@ class _Planner:
             others = [p for p in reversed(self.partitions) if p.balance is None]
             candidates = [*heaviest, *others]
         else:
-            candidates = [p for p in self.partitions if p.balance == n.balance]
+            candidates = [p for p in self.partitions if p.balance == balance]
         even = self._groups_divide_evenly(layout)
         for p in candidates:
-            if p.id in self.closed or p.layout != layout or (n.whole_groups and not p.whole_groups):
+            if p.id in self.closed or p.layout != layout or (several and n.whole_groups and not p.whole_groups):
                 continue
             # A model does not run on whole groups if that left some workers with fewer samples than necessary.
             if n.whole_groups or not p.whole_groups or even or n.type == "compute":
@@ -176,7 +180,7 @@ class _Planner:
             even
             and any(m.whole_groups and m.balance == n.balance and self._layout(m) == layout for m in self.flow.nodes)
         )
-        return self._new_partition(layout, whole_groups, n.balance)
+        return self._new_partition(layout, whole_groups, balance)
 
     def _groups_divide_evenly(self, layout: Layout) -> bool:
         """Whether the largest replica has no more samples if groups are kept whole."""
@@ -236,6 +240,10 @@ class _Planner:
         """Returns the holder of a field that shares most ranks with the target; on a tie its writer's."""
         ranks = set(target.layout.ranks)
         return max(self.held[f], key=lambda p: len(ranks.intersection(p.layout.ranks)))
+
+
+def _resampled(p: Partition) -> Partition:
+    return Partition(f"{p.id}+", p.layout, p.whole_groups, None, uneven=p.layout.dp > 1)
 
 
 def _expected_bytes(src: Partition, dst: Partition, local_first: bool, work: Workload, fields: tuple[str, ...]) -> int:

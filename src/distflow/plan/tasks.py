@@ -275,8 +275,10 @@ class Plan:
         for n in self.flow.order:
             for f in n.reads:
                 fields.setdefault((self.flow.writer[f], n.id), []).append(f)
+        carried = {(src.id, dst.id) for t in self.tasks if isinstance(t, Resample) for src, dst, _ in t.carried}
+        local, home = {(p.id, p.id) for p in self.partitions} | carried, self.home
         return tuple(
-            Edge(w, r, tuple(fs), self.home[w] != self.home[r], self.samples * sum(self.bytes[f] for f in fs))
+            Edge(w, r, tuple(fs), (home[w], home[r]) not in local, self.samples * sum(self.bytes[f] for f in fs))
             for (w, r), fs in fields.items()
         )
 

@@ -11,10 +11,11 @@ from dataclasses import replace
 from typing import Any
 
 from distflow.reward.entry_points import parse_python
+from distflow.reward.errors import RewardError
 from distflow.reward.suite import Call, Case, Suite, parse_suite
 from distflow.reward.suspicion import suspicions
 from distflow.sandbox.compare import same_output
-from distflow.sandbox.sandbox import Limits, Sandbox
+from distflow.sandbox.sandbox import ProgramLimits, Sandbox, SandboxError
 
 _FENCED = re.compile(r"^[ \t]*```[^\n`]*\n(.*?)(?:^[ \t]*```|\Z)", re.DOTALL | re.MULTILINE)
 # Every jail has imported this module already, so it costs nothing per program.
@@ -53,7 +54,7 @@ class UnitTests:
         info = extra_info or {}
         program = last_block(solution_str)
         suite = parse_suite(ground_truth, info)
-        limits = Limits(cpu_s=time_limit_s, wall_s=2 * time_limit_s, memory_mb=memory_mb)
+        limits = ProgramLimits(cpu_s=time_limit_s, wall_s=2 * time_limit_s, memory_mb=memory_mb)
         solver, tester = _sandboxes(tuple(accept_missing), packages)
         deadline = time.monotonic() + total_s
         strict, passed = self.all_or_nothing or bool(info.get("all_or_nothing")), 0
@@ -84,7 +85,7 @@ def last_block(response: str) -> str:
     return blocks[-1] if blocks else response
 
 
-def _run_cases(solver: Sandbox, program: str, suite: Suite, limits: Limits, deadline: float) -> Iterator[bool]:
+def _run_cases(solver: Sandbox, program: str, suite: Suite, limits: ProgramLimits, deadline: float) -> Iterator[bool]:
     for case in (t for t in suite.tests if isinstance(t, Case)):
         left = deadline - time.monotonic()
         if left <= 0:
@@ -98,7 +99,7 @@ def _run_remote(
     tester: Sandbox,
     program: str,
     suite: Suite,
-    limits: Limits,
+    limits: ProgramLimits,
     deadline: float,
     observed: list[str],
 ) -> Iterator[bool]:
@@ -134,7 +135,7 @@ def _encode(test: str | Call) -> dict[str, Any]:
 
 
 def _run_pair(
-    solution: tuple[Sandbox, str], tests: tuple[Sandbox, str], limits: Limits
+    solution: tuple[Sandbox, str], tests: tuple[Sandbox, str], limits: ProgramLimits
 ) -> tuple[list[bool], Mapping[str, Any]]:
     """Runs both at once, connected by pipes; returns the outcomes of the tests that finished, and a summary."""
     requests, replies, outcomes = os.pipe(), os.pipe(), os.pipe()
@@ -162,4 +163,9 @@ def _unfinished() -> dict[str, Any]:
 @functools.cache
 def _sandboxes(accept_missing: tuple[str, ...], packages: bool) -> tuple[Sandbox, Sandbox]:
     """Returns one sandbox for solutions and one for tests; they live as long as this process."""
-    return Sandbox(None, accept_missing, packages), Sandbox(None, accept_missing, packages)
+    try:
+        return Sandbox(None, accept_missing, packages), Sandbox(None, accept_missing, packages)
+    except SandboxError as e:
+        accepted = f"args: {{accept_missing: [{', '.join([*accept_missing, *e.missing])}]}}"
+        hint = f"; or accept the risk with `{accepted}` of the reward function" if e.missing else ""
+        raise RewardError(f"{e}{hint}") from None

@@ -1,1 +1,1 @@
-"""Runs untrusted Python. Imports nothing itself: the jail loads this package with the standard library alone."""
+"""Runs untrusted Python. Imports the standard library alone, so it can be read and used without the rest."""

@@ -24,7 +24,7 @@ class SolutionError(Exception):
     """The solution raised or returned something that tests must not see as it is, such as `SystemExit`."""
 
 
-class Connection:
+class SolutionConnection:
     """Sends requests to the solution's process; `lost` stays true whatever the tests catch."""
 
     def __init__(self) -> None:
@@ -109,7 +109,7 @@ class RemoteObject:
     Only data can be compared, so comparing this raises: the solution must not say itself whether it is right.
     """
 
-    def __init__(self, connection: Connection, target: str | int) -> None:
+    def __init__(self, connection: SolutionConnection, target: str | int) -> None:
         self.__dict__.update(_connection=connection, _target=target, __name__=str(target))
 
     def _request(self, operation: str, *args: Any, **kwargs: Any) -> Any:
@@ -169,7 +169,7 @@ class RemoteObject:
 class RemoteIterator(RemoteObject):
     """An iterator of the solution; its elements are read as data, more and more at a time."""
 
-    def __init__(self, connection: Connection, target: int) -> None:
+    def __init__(self, connection: SolutionConnection, target: int) -> None:
         super().__init__(connection, target)
         self.__dict__.update(_buffer=deque(), _count=1)
 

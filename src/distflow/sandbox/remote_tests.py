@@ -15,7 +15,7 @@ from typing import Any
 from distflow.sandbox.collect import prepare, run_all
 from distflow.sandbox.compare import same
 from distflow.sandbox.judge_builtins import BUILTINS
-from distflow.sandbox.remote import Connection, RemoteObject, SolutionLostError
+from distflow.sandbox.remote import RemoteObject, SolutionConnection, SolutionLostError
 from distflow.sandbox.solution import serve_solution
 
 __all__ = ["run_tests", "serve_solution"]
@@ -42,7 +42,7 @@ class _Judge:
     """Has the namespace of the tests and the connection to the solution."""
 
     def __init__(self, job: Mapping[str, Any]) -> None:
-        self.connection = Connection()
+        self.connection = SolutionConnection()
         self._job = job
         self._ready = False
         self._error = ""  # the first one
@@ -115,7 +115,7 @@ class _Judge:
 class _SolutionModule(types.ModuleType):
     """What tests import as `solution`."""
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: SolutionConnection) -> None:
         super().__init__("solution")
         self._connection = connection
 

@@ -22,28 +22,35 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from distflow.errors import suggest
-from distflow.reward.errors import RewardError
 from distflow.sandbox.jail import MEMORY_EXIT_CODE
 from distflow.sandbox.walls import MECHANISMS, REQUIRED, explain_missing
 
 Status = Literal["ok", "error", "timeout", "memory", "killed", "output"]
 
+_FOLDER = str(Path(__file__).parent)
 _START_S = 30.0  # for a jail to start
 _GRACE_S = 5.0  # for a jail to report how a program ended, after the program's time limit
-# Stands in for `distflow/__init__.py`, whose imports a jail does not have: it has the standard library alone.
+# A jail has the standard library and this folder alone, under the name that it has here.
 _ENTRY = """
 import sys, types
-package = types.ModuleType("distflow")
-package.__path__ = [sys.argv[1]]
-sys.modules["distflow"] = package
+for name, path in (("distflow", []), ("distflow.sandbox", [sys.argv[1]])):
+    sys.modules[name] = types.ModuleType(name)
+    sys.modules[name].__path__ = path
 from distflow.sandbox.jail.main import main
 main()
 """
 
 
+class SandboxError(Exception):
+    """Programs cannot be isolated here; `missing` names the protections that do not work."""
+
+    def __init__(self, message: str, missing: Sequence[str] = ()) -> None:
+        super().__init__(message)
+        self.missing = missing
+
+
 @dataclass(frozen=True)
-class Limits:
+class ProgramLimits:
     """The limits of one program; `output_kb` is for stdout and stderr each, `disk_mb` for all its files together."""
 
     cpu_s: float = 5.0
@@ -56,7 +63,7 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class Result:
+class ProgramResult:
     """How a program ended. `code` is the exit code, or minus the signal; `reason` explains any status but `ok`.
 
     `error` is an exit code other than 0. A program chooses its exit code, so `ok` does not prove that it succeeded.
@@ -78,24 +85,21 @@ class Sandbox:
 
     def __init__(
         self,
-        limits: Limits | None = None,
+        limits: ProgramLimits | None = None,
         accept_missing: Sequence[str] = (),
         packages: bool = False,
         mechanisms: Sequence[str] = MECHANISMS,
     ) -> None:
         for name in accept_missing:
             if name not in REQUIRED:
-                raise RewardError(f"accept_missing: there is no protection '{name}'{suggest(name, REQUIRED)}")
-        self.limits, self._mechanisms = limits or Limits(), tuple(mechanisms)
+                raise SandboxError(f"accept_missing: there is no protection '{name}'; known: {', '.join(REQUIRED)}")
+        self.limits, self._mechanisms = limits or ProgramLimits(), tuple(mechanisms)
         self._packages = sorted({sysconfig.get_path(p) for p in ("purelib", "platlib")}) if packages else []
         self._jail = self._start_jail()
         missing = [name for name in REQUIRED if name not in self.protections and name not in accept_missing]
         if missing:
             self.close()
-            raise RewardError(
-                f"the sandbox for code {explain_missing(missing[0], self.refusals)}; or accept the risk with"
-                f" `args: {{accept_missing: [{', '.join(missing)}]}}` of the reward function"
-            )
+            raise SandboxError(f"the sandbox for code {explain_missing(missing[0], self.refusals)}", missing)
 
     @property
     def protections(self) -> Mapping[str, str]:
@@ -107,16 +111,16 @@ class Sandbox:
         """For each mechanism that was tried, the number of the error with which this machine refuses it, or 0."""
         return self._jail.refusals
 
-    def run(self, program: str, stdin: str = "", limits: Limits | None = None) -> Result:
+    def run(self, program: str, stdin: str = "", limits: ProgramLimits | None = None) -> ProgramResult:
         """Runs a Python program to its end."""
-        return Run(self._working_jail(), limits or self.limits, program, stdin, (), quiet=False).wait()
+        return RunningProgram(self._working_jail(), limits or self.limits, program, stdin, (), quiet=False).wait()
 
-    def start(self, program: str, fds: Sequence[int], limits: Limits | None = None) -> "Run":
+    def start(self, program: str, fds: Sequence[int], limits: ProgramLimits | None = None) -> "RunningProgram":
         """Starts a Python program in the background and discards its output.
 
         It gets copies of the descriptors `fds` as 3, 4, …
         """
-        return Run(self._working_jail(), limits or self.limits, program, "", fds, quiet=True)
+        return RunningProgram(self._working_jail(), limits or self.limits, program, "", fds, quiet=True)
 
     def close(self) -> None:
         """Ends the jail and any program that still runs."""
@@ -143,15 +147,14 @@ class _Jail:
 
     def __init__(self, mechanisms: Sequence[str], packages: Sequence[str]) -> None:
         if sys.platform != "linux":
-            raise RewardError("the sandbox for code needs Linux; score code on a Linux machine")
+            raise SandboxError("the sandbox for code needs Linux; score code on a Linux machine")
         self.broken = False
         self.channel, child_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._folder = os.path.join(tempfile.gettempdir(), f"distflow-jail-{secrets.token_hex(8)}")
-        package = Path(__file__).parents[2]
         try:
             # It gets no environment, no site-packages, no terminal and none of our descriptors.
             self._process = subprocess.Popen(
-                [sys.executable, "-I", "-S", "-X", "utf8", "-c", _ENTRY, str(package), str(child_end.fileno())],
+                [sys.executable, "-I", "-S", "-X", "utf8", "-c", _ENTRY, _FOLDER, str(child_end.fileno())],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 pass_fds=(child_end.fileno(),),
@@ -161,7 +164,7 @@ class _Jail:
             )
         except OSError as e:
             self.channel.close()
-            raise RewardError(f"cannot start a sandbox: {e}; lower `reward.processes`, or free memory") from e
+            raise SandboxError(f"cannot start a sandbox: {e}; free memory, or start fewer processes") from e
         finally:
             child_end.close()
         setup = {"folder": self._folder, "mechanisms": mechanisms, "packages": packages}
@@ -169,7 +172,7 @@ class _Jail:
         walls = self.receive(_START_S)
         if walls is None:
             self.close()
-            raise RewardError("a sandbox did not start; see what it wrote to stderr")
+            raise SandboxError("a sandbox did not start; see what it wrote to stderr")
         self.protections: Mapping[str, str] = walls["protections"]
         self.refusals: Mapping[str, int] = walls["refusals"]
 
@@ -197,10 +200,12 @@ class _Jail:
             shutil.rmtree(self._folder)
 
 
-class Run:
+class RunningProgram:
     """A program that was started; end it with `wait` or `stop`."""
 
-    def __init__(self, jail: _Jail, limits: Limits, program: str, stdin: str, fds: Sequence[int], quiet: bool) -> None:
+    def __init__(
+        self, jail: _Jail, limits: ProgramLimits, program: str, stdin: str, fds: Sequence[int], quiet: bool
+    ) -> None:
         self._jail, self._limits = jail, limits
         self._deadline = time.monotonic() + limits.wall_s + _GRACE_S
         self._max_output = limits.output_kb << 10
@@ -228,13 +233,13 @@ class Run:
             for fd in sent:
                 os.close(fd)
 
-    def stop(self) -> Result:
+    def stop(self) -> ProgramResult:
         """Kills the program if it still runs."""
         with contextlib.suppress(OSError):
             self._jail.channel.send(b"stop")
         return self.wait()
 
-    def wait(self) -> Result:
+    def wait(self) -> ProgramResult:
         """Waits until the program ends; the jail enforces its limits."""
         try:
             report, overflow = self._collect()
@@ -244,14 +249,14 @@ class Run:
         texts = [self._output.get(p, b"")[: self._max_output].decode(errors="replace") for p in self._pipes]
         stdout, stderr = texts or ("", "")
         if report is None:
-            return Result("killed", -signal.SIGKILL, stdout, stderr, "its sandbox died, or did not answer")
+            return ProgramResult("killed", -signal.SIGKILL, stdout, stderr, "its sandbox died, or did not answer")
         if report["end"] == "not isolated":
-            raise RewardError(
+            raise SandboxError(
                 f"the sandbox for code failed to isolate a program: {report['error']};"
                 " `python -m distflow.sandbox` reports what works on this machine"
             )
         status, reason = _status(report, self._limits, overflow)
-        return Result(status, report["code"], stdout, stderr, reason)
+        return ProgramResult(status, report["code"], stdout, stderr, reason)
 
     def _collect(self) -> tuple[Any, bool]:
         """Collects output until the program ends; returns the jail's report and whether the output was too long."""
@@ -284,7 +289,7 @@ class Run:
         return report, overflow
 
 
-def _status(report: Mapping[str, Any], limits: Limits, overflow: bool) -> tuple[Status, str]:
+def _status(report: Mapping[str, Any], limits: ProgramLimits, overflow: bool) -> tuple[Status, str]:
     end, code = report["end"], report["code"]
     if overflow:
         return "output", f"it wrote more than {limits.output_kb} KB"
