@@ -3,14 +3,14 @@
     python bench/walk.py [--rooms]
 
 One worker trains a tiny model with GRPO in this process, on responses and then on conversations, and `sys.setprofile`
-sees every call in the worker's thread. A step is what happens from one call of `group_advantage` to the next. Counted are
-the files and functions of DistFlow that are called (comprehensions and lambdas belong to the function around them), their
-packages (the first folder) and switches: how often a call is in another package than the call before it. Recording and
-liveness are left out. The switches of conversations vary by some hundred between runs, with the order of their turns.
-`--rooms` also prints, for each package, its lines, and its files and functions in both walks.
+sees every call in the worker's thread. A step is what happens from one call of `group_advantage` to the next. Counted
+are the files and functions of DistFlow that are called (comprehensions and lambdas belong to the function around them),
+their packages (the first folder) and switches: how often a call is in another package than the call before it.
+Recording and liveness are left out. The switches of conversations vary by some hundred between runs, with the order of
+their turns. `--rooms` also prints, for each package, its lines, and its files and functions in both walks.
 
-Any tree is measured whose package can be imported: `PYTHONPATH=OTHER/src python bench/walk.py`. A tree with finer packages
-has more switches for the same calls; `switches_between_areas` counts with the packages of 0.1.0, to compare trees.
+Any tree is measured whose package can be imported: `PYTHONPATH=OTHER/src python bench/walk.py`. A tree with finer
+packages has more switches for the same calls; `switches_between_areas` counts with the packages of 0.1.0, to compare.
 The last line is one JSON object.
 """
 
