@@ -1,27 +1,57 @@
-# Everything happens in .venv, which is made when it is needed.
+# Everything happens in environments in this folder, which are made when they are needed.
 PY ?= python3
 BIN := .venv/bin
+# Test files that run at a time: real workers mostly wait for each other.
+N ?= 2
+PARALLEL := -n $(N) --dist loadfile --no-loadscope-reorder
+# What `make test-versions` installs, and its tests: whatever calls PyTorch or transformers, and whole runs.
+TORCH ?= 2.13.0
+TRANSFORMERS ?= 5.22.2
+CORE := tests/distributed/test_golden_curves.py tests/distributed/test_any_layout.py tests/distributed/test_lora.py \
+	tests/distributed/test_resume.py tests/test_cli.py tests/test_api.py tests/test_readme.py tests/batch tests/checkpoint \
+	tests/comm tests/cpu tests/model tests/roles tests/rollout tests/train tests/weights
+# The tests of a first hour, which `make test-wheel` runs from an installed wheel.
+FIRST_HOUR := tests/test_wheel.py tests/test_readme.py tests/test_cli.py tests/examples/test_sorting.py tests/page/test_server.py
 
-.PHONY: demo test test-vllm lint slow bench setup clean
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-vllm test-wheel test-versions lint slow bench setup clean
 
-demo: setup  ## a small model learns to sort: SFT, then GRPO, on two workers
+help:  ## this list
+	@sed -nE 's/^([a-z-]+):.*  ## (.*)/\1|\2/p' $(MAKEFILE_LIST) | while IFS='|' read -r name what; do \
+		printf '  make %-15s %s\n' "$$name" "$$what"; done
+
+demo: setup  ## a small model learns to sort: SFT, then GRPO, on two workers; minutes on a laptop
 	OMP_NUM_THREADS=1 $(BIN)/python examples/sorting/demo.py
 
-test: setup lint  ## what CI runs
-	$(BIN)/pytest
+setup: .venv/ready  ## .venv, with PyTorch for CPU and all that the tests need
 
-lint: setup
+lint: setup  ## ruff and mypy
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 
-test-vllm: .venv-vllm/ready  ## the real vLLM, for CPU, in an environment of its own
-	OMP_NUM_THREADS=1 .venv-vllm/bin/pytest -n 2 tests/vllm_engine
+test: setup lint  ## lint, and all tests but the slow ones; N=4 runs four files at a time
+	$(BIN)/pytest $(PARALLEL)
 
 slow: setup  ## the tests that take minutes
-	$(BIN)/pytest -m slow
+	$(BIN)/pytest $(PARALLEL) -m slow
 
-bench: setup  ## each prints one JSON object as its last line
+test-vllm: .venv-vllm/ready  ## the real vLLM, for CPU, in .venv-vllm
+	OMP_NUM_THREADS=1 .venv-vllm/bin/pytest $(PARALLEL) tests/vllm_engine
+
+test-wheel: .venv-wheel/ready  ## the first hour of a user, from a wheel in an environment without the source tree
+	rm -rf dist
+	.venv-wheel/bin/pip wheel --quiet --no-deps --wheel-dir dist .
+	.venv-wheel/bin/pip install --quiet --no-deps --force-reinstall dist/*.whl
+	OMP_NUM_THREADS=1 .venv-wheel/bin/pytest -m 'not slow' $(FIRST_HOUR)
+
+test-versions:  ## the core tests with other versions: PY=python3.13 TORCH=2.15.0 TRANSFORMERS=5.23.0
+	$(PY) -m venv --clear .venv-versions
+	.venv-versions/bin/pip install --quiet torch==$(TORCH)
+	.venv-versions/bin/pip install --quiet torch==$(TORCH) transformers==$(TRANSFORMERS) --editable '.[dev]'
+	OMP_NUM_THREADS=1 .venv-versions/bin/pytest $(PARALLEL) $(CORE)
+
+bench: setup  ## every benchmark; each prints one JSON object as its last line
 	$(BIN)/python bench/routes.py
 	$(BIN)/python bench/scale.py
 	$(BIN)/python bench/exchange.py
@@ -38,8 +68,10 @@ bench: setup  ## each prints one JSON object as its last line
 	$(BIN)/python bench/agents.py
 	$(BIN)/python bench/overlap.py
 	$(BIN)/python bench/staleness_curve.py
+	$(BIN)/python bench/walk.py
 
-setup: .venv/ready
+clean:  ## removes the environments, caches and runs
+	rm -rf .venv .venv-* .mypy_cache .ruff_cache .pytest_cache .hypothesis dist runs
 
 # PyTorch first and pinned, so that nothing else chooses a build of it.
 .venv/ready: pyproject.toml constraints.txt
@@ -56,5 +88,9 @@ setup: .venv/ready
 	.venv-vllm/bin/pip install --quiet --no-deps --no-build-isolation --editable .
 	touch $@
 
-clean:
-	rm -rf .venv .venv-vllm .mypy_cache .ruff_cache .pytest_cache .hypothesis runs
+# What the wheel itself asks for, so that a requirement that is missing is missed; and what the tests need.
+.venv-wheel/ready: pyproject.toml constraints.txt
+	$(PY) -m venv --clear .venv-wheel
+	.venv-wheel/bin/pip install --quiet --constraint constraints.txt torch
+	.venv-wheel/bin/pip install --quiet --constraint constraints.txt '.[completion,page]' hypothesis pytest pytest-timeout
+	touch $@

@@ -2,7 +2,6 @@
 
 import importlib
 import os
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +12,7 @@ import distflow.run  # noqa: F401
 from distflow.api import check, evaluate, export, plan, run
 from distflow.flow import Flow, Node, flow, node
 from distflow.plan import Layout, Plan
+from distflow.util.version import VERSION as __version__
 
 if TYPE_CHECKING:
     from distflow.algo.tokens import Loss, Tokens
@@ -38,11 +38,6 @@ __all__ = [
     "plan",
     "run",
 ]
-
-try:
-    __version__ = version("distflow-rl")
-except PackageNotFoundError:  # used from its source folder
-    __version__ = "unknown"
 
 _WITH_TORCH = {
     "Batch": "distflow.batch.batch",

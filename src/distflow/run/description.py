@@ -5,6 +5,7 @@ import platform
 import sys
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
+from importlib.metadata import version
 from pathlib import Path
 
 import yaml
@@ -14,8 +15,8 @@ from distflow.plan import Plan
 from distflow.run.redaction import redact, redact_word
 from distflow.run_folder import CONFIG, PLAN, RUN, VERSIONS, make_dir
 from distflow.util.files import write_atomically
-from distflow.util.packages import package_version
 from distflow.util.seeds import eval_seed
+from distflow.util.version import VERSION
 
 
 def describe_run(config: Config, plan: Plan, hosts: Sequence[Mapping[str, str]] = ()) -> None:
@@ -24,8 +25,8 @@ def describe_run(config: Config, plan: Plan, hosts: Sequence[Mapping[str, str]] 
     make_dir(folder)
     text = yaml.safe_dump(redact(config.model_dump(mode="json")), sort_keys=False, allow_unicode=True)
     base = f"# The config of this run with all defaults and overrides. Paths are relative to {config.base.absolute()}\n"
-    versions = {name: package_version(name) for name in ("torch", "transformers", "numpy")}
-    versions = {"distflow": package_version("distflow-rl"), **versions, "python": platform.python_version()}
+    versions = {name: version(name) for name in ("torch", "transformers", "numpy")}
+    versions = {"distflow": VERSION, **versions, "python": platform.python_version()}
     run = {
         "command": [redact_word(word) for word in sys.argv],
         "folder": str(Path.cwd()),
