@@ -15,7 +15,7 @@ SOURCE = Path(distflow.__file__).parent
 _BASE = "errors util"
 _ALLOWED = {
     "errors": "",
-    "util": "",
+    "util": "errors",
     "run_folder": _BASE,
     "reward.errors": _BASE,
     "sandbox": f"reward.errors {_BASE}",
