@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -155,8 +154,8 @@ def save_and_restore(rank: int, case: Case, folder: str) -> list[Any]:
     writer.wait()
     writer.close()
     restored = make_trainer(rank, case, DEVICE)
-    load = partial(load_tensors, checkpoint_dir(Path(folder), 1) / "actor", rank=rank)
-    restored.load_state(state.values, load)
+    restored.restore(state.values)
+    load_tensors(checkpoint_dir(Path(folder), 1) / "actor", restored.state(), rank)
     for each in (trainer, restored):
         update(each, rank, case)
     return [infer(each, rank, case) for each in (trainer, restored)]

@@ -19,6 +19,7 @@ from distflow.dataset.loader import Loader
 from distflow.flow import Flow, Node
 from distflow.observe.metrics import MetricsReducer, StepMetrics
 from distflow.plan import Place, Placement, Plan, Split, Workload, plan
+from distflow.roles.role import Role
 from distflow.run.link import Link
 from distflow.run.overlap import Overlap
 from distflow.run.weight_versions import WeightVersions
@@ -29,7 +30,7 @@ from simulate import Traffic, simulate
 CHUNKS = 4
 
 
-class Actor:
+class Actor(Role):
     """Lets each replica's chunks leave in `order`; the next one when `seen` has the one before."""
 
     def __init__(self, order: list[int], seen: list[int], changed: threading.Condition) -> None:
@@ -54,7 +55,7 @@ class Actor:
         ctx.metrics.log("trained", len(batch), reduce="sum")
 
 
-class Judge:
+class Judge(Role):
     def __init__(self, seen: list[int], changed: threading.Condition) -> None:
         self.seen, self.changed = seen, changed
 
@@ -88,7 +89,7 @@ def run(order: list[int]) -> tuple[list[int], list[dict[str, float]]]:
     hub, rows, errors = Hub(p.workers), list[dict[str, float]](), list[BaseException]()
 
     def work(rank: int) -> None:
-        roles = {"actor": Actor(order, seen, changed), "judge": Judge(seen, changed)}
+        roles: dict[str, Role] = {"actor": Actor(order, seen, changed), "judge": Judge(seen, changed)}
         data = Coordinator(rank, p, Loader(Source(), p.samples, 1, seed=0))
         link = Link(WeightVersions(rank, p, roles))
         worker = Worker(rank, p, data, roles, 0, Path(), lambda *_: None, link=link)
@@ -135,7 +136,7 @@ def test_all_ranks_agree_on_the_order_in_a_few_rounds_of_log_n_messages(generate
     assert split.ranks == tuple(range(generate + judge))
     links: dict[int, Overlap] = {}
     for rank in split.ranks:
-        roles = {"actor": Actor([], [], threading.Condition())}
+        roles: dict[str, Role] = {"actor": Actor([], [], threading.Condition())}
         data = Coordinator(rank, p, Loader(Source(), p.samples, 1, seed=0))
         link = Link(WeightVersions(rank, p, roles))
         worker = Worker(rank, p, data, roles | {"judge": Judge([], threading.Condition())}, 0, Path(), print)

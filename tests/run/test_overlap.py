@@ -23,6 +23,7 @@ from distflow.errors import ConfigError, PlacementError
 from distflow.flow import Flow, Node
 from distflow.observe.metrics import MetricsReducer, StepMetrics
 from distflow.plan import Place, Placement, Plan, Run, Workload, plan
+from distflow.roles.role import Role
 from distflow.run.link import Link
 from distflow.run.mailbox import Mailbox
 from distflow.run.overlap import Overlap
@@ -34,7 +35,7 @@ from simulate import simulate
 STEPS = 7
 
 
-class Actor:
+class Actor(Role):
     """Has a number for its weights: the updates so far. Where it generates, the number that was synced."""
 
     def __init__(self, rank: int, plan: Plan, progress: dict[int, int], first: int = 0) -> None:
@@ -244,10 +245,22 @@ def test_a_worker_that_fails_in_its_thread_says_so_to_whom_it_keeps_waiting() ->
         mail.take("b")
 
 
+class Moved(Role):
+    def sync_weights(self, version: int, weights: Any = None) -> Iterator[SendReceive]:
+        yield from ()
+
+
 def test_a_role_that_cannot_copy_its_weights_is_refused() -> None:
     p = random_loop(random.Random(0), 3, 1)
     rank = p.partition_of("update").layout.ranks[0]
     with pytest.raises(
-        ConfigError, match=r"roles.actor: rollout.staleness and rollout.chunk need copies .* object has no method"
+        ConfigError, match=r"roles.actor: rollout.staleness and rollout.chunk need copies, and Moved has no method"
     ):
-        WeightVersions(rank, p, {"actor": object()})
+        WeightVersions(rank, p, {"actor": Moved()})
+
+
+def test_a_role_that_generates_and_cannot_move_its_weights_is_refused() -> None:
+    p = random_loop(random.Random(0), 3, 0)
+    rank = p.partition_of("update").layout.ranks[0]
+    with pytest.raises(ConfigError, match=r"roles.actor: .* Role has no method `sync_weights`"):
+        WeightVersions(rank, p, {"actor": Role()})

@@ -19,6 +19,7 @@ from distflow.dataset.loader import Loader
 from distflow.flow import Flow, Node
 from distflow.observe.metrics import StepMetrics
 from distflow.plan import Place, Placement, Plan, Workload, plan
+from distflow.roles.role import Role
 from distflow.run.link import Link
 from distflow.run.rollouts import Rollouts
 from distflow.run.weight_versions import WeightVersions
@@ -28,7 +29,7 @@ from simulate import simulate
 STEPS = 6
 
 
-class Actor:
+class Actor(Role):
     """Begins some of the samples ahead in every step, and checks that it gets back what it has begun."""
 
     def __init__(self, rank: int, repeat: int) -> None:

@@ -26,6 +26,7 @@ from distflow.observe.trackers import start_trackers
 from distflow.observe.trackers.tracker import RunInfo
 from distflow.plan import Layout, Plan, Run, Weights
 from distflow.roles.context import RoleContext
+from distflow.roles.role import Role
 from distflow.run.checkpoint_manager import CheckpointManager
 from distflow.run.description import describe_run
 from distflow.run.evaluation import Evaluation
@@ -70,7 +71,7 @@ class Job:
         heartbeat.start_task(-1, "load models")
         self.hybrid_mesh = cache(self.network.mesh)
         self.generates = {n.role: p.partition_of(n.id).layout for p in self.plans for n in p.flow.nodes if n.generates}
-        self.roles: dict[str, Any] = {}
+        self.roles: dict[str, Role] = {}
         # In the same order on all ranks, which may create process groups for them; those with engines first.
         for name in sorted(_roles(self.plans, rank), key=lambda role: (role not in self.generates, role)):
             self.roles[name] = self._make_role(name)
@@ -131,8 +132,7 @@ class Job:
         self.checkpoints.close()
         self.data.close()
         for role in self.roles.values():
-            if hasattr(role, "close"):
-                role.close()
+            role.close()
         if self.progress:
             self.progress.close()
         self.network.close()
@@ -170,10 +170,10 @@ class Job:
         self.skipped_count += checked.count
         return source
 
-    def _make_role(self, name: str) -> Any:
+    def _make_role(self, name: str) -> Role:
         """Makes the object that implements a role on this worker."""
         config, network = self.config, self.network
-        implementation, args = self.program.implementation(name), dict(self.program.role_bindings[name].args)
+        implementation, args = self.program.role_class(name), dict(self.program.role_bindings[name].args)
         if _takes_role_context(implementation):
             args["role"] = RoleContext(
                 name=name,
@@ -200,11 +200,11 @@ class Job:
         """Lets roles that can tell, such as rewards, refuse what they will be given, before anything is generated."""
         for plan in self.plans:
             for node in plan.flow.nodes:
-                check = getattr(self.roles.get(node.role), "check_fields", None)
-                if check is not None and node.method:
-                    check([node.local_name(f) for f in node.reads], "eval: " if plan is self.eval_plan else "")
+                if node.method and node.role in self.roles:
+                    fields = [node.local_name(f) for f in node.reads]
+                    self.roles[node.role].check_fields(fields, "eval: " if plan is self.eval_plan else "")
         for role in self.roles.values():
-            for rows in (self.rows, self.held_out) if hasattr(role, "check_rows") else ():
+            for rows in (self.rows, self.held_out):
                 if rows is not None:
                     role.check_rows(rows, self.rank, self.plan.workers)
 

@@ -7,12 +7,13 @@ from distflow.comm.collectives import Communication
 from distflow.errors import ConfigError
 from distflow.plan.staleness import weight_version
 from distflow.plan.tasks import Plan, Run, Weights
+from distflow.roles.role import Role, defines
 
 
 class WeightVersions:
     """The weights of one worker's roles, by version: version v is what v steps of training have made."""
 
-    def __init__(self, rank: int, plan: Plan, roles: Mapping[str, Any], first: int = 0) -> None:
+    def __init__(self, rank: int, plan: Plan, roles: Mapping[str, Role], first: int = 0) -> None:
         """`first`: the steps before this run."""
         self.roles, self.delay, self.first = roles, plan.staleness, first
         self.keeps = plan.overlaps  # engines keep their weights until others come, and copies wait for them
@@ -20,12 +21,13 @@ class WeightVersions:
         nodes = [plan.flow.node(t.node) for t in tasks if isinstance(t, Run)]
         self.generates = {n.role for n in nodes if n.generates}  # the roles that this worker generates with
         self.gives = sorted({t.role for t in tasks if isinstance(t, Weights)} - self.generates)
-        for role in self.gives:
-            if self.keeps and not hasattr(roles[role], "copy_weights"):
-                raise ConfigError(
-                    f"roles.{role}: rollout.staleness and rollout.chunk need copies of weights, and"
-                    f" {type(roles[role]).__name__} has no method `copy_weights()`"
-                )
+        synced = sorted({t.role for t in tasks if isinstance(t, Weights)})
+        needs = [(role, "sync_weights", "a role that generates moves its weights first") for role in synced]
+        if self.keeps:
+            needs += [(role, "copy_weights", "rollout.staleness and rollout.chunk need copies") for role in self.gives]
+        for role, method, why in needs:
+            if not defines(type(roles[role]), method):
+                raise ConfigError(f"roles.{role}: {why}, and {type(roles[role]).__name__} has no method `{method}`")
 
     def version(self, step: int) -> int:
         """Returns the version that a step generates with."""

@@ -176,7 +176,7 @@ class Worker:
         metrics = metrics.with_prefix(node.prefix) if node.prefix else metrics
         layout, groups = task.partition.layout, self.data.groups(index)
         context = Context(step, self.rank, self.plan.workers, layout, self.seed, metrics, self.folder, groups)
-        if not context.lead:  # the ranks of a replica have the same samples, of which a sum counts each once
+        if not context.is_dp_leader:  # the ranks of a replica have the same samples, of which a sum counts each once
             context = replace(context, metrics=metrics.without_sums())
         record = self.recorder.node(context, self.plan.repeat)
         context = replace(context, record=record, steps=self.run_steps, held_out=self.held_out)

@@ -33,7 +33,7 @@ from distflow.train.packing import RESPONSE, ROLLOUT, Pack, empty_pack, micro_ba
 from distflow.train.update_spec import UpdateSpec
 from distflow.util.arrays import Ints
 from distflow.weights.shards import Shards, Spec, slices
-from distflow.weights.state import EMA, WEIGHTS, LoadTensors, RoleState
+from distflow.weights.state import EMA, WEIGHTS, RoleState
 
 OLD = "old_logprobs"
 MOMENTS = ("exp_avg", "exp_avg_sq")  # AdamW's
@@ -149,8 +149,8 @@ class Trainer:
             specs |= {prefix + spec.name: spec for prefix in shards}
         return RoleState({"updates": self.updates, "optimizer_steps": steps}, tensors, specs, self.shards)
 
-    def load_state(self, values: Mapping[str, Any], load: LoadTensors) -> None:
-        """Takes up a state that was saved in this layout or in another."""
+    def restore(self, values: Mapping[str, Any]) -> None:
+        """Takes up the numbers of a state, and makes the moments that it has: `state` then returns all its tensors."""
         assert self.optimizer is not None
         if values["optimizer_steps"]:
             for shard in self.optimized:
@@ -158,7 +158,6 @@ class Trainer:
                 # Fused AdamW needs the count where the shard is.
                 steps = torch.tensor(float(values["optimizer_steps"]), device=shard.device)
                 self.optimizer.state[shard] = {"step": steps, **moments}
-        load(self.state())
         self.updates = values["updates"]
 
     @torch.no_grad()
