@@ -40,7 +40,7 @@ from distflow.rollout.responses import complete
 from distflow.rollout.sampling import sample
 from distflow.run.worker import Worker
 from distflow.train import fsdp
-from distflow.train.trainer import Trainer
+from distflow.train.trainer import RankMesh, Trainer, TrainerOptions
 from distflow.train.update_spec import UpdateSpec
 from distflow.weights.shards import Shards, slices
 from distflow.weights.sync import WeightSync
@@ -108,9 +108,9 @@ def share(rank: int, case: Case) -> Batch:
 def make_trainer(rank: int, case: Case, device: str) -> Trainer:
     config = TrainConfig(lr=1e-2, micro_tokens=24, dtype=case.dtype, gradient_checkpointing=case.gradient_checkpointing)
     lora = LoraConfig(rank=2) if case.lora else None
-    where = case.layout, case.mesh(device), rank
+    place, options = RankMesh(case.layout, case.mesh(device), rank), TrainerOptions(config, lora=lora, temperature=0.8)
     with patch.object(fsdp, "UNIT", 1):  # every layer is gathered by itself
-        return Trainer("actor", case.source, *where, config, temperature=0.8, trainable=True, lora=lora)
+        return Trainer("actor", case.source, place, options)
 
 
 def update(trainer: Trainer, rank: int, case: Case) -> dict[str, float]:

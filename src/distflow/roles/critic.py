@@ -19,13 +19,13 @@ class Critic(Trained):
 
     def __init__(self, role: RoleContext) -> None:
         from distflow.roles.second_model import source_of
-        from distflow.train.trainer import make_trainer
+        from distflow.train.trainer import TrainerOptions, make_trainer
 
         layout = role.layout("values", "update")
         assert layout is not None
         source = source_of(role, role.critic.model).with_value_head()
-        self.role = role
-        self.trainer = make_trainer(role, source, layout, role.critic, trainable="update" in role.layouts)
+        options = TrainerOptions(role.critic, trainable="update" in role.layouts)
+        self.role, self.trainer = role, make_trainer(role, source, layout, options)
 
     @node(type="inference", writes="old_values")
     def values(self, batch: "Batch") -> "Ragged":

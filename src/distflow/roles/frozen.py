@@ -17,11 +17,11 @@ class FrozenModel(Role):
     def __init__(self, role: RoleContext, model: Mapping[str, Any] | None = None) -> None:
         """`model`: a model section as in a config; by default the model of the config."""
         from distflow.roles.second_model import source_of
-        from distflow.train.trainer import make_trainer
+        from distflow.train.trainer import TrainerOptions, make_trainer
 
         layout = role.layout("logprobs")
         assert layout is not None
-        self.trainer = make_trainer(role, source_of(role, model), layout, role.train, trainable=False)
+        self.trainer = make_trainer(role, source_of(role, model), layout, TrainerOptions(role.train, trainable=False))
 
     @node(type="inference", writes="{role}_logprobs")
     def logprobs(self, batch: "Batch") -> "Ragged":

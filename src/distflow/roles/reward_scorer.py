@@ -15,7 +15,7 @@ from distflow.model.text import Text, prompt_limit
 from distflow.roles.context import RoleContext
 from distflow.roles.second_model import source_of
 from distflow.train.packing import RESPONSE
-from distflow.train.trainer import make_trainer
+from distflow.train.trainer import TrainerOptions, make_trainer
 
 
 class RewardScorer:
@@ -29,7 +29,7 @@ class RewardScorer:
         self.text = Text(source, prompt_limit(source, role.rollout.max_tokens, role.max_prompt))
         layout = role.layout("score", "update_pairs")
         assert layout is not None
-        self.trainer = make_trainer(role, source.with_value_head(), layout, role.train, trainable)
+        self.trainer = make_trainer(role, source.with_value_head(), layout, TrainerOptions(role.train, trainable))
 
     def score(self, batch: Batch) -> Tensor:
         """Returns one number per sample."""
