@@ -36,7 +36,7 @@ from distflow.flows.grpo import grpo
 
 @node(writes=())
 def trained(batch, ctx):
-    if ctx.lead:
+    if ctx.is_dp_leader:
         with open(ctx.folder.parent / f"{ctx.folder.name}.{ctx.rank}.ids", "a") as file:
             file.write(json.dumps([ctx.step, batch.ids.tolist()]) + "\\n")
 

@@ -25,7 +25,8 @@ from distflow.plan import Place, Placement, Plan, Workload
 from distflow.plan import plan as derive_plan
 from distflow.plan.field_bytes import KNOWN_FIELDS
 from distflow.reward.reward import Reward
-from distflow.roles.roles import Actor, Reference
+from distflow.roles.actor import Actor
+from distflow.roles.frozen import Reference
 from distflow.simulate import Costs, FieldBytes, Hardware, Result, load_hardware, load_model, simulate
 from distflow.simulate.controller import ControllerResult, simulate_controller
 

@@ -32,6 +32,7 @@ from distflow.observe.metrics import MetricsReducer, StepMetrics
 from distflow.plan import Place, Placement, Plan, Workload
 from distflow.plan import plan as derive_plan
 from distflow.plan.topology import Topology
+from distflow.roles.role import Role
 from distflow.run.comm import Comm
 from distflow.run.versions import Versions
 from distflow.run.worker import Surroundings, Worker
@@ -79,7 +80,7 @@ def lengths(ids: Sequence[int] | np.ndarray, mean: int) -> np.ndarray:
     return np.maximum(1, mean * np.exp(0.5 * normal - 0.125)).astype(np.int64)
 
 
-class Actor:
+class Actor(Role):
     """The nodes of the actor and the reference; the weights are those of a transformer of equal layers."""
 
     def __init__(self, rank: int, plan: Plan, work: Work, topology: Topology) -> None:

@@ -12,7 +12,8 @@ import distflow.run  # noqa: F401
 from distflow.api import check, evaluate, export, plan, run
 from distflow.flow import Flow, Node, flow, node
 from distflow.plan import Layout, Plan
-from distflow.util.version import VERSION as __version__
+from distflow.roles.role import Role
+from distflow.util.version import VERSION as __version__  # noqa: N811
 
 if TYPE_CHECKING:
     from distflow.algo.tokens import Loss, Tokens
@@ -28,6 +29,7 @@ __all__ = [
     "Node",
     "Plan",
     "Ragged",
+    "Role",
     "Tokens",
     "__version__",
     "check",

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -44,7 +43,7 @@ from distflow.run.versions import Versions
 from distflow.run.worker import Worker
 from distflow.run_folder import checkpoint_dir
 from distflow.train import fsdp
-from distflow.train.trainer import Trainer
+from distflow.train.trainer import RankMesh, Trainer, TrainerOptions
 from distflow.train.update_spec import UpdateSpec
 from distflow.weights.shards import Shards, slices
 from distflow.weights.sync import WeightSync
@@ -112,9 +111,9 @@ def share(rank: int, case: Case) -> Batch:
 def make_trainer(rank: int, case: Case, device: str) -> Trainer:
     config = TrainConfig(lr=1e-2, micro_tokens=24, dtype=case.dtype, gradient_checkpointing=case.gradient_checkpointing)
     lora = LoraConfig(rank=2) if case.lora else None
-    where = case.layout, case.mesh(device), rank
+    place, options = RankMesh(case.layout, case.mesh(device), rank), TrainerOptions(config, lora=lora, temperature=0.8)
     with patch.object(fsdp, "UNIT", 1):  # every layer is gathered by itself
-        return Trainer("actor", case.source, *where, config, temperature=0.8, trainable=True, lora=lora)
+        return Trainer("actor", case.source, place, options)
 
 
 def update(trainer: Trainer, rank: int, case: Case) -> dict[str, float]:
@@ -158,8 +157,8 @@ def save_and_restore(rank: int, case: Case, folder: str) -> list[Any]:
     writer.wait()
     writer.close()
     restored = make_trainer(rank, case, DEVICE)
-    load = partial(load_tensors, checkpoint_dir(Path(folder), 1) / "actor", rank=rank)
-    restored.load_state(state.values, load)
+    restored.restore(state.values)
+    load_tensors(checkpoint_dir(Path(folder), 1) / "actor", restored.state(), rank)
     for each in (trainer, restored):
         update(each, rank, case)
     return [infer(each, rank, case) for each in (trainer, restored)]

@@ -21,7 +21,7 @@ from distflow.model.source import Source
 from distflow.plan.layout import Layout
 from distflow.rollout.builtin.engine import BuiltinEngine
 from distflow.rollout.engine import EngineSetup, Request, SamplingParams
-from distflow.train.trainer import Trainer
+from distflow.train.trainer import RankMesh, Trainer, TrainerOptions
 
 CONVERSATIONS = 1000
 
@@ -159,7 +159,7 @@ def model_for(family: str) -> Source:
 def test_the_log_probs_of_the_engine_are_those_of_the_trainer(mesh: DeviceMesh, family: str, count: int) -> None:
     """Real generation, all conversations at once, in one engine; their log-probs as the trainer computes them."""
     layout, source = Layout((0,), 1), model_for(family)
-    trainer = Trainer("actor", source, layout, mesh, 0, TrainConfig.model_validate({"micro_tokens": 20_000}))
+    trainer = Trainer("actor", source, RankMesh(layout, mesh, 0), TrainerOptions(TrainConfig(micro_tokens=20_000)))
     rollout = RolloutConfig.model_validate({"kv_cache_gb": 0.25, "max_sequences": 64})
     setup = EngineSetup(source, layout, mesh, 0, rollout, torch.float32, torch.device("cpu"), 1000)
     engine = BuiltinEngine(setup)

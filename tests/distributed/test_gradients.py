@@ -28,7 +28,7 @@ from distflow.model.tokenizer import train_tokenizer
 from distflow.observe.metrics import StepMetrics
 from distflow.plan.layout import Layout
 from distflow.train import fsdp
-from distflow.train.trainer import Trainer
+from distflow.train.trainer import RankMesh, Trainer, TrainerOptions
 from distflow.train.update_spec import UpdateSpec
 from distflow.weights.shards import slices
 from spawn import make_transport, spawn
@@ -117,7 +117,7 @@ def make_trainer(case: Case, rank: int, folder: Path, **config: Any) -> Trainer 
     config |= {f: getattr(case, f) for f in ("micro_tokens", "dtype", "gradient_checkpointing")}
     with patch.object(fsdp, "UNIT", case.unit):
         train, model = TrainConfig.model_validate(config), source(case.arch, folder)
-        return Trainer("actor", model, layout, mesh, rank, train, temperature=TEMPERATURE)
+        return Trainer("actor", model, RankMesh(layout, mesh, rank), TrainerOptions(train, temperature=TEMPERATURE))
 
 
 def source(arch: str, folder: Path) -> Source:

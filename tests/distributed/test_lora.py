@@ -29,8 +29,8 @@ from distflow.model.text import ragged
 from distflow.observe.metrics import StepMetrics
 from distflow.plan import Layout
 from distflow.plan.topology import Topology
+from distflow.roles.actor import Actor
 from distflow.roles.context import RoleContext
-from distflow.roles.roles import Actor
 from distflow.rollout.builtin.engine import BuiltinEngine
 from distflow.train.fsdp import local, local_shards
 from distflow.weights.shards import slices
@@ -195,7 +195,7 @@ def run_cases(rank: int, folder: Path) -> dict[str, Outcome]:
             role = role_context(case, rank, folder, meshes)
             worker = Worker(case, role, transport, process_groups[case.trains])
             outcomes[name] = learn(worker)
-            state = worker.actor.role_state()
+            state = worker.actor.state()
         roles = {"actor": case.trains.ranks}
         writer = CheckpointWriter(folder / name / "checkpoints", rank, all_ranks, roles, background.run)
         writer.save(1, writer.copy({"actor": state} if state else {}), {}, lambda place: None)

@@ -15,7 +15,7 @@ from distflow.flow import node
 from distflow.flows import nodes
 from distflow.observe.metrics import StepMetrics
 from distflow.plan import Layout
-from distflow.roles.roles import Actor
+from distflow.roles.actor import Actor
 from flows.test_flows import ROLES, built_in, edges
 
 BUSY = settings(deadline=None)

@@ -19,7 +19,10 @@ from distflow.flow.importing import load
 from distflow.flows import BUILT_IN
 from distflow.flows.nodes import discounted_returns
 from distflow.reward.reward import Reward
-from distflow.roles.roles import Actor, Critic, Reference, RewardModel
+from distflow.roles.actor import Actor
+from distflow.roles.critic import Critic
+from distflow.roles.frozen import Reference
+from distflow.roles.reward_model import RewardModel
 
 ROLES = {"actor": Actor, "critic": Critic, "reference": Reference, "reward": Reward, "reward_model": RewardModel}
 

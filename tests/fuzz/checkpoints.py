@@ -4,7 +4,7 @@ import io
 import json
 import logging
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from random import Random
@@ -27,9 +27,10 @@ from distflow.checkpoint.store import (
 )
 from distflow.checkpoint.writer import CheckpointWriter
 from distflow.errors import ConfigError
+from distflow.roles.role import Role
 from distflow.run.checkpoint_manager import CheckpointManager
 from distflow.run_folder import NEWEST, checkpoint_dir
-from distflow.weights.state import LoadTensors, RoleState
+from distflow.weights.state import RoleState
 from fuzz.harness import Case
 from fuzz.junk import damaged, junk, mutate
 from threads import alone
@@ -38,7 +39,7 @@ COUNTS = torch.arange(5, dtype=torch.int16)
 WEIGHTS = {"weights.a": torch.arange(12.0).reshape(3, 4), "weights.b": torch.ones(2, dtype=torch.int64)}
 
 
-class Judge:
+class Judge(Role):
     """A user's role with a state."""
 
     def __init__(self) -> None:
@@ -47,18 +48,21 @@ class Judge:
     def state(self) -> dict[str, Any]:
         return {"seen": 3, "counts": COUNTS}
 
-    def restore(self, values: Any) -> None:
-        self.restored = values
+    def restore(self, state: Any) -> None:
+        self.restored = state
 
 
-class Actor:
-    """A role with tensors."""
+class Actor(Role):
+    """A role with tensors, of which a rank may have parts."""
 
-    def role_state(self) -> RoleState:
-        return RoleState({"updates": 1}, WEIGHTS)
+    def __init__(self) -> None:
+        self.tensors = {name: t.clone() for name, t in WEIGHTS.items()}
 
-    def load_role_state(self, values: Mapping[str, Any], load: LoadTensors) -> None:
-        load(RoleState(values, {name: torch.zeros_like(t) for name, t in WEIGHTS.items()}))
+    def state(self) -> RoleState:
+        return RoleState({"updates": 1}, self.tensors)
+
+    def restore(self, state: Any) -> None:
+        self.tensors = {name: torch.zeros_like(t) for name, t in WEIGHTS.items()}
 
 
 class Checkpoints:
@@ -69,7 +73,7 @@ class Checkpoints:
         ranks = {"actor": (0,), "judge": (0,)}
         writer = CheckpointWriter(self.folder, 0, (0,), ranks, alone)
         identity = {"flow": "f", "seed": 0, "batch": 2, "repeat": 1}
-        states = {"actor": Actor().role_state(), "judge": RoleState.of(Judge().state(), "judge")}
+        states = {"actor": Actor().state(), "judge": RoleState.of(Judge().state(), "judge")}
         for step in (2, 4):
             writer.save(step, writer.copy(states), {"position": 0, **identity}, lambda path: None)
             writer.wait()

@@ -138,7 +138,9 @@ class Rewards:
         )
 
         def run() -> None:
-            context = cast(Context, SimpleNamespace(step=1, steps=1, metrics=StepMetrics(), lead=True, held_out=False))
+            context = cast(
+                Context, SimpleNamespace(step=1, steps=1, metrics=StepMetrics(), is_dp_leader=True, held_out=False)
+            )
             scores = self.rewards[name, on_failure].score(batch, context)["score"]
             assert len(scores) == len(programs)
             assert all(math.isfinite(s) for s in scores.tolist())

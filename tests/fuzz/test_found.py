@@ -31,7 +31,7 @@ from distflow.model.text import Text
 from distflow.reward.server import Scorer
 from distflow.run.program import Program
 from distflow.weights.state import RoleState
-from fuzz.checkpoints import COUNTS, Checkpoints, all_flips
+from fuzz.checkpoints import COUNTS, Checkpoints, Judge, all_flips
 from fuzz.configs import CODE, bomb
 
 WHERE = "field 'a'"
@@ -221,7 +221,9 @@ def test_a_checkpoint_may_have_been_given_another_name(tmp_path: Path) -> None:
     kind = Checkpoints(tmp_path)
     best = kind.path.rename(tmp_path / "the best")
     assert kind.manager.resume(str(best)) == 4
-    restored = kind.manager.roles["judge"].restored
+    judge = kind.manager.roles["judge"]
+    assert isinstance(judge, Judge)
+    restored = judge.restored
     assert restored["seen"] == 3
     assert torch.equal(restored["counts"], COUNTS)
     for name in ("step_²", "step_x", "step_9.part"):

@@ -38,7 +38,7 @@ def context(held_out: bool = False) -> Context:
     """Returns the part of a context that rewards use."""
     recorded: dict[str, Any] = {}
     record = SimpleNamespace(sample=lambda ids, columns: recorded.update(columns), columns=recorded)
-    rest = {"lead": True, "held_out": held_out, "record": record}
+    rest = {"is_dp_leader": True, "held_out": held_out, "record": record}
     return cast(Context, SimpleNamespace(step=3, steps=10, metrics=StepMetrics(), **rest))
 
 

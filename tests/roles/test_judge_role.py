@@ -18,7 +18,7 @@ from distflow.batch.context import Context
 from distflow.errors import ConfigError, NodeError
 from distflow.observe.metrics import StepMetrics
 from distflow.plan import Layout
-from distflow.roles import judge as judge_module
+from distflow.roles import judge_endpoint
 from distflow.roles.context import RoleContext
 from distflow.roles.judge import Judge
 from warm import distflow_run
@@ -80,14 +80,14 @@ def test_an_endpoint_is_asked_about_every_sample(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_server_that_is_overloaded_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(judge_module, "_RETRY_S", 0)
+    monkeypatch.setattr(judge_endpoint, "_RETRY_S", 0)
     answers = iter([(429, "slow down"), (503, "one moment"), (200, "5")])
     with endpoint(lambda _: next(answers)) as server:
         assert make(base_url=server.url, name="m").score(batch("4"), context()).tolist() == [0.5]
 
 
 def test_a_server_that_answers_nobody_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(judge_module, "_RETRY_S", 0)
+    monkeypatch.setattr(judge_endpoint, "_RETRY_S", 0)
     with endpoint(lambda _: (401, "wrong key")) as server:
         judge = make(base_url=server.url, name="m")
         with pytest.raises(NodeError, match=r"none of 2 questions was answered; .* 401: .*wrong key"):

@@ -17,6 +17,7 @@ from distflow.dataset.loader import Loader
 from distflow.flow import Flow, Node
 from distflow.observe.metrics import MetricsReducer, StepMetrics
 from distflow.plan import Place, Placement, Plan, Split, Workload, plan
+from distflow.roles.role import Role
 from distflow.run.async_comm import AsyncComm, CommThread
 from distflow.run.comm import Comm
 from distflow.run.versions import Versions
@@ -27,7 +28,7 @@ from simulate import Traffic, simulate
 CHUNKS = 4
 
 
-class Actor:
+class Actor(Role):
     """Lets each replica's chunks leave in `order`; the next one when `seen` has the one before."""
 
     def __init__(self, order: list[int], seen: list[int], changed: threading.Condition) -> None:
@@ -52,7 +53,7 @@ class Actor:
         ctx.metrics.log("trained", len(batch), reduce="sum")
 
 
-class Judge:
+class Judge(Role):
     def __init__(self, seen: list[int], changed: threading.Condition) -> None:
         self.seen, self.changed = seen, changed
 
@@ -86,7 +87,7 @@ def run(order: list[int]) -> tuple[list[int], list[dict[str, float]]]:
     hub, rows, errors = Hub(p.workers), list[dict[str, float]](), list[BaseException]()
 
     def work(rank: int) -> None:
-        roles = {"actor": Actor(order, seen, changed), "judge": Judge(seen, changed)}
+        roles: dict[str, Role] = {"actor": Actor(order, seen, changed), "judge": Judge(seen, changed)}
         data = Coordinator(rank, p, Loader(Source(), p.samples, 1, seed=0))
         worker = Worker(data, Comm(rank, p, roles, Versions(last=1)))
         reducer = MetricsReducer(rank, range(p.workers), (lambda step, row: rows.append(row)) if rank == 0 else None)
@@ -132,7 +133,10 @@ def test_all_ranks_agree_on_the_order_in_a_few_rounds_of_log_n_messages(generate
     assert split.ranks == tuple(range(generate + judge))
     comms: dict[int, AsyncComm] = {}
     for rank in split.ranks:
-        roles = {"actor": Actor([], [], threading.Condition()), "judge": Judge([], threading.Condition())}
+        roles: dict[str, Role] = {
+            "actor": Actor([], [], threading.Condition()),
+            "judge": Judge([], threading.Condition()),
+        }
         data = Coordinator(rank, p, Loader(Source(), p.samples, 1, seed=0))
         worker = Worker(data, Comm(rank, p, roles, Versions()))
         worker.chunk_tasks = {i: [] for i in range(6)}

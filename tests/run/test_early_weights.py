@@ -16,6 +16,7 @@ from distflow.flow import Flow, Node
 from distflow.observe.metrics import MetricsReducer, StepMetrics
 from distflow.plan import Move, Place, Placement, Plan, Workload, plan
 from distflow.plan.early_weights import weights_after
+from distflow.roles.role import Role
 from distflow.run.async_comm import AsyncComm, CommThread
 from distflow.run.comm import Comm
 from distflow.run.versions import Versions
@@ -41,7 +42,7 @@ class Begun:
             assert self.changed.wait_for(lambda: self.step >= step, 60), f"step {step} has not begun"
 
 
-class Actor:
+class Actor(Role):
     def __init__(self, begun: Begun) -> None:
         self.begun = begun
 
@@ -59,7 +60,7 @@ class Actor:
         ctx.metrics.log("trained", len(batch), reduce="sum")
 
 
-class Judge:
+class Judge(Role):
     def __init__(self, begun: Begun) -> None:
         self.begun = begun
 
@@ -89,7 +90,7 @@ def test_a_step_is_generated_while_the_one_before_is_scored(delay: int, chunk: i
     hub, errors, rows = Hub(p.workers), list[BaseException](), list[dict[str, float]]()
 
     def work(rank: int) -> None:
-        roles = {"actor": Actor(begun), "judge": Judge(begun)}
+        roles: dict[str, Role] = {"actor": Actor(begun), "judge": Judge(begun)}
         data = Coordinator(rank, p, Loader(Source(), p.samples, 1, seed=0))
         worker = Worker(data, Comm(rank, p, roles, Versions(delay, last=STEPS)))
         reducer = MetricsReducer(rank, range(p.workers), (lambda step, row: rows.append(row)) if rank == 0 else None)

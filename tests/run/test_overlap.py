@@ -22,6 +22,7 @@ from distflow.errors import ConfigError, PlacementError
 from distflow.flow import Flow, Node
 from distflow.observe.metrics import MetricsReducer, StepMetrics
 from distflow.plan import Place, Placement, Plan, Run, Workload, plan
+from distflow.roles.role import Role
 from distflow.run.async_comm import AsyncComm, CommThread
 from distflow.run.comm import Comm
 from distflow.run.mailbox import Mailbox
@@ -33,7 +34,7 @@ from simulate import simulate
 STEPS = 7
 
 
-class Actor:
+class Actor(Role):
     """Has a number for its weights: the updates so far. Where it generates, the number that was synced."""
 
     def __init__(self, rank: int, plan: Plan, progress: dict[int, int], first: int = 0) -> None:
@@ -130,6 +131,12 @@ def chunked_loops(count: int, delay: int) -> Iterator[Plan]:
     assert found >= count
 
 
+def actor_of(worker: Worker) -> Actor:
+    actor = worker.comm.roles["actor"]
+    assert isinstance(actor, Actor)
+    return actor
+
+
 def make_worker(rank: int, plan: Plan, progress: dict[int, int], first: int = 0, steps: int = STEPS) -> Worker:
     actor = Actor(rank, plan, progress, first)
     comm = Comm(rank, plan, {"actor": actor}, Versions(plan.staleness, first, first + steps))
@@ -145,7 +152,7 @@ def test_in_one_order_of_all_ranks_nothing_deadlocks_although_nothing_is_buffere
         workers = {r: make_worker(r, p, progress) for r in range(p.workers)}
         simulate({r: w.steps(lambda *_: None) for r, w in workers.items()})
         for r in p.partition_of("generate").layout.ranks:
-            versions = workers[r].comm.roles["actor"].synced
+            versions = actor_of(workers[r]).synced
             assert versions == (list(range(STEPS)) if not delay else list(range(max(1, STEPS - delay))))
 
 
@@ -243,10 +250,22 @@ def test_a_worker_that_fails_in_its_thread_says_so_to_whom_it_keeps_waiting() ->
         mail.take("b")
 
 
+class Moved(Role):
+    def sync_weights(self, version: int, weights: Any = None) -> Iterator[SendReceive]:
+        yield from ()
+
+
 def test_a_role_that_cannot_copy_its_weights_is_refused() -> None:
     p = random_loop(random.Random(0), 3, 1)
     rank = p.partition_of("update").layout.ranks[0]
     with pytest.raises(
-        ConfigError, match=r"roles.actor: rollout.staleness and rollout.chunk need copies .* object has no method"
+        ConfigError, match=r"roles.actor: rollout.staleness and rollout.chunk need copies, and Moved has no method"
     ):
-        Comm(rank, p, {"actor": object()}, Versions(1))
+        Comm(rank, p, {"actor": Moved()}, Versions(1))
+
+
+def test_a_role_that_generates_and_cannot_move_its_weights_is_refused() -> None:
+    p = random_loop(random.Random(0), 3, 0)
+    rank = p.partition_of("update").layout.ranks[0]
+    with pytest.raises(ConfigError, match=r"roles.actor: .* Role has no method `sync_weights`"):
+        Comm(rank, p, {"actor": Role()}, Versions())

@@ -18,6 +18,7 @@ from distflow.dataset.loader import Loader
 from distflow.flow import Flow, Node
 from distflow.observe.metrics import StepMetrics
 from distflow.plan import Place, Placement, Plan, Workload, plan
+from distflow.roles.role import Role
 from distflow.run.comm import Comm
 from distflow.run.rollouts import Rollouts
 from distflow.run.versions import Versions
@@ -27,7 +28,7 @@ from simulate import simulate
 STEPS = 6
 
 
-class Actor:
+class Actor(Role):
     """Begins some of the samples ahead in every step, and checks that it gets back what it has begun."""
 
     def __init__(self, rank: int, repeat: int) -> None:
@@ -81,6 +82,12 @@ def make_plan(replicas: int, prompts: int, repeat: int, ahead: int, delay: int =
     return plan(flow, Placement(replicas + 1, ranks, nodes=places), work, staleness=delay, prompts_ahead=ahead)
 
 
+def actor_of(worker: Worker) -> Actor:
+    actor = worker.comm.roles["actor"]
+    assert isinstance(actor, Actor)
+    return actor
+
+
 def make_worker(rank: int, p: Plan) -> Worker:
     roles = {"actor": Actor(rank, p.repeat)}
     data = Coordinator(rank, p, Loader(Source(), p.samples // p.repeat, p.repeat, seed=0))
@@ -100,9 +107,9 @@ def test_each_replica_begins_its_own_prompts_only_and_every_sample_is_trained_on
     simulate({r: w.steps(ends[r]) for r, w in workers.items()})
     trained = sorted(int(name.removeprefix("trained/")) for m in metrics for name, _ in m.totals if "trained" in name)
     assert trained == list(range(STEPS * p.samples))
-    generated = [i for w in workers.values() for i in w.comm.roles["actor"].generated]
+    generated = [i for w in workers.values() for i in actor_of(w).generated]
     assert sorted(generated) == trained
-    offered = [sum(x) for x in zip(*(workers[r].comm.roles["actor"].offered for r in range(replicas)), strict=True)]
+    offered = [sum(x) for x in zip(*(actor_of(workers[r]).offered for r in range(replicas)), strict=True)]
     assert offered[0] == min(ahead, prompts * (STEPS - 1)) * 2 or replicas > prompts  # a replica has none
     assert offered[-1] == 0  # there is no step after the last one
     assert not any(w.data._loaded_ahead for w in workers.values())

@@ -13,6 +13,7 @@ from distflow.errors import NodeError
 from distflow.flow import Flow, Node
 from distflow.observe.metrics import StepMetrics
 from distflow.plan import Placement, Workload, plan
+from distflow.roles.role import Role
 from distflow.run.comm import Comm
 from distflow.run.versions import Versions
 from distflow.run.worker import Surroundings, Worker
@@ -131,8 +132,8 @@ def test_on_a_worker_without_samples_functions_are_not_called_but_methods_are() 
         called.append(("function", ctx.rank, len(batch)))
         return batch.ids.max() - batch.ids  # raises without samples
 
-    def method(role: str, batch: Batch, ctx: Context) -> None:
-        called.append((role, ctx.rank, len(batch["value"])))
+    def method(role: Role, batch: Batch, ctx: Context) -> None:
+        called.append(("judge", ctx.rank, len(batch["value"])))
         ctx.metrics.log("mean", float("nan") if not len(batch) else 1.0, len(batch))
 
     nodes = (
@@ -144,7 +145,7 @@ def test_on_a_worker_without_samples_functions_are_not_called_but_methods_are() 
     workers = {}
     for rank in range(3):
         data = Coordinator(rank, test_plan, Loader(Prompts(), 2, 1, seed=0))
-        worker = Worker(data, Comm(rank, test_plan, {"judge": "judge"}, Versions(last=1)))
+        worker = Worker(data, Comm(rank, test_plan, {"judge": Role()}, Versions(last=1)))
         workers[rank] = worker.steps(lambda _, metrics: means.append(metrics.totals.get(("mean", "mean"))))
     simulate(workers)
     assert sorted(called) == [("function", 0, 1), ("function", 1, 1), *(("judge", r, int(r < 2)) for r in range(3))]

@@ -14,8 +14,9 @@ from distflow.agents.setup_check import COLUMN, check_columns, check_rows, start
 from distflow.agents.spec import EnvironmentSetupError
 from distflow.config.schema import EnvironmentConfig
 from distflow.flow.trace import node
+from distflow.roles.actor import ROLLOUT, Actor
 from distflow.roles.context import RoleContext
-from distflow.roles.roles import ROLLOUT, Actor
+from distflow.roles.role import Role
 from distflow.util.seeds import eval_seed
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ CONVERSATION = (*ROLLOUT, "response_mask", "turn_rewards", "env_reward", "conver
 logger = logging.getLogger(__name__)
 
 
-class Environment:
+class Environment(Role):
     """Stands for the environments of a config where a flow has them as a role: `actor.converse(prompts, environment)`.
 
     `name`: one of them; without it, the row's column `environment` or the ratios decide.
@@ -194,7 +195,7 @@ class Agent(Actor):
             raise EnvironmentSetupError(
                 f"{line}; fix it, or set `environment.on_failure: 0.0` to give such samples that score"
             )
-        if ctx.lead:
+        if ctx.is_dp_leader:
             logger.warning("step %d: %s; its score is %g", ctx.step, line, on_failure)
             if self.log is not None:
                 _append(self.log, f"step {ctx.step}: {line}")

@@ -96,6 +96,6 @@ class Context:
     chunks: Chunks | None = None  # for a node whose samples may leave before all are done
 
     @property
-    def lead(self) -> bool:
-        """Whether this worker is the first rank of its replica: it alone writes files and logs for the replica."""
+    def is_dp_leader(self) -> bool:
+        """Whether this worker is the first rank of its replica, which alone writes files and logs for the replica."""
         return any(replica[0] == self.rank for replica in self.layout.replicas)

@@ -336,7 +336,8 @@ def method_of(role: str, cls: type, method: str, where: str) -> Callable[..., An
 
 
 def _methods(cls: type) -> list[str]:
-    return [m for m in dir(cls) if inspect.isfunction(getattr(cls, m)) and not m.startswith("_")]
+    hooks = getattr(cls, "__hooks__", ())  # of distflow.Role
+    return [m for m in dir(cls) if inspect.isfunction(getattr(cls, m)) and not m.startswith("_") and m not in hooks]
 
 
 def _record(

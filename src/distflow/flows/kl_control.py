@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 from distflow.errors import ConfigError, suggest
 from distflow.flow import node
+from distflow.roles.role import Role
 
 if TYPE_CHECKING:
     from distflow.batch.batch import Batch
@@ -12,7 +13,7 @@ if TYPE_CHECKING:
 KINDS = ("adaptive", "lagrangian")
 
 
-class KLControl:
+class KLControl(Role):
     """Adjusts the KL weight after every step so that the divergence stays near `target`; a role for a flow.
 
     `adaptive` changes it in proportion to the error, over a `horizon` of samples; `lagrangian` is dual ascent at
@@ -32,7 +33,6 @@ class KLControl:
         self.target, self.current, self.kind, self.horizon, self.rate = target, weight, kind, horizon, rate
 
     def state(self) -> dict[str, float]:
-        """Returns what a checkpoint keeps."""
         return {"weight": self.current}
 
     def restore(self, state: dict[str, float]) -> None:

@@ -115,7 +115,7 @@ NO_RECORDER = Recorder()
 class _NodeRecording:
     def __init__(self, recorder: Recorder, context: Context, repeat: int) -> None:
         self.recorder, self.step, self.repeat = recorder, context.step, repeat
-        samples = recorder.samples if context.lead else None
+        samples = recorder.samples if context.is_dp_leader else None
         self.chosen = choose(context.groups, repeat, samples.per_step if samples else 0)
 
     def call(self, name: str, **details: Any) -> Details:

@@ -14,6 +14,7 @@ from distflow.reward.function import RewardFunction, parse_functions
 from distflow.reward.pool import Call, Pool
 from distflow.reward.scores import Scores
 from distflow.reward.signature import Failure, Result, Score
+from distflow.roles.role import Role
 from distflow.run_folder import SUSPICIOUS
 
 if TYPE_CHECKING:  # flows are planned without torch
@@ -27,7 +28,7 @@ _MARKED_PER_STEP = 16  # suspicious samples that a worker writes to the log
 logger = logging.getLogger(__name__)
 
 
-class Reward:
+class Reward(Role):
     """Scores a sample with the weighted sum of the functions' scores. Its processes start in the background.
 
     If a function fails on a sample, `on_failure` is either "error" or the score that sample gets; in the latter case
@@ -73,10 +74,10 @@ class Reward:
         restarts = self.pool.restarts
         scores = self._score(samples, self.on_failure, _trainer_state(ctx))
         failures = scores.failures()
-        if failures and self.log and ctx.lead:
+        if failures and self.log and ctx.is_dp_leader:
             described = [f"{self._describe_failure(samples, *f)}\n{samples.excerpt(f[0])}" for f in failures]
             _append_lines(self.log, [f"step {ctx.step}: {text}" for text in described])
-        if self.log and ctx.lead and (lines := list(_marked_samples(ctx.step, samples, scores))):
+        if self.log and ctx.is_dp_leader and (lines := list(_marked_samples(ctx.step, samples, scores))):
             _append_lines(self.log.with_name(SUSPICIOUS), lines)
         if len(samples):
             scores.log(ctx.metrics, samples.sources)

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from distflow.batch.scores import log_scores
 from distflow.reward.signature import SUSPICIOUS, Failure, Result, Score
 
 if TYPE_CHECKING:  # flows are planned without torch
@@ -41,9 +42,7 @@ class Scores:
 
     def log(self, metrics: "MetricLog", sources: list[str] | None) -> None:
         """Logs `reward/…`: the mean, the range, and the means of each function, further number and data source."""
-        _log_mean(metrics, "reward/mean", self.totals)
-        metrics.log("reward/min", min(self.totals), reduce="min")
-        metrics.log("reward/max", max(self.totals), reduce="max")
+        log_scores(metrics, self.totals)
         marks = [None if reason is None else float(bool(reason)) for reason in self.suspicious()]
         _log_mean(metrics, "reward/suspicious_frac", marks)
         for name, values in self._numbers():

@@ -1,36 +1,70 @@
 """A judge: a language model that scores responses or whole conversations.
 
 Imports no torch: flows are planned without it. It is a role like any other:
-`roles: {reward: {call: distflow.roles.judge:Judge, args: {…}}}`.
+`roles: {reward: {call: judge, args: {…}}}`.
 """
 
 import json
-import os
 import re
-import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from string import Formatter
 from typing import TYPE_CHECKING, Any, Literal
 
-from distflow.errors import ConfigError, DataError, NodeError, cut, shown, suggest
+from distflow.batch.scores import log_scores
+from distflow.errors import ConfigError, NodeError, shown, suggest
 from distflow.flow import node
 from distflow.plan.layout import Layout, format_ranks
+from distflow.roles.actor import Actor
 from distflow.roles.context import RoleContext
+from distflow.roles.judge_endpoint import Endpoint
+from distflow.roles.role import Role
 
 if TYPE_CHECKING:
     from distflow.batch.batch import Batch
     from distflow.batch.context import Context
+    from distflow.roles.judge_engine import JudgeEngine
 
 _NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
-_RETRIES, _RETRY_S = 3, 1.0
-_REPLY = 1 << 20  # bytes of an answer of an endpoint, at most
-Verdict = str | Exception  # what the judge wrote, or why it did not
 
 
-class Judge:
+@dataclass(frozen=True)
+class JudgeOptions:
+    """What a judge is asked, and whose model it is: see `Judge`."""
+
+    question: str
+    model: Mapping[str, Any] | str | None = None
+    base_url: str | None = None
+    name: str | None = None
+    api_key_env: str = "OPENAI_API_KEY"
+    range: Sequence[float] = (0, 10)
+    max_tokens: int = 16
+    concurrent: int = 16  # requests to an endpoint at the same time
+    time_limit_s: float = 60.0
+    on_failure: Literal["error"] | float = 0.0
+
+    @property
+    def columns(self) -> list[str]:
+        """Returns the columns that the question names."""
+        return [field for _, field, _, _ in Formatter().parse(self.question) if field is not None]
+
+    def check(self, where: str) -> None:
+        """Raises unless the options fit together; `where` begins the error."""
+        if not self.columns or not all(c.isidentifier() for c in self.columns):
+            raise ConfigError(f"{where}: `question` names columns in braces, such as {{prompt}} and {{response}}")
+        if len(self.range) != 2 or not self.range[0] < self.range[1]:
+            raise ConfigError(f"{where}: `range` is {shown(self.range)}; it is the least and the highest number")
+        if (self.base_url is None) != (self.name is None) or (self.base_url and self.model):
+            raise ConfigError(f"{where}: give `base_url` and `name` of a model there, or `model`, or none of them")
+
+    def endpoint(self) -> "Endpoint | None":
+        """Returns the endpoint that is asked, if it is one."""
+        if self.base_url is None or self.name is None:
+            return None
+        return Endpoint(self.base_url, self.name, self.api_key_env, self.max_tokens, self.concurrent, self.time_limit_s)
+
+
+class Judge(Role):
     """Asks a model `question` about each sample, and scores with the first number of its answer.
 
     `question` is a text with columns in braces, such as `{prompt}`, `{response}`, `{answer}` or `{conversation}`. The
@@ -42,50 +76,28 @@ class Judge:
     - neither: the model of the config as it was before training, the same way.
     """
 
-    def __init__(
-        self,
-        role: RoleContext,
-        question: str,
-        model: Mapping[str, Any] | str | None = None,
-        base_url: str | None = None,
-        name: str | None = None,
-        api_key_env: str = "OPENAI_API_KEY",
-        range: Sequence[float] = (0, 10),
-        max_tokens: int = 16,
-        concurrent: int = 16,
-        time_limit_s: float = 60.0,
-        on_failure: Literal["error"] | float = 0.0,
-    ) -> None:
+    def __init__(self, role: RoleContext, question: str, **options: Any) -> None:
+        """`options`: the other fields of `JudgeOptions`."""
         self.where = f"role '{role.name}' (the judge)"
-        self.question, self.max_tokens = question, max_tokens
-        self.columns = [field for _, field, _, _ in Formatter().parse(question) if field is not None]
-        if not self.columns or not all(c.isidentifier() for c in self.columns):
-            raise ConfigError(f"{self.where}: `question` names columns in braces, such as {{prompt}} and {{response}}")
-        if len(range) != 2 or not range[0] < range[1]:
-            raise ConfigError(f"{self.where}: `range` is {shown(range)}; it is the least and the highest number")
-        if (base_url is None) != (name is None) or (base_url and model):
-            raise ConfigError(f"{self.where}: give `base_url` and `name` of a model there, or `model`, or none of them")
-        self.least, self.most = range
-        self.on_failure = on_failure
-        self.endpoint = (
-            _Endpoint(base_url, name, api_key_env, max_tokens, concurrent, time_limit_s) if base_url else None
-        )
-        self.engine: Any = None
-        layout = role.layout("score")
-        if self.endpoint and layout is not None and layout.tp > 1:
+        self.options = JudgeOptions(question, **options)
+        self.options.check(self.where)
+        layout, endpoint = role.layout("score"), self.options.endpoint()
+        if endpoint and layout is not None and layout.tp > 1:
             raise ConfigError(f"placement: {self.where} asks an endpoint, once for each sample; give it tp: 1")
-        if self.endpoint or layout is None or role.rank not in layout.ranks:
-            return
+        self.model: Endpoint | JudgeEngine | None = endpoint
+        if endpoint is None and layout is not None and role.rank in layout.ranks:
+            self.model = self._engine(role, layout)
+
+    def _engine(self, role: RoleContext, layout: Layout) -> "JudgeEngine":
         from distflow.roles.judge_engine import borrowed_engine, frozen_engine
 
+        model, max_tokens = self.options.model, self.options.max_tokens
         if isinstance(model, str) and model in role.generates:
-            self._check_place(role, layout, model)
-            self.engine = borrowed_engine(role.roles[model].policy, max_tokens)
-        else:
-            self.engine = frozen_engine(role, layout, model, max_tokens)
+            return borrowed_engine(self._lender(role, layout, model).policy, max_tokens)
+        return frozen_engine(role, layout, model, max_tokens)
 
-    def _check_place(self, role: RoleContext, layout: Layout, generator: str) -> None:
-        """Raises unless the judge is where the role generates whose engine it asks."""
+    def _lender(self, role: RoleContext, layout: Layout, generator: str) -> Actor:
+        """Returns the role whose engine the judge asks; raises unless the judge is where that generates."""
         other = role.generates[generator]
         if layout != other:
             raise ConfigError(
@@ -93,8 +105,10 @@ class Judge:
                 f" {format_ranks(other.ranks)}, and itself is {layout} on {format_ranks(layout.ranks)}; give"
                 f" placement.roles.{role.name} the place of {generator}.generate"
             )
-        if not hasattr(role.roles[generator], "policy"):
+        lender = role.roles[generator]
+        if not isinstance(lender, Actor):
             raise ConfigError(f"{self.where}: '{generator}' is none of the built-in actors; it has no engine to ask")
+        return lender
 
     @node(
         type="inference",
@@ -106,94 +120,45 @@ class Judge:
         import torch
 
         self.check_fields(batch.columns)
-        questions = [self.ask_about({c: batch[c][i] for c in self.columns}) for i in range(len(batch))]
-        asked = self.endpoint or self.engine
-        assert asked is not None
-        verdicts = asked.answers(questions)
+        columns, on_failure = self.options.columns, self.options.on_failure
+        assert self.model is not None
+        verdicts = self.model.answers([self.ask_about({c: batch[c][i] for c in columns}) for i in range(len(batch))])
         if verdicts and all(isinstance(v, Exception) for v in verdicts):
             raise NodeError(f"{self.where}: none of {len(verdicts)} questions was answered; the first: {verdicts[0]}")
         read = [self._read(int(i), v) for i, v in zip(batch.ids, verdicts, strict=True)]
-        score = torch.tensor([self.on_failure if s is None else s for s in read], dtype=torch.float32)
+        score = torch.tensor([on_failure if s is None else s for s in read], dtype=torch.float32)
         ctx.record.sample(batch.ids, {"verdict": [str(v) for v in verdicts]})
         if len(batch):
             ctx.metrics.log("judge/unread", read.count(None), reduce="sum")
-            ctx.metrics.log("reward/mean", float(score.mean()), len(batch))
-            ctx.metrics.log("reward/min", float(score.min()), reduce="min")
-            ctx.metrics.log("reward/max", float(score.max()), reduce="max")
+        log_scores(ctx.metrics, score.tolist())
         return score
 
     def check_fields(self, fields: Iterable[str], where: str = "") -> None:
-        """Raises if the question names a column that samples do not have."""
         known = list(fields)
-        for column in self.columns:
+        for column in self.options.columns:
             if column not in known:
                 raise ConfigError(f"{where}{self.where}: there is no column '{column}'{suggest(column, known)}")
 
     def ask_about(self, row: Mapping[str, Any]) -> str:
         """Returns the question about one sample."""
-        return self.question.format_map({name: _text(value) for name, value in row.items()})
+        return self.options.question.format_map({name: _text(value) for name, value in row.items()})
 
     def read(self, verdict: str) -> float | None:
         """Returns the score that a verdict gives, None if it has no number in the range."""
         number = _NUMBER.search(verdict.rpartition("</think>")[2])
         value = float(number[0]) if number else None
-        if value is None or not self.least <= value <= self.most:
-            return None
-        return (value - self.least) / (self.most - self.least)
+        least, most = self.options.range
+        return None if value is None or not least <= value <= most else (value - least) / (most - least)
 
-    def _read(self, sample: int, verdict: Verdict) -> float | None:
+    def _read(self, sample: int, verdict: str | Exception) -> float | None:
         score = None if isinstance(verdict, Exception) else self.read(verdict)
-        if score is None and self.on_failure == "error":
+        if score is None and self.options.on_failure == "error":
+            least, most = self.options.range
             raise NodeError(
-                f"{self.where}: sample {sample} got no number from {self.least:g} to {self.most:g}, but"
+                f"{self.where}: sample {sample} got no number from {least:g} to {most:g}, but"
                 f" {shown(verdict)}; ask another question, or set `on_failure: 0.0` to give such samples that score"
             )
         return score
-
-
-class _Endpoint:
-    """Somebody else's server."""
-
-    def __init__(
-        self, base_url: str, name: str | None, api_key_env: str, max_tokens: int, concurrent: int, time_limit_s: float
-    ) -> None:
-        self.url, self.name = f"{base_url.rstrip('/')}/chat/completions", name
-        self.key, self.max_tokens = os.environ.get(api_key_env, ""), max_tokens
-        self.concurrent, self.time_limit_s = concurrent, time_limit_s
-
-    def answers(self, questions: Sequence[str]) -> list[Verdict]:
-        with ThreadPoolExecutor(self.concurrent, "judge") as pool:
-            return list(pool.map(self._answer, questions))
-
-    def _answer(self, question: str) -> Verdict:
-        """Asks, and asks again if the server is overloaded or gone for a moment."""
-        error: Exception = DataError("never asked")
-        for attempt in range(_RETRIES):
-            try:
-                return self._ask(question)
-            except urllib.error.HTTPError as e:
-                error = DataError(f"{self.url} answered {e.code}: {cut(e.read(300).decode(errors='replace'), 200)}")
-                if e.code != 429 and e.code < 500:
-                    break
-            except OSError as e:
-                error = DataError(f"{self.url} cannot be reached: {e}")
-            except (ValueError, KeyError, IndexError, TypeError) as e:
-                error = DataError(f"{self.url} gave an answer that is none of the chat API: {shown(e)}")
-                break
-            time.sleep(_RETRY_S * attempt)
-        return error
-
-    def _ask(self, question: str) -> str:
-        body = {
-            "model": self.name,
-            "messages": [{"role": "user", "content": question}],
-            "temperature": 0,
-            "max_tokens": self.max_tokens,
-        }
-        headers = {"Content-Type": "application/json", "Authorization": f"Bearer {self.key}"}
-        request = urllib.request.Request(self.url, json.dumps(body).encode(), headers)
-        with urllib.request.urlopen(request, timeout=self.time_limit_s) as answer:
-            return str(json.loads(answer.read(_REPLY))["choices"][0]["message"]["content"] or "")
 
 
 def _text(value: Any) -> str:

@@ -12,10 +12,12 @@ from distflow.model.text import Text, prompt_limit
 from distflow.plan.layout import Layout
 from distflow.roles.context import RoleContext, shard_degree
 from distflow.rollout.engine import EngineSetup, RolloutEngine, SamplingParams, load_engine
-from distflow.train.trainer import Trainer, make_trainer
+from distflow.train.trainer import Trainer, TrainerOptions, make_trainer
 from distflow.weights.shards import Shards, Spec
 from distflow.weights.sync import WeightSync
 from distflow.weights.verify import WeightCheck
+
+_Move = tuple[WeightSync | None, Sequence[Spec], Mapping[str, Tensor]]  # a transfer, of which tensors, and these
 
 
 class Policy:
@@ -36,7 +38,7 @@ class Policy:
             self.engine_kind.check(source, config, role.device, lora)
         self.trainer: Trainer | None = None
         if trained and role.rank in trained.ranks:
-            self.trainer = make_trainer(role, source, trained, role.train, trainable, lora, ema)
+            self.trainer = make_trainer(role, source, trained, TrainerOptions(role.train, trainable, lora, ema))
         self.engine: RolloutEngine | None = self._make_engine(generates, lora) if generates and here else None
         self.keeps_weights = (
             config.staleness > 0 or config.chunk is not None
@@ -96,17 +98,22 @@ class Policy:
         return self.engine.share_weights(self.trainer.weights())
 
     def sync_weights(self, version: int, weights: Mapping[str, Tensor] | None = None) -> Iterator[SendReceive]:
-        """Moves weights to the engines; all ranks that train or generate take part.
+        """Moves weights to the engines, and compares the engines' with these every few times.
 
-        `version`: how many steps have trained them. `weights`: a copy of this rank's part, if it was trained further.
+        All ranks that train or generate take part. `version`: how many steps have trained the weights. `weights`: a
+        copy of this rank's part, if it was trained further.
         """
         self.weight_version = version
         if self.check:
             yield from self.check.agree(version)
-            if self.base_transfer:
-                yield from self._move(self.base_transfer, self.base_specs, self._base_weights())
-                self.base_transfer = None  # nothing changes it
-            yield from self._move(self.transfer, self.specs, self._weights() if weights is None else weights)
+            for transfer, specs, given in self._moves(weights):
+                if transfer:
+                    yield from transfer.run(given, self.engine.weight_targets() if self.engine else {})
+                every = self.role.rollout.verify_every
+                if every and self._weight_syncs % every == 0:
+                    held = self.engine.held_weights() if self.engine else {}
+                    yield from self.check.compare(specs, given, held, version)
+            self.base_transfer = None  # nothing changes these weights
         if self.engine:
             self.engine.commit_weights(version)
         self._weight_syncs += 1
@@ -115,17 +122,11 @@ class Policy:
         """Returns a copy of this rank's part of what every weight sync moves."""
         return {name: tensor.clone() for name, tensor in self._weights().items()}
 
-    def _move(
-        self, transfer: WeightSync | None, specs: Sequence[Spec], given: Mapping[str, Tensor]
-    ) -> Iterator[SendReceive]:
-        """Hands parameters over, and compares the engine's with those that were given, every few times."""
-        assert self.check is not None
-        if transfer:
-            yield from transfer.run(given, self.engine.weight_targets() if self.engine else {})
-        every = self.role.rollout.verify_every
-        if every and self._weight_syncs % every == 0:
-            held = self.engine.held_weights() if self.engine else {}
-            yield from self.check.compare(specs, given, held, self.weight_version)
+    def _moves(self, weights: Mapping[str, Tensor] | None) -> Iterator[_Move]:
+        """Yields what this weight sync moves: once, what an adapter is added to, then what is trained."""
+        if self.base_transfer:
+            yield self.base_transfer, self.base_specs, self._base_weights()
+        yield self.transfer, self.specs, self._weights() if weights is None else weights
 
     def _weights(self) -> Mapping[str, Tensor]:
         """Returns this rank's part of what every weight sync moves."""

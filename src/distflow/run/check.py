@@ -10,7 +10,7 @@ from distflow.dataset.view import DatasetView
 from distflow.errors import ConfigError
 from distflow.observe.trackers import check_installed
 from distflow.plan import Plan
-from distflow.run.program import MODEL_ROLES, REWARD_FUNCTIONS, Program
+from distflow.run.program import MODEL_ROLES, Program
 from distflow.util.text import human_bytes
 
 
@@ -98,8 +98,8 @@ def _check_model(
 
 def _check_other_models(config: Config, plan: Plan, main: Any) -> Iterator[str]:
     """Checks the models of the critic and the reward, if they have their own."""
+    from distflow.roles.reward_scorer import check_reward_model
     from distflow.roles.second_model import open_second_model
-    from distflow.roles.value_model import check_reward_model
 
     roles = {n.role for n in plan.flow.nodes}
     for name, role in config.roles.items():
@@ -121,11 +121,11 @@ def _check_rewards(program: Program, plans: Sequence[Plan], rows: Sequence[dict[
     try:
         for plan, row, where in zip(plans, rows, ("", "eval: "), strict=False):
             for node in (n for n in plan.flow.nodes if n.method):
-                binding = program.role_bindings[node.role]
-                if binding.call != REWARD_FUNCTIONS:
+                if program.implementation(node.role) is not Reward:
                     continue
                 if node.role not in rewards:
-                    rewards[node.role] = Reward(**binding.args | {"log": None, "base": Path(program.config.base)})
+                    args = program.role_bindings[node.role].args
+                    rewards[node.role] = Reward(**args | {"log": None, "base": Path(program.config.base)})
                 fields = [node.local_name(f) for f in node.reads]
                 rewards[node.role].check_fields(fields, where)
                 generated = {"response": "", "response_tokens": []}

@@ -3,7 +3,6 @@
 import json
 import logging
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,7 @@ from distflow.cluster.network import Network
 from distflow.comm.collectives import broadcast_bytes
 from distflow.coordinator.coordinator import Coordinator
 from distflow.errors import CheckpointError, ConfigError, cut
+from distflow.roles.role import Role
 from distflow.run.program import Program
 from distflow.run.rollouts import ROLLOUTS, Rollouts
 from distflow.run_folder import AUTO, BEST, CHECKPOINTS, HUGGINGFACE, METRICS, NEWEST
@@ -40,7 +40,7 @@ class CheckpointManager:
     and the step."""
 
     def __init__(
-        self, program: Program, network: Network, roles: Mapping[str, Any], data: Coordinator, rollouts: Rollouts
+        self, program: Program, network: Network, roles: Mapping[str, Role], data: Coordinator, rollouts: Rollouts
     ) -> None:
         self.program, self.config, self.network = program, program.config, network
         self.roles, self.data, self.rollouts = roles, data, rollouts
@@ -139,12 +139,8 @@ class CheckpointManager:
     def _role_states(self) -> dict[str, RoleState]:
         states = {}
         for name, role in self.roles.items():
-            if hasattr(role, "role_state"):
-                state = role.role_state()
-            else:
-                state = RoleState.of(role.state(), name) if hasattr(role, "state") else None
-            if state is not None and self.rank in self.ranks[name]:
-                states[name] = state
+            if self.rank in self.ranks[name] and (state := role.state()) is not None:
+                states[name] = RoleState.of(state, name)
         return states
 
     def _run_state(self) -> dict[str, Any]:
@@ -169,17 +165,19 @@ class CheckpointManager:
             folder = path / name
             if self.rank not in self.ranks[name]:
                 continue
-            keeps = role.role_state() is not None if hasattr(role, "role_state") else hasattr(role, "state")
-            if keeps and not folder.is_dir():
+            own = role.state()
+            if own is not None and not folder.is_dir():
                 raise ConfigError(
-                    f"--resume: {path} has no state of the role '{name}', which it would start anew without a word;"
+                    f"--resume: {path} has no state of the role '{name}', so it would silently be re-initialised;"
                     " use the flow that it was written with, or start from an export (model: DIRECTORY)"
                 )
-            if hasattr(role, "role_state") and keeps:
-                role.load_role_state(read_values(folder), partial(load_tensors, folder, rank=self.rank))
-            elif keeps:
-                tensors = load_full_tensors(folder)
-                role.restore({**read_values(folder), **tensors} if tensors else read_values(folder))
+            if folder.is_dir():
+                values = read_values(folder)
+                if isinstance(own, RoleState):
+                    role.restore(values)
+                    load_tensors(folder, role.state(), self.rank)
+                else:
+                    role.restore(values | load_full_tensors(folder) if isinstance(values, dict) else values)
         if (path / ROLLOUTS).is_dir():
             self.rollouts.open(path / ROLLOUTS / TENSORS, read_values(path / ROLLOUTS))
         self.data.position = state["position"]

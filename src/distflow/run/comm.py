@@ -8,6 +8,7 @@ from distflow.coordinator.coordinator import Coordinator
 from distflow.errors import ConfigError
 from distflow.observe.metrics import MetricsReducer, StepMetrics
 from distflow.plan.tasks import Move, Partition, Plan, Run, Split, Weights
+from distflow.roles.role import Role, defines
 from distflow.run.versions import Versions
 
 
@@ -17,7 +18,7 @@ class Comm:
     With a delay it keeps copies of the weights that were trained further before they were synced.
     """
 
-    def __init__(self, rank: int, plan: Plan, roles: Mapping[str, Any], versions: Versions) -> None:
+    def __init__(self, rank: int, plan: Plan, roles: Mapping[str, Role], versions: Versions) -> None:
         self.roles, self.versions = roles, versions
         self.keeps_weights = plan.overlaps  # engines keep their weights until others come, and copies wait for them
         tasks = [t for t in plan.chain(rank) if isinstance(t, Weights | Run)]
@@ -26,12 +27,15 @@ class Comm:
         self.sending = sorted({t.role for t in tasks if isinstance(t, Weights)} - self.generating)
         self.synced: dict[str, int] = {}  # role → the version that its engines have
         self._copies: dict[int, dict[str, Any]] = {}  # version → role → this worker's part of the weights
-        for role in self.sending:
-            if self.keeps_weights and not hasattr(roles[role], "copy_weights"):
-                raise ConfigError(
-                    f"roles.{role}: rollout.staleness and rollout.chunk need copies of weights, and"
-                    f" {type(roles[role]).__name__} has no method `copy_weights()`"
-                )
+        synced = sorted({t.role for t in tasks if isinstance(t, Weights)})
+        needs = [(role, "sync_weights", "a role that generates moves its weights first") for role in synced]
+        if self.keeps_weights:
+            needs += [
+                (role, "copy_weights", "rollout.staleness and rollout.chunk need copies") for role in self.sending
+            ]
+        for role, method, why in needs:
+            if not defines(type(roles[role]), method):
+                raise ConfigError(f"roles.{role}: {why}, and {type(roles[role]).__name__} has no method `{method}`")
 
     def move(self, data: Coordinator, step: int, task: Move) -> Communication[None]:
         """Moves fields of a step."""

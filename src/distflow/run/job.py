@@ -28,6 +28,7 @@ from distflow.observe.trackers import start_trackers
 from distflow.observe.trackers.tracker import RunInfo
 from distflow.plan import Layout, Plan, Run, Weights
 from distflow.roles.context import RoleContext
+from distflow.roles.role import Role
 from distflow.run.async_comm import AsyncComm, CommThread
 from distflow.run.checkpoint_manager import CheckpointManager
 from distflow.run.comm import Comm
@@ -99,7 +100,8 @@ class Job:
         rows, data = self.inputs.rows, self.config.data
         self.steps = max(1, len(rows) // data.batch) if self.config.steps is None else self.config.steps
         self.generates = {n.role: p.partition_of(n.id).layout for p in self.plans for n in p.flow.nodes if n.generates}
-        self.roles = self._make_roles()
+        self.roles: dict[str, Role] = {}
+        self._make_roles()
         # 5. Restore the state of a checkpoint.
         self.data = self._coordinator(plan, Loader(rows, data.batch, program.repeat, self.config.seed))
         self.rollouts = Rollouts(plan)
@@ -153,8 +155,7 @@ class Job:
         self.checkpoints.close()
         self.data.close()
         for role in self.roles.values():
-            if hasattr(role, "close"):
-                role.close()
+            role.close()
         if self.progress:
             self.progress.close()
         self.network.close()
@@ -192,20 +193,18 @@ class Job:
             problem = problem or f"{checkpoint} is damaged, as another worker has found"
             raise ConfigError(f"{problem}; name another checkpoint")
 
-    def _make_roles(self) -> dict[str, Any]:
+    def _make_roles(self) -> None:
         """Makes the roles of this worker, in an order that all ranks share: they may create process groups for them."""
         self.heartbeat.start_task(-1, "load models")
         self.hybrid_mesh = cache(self.network.mesh)
-        self.roles = {}
         # Roles with engines come first.
         for name in sorted(_roles(self.plans, self.rank), key=lambda role: (role not in self.generates, role)):
             self.roles[name] = self._make_role(name)
-        return self.roles
 
-    def _make_role(self, name: str) -> Any:
+    def _make_role(self, name: str) -> Role:
         """Makes the object that implements a role on this worker."""
         config, network = self.config, self.network
-        implementation, args = self.program.implementation(name), dict(self.program.role_bindings[name].args)
+        implementation, args = self.program.role_class(name), dict(self.program.role_bindings[name].args)
         if _takes_role_context(implementation):
             args["role"] = RoleContext(
                 name=name,
@@ -232,11 +231,11 @@ class Job:
         """Lets roles that can tell, such as rewards, refuse what they will be given, before anything is generated."""
         for plan in self.plans:
             for node in plan.flow.nodes:
-                check = getattr(self.roles.get(node.role), "check_fields", None)
-                if check is not None and node.method:
-                    check([node.local_name(f) for f in node.reads], "eval: " if plan is self.inputs.eval_plan else "")
+                if node.method and node.role in self.roles:
+                    fields = [node.local_name(f) for f in node.reads]
+                    self.roles[node.role].check_fields(fields, "eval: " if plan is self.inputs.eval_plan else "")
         for role in self.roles.values():
-            for rows in (self.inputs.rows, self.inputs.held_out) if hasattr(role, "check_rows") else ():
+            for rows in (self.inputs.rows, self.inputs.held_out):
                 if rows is not None:
                     role.check_rows(rows, self.rank, self.plan.workers)
 

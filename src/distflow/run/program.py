@@ -15,24 +15,29 @@ from distflow.flow.importing import load
 from distflow.flows import BUILT_IN
 from distflow.plan import Load, Place, Placement, Plan, Workload, plan
 from distflow.plan.field_bytes import PROMPT_TOKENS, known_field
+from distflow.roles.role import Role, as_role
 from distflow.run_folder import ENVIRONMENTS_LOG, REWARDS_LOG
+from distflow.util.plugins import load_plugin, load_plugins
 
 if TYPE_CHECKING:
     from distflow.dataset.view import DatasetView
 
-# The implementation of a role of a built-in flow, unless the config names another.
-MODEL_ROLES = {
-    "actor": "distflow.roles.roles:Actor",
-    "reference": "distflow.roles.roles:Reference",
-    "critic": "distflow.roles.roles:Critic",
-    "reward_model": "distflow.roles.roles:RewardModel",
+ROLES = "distflow.roles"  # the entry points by which packages bring roles
+BUILT_IN_ROLES = {
+    "actor": "distflow.roles.actor:Actor",
+    "agent": "distflow.agents.agent:Agent",  # the actor of a config with environments
+    "critic": "distflow.roles.critic:Critic",
+    "environment": "distflow.agents.agent:Environment",
+    "environment_reward": "distflow.agents.env_reward:EnvironmentReward",
+    "frozen": "distflow.roles.frozen:FrozenModel",
+    "judge": "distflow.roles.judge:Judge",
+    "kl_control": "distflow.flows.kl_control:KLControl",
+    "reference": "distflow.roles.frozen:Reference",
+    "reward": "distflow.reward.reward:Reward",
+    "reward_model": "distflow.roles.reward_model:RewardModel",
 }
-FROZEN_MODEL = "distflow.roles.roles:FrozenModel"  # of a role for which the config names a model
+MODEL_ROLES = ("actor", "critic", "reference", "reward_model")  # a config with a model binds them by their names
 CORRECTION = "rollout_correction"  # a constant of flows that train a policy
-REWARD_FUNCTIONS = "distflow.reward.reward:Reward"
-AGENT = "distflow.agents.agent:Agent"  # the actor of a config with environments
-ENVIRONMENT = "distflow.agents.agent:Environment"
-ENVIRONMENT_REWARD = "distflow.agents.env_reward:EnvironmentReward"
 EVAL_REWARD = "eval_reward"  # the role of `eval.reward`
 
 
@@ -63,14 +68,14 @@ class Program:
         """Role → its implementation: the config's, or the built-in one if the config has its section."""
         config, built_in = self.config, dict[str, RoleConfig]()
         if config.model is not None:
-            built_in |= {role: RoleConfig(call=call) for role, call in MODEL_ROLES.items()}
+            built_in |= {role: RoleConfig(call=role) for role in MODEL_ROLES}
         if self.environments:
             args = {"environments": {n: e.model_dump() for n, e in self.environments.items()}}
             log = config.run_folder / ENVIRONMENTS_LOG
-            built_in["actor"] = RoleConfig(call=AGENT, args=args | {"log": log})
-            built_in["reward"] = RoleConfig(call=ENVIRONMENT_REWARD)
+            built_in["actor"] = RoleConfig(call="agent", args=args | {"log": log})
+            built_in["reward"] = RoleConfig(call="environment_reward")
             names = {"environment", *config.environments}
-            built_in |= {n: RoleConfig(call=ENVIRONMENT) for n in names if n not in built_in}
+            built_in |= {n: RoleConfig(call="environment") for n in names if n not in built_in}
         if config.reward is not None:
             built_in["reward"] = self._reward_binding(config.reward)
         if config.eval is not None and config.eval.reward is not None:
@@ -85,16 +90,22 @@ class Program:
 
     def _reward_binding(self, reward: RewardConfig) -> RoleConfig:
         if reward.model is not None:
-            return RoleConfig(call=MODEL_ROLES["reward_model"], args={"model": reward.model.model_dump()})
+            return RoleConfig(call="reward_model", args={"model": reward.model.model_dump()})
         args = reward.model_dump(exclude={"model"})
         args |= {"base": self.config.base, "log": self.config.run_folder / REWARDS_LOG}
-        return RoleConfig(call=REWARD_FUNCTIONS, args=args)
+        return RoleConfig(call="reward", args=args)
 
     def implementation(self, role: str) -> Any:
         """Imports the function or class that implements a role."""
-        call = self.role_bindings[role].call
+        call, where = self.role_bindings[role].call, f"roles.{role}"
         assert call is not None
-        return load(call, f"roles.{role}", self.config.base)
+        if ":" in call:
+            return load(call, where, self.config.base)
+        return load_plugin(load_plugins(ROLES, BUILT_IN_ROLES), call, where)
+
+    def role_class(self, role: str) -> type[Role]:
+        """Returns the class of the objects of a role whose methods are nodes."""
+        return as_role(self.implementation(role))
 
     @cached_property
     def flow(self) -> Flow:
@@ -169,9 +180,8 @@ class Program:
             _check_interruptible(rollout.engine)
         result = plan(self.flow, placement, workload, staleness=rollout.staleness, chunk=chunk, prompts_ahead=ahead)
         for node in (n for n in result.flow.nodes if n.type == "train" and n.method):
-            check = getattr(self.implementation(node.role), "check_training", None)
-            if check is not None:
-                check(config.train, node.role, node.id, result.partition_of(node.id).layout)
+            layout = result.partition_of(node.id).layout
+            self.role_class(node.role).check_training(config.train, node.role, node.id, layout)
         return result
 
     def _field_bytes(self) -> dict[str, int]:
@@ -296,7 +306,7 @@ def _binding(name: str, role: RoleConfig) -> RoleConfig:
     keys = {"actor": "model", "critic": "critic.model", "reward": "reward.model", "reward_model": "model"}
     if name in keys:
         raise ConfigError(f"roles.{name}.model: this role is trained, or built in; its model is `{keys[name]}`")
-    call = MODEL_ROLES["reference"] if name == "reference" else FROZEN_MODEL
+    call = "reference" if name == "reference" else "frozen"
     return RoleConfig(call=call, args={"model": role.model.model_dump()})
 
 

@@ -179,7 +179,7 @@ class Worker:
         context = Context(
             step, self.rank, self.plan.workers, layout, self.around.seed, metrics, self.around.folder, groups
         )
-        if not context.lead:  # the ranks of a replica have the same samples, of which a sum counts each once
+        if not context.is_dp_leader:  # the ranks of a replica have the same samples, of which a sum counts each once
             context = replace(context, metrics=metrics.without_sums())
         record = self.recorder.node(context, self.plan.repeat)
         context = replace(context, record=record, steps=self.comm.versions.last, held_out=self.held_out)

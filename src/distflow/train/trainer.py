@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -33,34 +34,40 @@ from distflow.train.packing import RESPONSE, ROLLOUT, Pack, empty_pack, micro_ba
 from distflow.train.update_spec import UpdateSpec
 from distflow.util.arrays import Ints
 from distflow.weights.shards import Shards, Spec, slices
-from distflow.weights.state import EMA, WEIGHTS, LoadTensors, RoleState
+from distflow.weights.state import EMA, WEIGHTS, RoleState
 
 OLD = "old_logprobs"
 MOMENTS = ("exp_avg", "exp_avg_sq")  # AdamW's
 
 
+@dataclass(frozen=True)
+class RankMesh:
+    """The place of a rank in a layout, and the layout's device mesh."""
+
+    layout: Layout
+    mesh: DeviceMesh
+    rank: int
+
+
+@dataclass(frozen=True)
+class TrainerOptions:
+    """How a model is trained, or only run, if it is not `trainable`."""
+
+    config: TrainerConfig
+    trainable: bool = True
+    lora: LoraConfig | None = None  # with one, only the adapter is trained
+    ema: float | None = None  # the decay of a moving average of what is trained
+    temperature: float = 1.0  # of the log-probs
+
+
 class Trainer:
-    """One rank's part of a model that `layout` trains, or only runs (`trainable` False). Parameters are float32 shards.
+    """One rank's part of a model. Its parameters are float32 shards; `name` is the prefix of its metrics."""
 
-    `name` is the prefix of its metrics. With `lora`, only the adapter is trained. `ema`: the decay of a moving average.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        source: Source,
-        layout: Layout,
-        mesh: DeviceMesh,
-        rank: int,
-        config: TrainerConfig,
-        *,
-        temperature: float = 1.0,
-        trainable: bool = True,
-        lora: LoraConfig | None = None,
-        ema: float | None = None,
-    ) -> None:
+    def __init__(self, name: str, source: Source, place: RankMesh, options: TrainerOptions) -> None:
+        layout, mesh, rank = place.layout, place.mesh, place.rank
+        config, trainable, lora = options.config, options.trainable, options.lora
         self.name, self.source, self.layout, self.mesh, self.config = name, source, layout, mesh, config
-        self.trainable, self.temperature = trainable, temperature
+        self.trainable, self.temperature = trainable, options.temperature
         self.device = torch.device(mesh.device_type)
         self.dp = layout.dp
         lm = source.skeleton()
@@ -83,8 +90,8 @@ class Trainer:
         self.updates = 0  # optimiser steps so far
         self.optimizer = self._make_optimizer() if trainable else None
         self.ema: Ema | None = None
-        if ema is not None:
-            self.ema = Ema(ema, {spec.name: fsdp.local(p.detach()) for spec, p in self.trained})
+        if options.ema is not None:
+            self.ema = Ema(options.ema, {spec.name: fsdp.local(p.detach()) for spec, p in self.trained})
 
     def _materialize(self, rank: int) -> None:
         """Allocates this rank's shards and reads the weights into them."""
@@ -149,8 +156,8 @@ class Trainer:
             specs |= {prefix + spec.name: spec for prefix in shards}
         return RoleState({"updates": self.updates, "optimizer_steps": steps}, tensors, specs, self.shards)
 
-    def load_state(self, values: Mapping[str, Any], load: LoadTensors) -> None:
-        """Takes up a state that was saved in this layout or in another."""
+    def restore(self, values: Mapping[str, Any]) -> None:
+        """Takes up the numbers of a state, and makes the moments that it has: `state` then returns all its tensors."""
         assert self.optimizer is not None
         if values["optimizer_steps"]:
             for shard in self.optimized:
@@ -158,7 +165,6 @@ class Trainer:
                 # Fused AdamW needs the count where the shard is.
                 steps = torch.tensor(float(values["optimizer_steps"]), device=shard.device)
                 self.optimizer.state[shard] = {"step": steps, **moments}
-        load(self.state())
         self.updates = values["updates"]
 
     @torch.no_grad()
@@ -274,29 +280,12 @@ class Trainer:
         self.model.zero_grad()
 
 
-def make_trainer(
-    role: RoleContext,
-    source: Source,
-    layout: Layout,
-    config: TrainerConfig,
-    trainable: bool,
-    lora: LoraConfig | None = None,
-    ema: float | None = None,
-) -> Trainer:
-    """Makes the trainer of a role on this rank."""
-    degree = shard_degree(config, layout, role.name)
-    return Trainer(
-        role.name,
-        source,
-        layout,
-        role.meshes[layout] if degree == layout.dp else role.hybrid_mesh(layout, degree),
-        role.rank,
-        config,
-        temperature=role.rollout.temperature or 1.0,
-        trainable=trainable,
-        lora=lora,
-        ema=ema,
-    )
+def make_trainer(role: RoleContext, source: Source, layout: Layout, options: TrainerOptions) -> Trainer:
+    """Makes the trainer of a role on this rank; its log-probs have the temperature of the rollout."""
+    degree = shard_degree(options.config, layout, role.name)
+    mesh = role.meshes[layout] if degree == layout.dp else role.hybrid_mesh(layout, degree)
+    options = replace(options, temperature=role.rollout.temperature or 1.0)
+    return Trainer(role.name, source, RankMesh(layout, mesh, role.rank), options)
 
 
 def _prepared(batch: Batch, spec: UpdateSpec) -> Batch:

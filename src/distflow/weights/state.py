@@ -1,4 +1,4 @@
-"""What a role keeps in a checkpoint, as checkpoints see it."""
+"""The state of a role, as checkpoints see it."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -26,7 +26,9 @@ class RoleState:
 
     @classmethod
     def of(cls, state: Any, role: str) -> "RoleState":
-        """Makes it from what `state()` of a user's role returns: plain JSON, and in a dict also whole tensors."""
+        """Makes it from what `Role.state` returns: a `RoleState`, or plain JSON, and in a dict also whole tensors."""
+        if isinstance(state, RoleState):
+            return state
         if not isinstance(state, Mapping):
             return cls(state)
         tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
@@ -42,6 +44,3 @@ class RoleState:
         if self.shards is None or name not in self.specs:
             return tuple((0, n) for n in self.tensors[name].shape)
         return self.shards.box(self.specs[name], rank)
-
-
-LoadTensors = Callable[[RoleState], None]  # fills the tensors of a state

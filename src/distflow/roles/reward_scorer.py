@@ -1,4 +1,4 @@
-"""Models with a value head: the critic, with a value for every token, and the reward model, with one per response."""
+"""The model of a reward model: a value head scores a whole response."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -9,14 +9,13 @@ from torch import Tensor
 
 from distflow.batch.batch import Batch, Ragged
 from distflow.batch.response_mask import MASK
-from distflow.config.schema import TrainerConfig
 from distflow.errors import ConfigError
 from distflow.model.source import Source
 from distflow.model.text import Text, prompt_limit
 from distflow.roles.context import RoleContext
 from distflow.roles.second_model import source_of
 from distflow.train.packing import RESPONSE
-from distflow.train.trainer import Trainer, make_trainer
+from distflow.train.trainer import TrainerOptions, make_trainer
 
 
 class RewardScorer:
@@ -28,27 +27,18 @@ class RewardScorer:
         if not trainable:
             check_reward_model(role.name, source)
         self.text = Text(source, prompt_limit(source, role.rollout.max_tokens, role.max_prompt))
-        self.trainer = _trainer(role, source, ("score", "update_pairs"), role.train, trainable)
+        layout = role.layout("score", "update_pairs")
+        assert layout is not None
+        self.trainer = make_trainer(role, source.with_value_head(), layout, TrainerOptions(role.train, trainable))
 
     def score(self, batch: Batch) -> Tensor:
+        """Returns one number per sample."""
         values = self.trainer.infer(with_appended_token(batch))
         return torch.stack([v[-1] for v in values]) if len(batch) else torch.zeros(0)
 
 
-def critic_trainer(role: RoleContext) -> Trainer:
-    source = source_of(role, role.critic.model)
-    return _trainer(role, source, ("values", "update"), role.critic, "update" in role.layouts)
-
-
-def _trainer(
-    role: RoleContext, source: Source, methods: tuple[str, ...], config: TrainerConfig, trainable: bool
-) -> Trainer:
-    layout = role.layout(*methods)
-    assert layout is not None
-    return make_trainer(role, source.with_value_head(), layout, config, trainable)
-
-
 def check_reward_model(role: str, source: Source) -> None:
+    """Raises unless a model has a head that gives a score."""
     if not source.has_value_head:
         raise ConfigError(
             f"role '{role}': '{source.name}' is no reward model, it has no value head;"
