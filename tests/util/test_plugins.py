@@ -7,12 +7,12 @@ from distflow.errors import ConfigError
 from distflow.util.plugins import load_plugin, load_plugins, package_of
 
 
-def install(folder: Path, package: str, entries: str) -> None:
+def install(folder: Path, package: str, entries: str, group: str = "toy.group") -> None:
     """Makes a distribution with entry points, as pip would leave it in a folder."""
     info = folder / f"{package.replace('-', '_')}-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text(f"[toy.group]\n{entries}\n")
+    (info / "entry_points.txt").write_text(f"[{group}]\n{entries}\n")
 
 
 @pytest.fixture

@@ -27,7 +27,10 @@ def load_plugins(group: str, built_in: Mapping[str, str] = MappingProxyType({}))
 def load_plugin(plugins: Mapping[str, EntryPoint], name: str, where: str) -> Any:
     """Imports the plugin of a name. Errors begin with `where`, and name the package that brings it."""
     if name not in plugins:
-        raise ConfigError(f"{where}: nothing installed is called '{cut(name)}'{suggest(name, plugins)}")
+        raise ConfigError(
+            f"{where}: nothing installed is called '{cut(name)}'{suggest(name, plugins)}. Code of your own is"
+            " 'path/to/file.py:name' or 'package.module:name'"
+        )
     entry = plugins[name]
     try:
         return entry.load()
