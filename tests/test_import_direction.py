@@ -67,7 +67,7 @@ def area(module: str) -> str:
 
 
 def imports(path: Path) -> Iterator[tuple[int, str]]:
-    """Line and dotted name of whatever of the package a file imports or names in a string."""
+    """Line and dotted name of whatever of the package a file imports or names in a string, but for entry points."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]

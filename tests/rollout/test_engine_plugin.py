@@ -72,7 +72,7 @@ def test_a_toy_engine_trains_what_the_built_in_one_does(site: Path) -> None:
         done, curves[engine] = run(site, engine)
         assert done.returncode == 0, done.stderr
     assert len(curves["toy"]) == len(curves["builtin"]) == CONFIG["steps"]
-    for name in ("reward/mean", "actor/loss", "actor/grad_norm", "rollout/response_length/mean"):
+    for name in ("reward/mean", "actor/loss", "actor/grad_norm", "response_length/mean"):
         toy, ours = ([row[name] for row in curves[e]] for e in ("toy", "builtin"))
         assert toy == pytest.approx(ours, rel=1e-3, abs=1e-5), name
     assert curves["toy"][1]["actor/grad_norm"] > 0

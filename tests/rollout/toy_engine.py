@@ -8,7 +8,7 @@ from torch import Tensor
 
 from distflow.errors import ConfigError
 from distflow.model.attention import PackedAttention
-from distflow.model.tensor_parallel import parameter_specs
+from distflow.model.tensor_parallel import parameter_specs, tp_styles
 from distflow.rollout.engine import Completion, EngineSetup, Request, RolloutEngine, Wake, never
 from distflow.rollout.sampling import sample
 
@@ -22,7 +22,7 @@ class ToyEngine(RolloutEngine):
     def __init__(self, setup: EngineSetup) -> None:
         super().__init__(setup)
         self.model, self.longest = setup.source.skeleton(), setup.longest
-        self.weight_specs = parameter_specs(self.model, {})
+        self.weight_specs = parameter_specs(self.model, tp_styles(self.model, 1, "here"))
         self.weights = {s.name: torch.full(s.shape, torch.nan) for s in self.weight_specs}
         self.requests: list[Request] = []
 

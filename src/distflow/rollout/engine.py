@@ -126,7 +126,7 @@ class RolloutEngine(ABC):
     interruptible: ClassVar[bool] = False  # has `interrupt`, which `rollout.partial` needs
     keeps_adapter: ClassVar[bool] = False  # apart from the weights, and synced alone; else it is merged into them
 
-    weight_specs: Sequence[Spec]  # the parameters that a weight sync fills, in its order
+    weight_specs: Sequence[Spec]  # what a weight sync fills: `parameter_specs` of the model, as the trainer has them
     adapter_specs: Sequence[Spec] = ()  # the matrices of an adapter that it keeps, filled like parameters
     weight_version = -1  # of the weights that the next token is generated with; at first there are none
     longest: int  # tokens of a prompt and its response, at most
@@ -146,6 +146,7 @@ class RolloutEngine(ABC):
         """Returns which part of each parameter a rank of the layout has. Ranks without an engine ask as well."""
         return Shards(layout, 1)
 
+    @torch.no_grad()
     def read_weights(self, source: Source) -> None:
         """Fills the weights from where the model comes from: nobody trains it."""
         shards = self.shards(self.weight_specs, self.setup.layout)
