@@ -30,7 +30,7 @@ _ALLOWED = {
     "coordinator": f"comm dataset batch flow plan {_BASE}",
     "flows": f"flow algo batch {_BASE}",
     "userproc": f"flow {_BASE}",
-    "reward": f"reward.errors sandbox userproc flow batch {_BASE}",
+    "reward": f"reward.errors sandbox userproc flow batch run_folder {_BASE}",
     "weights": f"comm plan {_BASE}",
     "model": f"weights batch dataset plan config.schema {_BASE}",
     "cpu": f"model {_BASE}",
@@ -48,7 +48,7 @@ _ALLOWED = {
     f" dataset batch flows flow plan config config.schema run_folder {_BASE}",
     "simulate": f"run observe weights comm plan flow config config.schema run_folder {_BASE}",
     "api": f"run checkpoint cluster observe plan flow config {_BASE}",
-    "cli": f"simulate page run checkpoint cluster observe plan config run_folder {_BASE} distflow",
+    "cli": f"api simulate page run observe plan config run_folder {_BASE} distflow",
     "distflow": "api run flow plan algo batch",  # the package's own names
     "__main__": "cli",
 }

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from torch.distributed.elastic.multiprocessing.api import SignalException
 
-from distflow.cluster.ray_actor import End, Place, WorkerActor
+from distflow.cluster.ray_actor import ActorAddress, End, WorkerActor
 from distflow.cluster.restarts import PRESS_AGAIN, run_with_restarts
 from distflow.config import Config
 from distflow.errors import ConfigError, cut, suggest
@@ -124,7 +124,7 @@ class _Launcher:
         return ends
 
     @contextmanager
-    def _actors(self) -> Iterator[tuple[list[Any], list[Place]]]:
+    def _actors(self) -> Iterator[tuple[list[Any], list[ActorAddress]]]:
         """Starts an actor for each rank, and ends them all."""
         deadline = time.monotonic() + self.config.ray.start_limit_s
         self._next_warning = time.monotonic() + 10
@@ -245,14 +245,14 @@ def _needed(resources: Sequence[Resources]) -> str:
     return f"{len(resources)} workers need {', '.join(amounts)}"
 
 
-def _describe(places: Sequence[Place]) -> None:
+def _describe(places: Sequence[ActorAddress]) -> None:
     ranks: dict[str, list[int]] = {}
     for rank, place in enumerate(places):
         ranks.setdefault(f"{place.host} ({place.address})", []).append(rank)
     logger.info("workers: %s", "; ".join(f"ranks {format_ranks(tuple(r))} on {h}" for h, r in ranks.items()))
 
 
-def _cause(ends: Mapping[int, End | None], places: Sequence[Place]) -> Failure | None:
+def _cause(ends: Mapping[int, End | None], places: Sequence[ActorAddress]) -> Failure | None:
     """Returns why the run failed; None if all workers have ended well."""
     known = {rank: end for rank, end in ends.items() if end is not None}
     if len(known) == len(places) and not any(end.exitcode for end in known.values()):

@@ -15,7 +15,7 @@ PORTS = range(20_000, 30_000)  # above Ray's own, below those that Linux gives t
 
 
 @dataclass(frozen=True)
-class Place:
+class ActorAddress:
     """Where an actor is."""
 
     node: str  # Ray's id of it
@@ -40,11 +40,11 @@ class WorkerActor:
         self._process: subprocess.Popen[bytes] | None = None
         self._stopped = False
 
-    def place(self) -> Place:
+    def place(self) -> ActorAddress:
         import ray
 
         node, address = ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address()
-        return Place(node, socket.gethostname(), address, _port())
+        return ActorAddress(node, socket.gethostname(), address, _port())
 
     def run(self, command: Sequence[str], folder_variable: str, env: Mapping[str, str], cwd: str) -> End:
         """Runs the worker to its end. Its output is that of the actor, which Ray shows to the launcher."""

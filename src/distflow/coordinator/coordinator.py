@@ -35,7 +35,7 @@ from distflow.util.arrays import Ints
 
 
 @dataclass
-class Traffic:
+class StepTraffic:
     """The bytes one worker sent, received and read locally in a step; `imbalance` is (max − min) / mean tokens."""
 
     sent: int = 0
@@ -50,7 +50,7 @@ class _StepState:
     def __init__(self) -> None:
         self.slots: dict[str, Ints] = {}  # partition → the slots this rank has there
         self.deals: dict[tuple[str, int], Ints] = {}  # (partition, samples) of a domain → replica of each slot
-        self.traffic = Traffic()  # of moves
+        self.traffic = StepTraffic()  # of moves
         self.local = 0  # bytes that nodes read where others wrote them
 
 
@@ -254,7 +254,7 @@ class Coordinator:
         if remaining:
             raise DataError(f"step {step} is over, but these fields were never freed: {remaining}")
 
-    def end_step(self, step: int) -> Traffic:
+    def end_step(self, step: int) -> StepTraffic:
         """Forgets a step all of whose tasks are done, and returns its traffic."""
         state = self._steps.pop(step, None) or _StepState()
         self.sampled_prompts = None

@@ -15,8 +15,8 @@ from typing import NoReturn
 import torch
 
 from distflow.cluster.launch_env import LaunchEnv
-from distflow.cluster.network import own_device
 from distflow.cluster.rendezvous import LINGER_S, Rendezvous
+from distflow.cluster.world import own_device
 from distflow.errors import ConfigError, DistflowError, StoppedError
 from distflow.liveness.beacon import Beacon
 from distflow.liveness.failures import Failure

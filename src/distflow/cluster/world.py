@@ -1,4 +1,4 @@
-"""How a worker communicates with the others: process groups, device meshes, the transport of the data plane."""
+"""All workers of a run, as one of them sees them: identities, transports, process groups, device meshes."""
 
 import logging
 import os
@@ -25,8 +25,8 @@ from distflow.plan.topology import Topology
 logger = logging.getLogger(__name__)
 
 
-class Network:
-    """Process groups, meshes for the layouts of models, and the transport. Created by all workers at once."""
+class World:
+    """Connects this worker to the others. All workers create it at the same point, and so what it creates."""
 
     def __init__(
         self,
