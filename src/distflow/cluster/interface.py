@@ -1,4 +1,4 @@
-"""Which of this host's addresses the other workers connect to. Imports no torch."""
+"""Finds the address of this host that the other workers connect to. Imports no torch."""
 
 import contextlib
 import errno

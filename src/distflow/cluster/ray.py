@@ -52,7 +52,7 @@ class _Exit(NamedTuple):
 def launch(config: Config, words: Sequence[str], resume: str | None, again: Sequence[str], address: str) -> int:
     """Runs the config to the end on the cluster at `address`, by default the one that Ray finds; returns the exit code.
 
-    `words`: those after `distflow` that start each worker; `again`: those that start the run again.
+    `words` after `distflow` start a worker; the words of `again` start the run again.
     """
     workers = config.workers or 1
     check_resources(config, workers)
@@ -193,7 +193,7 @@ def check_resources(config: Config, workers: int) -> None:
 
 
 def resources_by_rank(config: Config, workers: int, cluster: Resources) -> list[Resources]:
-    """Returns what each rank needs: the most that any of its rank sets asks for; else a GPU, or a CPU."""
+    """Returns the resources of each rank: the most that any of its rank sets asks for; else a GPU, or a CPU."""
     default = {"GPU": 1.0} if cluster.get("GPU") else {"CPU": 1.0}
     asked = config.ray.resources
     ranks = Placement(workers, config.placement.ranks).ranks

@@ -1,4 +1,4 @@
-"""What Ray starts for each worker: an actor, which runs it as a child and says how it ended. Imports no torch."""
+"""The Ray actor of a worker: runs it as a child process and reports how it ended. Imports no torch."""
 
 import os
 import random
@@ -26,7 +26,7 @@ class ActorAddress:
 
 @dataclass(frozen=True)
 class End:
-    """How a worker has ended, and what it wrote for its launcher: file name → content."""
+    """The end of a worker: its exit code, and the files that it wrote for its launcher."""
 
     exitcode: int
     pid: int

@@ -100,7 +100,7 @@ class World:
         return DeviceMesh.from_group(groups, self.device.type, ranks, mesh_dim_names=names)
 
     def _exchange_identities(self, config: Config, plan: Plan, layouts: Collection[Layout]) -> list[Identity]:
-        """Returns who and where all workers are. Raises on all of them unless all run the same thing."""
+        """Exchanges identities. Raises on all workers unless all run the same thing."""
         try:
             host = host_id()
         except OSError:  # forbidden by a sandbox

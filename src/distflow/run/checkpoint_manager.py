@@ -1,4 +1,4 @@
-"""When a run writes checkpoints, what they contain, and how a run resumes from one."""
+"""Checkpoints of a run: when they are due, their contents, and how a run resumes from one."""
 
 import json
 import logging
@@ -60,7 +60,7 @@ class CheckpointManager:
         return self.config.checkpoint.every > 0 and step % self.config.checkpoint.every == 0
 
     def copy(self, step: int) -> None:
-        """Copies what this worker writes of its roles: it may train further before all workers are at `step`."""
+        """Copies the state of its roles: this worker may train further before all workers are at `step`."""
         self._copies[step] = self.writer.copy(self._role_states())
 
     def save(self, step: int) -> None:
@@ -123,7 +123,7 @@ class CheckpointManager:
         return 0
 
     def _candidates(self, source: str) -> tuple[Path, list[Path]]:
-        """Returns the folder that is searched and its checkpoints, newest first: those that rank 0 sees."""
+        """Returns the folder that is searched and its checkpoints, newest first, as rank 0 sees them."""
         folder, names = self.folder, ""
         try:
             if source not in (AUTO, NEWEST):

@@ -1,4 +1,4 @@
-"""What one worker does in a run: open data and models with the others, run the steps, save, close."""
+"""A run on one worker: opens data and models with the others, runs the steps, saves, closes."""
 
 import inspect
 import time
@@ -43,7 +43,7 @@ from distflow.train.update_spec import check_losses
 
 @dataclass(frozen=True)
 class Inputs:
-    """What a run reads and does: rows and plans."""
+    """The rows and plans of a run."""
 
     plan: Plan
     rows: DatasetView
@@ -229,7 +229,7 @@ class Job:
         return implementation(**args)
 
     def _check_fields(self) -> None:
-        """Lets roles that can tell, such as rewards, refuse what they will be given, before anything is generated."""
+        """Lets roles such as rewards refuse their fields and rows before anything is generated."""
         for plan in self.plans:
             for node in plan.flow.nodes:
                 check = getattr(self.roles.get(node.role), "check_fields", None)
@@ -301,7 +301,7 @@ class Job:
             self._copy_state(step)
 
     def _copy_state(self, step: int) -> None:
-        """Copies what a checkpoint keeps of this worker, if it goes on before all workers have done `step`."""
+        """Copies this worker's state for a checkpoint, if it goes on before all workers have done `step`."""
         if self.plan.staleness and step <= self.steps:
             self.checkpoints.copy(step)
 
