@@ -132,7 +132,7 @@ class TensorIndex:
         return part_of(tensor.shape, tensor.tp_dim, t, self.tp, s, self.shard)
 
     def _owner(self, name: str, s: int, t: int) -> int:
-        """Returns the place of the one rank that writes a part. A replica's ranks share the tensors that all of them have."""
+        """Returns the place of the rank that writes a part. Ranks of a replica share what all of them have."""
         t = s % self.tp if self.tensors[name].tp_dim is None else t
         return (self._replica[name] * self.shard + s) * self.tp + t
 

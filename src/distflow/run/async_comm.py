@@ -119,7 +119,7 @@ class AsyncComm(Comm):
         """Does nothing: the thread does it when it has done all of the step."""
 
     def after_chain(self, step: int, metrics: StepMetrics) -> None:
-        """Hands the metrics of a step to the thread once they are complete: ranks ahead wait for those of all workers."""
+        """Hands the metrics of a step to the thread once they are complete: ranks ahead wait for all of them."""
         if not self._evaluates(step):
             self.mail.put((step, "metrics"), (metrics, self.thread.stop_requested()))
 
