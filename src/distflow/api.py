@@ -94,7 +94,10 @@ def export(
 
 
 def load_program(
-    config: Source, overrides: Sequence[str] = (), sections: Mapping[str, Any] = MappingProxyType({}), base: Any = None
+    config: Source,
+    overrides: Sequence[str] = (),
+    sections: Mapping[str, Any] = MappingProxyType({}),
+    base: Path | None = None,
 ) -> "Program":
     """Binds a config to code. Objects in it are replaced by their references; its paths start at `base`."""
     from distflow.config.loading import make_config, read_config
