@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from distflow.batch.batch import Batch, Ragged
 from distflow.comm.transport import Transport
-from distflow.coordinator.coordinator import Coordinator, Traffic
+from distflow.coordinator.coordinator import Coordinator, StepTraffic
 from distflow.dataset.loader import Loader
 from distflow.flow import Flow, Node
 from distflow.plan import Place, Placement, Plan, Workload
@@ -83,7 +83,7 @@ def worker(steps: int, out: str) -> None:
     transport = Transport(rank, n, store, "127.0.0.1", torch.device("cpu"), lambda _: nullcontext())
     transport.use(Topology.single(n))
     data = Coordinator(rank, plan, Loader(EmptyRows(), plan.samples, 1, seed=0))
-    traffic: list[Traffic] = []
+    traffic: list[StepTraffic] = []
     end_step = data.end_step
     data.end_step = lambda step: traffic.append(end_step(step)) or traffic[-1]  # type: ignore[method-assign, func-returns-value]
     before = memory_kib("VmRSS")

@@ -51,7 +51,7 @@ _ALLOWED = {
     f" weights coordinator comm dataset batch flows flow plan config config.schema run_folder {_BASE}",
     "simulate": f"run observe weights comm plan flow config config.schema run_folder {_BASE}",
     "api": f"run checkpoint cluster observe plan flow config {_BASE}",
-    "cli": f"api simulate page run checkpoint cluster observe plan config run_folder {_BASE} distflow",
+    "cli": f"api simulate page run observe plan config run_folder {_BASE} distflow",
     "distflow": "api run roles.role flow plan algo batch util",  # the package's own names
     "__main__": "cli",
 }

@@ -66,7 +66,7 @@ def plan(config: Source = None, overrides: Sequence[str] = (), **sections: Any) 
 
 
 def check(config: Source = None, overrides: Sequence[str] = (), **sections: Any) -> list[str]:
-    """Checks everything short of training; returns a line for each thing that is right, raises what is wrong."""
+    """Checks everything short of training. Returns a line for each check; raises the first error."""
     from distflow.run.check import check
 
     refuse_while_loading("distflow.check()")
@@ -94,7 +94,10 @@ def export(
 
 
 def load_program(
-    config: Source, overrides: Sequence[str] = (), sections: Mapping[str, Any] = MappingProxyType({}), base: Any = None
+    config: Source,
+    overrides: Sequence[str] = (),
+    sections: Mapping[str, Any] = MappingProxyType({}),
+    base: Path | None = None,
 ) -> "Program":
     """Binds a config to code. Objects in it are replaced by their references; its paths start at `base`."""
     from distflow.config.loading import make_config, read_config
@@ -216,7 +219,7 @@ def _config_file(config: "Config") -> Iterator[str]:
 
 @contextmanager
 def _workers_can_import() -> Iterator[None]:
-    """Lets workers import what this process can; takes back that and what the launcher sets for them."""
+    """Passes this process's import path to the workers, and restores the environment afterwards."""
     before = dict(os.environ)
     os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)
     try:

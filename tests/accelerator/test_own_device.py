@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from distflow.cluster.network import own_device
+from distflow.cluster.world import own_device
 from distflow.errors import DistflowError
 
 

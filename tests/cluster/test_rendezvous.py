@@ -255,7 +255,7 @@ def test_gloo_and_nccl_use_the_same_interface() -> None:
 
 def test_rank_0_does_not_publish_a_loopback_address_to_other_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on Debian, where a host's own name is 127.0.1.1."""
-    monkeypatch.setattr(interface, "_source_address", lambda master: "127.0.1.1")
+    monkeypatch.setattr(interface, "address_towards", lambda master: "127.0.1.1")
     monkeypatch.setattr(interface, "addresses", lambda: {"eth0": "10.0.0.1", "lo": "127.0.0.1"})
     assert own_address("node-a", several_hosts=True) == "10.0.0.1"
     assert own_address("node-a", several_hosts=False) == "127.0.1.1"

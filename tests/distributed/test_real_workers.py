@@ -13,7 +13,7 @@ from cases import Source, random_plan
 from distflow.batch.batch import Batch
 from distflow.comm.collectives import SendReceive, barrier
 from distflow.comm.transport import SHARED_MEMORY
-from distflow.coordinator.coordinator import Coordinator, Traffic
+from distflow.coordinator.coordinator import Coordinator, StepTraffic
 from distflow.dataset.loader import Loader
 from distflow.flow import Flow, Node
 from distflow.observe.metrics import MetricsReducer, StepMetrics
@@ -27,13 +27,13 @@ from spawn import make_transport, spawn
 WORKERS = [1, 2, 4, 8]
 
 
-def run_worker(rank: int, plan: Plan, steps: int) -> tuple[list[dict[str, float]], list[Traffic]]:
+def run_worker(rank: int, plan: Plan, steps: int) -> tuple[list[dict[str, float]], list[StepTraffic]]:
     """Runs one rank of a plan; returns the reduced metrics and its own traffic of each step."""
     transport = make_transport(rank, plan.workers)
     data = Coordinator(rank, plan, Loader(Source(), plan.samples // plan.repeat, plan.repeat, seed=0))
     reduced: list[dict[str, float]] = []
     reducer = MetricsReducer(rank, range(plan.workers), lambda _, numbers: reduced.append(numbers))
-    traffic: list[Traffic] = []
+    traffic: list[StepTraffic] = []
     end_step = data.end_step
     data.end_step = lambda step: traffic.append(end_step(step)) or traffic[-1]  # type: ignore[method-assign, func-returns-value]
     worker = Worker(data, Comm(rank, plan, {}, Versions(last=steps)))
@@ -82,7 +82,7 @@ def proportional_plan(workers: int) -> Plan:
     return make_plan(Flow("proportional", (), nodes), placement, Workload(prompts=64 * workers))
 
 
-def run_proportional(rank: int, workers: int) -> list[Traffic]:
+def run_proportional(rank: int, workers: int) -> list[StepTraffic]:
     return run_worker(rank, proportional_plan(workers), 2)[1]
 
 

@@ -222,6 +222,27 @@ def test_a_run_that_is_asked_to_end_saves_its_last_step(folder: Path, complete: 
     same(run_dir, complete["grpo"], 0)
 
 
+def terminated_while_it_evaluates(words: list[str]) -> None:
+    """Runs a worker; rank 1 gets SIGTERM in the evaluation before the first step."""
+    from distflow.run.evaluation import Evaluation
+
+    evaluate = Evaluation.__call__
+
+    def terminated_first(self: Evaluation, step: int, metrics: Any) -> Any:
+        if step == 0 and os.environ["RANK"] == "1":
+            os.kill(os.getpid(), signal.SIGTERM)
+        return evaluate(self, step, metrics)
+
+    Evaluation.__call__ = terminated_first  # type: ignore[method-assign]
+    cli_main(words)
+
+
+def test_a_run_that_is_asked_to_end_before_its_first_step_saves_that_one(folder: Path) -> None:
+    run_dir, ended = run(folder, "stopped-early", 2, main=terminated_while_it_evaluates, checkpoint={"every": 0})
+    assert ended.codes == [143, 143], ended.err
+    assert list_checkpoints(run_dir / "checkpoints") == [1]
+
+
 def rows_so_far(run_dir: Path) -> list[str]:
     return [line for line in (run_dir / "metrics.jsonl").read_text().splitlines(keepends=True) if line.endswith("\n")]
 

@@ -83,7 +83,7 @@ class Checkpoints:
         self.manager = CheckpointManager.__new__(CheckpointManager)
         self.manager.folder, self.manager.rank, self.manager.ranks = self.folder, 0, ranks  # type: ignore[assignment]
         self.manager.config = SimpleNamespace(run_folder=folder / "run")  # type: ignore[assignment]
-        self.manager.network = SimpleNamespace(  # type: ignore[assignment]
+        self.manager.world = SimpleNamespace(  # type: ignore[assignment]
             all_ranks=(0,),
             any_rank=lambda value: value,
             transport=SimpleNamespace(run=alone),

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from distflow.agents.endpoint_protocol import CallError, Json, Kind
 from distflow.errors import ConfigError, cut
+from distflow.util.addresses import address_towards
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette
@@ -148,18 +149,11 @@ def _url(sock: socket.socket) -> str:
     """Returns a URL of a listening socket that agents elsewhere reach: all addresses are none of them."""
     address, port = sock.getsockname()[:2]
     if address in ("0.0.0.0", "::"):
-        address = _outward_address(sock.family)
+        documentation, loopback = (
+            ("2001:db8::1", "::1") if sock.family == socket.AF_INET6 else ("198.51.100.1", LOOPBACK)
+        )
+        address = address_towards(documentation) or loopback
     return f"http://[{address}]:{port}" if ":" in address else f"http://{address}:{port}"
-
-
-def _outward_address(family: int) -> str:
-    """Returns the address from which this host reaches others."""
-    with socket.socket(family, socket.SOCK_DGRAM) as s:
-        try:
-            s.connect(("2001:db8::1" if family == socket.AF_INET6 else "198.51.100.1", 9))  # sends nothing
-        except OSError:  # it reaches nobody: there is no route
-            return "::1" if family == socket.AF_INET6 else LOOPBACK
-        return str(s.getsockname()[0])
 
 
 def make_app(endpoint: "Endpoint", hosts: list[str]) -> "Starlette":

@@ -71,7 +71,7 @@ def export_role(
 
 @contextmanager
 def _reading(folder: Path) -> Iterator[None]:
-    """Says which role it is that cannot be read: whoever made the checkpoint may have written anything."""
+    """Names the role in any error of reading: a foreign checkpoint may have anything in it."""
     try:
         yield
     except (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RuntimeError) as e:

@@ -1,4 +1,4 @@
-"""Whether the workers of all hosts see one folder: checkpoints of a run are in one place, or nobody can read them."""
+"""Checks that the workers of all hosts see one folder, without which no checkpoint could be read."""
 
 import secrets
 import socket

@@ -56,7 +56,7 @@ def names_of_checkpoints(folder: Path) -> list[str]:
 
 
 def format_problem(path: Path) -> str | None:
-    """Returns why this version cannot read a checkpoint; None if it can, or if the checkpoint is damaged."""
+    """Returns the reason why this version cannot read a checkpoint; None if it can, or if the checkpoint is damaged."""
     try:
         complete = _read_complete(path)
     except (OSError, ValueError, RecursionError):
@@ -85,7 +85,7 @@ def _checksum(contents: Mapping[str, Any]) -> str:
 
 
 def verify(path: Path, share: int = 0, shares: int = 1) -> str | None:
-    """Returns what is wrong with a checkpoint, None if nothing is. Each of `shares` workers can check its share."""
+    """Returns the first error in a checkpoint, None if it is intact. Each of `shares` workers can check its share."""
     try:
         contents = _read_complete(path)
         if contents.pop("checksum") != _checksum(contents):
@@ -128,7 +128,7 @@ def _kind_problem(file: Path, folders: bool = False) -> str | None:
 
 
 def _share(names: Iterable[str], share: int, shares: int) -> list[str]:
-    """Returns as many of the files for each worker; of tensors those that it is likely to read next."""
+    """Returns equally many files for each worker; of files with tensors, the ones it is likely to read next."""
     kinds: dict[tuple[str, str], list[str]] = {}  # by folder and suffix: the tensors of a role are one
     for name in sorted(names):
         kinds.setdefault((name.rpartition("/")[0], name.rpartition(".")[2]), []).append(name)
@@ -219,7 +219,7 @@ def part_reader(folder: Path, prefix: str) -> Callable[[str, tuple[slice, ...]],
 
 
 def read_index(folder: Path) -> TensorIndex:
-    """Returns what a role's folder in a checkpoint says about its tensors."""
+    """Returns the tensor index of a role's folder in a checkpoint."""
     return TensorIndex.from_json((folder / TENSORS / INDEX).read_text())
 
 
@@ -264,7 +264,7 @@ def _reading(folder: Path) -> Iterator[None]:
 
 
 def prune(folder: Path, keep: int, best: Sequence[int] = ()) -> None:
-    """Removes all checkpoints but the newest `keep` and the `best`, and those that were never completed."""
+    """Removes incomplete checkpoints, and all others but the newest `keep` and the `best`."""
     steps = list_checkpoints(folder)
     for step in steps[keep:]:
         if step not in best:

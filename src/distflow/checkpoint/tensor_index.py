@@ -1,4 +1,4 @@
-"""Which file of a checkpoint has which part of a role's tensors: a pure function of the layout and the tensors.
+"""Maps parts of a role's tensors to the files of a checkpoint: a pure function of the layout and the tensors.
 
 Each rank writes the parts that it owns into one file, which is named by its place in the layout. The index says how the
 tensors were cut, from which a rank of any other layout computes the files that it reads; it does not list the parts.
@@ -114,7 +114,7 @@ class TensorIndex:
                 yield Piece(self._owner(name, s, t), part, inner)
 
     def _columns(self, tensor: StoredTensor, wanted: Box) -> range:
-        """Returns the tensor-parallel ranks that overlap a part; of those that have the same, one."""
+        """Returns the tensor-parallel ranks that overlap a part; one of them, if all have the same."""
         if tensor.tp_dim is None:
             return range(1)
         lo, hi = wanted[tensor.tp_dim]
@@ -132,7 +132,7 @@ class TensorIndex:
         return part_of(tensor.shape, tensor.tp_dim, t, self.tp, s, self.shard)
 
     def _owner(self, name: str, s: int, t: int) -> int:
-        """Returns the place of the one rank that writes a part; what a replica's ranks all have is spread over them."""
+        """Returns the place of the rank that writes a part. Ranks of a replica share what all of them have."""
         t = s % self.tp if self.tensors[name].tp_dim is None else t
         return (self._replica[name] * self.shard + s) * self.tp + t
 

@@ -1,4 +1,4 @@
-"""Writes checkpoints while the next steps run: all workers at once, each what it owns, which needs no agreement.
+"""Writes checkpoints while the next steps run: each worker writes the parts that it owns, without agreement.
 
 A checkpoint is complete or absent: it is written under another name, gets its own once all of it is on disk with
 checksums, and only then does the file `latest` name it.
@@ -42,7 +42,7 @@ _FILES = "files.json"  # of a role, until the checkpoint is complete: its files 
 
 @dataclass(frozen=True)
 class _Part:
-    """What this worker writes of a role's state, copied: the role may change it in the meantime."""
+    """A copy of this worker's parts of a role's state, which the role may change in the meantime."""
 
     place: int  # of this worker among those of the role
     tensors: Mapping[str, Tensor]  # the parts that it owns, in host memory
@@ -89,7 +89,7 @@ class CheckpointWriter:
         self._running: Future[None] | None = None
 
     def copy(self, role_states: Mapping[str, RoleState]) -> Parts:
-        """Copies what this worker writes of the state of its roles."""
+        """Copies this worker's parts of the state of its roles."""
         return {role: _copy(role, state, self.roles[role].index(self.rank)) for role, state in role_states.items()}
 
     def own_files(self, name: str, tensors: Mapping[str, Tensor], values: Any) -> Parts:
@@ -106,7 +106,7 @@ class CheckpointWriter:
         run_state: Mapping[str, Any],
         on_complete: Callable[[Path], None],
     ) -> None:
-        """Writes what this worker has copied, in the background; rank 0 then calls `on_complete` with the checkpoint.
+        """Writes this worker's copies in the background; rank 0 then calls `on_complete` with the checkpoint.
 
         Waits for the checkpoint before, and raises what went wrong with it.
         """

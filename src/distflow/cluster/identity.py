@@ -1,4 +1,4 @@
-"""What each worker tells all others at the start: where it is and what it runs, so that a wrong one is named."""
+"""Identifies each worker to all others at the start, so that one on a wrong host or with other code is named."""
 
 import hashlib
 import json

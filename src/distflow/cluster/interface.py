@@ -1,4 +1,4 @@
-"""Which of this host's addresses the other workers connect to. Imports no torch."""
+"""Finds the address of this host that the other workers connect to. Imports no torch."""
 
 import contextlib
 import errno
@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 from distflow.errors import ConfigError, cut, suggest
+from distflow.util.addresses import address_towards
 
 INTERFACE = "DISTFLOW_INTERFACE"  # environment variable: name of an interface, or an address of this host
 BACKENDS = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")  # where gloo and NCCL look for the same
@@ -24,7 +25,7 @@ def own_address(master: str, several_hosts: bool) -> str:
     chosen = os.environ.get(INTERFACE)
     if chosen:
         return _chosen_address(chosen)
-    address = _source_address(master)
+    address = address_towards(master)
     if address and (not is_loopback(address) or is_loopback(master) or not several_hosts):
         return address
     # The name of rank 0's host, which Debian maps to a loopback address there: 127.0.1.1.
@@ -42,7 +43,7 @@ def export_interface(address: str) -> None:
 
 
 def addresses() -> dict[str, str]:
-    """Returns interface → its first address, of those that have one; loopback last."""
+    """Returns the first address of each interface that has one; loopback comes last."""
     found: dict[str, str] = {}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
         for _, name in socket.if_nameindex():
@@ -66,7 +67,7 @@ def is_loopback(host: str) -> bool:
 
 
 def _ipv6_addresses() -> list[tuple[str, str]]:
-    """Reads Linux's list of them, but for those that are valid on one link only."""
+    """Returns interface and address from Linux's list, without addresses that are valid on one link only."""
     with contextlib.suppress(OSError):
         rows = [line.split() for line in Path("/proc/net/if_inet6").read_text().splitlines()]
         return [(row[5], str(ipaddress.ip_address(bytes.fromhex(row[0])))) for row in rows if row[3] != "20"]
@@ -94,16 +95,3 @@ def _chosen_address(chosen: str) -> str:
             f"; set it on each host to one of its own: {', '.join(f'{n} {a}' for n, a in known.items())}"
         ) from None
     return chosen
-
-
-def _source_address(master: str) -> str | None:
-    """Returns the address that the route to `master` starts from; nothing is sent."""
-    try:
-        options = socket.getaddrinfo(master, 9, type=socket.SOCK_DGRAM)
-    except OSError:
-        return None
-    for family, kind, protocol, _, address in sorted(options, key=lambda o: o[0] != socket.AF_INET):
-        with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as s:
-            s.connect(address)
-            return str(s.getsockname()[0])
-    return None

@@ -33,8 +33,7 @@ _SIGNALS: dict[str, Any] = {"signals_to_handle": "SIGTERM,SIGHUP,SIGQUIT"}
 def launch(config: Config, words: Sequence[str], resume: str | None = None, again: Sequence[str] = ()) -> int:
     """Runs the config to the end and returns the exit code. Logs the one cause of each failure.
 
-    `words`: those after `distflow` that start each worker; `again`: those that start the run again, none for the Python
-    API.
+    `words` after `distflow` start a worker; the words of `again` start the run again, none for the Python API.
     """
     workers = config.workers or 1
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // workers)))

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from torch.distributed.elastic.multiprocessing.api import SignalException
 
-from distflow.cluster.ray_actor import End, Place, WorkerActor
+from distflow.cluster.ray_actor import ActorAddress, End, WorkerActor
 from distflow.cluster.restarts import PRESS_AGAIN, run_with_restarts
 from distflow.config import Config
 from distflow.errors import ConfigError, cut, suggest
@@ -52,7 +52,7 @@ class _Exit(NamedTuple):
 def launch(config: Config, words: Sequence[str], resume: str | None, again: Sequence[str], address: str) -> int:
     """Runs the config to the end on the cluster at `address`, by default the one that Ray finds; returns the exit code.
 
-    `words`: those after `distflow` that start each worker; `again`: those that start the run again.
+    `words` after `distflow` start a worker; the words of `again` start the run again.
     """
     workers = config.workers or 1
     check_resources(config, workers)
@@ -124,7 +124,7 @@ class _Launcher:
         return ends
 
     @contextmanager
-    def _actors(self) -> Iterator[tuple[list[Any], list[Place]]]:
+    def _actors(self) -> Iterator[tuple[list[Any], list[ActorAddress]]]:
         """Starts an actor for each rank, and ends them all."""
         deadline = time.monotonic() + self.config.ray.start_limit_s
         self._next_warning = time.monotonic() + 10
@@ -193,7 +193,7 @@ def check_resources(config: Config, workers: int) -> None:
 
 
 def resources_by_rank(config: Config, workers: int, cluster: Resources) -> list[Resources]:
-    """Returns what each rank needs: the most that any of its rank sets asks for; else a GPU, or a CPU."""
+    """Returns the resources of each rank: the most that any of its rank sets asks for; else a GPU, or a CPU."""
     default = {"GPU": 1.0} if cluster.get("GPU") else {"CPU": 1.0}
     asked = config.ray.resources
     ranks = Placement(workers, config.placement.ranks).ranks
@@ -245,14 +245,14 @@ def _needed(resources: Sequence[Resources]) -> str:
     return f"{len(resources)} workers need {', '.join(amounts)}"
 
 
-def _describe(places: Sequence[Place]) -> None:
+def _describe(places: Sequence[ActorAddress]) -> None:
     ranks: dict[str, list[int]] = {}
     for rank, place in enumerate(places):
         ranks.setdefault(f"{place.host} ({place.address})", []).append(rank)
     logger.info("workers: %s", "; ".join(f"ranks {format_ranks(tuple(r))} on {h}" for h, r in ranks.items()))
 
 
-def _cause(ends: Mapping[int, End | None], places: Sequence[Place]) -> Failure | None:
+def _cause(ends: Mapping[int, End | None], places: Sequence[ActorAddress]) -> Failure | None:
     """Returns why the run failed; None if all workers have ended well."""
     known = {rank: end for rank, end in ends.items() if end is not None}
     if len(known) == len(places) and not any(end.exitcode for end in known.values()):

@@ -1,4 +1,4 @@
-"""What Ray starts for each worker: an actor, which runs it as a child and says how it ended. Imports no torch."""
+"""The Ray actor of a worker: runs it as a child process and reports how it ended. Imports no torch."""
 
 import os
 import random
@@ -15,7 +15,7 @@ PORTS = range(20_000, 30_000)  # above Ray's own, below those that Linux gives t
 
 
 @dataclass(frozen=True)
-class Place:
+class ActorAddress:
     """Where an actor is."""
 
     node: str  # Ray's id of it
@@ -26,7 +26,7 @@ class Place:
 
 @dataclass(frozen=True)
 class End:
-    """How a worker has ended, and what it wrote for its launcher: file name → content."""
+    """The end of a worker: its exit code, and the files that it wrote for its launcher."""
 
     exitcode: int
     pid: int
@@ -40,11 +40,11 @@ class WorkerActor:
         self._process: subprocess.Popen[bytes] | None = None
         self._stopped = False
 
-    def place(self) -> Place:
+    def place(self) -> ActorAddress:
         import ray
 
         node, address = ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address()
-        return Place(node, socket.gethostname(), address, _port())
+        return ActorAddress(node, socket.gethostname(), address, _port())
 
     def run(self, command: Sequence[str], folder_variable: str, env: Mapping[str, str], cwd: str) -> End:
         """Runs the worker to its end. Its output is that of the actor, which Ray shows to the launcher."""

@@ -1,4 +1,4 @@
-"""Where workers meet: opens the store, waits for the others, and says who is missing instead of hanging."""
+"""The rendezvous of workers: opens the store, waits for the others, and names the missing ones instead of hanging."""
 
 import contextlib
 import errno
@@ -86,7 +86,7 @@ class Rendezvous:
             raise PeerLostError(f"{self._self()} ends, as another worker could not start: {verdict}")
 
     def fail(self, message: str) -> None:
-        """Tells workers that are waiting why this one will not join."""
+        """Tells the waiting workers why this one will not join."""
         with contextlib.suppress(dist.DistError):
             self.store.compare_set("complete", "", f"{self._self()}: {message}"[:2000])
 
@@ -138,7 +138,7 @@ class Rendezvous:
             raise ConfigError(f"{self._missing()} for {self.limit_s:g} s; {cure}")
 
     def _missing(self) -> str:
-        """Says who has joined and who has not; costs a request per worker, so only when it is to be reported."""
+        """Lists the workers that have joined and the missing ranks. Costs a request per worker: only for reports."""
         here = [r for r in range(self.workers) if self.store.check([f"place/{r}"])]
         hosts = sorted({json.loads(self.lookup("place", r))["host"] for r in here})
         missing = tuple(r for r in range(self.workers) if r not in set(here))

@@ -93,7 +93,7 @@ def _how_to_resume(checkpoints: "_NewCheckpoints", resume: str | None, again: Se
 
 
 class _NewCheckpoints:
-    """The checkpoints that this run has written; it must not restart from those of an earlier run in its folder."""
+    """The checkpoints that this run has written. It must not restart from one of an earlier run in its folder."""
 
     def __init__(self, folder: Path) -> None:
         self._latest = folder / CHECKPOINTS / LATEST

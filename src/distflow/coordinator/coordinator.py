@@ -35,7 +35,7 @@ from distflow.util.arrays import Ints
 
 
 @dataclass
-class Traffic:
+class StepTraffic:
     """The bytes one worker sent, received and read locally in a step; `imbalance` is (max − min) / mean tokens."""
 
     sent: int = 0
@@ -45,12 +45,12 @@ class Traffic:
 
 
 class _StepState:
-    """What a rank knows about the samples of one step. Moves may be carried out in a thread of their own."""
+    """The samples of one step, as this rank knows them. Moves may be carried out in a thread of their own."""
 
     def __init__(self) -> None:
         self.slots: dict[str, Ints] = {}  # partition → the slots this rank has there
         self.deals: dict[tuple[str, int], Ints] = {}  # (partition, samples) of a domain → replica of each slot
-        self.traffic = Traffic()  # of moves
+        self.traffic = StepTraffic()  # of moves
         self.local = 0  # bytes that nodes read where others wrote them
 
 
@@ -127,7 +127,7 @@ class Coordinator:
         return {f: self.buffer.get(Key(step, task.src.id, f)) for f in task.fields}
 
     def receive(self, step: int, task: Move, columns: Mapping[str, Column] | None) -> None:
-        """Keeps what a move has brought, if this rank is in its target."""
+        """Keeps the columns of a move, if this rank is in its target."""
         for f, column in (columns or {}).items():
             self.buffer.put(Key(step, task.dst.id, f), column)
             self._moved.add(Key(step, task.dst.id, f))
@@ -214,7 +214,7 @@ class Coordinator:
         return contiguous_deal(partition, samples, self.plan.repeat) if deal is None else deal
 
     def inputs(self, step: int, task: Run) -> Batch:
-        """Returns what a node reads. Tensors are shared with other readers and read-only; objects are copies."""
+        """Returns the inputs of a node. Tensors are shared with other readers and read-only; objects are copies."""
         groups, member = np.divmod(self.slots(step, task.partition), self.plan.repeat)
         ids = self.groups(step)[groups] * self.plan.repeat + member
         columns: dict[str, Column] = {}
@@ -227,7 +227,7 @@ class Coordinator:
         return Batch(ids, ids // self.plan.repeat, columns)
 
     def outputs(self, step: int, task: Run, value: Any) -> None:
-        """Checks what a node returned, and keeps the fields that a later node reads."""
+        """Checks the outputs of a node, and keeps the fields that a later node reads."""
         node = self.plan.flow.node(task.node)
         samples = len(self.slots(step, task.partition))
         written = by_field(value, node.writes)
@@ -254,7 +254,7 @@ class Coordinator:
         if remaining:
             raise DataError(f"step {step} is over, but these fields were never freed: {remaining}")
 
-    def end_step(self, step: int) -> Traffic:
+    def end_step(self, step: int) -> StepTraffic:
         """Forgets a step all of whose tasks are done, and returns its traffic."""
         state = self._steps.pop(step, None) or _StepState()
         self.sampled_prompts = None

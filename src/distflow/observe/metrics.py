@@ -12,7 +12,7 @@ from torch import Tensor
 
 from distflow.batch.context import Reduce
 from distflow.comm.collectives import Communication, all_reduce, all_reduce_bytes
-from distflow.coordinator.coordinator import Traffic
+from distflow.coordinator.coordinator import StepTraffic
 from distflow.coordinator.dynamic_sampling import SampledPrompts
 from distflow.errors import DistflowError, suggest
 
@@ -77,7 +77,7 @@ class StepMetrics:
         for name in ("rounds", "discarded", "filled"):
             self.log(f"sampling/{name}", getattr(prompts, name))
 
-    def traffic(self, traffic: Traffic) -> None:
+    def traffic(self, traffic: StepTraffic) -> None:
         """Logs bytes: the mean over workers, and the maximum."""
         for name in ("sent", "received", "local"):
             self.log(f"data/bytes_{name}", getattr(traffic, name))

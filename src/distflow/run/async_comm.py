@@ -28,7 +28,7 @@ from distflow.run.worker import Worker
 
 @dataclass(frozen=True)
 class CommThread:
-    """What the thread of a worker communicates with."""
+    """The transport of a worker's thread, and how its chain waits for it."""
 
     run: Callable[[Communication[None]], None]  # carries out communication, in the thread only
     sent: Counter[int] = field(default_factory=Counter)  # the bytes that `run` has sent to each peer
@@ -119,7 +119,7 @@ class AsyncComm(Comm):
         """Does nothing: the thread does it when it has done all of the step."""
 
     def after_chain(self, step: int, metrics: StepMetrics) -> None:
-        """Gives the metrics of a step away as soon as they are complete: those ahead wait for all workers' to go on."""
+        """Hands the metrics of a step to the thread once they are complete: ranks ahead wait for all of them."""
         if not self._evaluates(step):
             self.mail.put((step, "metrics"), (metrics, self.thread.stop_requested()))
 

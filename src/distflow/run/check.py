@@ -44,7 +44,7 @@ def _check_model(
 ) -> Generator[str, None, dict[str, Any]]:
     """Checks the model and all prompts; returns the first row whose prompt the model can read."""
     from distflow.agents.setup_check import check_environments
-    from distflow.cluster.network import own_device
+    from distflow.cluster.world import own_device
     from distflow.model.lora import Adapter
     from distflow.model.memory import check_kv_cache
     from distflow.model.prompt_check import check_prompts, texts

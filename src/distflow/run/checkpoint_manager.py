@@ -1,4 +1,4 @@
-"""When a run writes checkpoints, what they contain, and how a run resumes from one."""
+"""Checkpoints of a run: when they are due, their contents, and how a run resumes from one."""
 
 import json
 import logging
@@ -21,7 +21,7 @@ from distflow.checkpoint.store import (
     verify,
 )
 from distflow.checkpoint.writer import CheckpointWriter, Parts
-from distflow.cluster.network import Network
+from distflow.cluster.world import World
 from distflow.comm.collectives import broadcast_bytes
 from distflow.coordinator.coordinator import Coordinator
 from distflow.errors import CheckpointError, ConfigError, cut
@@ -40,9 +40,9 @@ class CheckpointManager:
     and the step."""
 
     def __init__(
-        self, program: Program, network: Network, roles: Mapping[str, Role], data: Coordinator, rollouts: Rollouts
+        self, program: Program, world: World, roles: Mapping[str, Role], data: Coordinator, rollouts: Rollouts
     ) -> None:
-        self.program, self.config, self.network = program, program.config, network
+        self.program, self.config, self.world = program, program.config, world
         self.roles, self.data, self.rollouts = roles, data, rollouts
         self.folder = self.config.run_folder / CHECKPOINTS
         plan, self.rank = data.plan, data.rank
@@ -54,19 +54,19 @@ class CheckpointManager:
         if rollouts.writers:
             self.ranks[ROLLOUTS] = rollouts.writers
         self._copies: dict[int, Parts] = {}  # step → what this worker writes, until all have come there
-        self.writer = CheckpointWriter(self.folder, self.rank, network.all_ranks, self.ranks, network.background.run)
+        self.writer = CheckpointWriter(self.folder, self.rank, world.all_ranks, self.ranks, world.background.run)
 
     def due(self, step: int) -> bool:
         return self.config.checkpoint.every > 0 and step % self.config.checkpoint.every == 0
 
     def copy(self, step: int) -> None:
-        """Copies what this worker writes of its roles: it may train further before all workers are at `step`."""
+        """Copies the state of its roles: this worker may train further before all workers are at `step`."""
         self._copies[step] = self.writer.copy(self._role_states())
 
     def save(self, step: int) -> None:
         """Starts to write a checkpoint. If the one before could not be written, warns; the next one may succeed."""
         try:
-            with self.network.heartbeat.waiting(self.network.all_ranks):
+            with self.world.heartbeat.waiting(self.world.all_ranks):
                 self.writer.wait()
         except CheckpointError as e:
             if self.rank == 0:
@@ -84,7 +84,7 @@ class CheckpointManager:
         """Waits until the last checkpoint is on disk, or raises; writes one of `step` first if it was not due."""
         if step is not None and not self.due(step):
             self.save(step)
-        with self.network.heartbeat.waiting(self.network.all_ranks):
+        with self.world.heartbeat.waiting(self.world.all_ranks):
             self.writer.wait()
 
     def close(self) -> None:
@@ -92,20 +92,20 @@ class CheckpointManager:
 
     def resume(self, source: str | None) -> int:
         """Restores a checkpoint, given as for `--resume`, and returns its step; 0 starts anew."""
-        network = self.network
-        check_shared(self.config.run_folder, self.rank, network.all_ranks, network.transport.run)
+        world = self.world
+        check_shared(self.config.run_folder, self.rank, world.all_ranks, world.transport.run)
         if source is None:
             return self._start_anew()
         folder, paths = self._candidates(source)
         problems = [format_problem(path) for path in paths]
-        if not network.any_rank(not all(problems)):  # all are of another version, or there is none
+        if not world.any_rank(not all(problems)):  # all are of another version, or there is none
             if source == AUTO:
                 return self._start_anew()
             if problems:
                 raise ConfigError(f"--resume: {problems[0]}")
         for path, problem in zip(paths, problems, strict=True):
-            problem = problem or verify(path, self.rank, len(network.all_ranks))
-            if not network.any_rank(problem is not None):
+            problem = problem or verify(path, self.rank, len(world.all_ranks))
+            if not world.any_rank(problem is not None):
                 step = self._restore(path)
                 if self.rank == 0:
                     logger.info("resumed from %s", path)
@@ -123,7 +123,7 @@ class CheckpointManager:
         return 0
 
     def _candidates(self, source: str) -> tuple[Path, list[Path]]:
-        """Returns the folder that is searched and its checkpoints, newest first: those that rank 0 sees."""
+        """Returns the folder that is searched and its checkpoints, newest first, as rank 0 sees them."""
         folder, names = self.folder, ""
         try:
             if source not in (AUTO, NEWEST):
@@ -132,8 +132,8 @@ class CheckpointManager:
                 names = "\n".join(names_of_checkpoints(folder))
         except (OSError, RuntimeError) as e:
             raise ConfigError(f"--resume: '{cut(source)}' cannot be looked up: {e}") from None
-        listing = broadcast_bytes(self.rank, self.network.all_ranks, names.encode())
-        names = self.network.transport.run(listing).decode()
+        listing = broadcast_bytes(self.rank, self.world.all_ranks, names.encode())
+        names = self.world.transport.run(listing).decode()
         return folder, [folder / name for name in names.splitlines()]
 
     def _role_states(self) -> dict[str, RoleState]:

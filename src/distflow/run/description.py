@@ -1,4 +1,4 @@
-"""What rank 0 writes about a run: its config, plan, versions, seeds and hosts. Imports no torch."""
+"""Describes a run in files of its folder: config, plan, versions, seeds and hosts. Imports no torch."""
 
 import json
 import platform

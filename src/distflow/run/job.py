@@ -1,4 +1,4 @@
-"""What one worker does in a run: open data and models with the others, run the steps, save, close."""
+"""A run on one worker: opens data and models with the others, runs the steps, saves, closes."""
 
 import inspect
 import time
@@ -12,8 +12,8 @@ import torch
 
 from distflow.checkpoint.store import read_state, verify
 from distflow.cluster.identity import list_hosts
-from distflow.cluster.network import Network
 from distflow.cluster.rendezvous import Rendezvous
+from distflow.cluster.world import World
 from distflow.comm.collectives import Communication
 from distflow.coordinator.coordinator import Coordinator
 from distflow.dataset.loader import Loader
@@ -44,7 +44,7 @@ from distflow.train.update_spec import check_losses
 
 @dataclass(frozen=True)
 class Inputs:
-    """What a run reads and does: rows and plans."""
+    """The rows and plans of a run."""
 
     plan: Plan
     rows: DatasetView
@@ -91,9 +91,9 @@ class Job:
         self.inputs = Inputs.open(program, plan)
         self.plans = self.inputs.plans
         # 2. Meet the other workers.
-        self.network = Network(self.config, self.plans, self._model_layouts(), heartbeat, rendezvous)
+        self.world = World(self.config, self.plans, self._model_layouts(), heartbeat, rendezvous)
         if self.rank == 0:
-            describe_run(self.config, self.plans[0], list_hosts(self.network.identities))
+            describe_run(self.config, self.plans[0], list_hosts(self.world.identities))
         # 3. Open the model, and drop prompts that it cannot read.
         self.source, self.inputs = self._open_model()
         # 4. Load the models of roles.
@@ -105,11 +105,11 @@ class Job:
         # 5. Restore the state of a checkpoint.
         self.data = self._coordinator(plan, Loader(rows, data.batch, program.repeat, self.config.seed))
         self.rollouts = Rollouts(plan)
-        self.checkpoints = CheckpointManager(program, self.network, self.roles, self.data, self.rollouts)
+        self.checkpoints = CheckpointManager(program, self.world, self.roles, self.data, self.rollouts)
         self.first = self.checkpoints.resume(resume) if self.steps else 0  # the step after which this run starts
         # 6. Open the logs, and make the workers of the plans.
         self.progress = self._open_progress() if self.rank == 0 else None
-        self.metrics = MetricsReducer(self.rank, self.network.all_ranks, self.progress)
+        self.metrics = MetricsReducer(self.rank, self.world.all_ranks, self.progress)
         self.recorder = self._open_recorder()
         around = Surroundings(self.config.seed, self.config.run_folder, heartbeat.start_task, self.recorder)
         versions = Versions(plan.staleness, self.first, self.steps)
@@ -129,22 +129,22 @@ class Job:
         if self.steps > self.first:
             self.checkpoints.finish(self.steps)
         self.metrics.wait()
-        self.network.leave_together()
+        self.world.leave_together()
 
     def _evaluate_first(self) -> None:
         """Evaluates before the first step, or all there is to evaluate. Nobody votes yet: a run stops after a step."""
         step = read_state(self.program.checkpoint)["step"] if self.program.checkpoint else 0
-        self.network.transport.run(self._end_metrics(step, StepMetrics(), lambda: False))
+        self.world.transport.run(self._end_metrics(step, StepMetrics(), lambda: False))
         self.recorder.end_step(step)
 
     def _train(self, worker: Worker) -> None:
-        if self.network.overlap:  # the communication of steps has a thread of its own
-            transport = self.network.overlap
+        if self.world.overlap:  # the communication of steps has a thread of its own
+            transport = self.world.overlap
             thread = CommThread(transport.run, transport.sent, self.heartbeat.waiting, self.stop_requested)
             self.comm = comm = AsyncComm(worker, self.evaluation, self.metrics, thread)
             comm.start()
         try:
-            self.network.transport.run(worker.steps(self._end_of_step, self._after_step, self._after_chain))
+            self.world.transport.run(worker.steps(self._end_of_step, self._after_step, self._after_chain))
         except DistflowError as e:
             self.recorder.fail(self.heartbeat.step, str(e))
             raise
@@ -158,11 +158,11 @@ class Job:
             role.close()
         if self.progress:
             self.progress.close()
-        self.network.close()
+        self.world.close()
 
     def _open_model(self) -> tuple[Any, Inputs]:
         """Opens the model of the config or checkpoint, if there is one; returns it and the rows that it can read."""
-        config, inputs, all_ranks = self.config, self.inputs, self.network.all_ranks
+        config, inputs, all_ranks = self.config, self.inputs, self.world.all_ranks
         if not config.model:
             return None, inputs
         from distflow.checkpoint.model import find_role, open_checkpoint
@@ -179,7 +179,7 @@ class Job:
         text = Text(source, prompt_limit(source, config.rollout.max_tokens, config.data.max_prompt))
         with self.heartbeat.waiting(all_ranks):
             skip = config.data.on_bad_row == "skip"
-            checked = check_prompts(inputs.rows, text, skip, self.rank, len(all_ranks), self.network.all_reduce)
+            checked = check_prompts(inputs.rows, text, skip, self.rank, len(all_ranks), self.world.all_reduce)
             if inputs.held_out:
                 check_prompts(inputs.held_out, text, False, self.rank, len(all_ranks))
         skipped = [*inputs.skipped, *checked.skipped]
@@ -188,32 +188,32 @@ class Job:
 
     def _verify(self, checkpoint: Path) -> None:
         """Verifies a checkpoint, of which every worker reads a share."""
-        problem = verify(checkpoint, self.rank, len(self.network.all_ranks))
-        if self.network.any_rank(problem is not None):
+        problem = verify(checkpoint, self.rank, len(self.world.all_ranks))
+        if self.world.any_rank(problem is not None):
             problem = problem or f"{checkpoint} is damaged, as another worker has found"
             raise ConfigError(f"{problem}; name another checkpoint")
 
     def _make_roles(self) -> None:
         """Makes the roles of this worker, in an order that all ranks share: they may create process groups for them."""
         self.heartbeat.start_task(-1, "load models")
-        self.hybrid_mesh = cache(self.network.mesh)
+        self.hybrid_mesh = cache(self.world.mesh)
         # Roles with engines come first.
         for name in sorted(_roles(self.plans, self.rank), key=lambda role: (role not in self.generates, role)):
             self.roles[name] = self._make_role(name)
 
     def _make_role(self, name: str) -> Role:
         """Makes the object that implements a role on this worker."""
-        config, network = self.config, self.network
+        config, world = self.config, self.world
         implementation, args = self.program.role_class(name), dict(self.program.role_bindings[name].args)
         if _takes_role_context(implementation):
             args["role"] = RoleContext(
                 name=name,
                 rank=self.rank,
                 layouts=_layouts(self.plans, name),
-                meshes=network.meshes,
+                meshes=world.meshes,
                 hybrid_mesh=self.hybrid_mesh,
-                topology=network.topology,
-                device=network.device,
+                topology=world.topology,
+                device=world.device,
                 source=self.source,
                 rollout=config.rollout,
                 train=config.train,
@@ -228,7 +228,7 @@ class Job:
         return implementation(**args)
 
     def _check_fields(self) -> None:
-        """Lets roles that can tell, such as rewards, refuse what they will be given, before anything is generated."""
+        """Lets roles such as rewards refuse their fields and rows before anything is generated."""
         for plan in self.plans:
             for node in plan.flow.nodes:
                 if node.method and node.role in self.roles:
@@ -246,19 +246,19 @@ class Job:
         return list(dict.fromkeys(layout for r in wanted for layout in _layouts(self.plans, r).values()))
 
     def _coordinator(self, plan: Plan, loader: Loader) -> Coordinator:
-        return Coordinator(self.rank, plan, loader, self.network.topology)
+        return Coordinator(self.rank, plan, loader, self.world.topology)
 
     def _open_progress(self) -> Progress:
         config, inputs = self.config, self.inputs
         folder, settings = config.run_folder, redact(config.model_dump(mode="json"))
         trackers = start_trackers(config.track, RunInfo(folder.name, folder, settings, self.first))
-        hosts = [i.host for i in self.network.identities]
+        hosts = [i.host for i in self.world.identities]
         return Progress(folder, self.steps, inputs.skipped, inputs.skipped_count, self.first, hosts, trackers)
 
     def _open_recorder(self) -> Recorder:
         config, record = self.config, self.config.record
         pieces = text_of_tokens(self.source.tokenizer) if self.source else None
-        sent = self.network.transport.sent
+        sent = self.world.transport.sent
         recorder = Recorder.make(config.run_folder, self.rank, sent, record.spans, record.samples, pieces)
         if self.progress and recorder.samples:
             recorder.samples.listener = self.progress.on_samples
@@ -266,8 +266,8 @@ class Job:
 
     def _start_recording(self) -> None:
         """Waits for all workers, and agrees with them on what time it is."""
-        now = self.network.all_reduce(torch.tensor([time.time()], dtype=torch.float64), torch.maximum)
-        self.recorder.open(float(now), self.first, len(self.network.all_ranks))
+        now = self.world.all_reduce(torch.tensor([time.time()], dtype=torch.float64), torch.maximum)
+        self.recorder.open(float(now), self.first, len(self.world.all_ranks))
         self.heartbeat.on_wait = self.recorder.waited
 
     def _evaluation(self, around: Surroundings) -> Evaluation | None:
@@ -289,7 +289,7 @@ class Job:
         """Evaluates if it is time to, and reduces the metrics; the vote whether to stop goes with them."""
         if self.evaluation:
             yield from self.evaluation(step, metrics)
-        if self.network.device.type != "cpu":
+        if self.world.device.type != "cpu":
             metrics.log("perf/device_peak_mib", torch.accelerator.max_memory_allocated() / (1 << 20), reduce="max")
         with self.recorder.span(step, "control", "metrics"):
             yield from self.comm.reduce(self.metrics, step, metrics, vote())
@@ -300,7 +300,7 @@ class Job:
             self._copy_state(step)
 
     def _copy_state(self, step: int) -> None:
-        """Copies what a checkpoint keeps of this worker, if it goes on before all workers have done `step`."""
+        """Copies this worker's state for a checkpoint, if it goes on before all workers have done `step`."""
         if self.plan.staleness and step <= self.steps:
             self.checkpoints.copy(step)
 

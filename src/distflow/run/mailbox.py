@@ -1,4 +1,4 @@
-"""What the two threads of a worker hand to each other."""
+"""Passes values between the two threads of a worker."""
 
 from collections.abc import Hashable
 from threading import Condition
@@ -34,7 +34,7 @@ class Mailbox:
             return key in self._values
 
     def fail(self, error: BaseException) -> None:
-        """Lets everybody who waits for a value that is not there raise this error."""
+        """Raises this error in every thread that waits for a missing value."""
         with self._changed:
             self._error = self._error or error
             self._changed.notify_all()

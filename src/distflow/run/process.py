@@ -15,8 +15,8 @@ from typing import NoReturn
 import torch
 
 from distflow.cluster.launch_env import LaunchEnv
-from distflow.cluster.network import own_device
 from distflow.cluster.rendezvous import LINGER_S, Rendezvous
+from distflow.cluster.world import own_device
 from distflow.errors import ConfigError, DistflowError, StoppedError
 from distflow.liveness.beacon import Beacon
 from distflow.liveness.failures import Failure
@@ -87,7 +87,7 @@ def run_worker(program: Program, env: LaunchEnv, resume: str | None = None) -> i
 
 
 def _join(program: Program, env: LaunchEnv) -> tuple[Rendezvous, Beacon | None, Plan]:
-    """Meets the other workers. Whatever this one can find wrong by itself is found here, and told to those who wait."""
+    """Meets the other workers. Checks all that needs no others first, and tells a failure to the waiting workers."""
     config, workers = program.config, env.workers
     # The watchdog has to report a stuck run first: the store gives up by itself only much later.
     rendezvous = Rendezvous(env, timedelta(seconds=2 * config.wait_limit_s + 60))

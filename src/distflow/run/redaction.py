@@ -1,4 +1,4 @@
-"""Hides secrets in what is written about a run. Imports no torch."""
+"""Hides secrets in the files that describe a run. Imports no torch."""
 
 import re
 from collections.abc import Mapping

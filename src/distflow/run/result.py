@@ -1,4 +1,4 @@
-"""What a run has left in its folder, as the Python API returns it, and the calls per step while it runs."""
+"""The result of a run, read from its folder for the Python API, and the calls per step while it runs."""
 
 import os
 import signal
@@ -62,7 +62,7 @@ class StepCalls:
         self._thread.join()
 
     def raise_error(self) -> None:
-        """Raises what a call has raised."""
+        """Raises the error of a call."""
         if self._error:
             raise self._error
 

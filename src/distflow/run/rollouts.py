@@ -32,7 +32,7 @@ CARRIED = "carried on/"  # beside the ids of nodes, which cannot have such a nam
 
 @dataclass(frozen=True)
 class Rollout:
-    """What a node has generated for some samples, and what it has logged."""
+    """The outputs of a node that generates, for some samples, and its metrics."""
 
     ids: Ints  # ascending
     columns: Mapping[str, Column]
@@ -40,7 +40,7 @@ class Rollout:
 
 
 class PartialRollouts:
-    """What a node that generates may begin in a step, has begun before, and carries on to the next."""
+    """The samples that a node may begin early, those begun before, and those that it carries on to the next step."""
 
     def __init__(self, ahead: Batch, begun: Batch | None) -> None:
         self.ahead, self.begun = ahead, begun
@@ -64,16 +64,16 @@ class Rollouts:
         self._places = 0  # files in the folder
 
     def keep(self, step: int, node: Node, rollout: Rollout) -> None:
-        """Keeps what a node has generated, and forgets what all workers have trained on."""
+        """Keeps a rollout, and forgets rollouts that all workers have trained on."""
         self._kept = {key: kept for key, kept in self._kept.items() if key[0] > step - self.delay}
         self._kept[step, node.id] = rollout
 
     def carry(self, step: int, begun: Batch | None) -> None:
-        """Keeps what is carried on to the step after `step`."""
+        """Keeps the samples that are carried on to the step after `step`."""
         self._carried = step, begun
 
     def begun(self, step: int, layout: Layout, rank: int) -> Batch | None:
-        """Returns what was begun before `step`: here, or, if it is the first that is generated, by the run before."""
+        """Returns the samples begun before `step`, in this run or, in its first step, in the one it resumes."""
         before, begun = self._carried
         if before == step - 1:
             return begun
@@ -118,7 +118,7 @@ class Rollouts:
             raise CheckpointError(f"{self._folder}: cannot be read ({e}); use another checkpoint") from e
 
     def _read_carried(self, folder: Path, prefix: str, layout: Layout, replica: int) -> Batch | None:
-        """Returns what is carried on in the files of the replicas whose prompts may be this replica's now."""
+        """Reads carried samples from the files of replicas whose prompts may be this replica's now."""
         first, last = contiguous_share(self._prompts, layout.dp, replica)
         parts = []
         for place in np.unique(contiguous_replicas(self._prompts, self._places)[first:last]).tolist():

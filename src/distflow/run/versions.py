@@ -33,6 +33,6 @@ class Versions:
         return ended if ended > self.first else None
 
     def stop_after(self, step: int) -> None:
-        """Is called after every step in which a worker votes to stop; all end after what those ahead have begun."""
+        """Ends the run after the steps that ranks ahead have begun. Only the first vote counts."""
         if self.stop_step is None:
             self.stop_step = step + self.delay

@@ -34,7 +34,7 @@ TOKENS = "response_tokens"
 
 @dataclass(frozen=True)
 class Surroundings:
-    """What the workers of a run, the one that trains and the one that evaluates, have in common on one rank."""
+    """The settings that the training and the evaluating worker of a rank share."""
 
     seed: int = 0
     folder: Path = Path()  # of the run
@@ -45,7 +45,7 @@ class Surroundings:
 class Worker:
     """Runs the tasks of one rank. The methods of `comm.roles` are the nodes of roles.
 
-    `held_out`: the plan is an evaluation. `rollouts` has those that are ahead of training.
+    `held_out`: the plan is an evaluation. `rollouts` keeps rollouts that are ahead of training.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class Worker:
                 after_chain(step, metrics)
 
     def version(self, step: int) -> int:
-        """Returns which weights the chain generates with: those that this many steps have made."""
+        """Returns the version of the weights that the chain generates with."""
         return step if self.held_out else self.comm.versions.of(step)
 
     def run_chain(self, step: int, metrics: StepMetrics) -> Communication[None]:
@@ -209,7 +209,7 @@ class Worker:
     def _generate(
         self, context: Context, node: Node, task: Run, batch: Batch, metrics: StepMetrics
     ) -> Mapping[str, Any]:
-        """Calls a node that generates, unless a resumed run has what it would return; keeps what is ahead."""
+        """Calls a node that generates, or recalls its rollout in a resumed run; keeps rollouts ahead of training."""
         assert self.rollouts
         rollout = self.rollouts.recall(context.step, node, context.layout, self.rank, batch.ids)
         if rollout is None:

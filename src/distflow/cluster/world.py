@@ -1,4 +1,4 @@
-"""How a worker communicates with the others: process groups, device meshes, the transport of the data plane."""
+"""All workers of a run, as one of them sees them: identities, transports, process groups, device meshes."""
 
 import logging
 import os
@@ -25,8 +25,8 @@ from distflow.plan.topology import Topology
 logger = logging.getLogger(__name__)
 
 
-class Network:
-    """Process groups, meshes for the layouts of models, and the transport. Created by all workers at once."""
+class World:
+    """Connects this worker to the others. All workers create it at the same point, and so what it creates."""
 
     def __init__(
         self,
@@ -100,7 +100,7 @@ class Network:
         return DeviceMesh.from_group(groups, self.device.type, ranks, mesh_dim_names=names)
 
     def _exchange_identities(self, config: Config, plan: Plan, layouts: Collection[Layout]) -> list[Identity]:
-        """Returns who and where all workers are. Raises on all of them unless all run the same thing."""
+        """Exchanges identities. Raises on all workers unless all run the same thing."""
         try:
             host = host_id()
         except OSError:  # forbidden by a sandbox
