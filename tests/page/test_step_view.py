@@ -8,12 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from distflow.observe.spans import span_line, step_of
-from distflow.page.step_view import MAX_LANES, Span, StepView, parse_spans
+from distflow.page.step_view import MAX_LANES, StepView, WorkerSpan, parse_spans
 from distflow.util.lines import lines_of_steps
 
 
-def task(rank: int, start: int, end: int, kind: str, name: str, wait: int = 0, **details: object) -> Span:
-    return Span(rank, start, end, 1, kind, name, {**({"wait_us": wait} if wait else {}), **details})
+def task(rank: int, start: int, end: int, kind: str, name: str, wait: int = 0, **details: object) -> WorkerSpan:
+    return WorkerSpan(rank, start, end, 1, kind, name, {**({"wait_us": wait} if wait else {}), **details})
 
 
 # Rank 0 generates while rank 1 waits; then rank 1 trains while rank 0 waits.

@@ -9,7 +9,7 @@ import pytest
 
 from distflow.reward.code import all_unit_tests, last_block, unit_tests
 from distflow.reward.errors import RewardError
-from distflow.reward.suite import Call, Case, parse_suite
+from distflow.reward.suite import FunctionCase, ProgramCase, parse_suite
 from distflow.run.program import Program
 from reward.helpers import batch_of, context, metrics_of, missing_protection, rewarding, score
 
@@ -38,10 +38,10 @@ def test_the_last_fenced_block_is_the_program() -> None:
         (["assert f()"], ["assert f()"]),
         ("assert f()\nassert g()", ["assert f()\nassert g()"]),
         (json.dumps(["assert f()"]), ["assert f()"]),
-        ([{"input": "1", "output": "2"}], [Case("1", "2")]),
-        ([{"stdin": "1", "expected_output": "2"}], [Case("1", "2")]),
-        ('{"inputs": ["1", ["2", "3"]], "outputs": ["4", 5]}', [Case("1", "4"), Case("2\n3", "5")]),
-        ({"inputs": [[1, [2]]], "outputs": ["x"], "fn_name": "f"}, [Call([1, [2]], ["x"])]),
+        ([{"input": "1", "output": "2"}], [ProgramCase("1", "2")]),
+        ([{"stdin": "1", "expected_output": "2"}], [ProgramCase("1", "2")]),
+        ('{"inputs": ["1", ["2", "3"]], "outputs": ["4", 5]}', [ProgramCase("1", "4"), ProgramCase("2\n3", "5")]),
+        ({"inputs": [[1, [2]]], "outputs": ["x"], "fn_name": "f"}, [FunctionCase([1, [2]], ["x"])]),
     ],
 )
 def test_the_usual_forms_of_tests(truth: Any, tests: list[Any]) -> None:

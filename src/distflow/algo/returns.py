@@ -4,6 +4,8 @@
 returned in the dtype of the input.
 """
 
+import sys
+
 import torch
 from torch import Tensor
 
@@ -98,10 +100,12 @@ def whiten(values: Tensor, parts: Tensor, eps: float = 1e-6) -> Tensor:
 def explained_variance(returns: Tensor, errors: Tensor) -> float:
     """Returns 1 − variance of (returns − values) / variance of returns, from `moments` [any, 3] of each.
 
-    1 is a perfect critic. It is 0 if the returns have no variance.
+    1 is a perfect critic. It is 0 if the returns have no variance, or so little that the quotient is out of range.
     """
     total, unexplained = float(merge_moments(returns)[2]), float(merge_moments(errors)[2])
-    return 1 - unexplained / total if total > 0 else 0.0
+    if total == 0 or total * sys.float_info.max <= unexplained:
+        return 0.0
+    return 1 - unexplained / total
 
 
 def _discounted_sum(values: Tensor, remaining: Tensor, decay: float) -> Tensor:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from distflow.comm.balance import assign_evenly, rebalance
 from distflow.plan.layout import Layout
 from distflow.plan.topology import Topology
-from distflow.util.arrays import Ints
+from distflow.util.arrays import Ints, position_in_run
 
 
 def contiguous_replicas(samples: int, replicas: int) -> Ints:
@@ -49,7 +49,7 @@ def _assign_local(old: Ints, src: Layout, dst: Layout, weights: Ints, quota: Int
     overlapping, count = _overlaps(src, dst)
     # Heaviest first, back and forth over the overlapping replicas, so that even this is balanced.
     order = np.lexsort((-weights, old))
-    turn = _position_in_run(old[order])
+    turn = position_in_run(old[order])
     k = np.maximum(count[old[order]], 1)
     turn %= 2 * k
     turn = np.where(turn < k, turn, 2 * k - 1 - turn)
@@ -58,7 +58,7 @@ def _assign_local(old: Ints, src: Layout, dst: Layout, weights: Ints, quota: Int
     moving = new < 0
     by_replica = np.argsort(np.where(moving, dst.dp, new), kind="stable")
     placed = by_replica[: len(old) - int(moving.sum())]
-    over = placed[_position_in_run(new[placed]) >= quota[new[placed]]]
+    over = placed[position_in_run(new[placed]) >= quota[new[placed]]]
     moving[over] = True
     new[moving] = 0
     return new, moving
@@ -79,13 +79,6 @@ def _overlaps(src: Layout, dst: Layout) -> tuple[Ints, Ints]:
     for i, replicas in enumerate(lists):
         padded[i, : len(replicas)] = replicas
     return padded, np.array([len(replicas) for replicas in lists], np.int64)
-
-
-def _position_in_run(values: Ints) -> Ints:
-    """Returns the index of each element within its run of equal values: [7 7 9 9 9] → [0 1 0 1 2]."""
-    index = np.arange(len(values), dtype=np.int64)
-    starts = np.flatnonzero(np.diff(values, prepend=values[:1] - 1))
-    return index - np.repeat(starts, np.diff(starts, append=len(values)))
 
 
 @dataclass(frozen=True)

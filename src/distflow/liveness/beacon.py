@@ -28,7 +28,7 @@ class Alarm:
 
 @dataclass(frozen=True)
 class Answer:
-    """What a worker says after an alarm: its record, where its code is, and the peer it has not heard of lately."""
+    """A worker's answer to an alarm: its record, the stack of its code, and a peer without a heartbeat, if any."""
 
     record: Record
     stack: str = ""
@@ -85,7 +85,7 @@ class Beacon:
         self._socket.close()
 
     def _parse(self, data: bytes) -> Record | Alarm | Answer | None:
-        """Ignores whatever is not of this run: anybody may send to a UDP socket."""
+        """Returns a packet's content, None if it is not of this run: anybody may send to a UDP socket."""
         try:
             token, kind, body = json.loads(data)
             if token != self._token:

@@ -1,4 +1,4 @@
-"""Why a run fails: each worker writes why it ended, the launcher finds the one cause and whether a restart may help."""
+"""Finds why a run failed: each worker writes its error, the launcher picks the one cause and decides on a restart."""
 
 import json
 import signal

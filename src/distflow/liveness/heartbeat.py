@@ -1,4 +1,4 @@
-"""What a worker is doing: a small record that its watchdog sends to a peer, and writes for a launcher on its host.
+"""Records the step and task of a worker: its watchdog sends the record to a peer, and writes it for a launcher here.
 
 The file outlives its worker, so the launcher learns what a killed worker was doing.
 """

@@ -52,7 +52,7 @@ def _row(rank: int, record: Record | None, peers: Sequence[Peer], now: float) ->
 def _describe(
     rank: int, answers: Mapping[int, Answer], silent: Mapping[int, Record], peers: Sequence[Peer], now: float
 ) -> str | None:
-    """Says why others wait for this rank, unless it waits itself."""
+    """Returns why others wait for this rank, None if it waits itself."""
     if rank not in answers:
         record = silent.get(rank)
         if record is None:

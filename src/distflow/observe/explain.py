@@ -1,4 +1,4 @@
-"""What each metric means, in a sentence: shown by the page, and the table in docs/page.md."""
+"""Explains each metric in a sentence: shown by the page, and the table in docs/page.md."""
 
 from fnmatch import fnmatchcase
 

@@ -1,4 +1,4 @@
-"""What is worth a warning in the metrics of a run, in words. Pure; the page and the terminal say the same."""
+"""Finds problems in the metrics of a run. Pure; the page and the terminal show the same."""
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -14,14 +14,14 @@ Row = Mapping[str, float | None]  # the metrics of a step; None: not a number
 
 @dataclass(frozen=True)
 class Finding:
-    """`metric` is the one to look at."""
+    """A problem in words; `metric` is the one to look at."""
 
     text: str
     metric: str
 
 
 def findings(rows: Sequence[Row]) -> list[Finding]:
-    """Returns what is worth a warning, the most urgent first."""
+    """Returns the problems, the most urgent first."""
     found = (check(rows) for check in _CHECKS if rows)
     return [finding for finding in found if finding]
 

@@ -1,4 +1,4 @@
-"""Where messages of the package go. Imports no torch."""
+"""Sends the messages of the package to stderr. Imports no torch."""
 
 import logging
 import os

@@ -1,4 +1,4 @@
-"""What rank 0 shows and writes: JSON Lines always, a live progress bar on a terminal, plain lines elsewhere."""
+"""Shows and writes the metrics on rank 0: JSON Lines, and a progress bar on a terminal, plain lines elsewhere."""
 
 import json
 import math
@@ -116,7 +116,7 @@ class Progress:
             self._print(f"metrics: {self._log.name}; see it all: distflow show {self.folder}")
 
     def _warn(self, step: int, metrics: dict[str, float | None]) -> None:
-        """Says what is wrong when it becomes so, and again only if it was well in between."""
+        """Warns once when a condition starts; again only after it cleared."""
         self._recent = [*self._recent, {"step": step, **metrics}][-LONGER:]
         found = findings(self._recent) if step else []
         for finding in found:
@@ -125,7 +125,7 @@ class Progress:
         self._warned = {finding.metric for finding in found}
 
     def _write_state(self, state: str) -> None:
-        """Says how far the run means to go; a run that is killed never says that it has ended."""
+        """Records how many steps the run has; a run that is killed never records that it has ended."""
         self._state.write_text(json.dumps({"state": state, "steps": self.steps, "time": time.time()}) + "\n")
 
     def _print(self, text: str) -> None:

@@ -1,4 +1,4 @@
-"""What a worker did and when, as lines of its own file in the run's folder: `spans/RANK.jsonl`.
+"""Records the work of a worker over time, in its own file in the run's folder: `spans/RANK.jsonl`.
 
 A line is `[end_us, duration_us, step, kind, name, details]`: microseconds since 1970 by a clock that all workers agreed
 on at the start of the run. Lines are in the order of their ends. The kinds are those of tasks (load, move, weights,

@@ -1,3 +1,3 @@
-"""The splits that a sample is of. Imports nothing."""
+"""The names of the splits. Imports nothing."""
 
 TRAIN, HELD_OUT = "train", "held-out"

@@ -1,4 +1,4 @@
-"""Which worker the others wait for, from step to step."""
+"""Finds the worker that the others wait for, from step to step."""
 
 from collections import Counter, defaultdict
 from collections.abc import Sequence

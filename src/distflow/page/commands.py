@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from distflow.errors import ConfigError
+from distflow.util.text import human_bytes
 
 
 def add_commands(commands: Any) -> None:
@@ -39,7 +40,7 @@ def _show(args: argparse.Namespace) -> int:
 
         text = html_file(runs)
         _write(args.html, text)
-        print(f"wrote {args.html}, {len(text) / (1 << 20):.2g} MiB")
+        print(f"wrote {args.html}, {human_bytes(len(text.encode()))}")
         return 0
     from distflow.page.server import serve
 

@@ -97,7 +97,7 @@ class RunFolder:
             word = ENDED[state["state"]]
         elif _locked(self.path / LOCK) or time.time() - last < max(QUIET_S, QUIET_STEPS * _longest_step(rows)):
             word = "running"
-        else:  # no final state recorded: it was killed, or is of an older version, which recorded none
+        else:  # no final state recorded
             word = "killed" if state else "ended"
         return {"state": word, "step": step, "steps": steps, "last": last, "error": error}
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from distflow.errors import ConfigError
 from distflow.page.run_folder import RunFolder
 from distflow.run_folder import CHECKPOINTS, CONFIG, METRICS, RUN, SAMPLES, SPANS, WORKERS
+from distflow.util.text import ago
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -42,7 +43,7 @@ def runs_table(folder: Path) -> "Table":
             state["state"],
             "–" if state["step"] is None else f"{state['step']}" + (f"/{state['steps']}" if state["steps"] else ""),
             Text(last_score(run.rows())),
-            _ago(state["last"]),
+            ago(time.time() - state["last"]) if state["last"] else "–",
             Text(resume(run, state["state"]), overflow="fold"),
         )
     return table
@@ -77,13 +78,3 @@ def _run_again(run: RunFolder) -> list[str]:
         return [w for w in words if not w.startswith("--resume")]
     base = ["--relative-to", str(about["base"])] if "base" in about else []
     return ["run", f"{run.path}/{CONFIG}", *base]
-
-
-def _ago(moment: float) -> str:
-    if not moment:
-        return "–"
-    seconds = max(0.0, time.time() - moment)
-    for size, unit in ((86400, "days"), (3600, "h"), (60, "min")):
-        if seconds >= 2 * size:
-            return f"{seconds / size:.0f} {unit} ago"
-    return f"{seconds:.0f} s ago"

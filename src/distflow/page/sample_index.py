@@ -16,7 +16,7 @@ Key = tuple[int, str, int]  # step, split, id
 
 
 @dataclass
-class _Row:
+class _SampleRow:
     """What a table shows of a sample, and where its lines are."""
 
     group: int
@@ -32,9 +32,9 @@ class SampleIndex:
         self.bad = 0  # lines that could not be read
         self._lock = threading.Lock()
         self._tails: dict[Path, Tail] = {}
-        self._rows: dict[Key, _Row] = {}
+        self._rows: dict[Key, _SampleRow] = {}
 
-    def _update(self) -> dict[Key, _Row]:
+    def _update(self) -> dict[Key, _SampleRow]:
         """Reads on; returns the rows of all samples so far."""
         with self._lock:
             paths = log_files(self.folder)
@@ -55,7 +55,7 @@ class SampleIndex:
         except (TypeError, KeyError, ValueError):
             self.bad += 1
             return
-        entry = self._rows.setdefault(key, _Row(group))
+        entry = self._rows.setdefault(key, _SampleRow(group))
         entry.lines.append((path, offset))
         entry.values |= summary(fields)
 
@@ -93,7 +93,7 @@ class SampleIndex:
         return sorted(self._update())
 
 
-def _without_signal(rows: Mapping[Key, _Row]) -> dict[tuple[int, str, int], bool]:
+def _without_signal(rows: Mapping[Key, _SampleRow]) -> dict[tuple[int, str, int], bool]:
     """Returns for every group whether its responses all have the same score, so that it teaches nothing."""
     scores: dict[tuple[int, str, int], list[Any]] = defaultdict(list)
     for (step, split, _), row in rows.items():

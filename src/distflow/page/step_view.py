@@ -12,7 +12,7 @@ COMMUNICATES = ("move", "weights", "control", "resample", "checkpoint")
 
 
 @dataclass(frozen=True)
-class Span:
+class WorkerSpan:
     """Times in microseconds; see distflow.observe.spans."""
 
     rank: int
@@ -36,14 +36,14 @@ class Span:
         return self.kind not in ("call", "step", "error")
 
 
-def parse_spans(rank: int, lines: Iterable[bytes]) -> list[Span]:
+def parse_spans(rank: int, lines: Iterable[bytes]) -> list[WorkerSpan]:
     """Returns the spans of one worker; lines of a format that is not known are left out."""
     spans = []
     for line in lines:
         try:
             end, duration, step, kind, name, *rest = json.loads(line)
             details = rest[0] if rest and isinstance(rest[0], dict) else {}
-            spans.append(Span(rank, int(end) - int(duration), int(end), int(step), str(kind), str(name), details))
+            spans.append(WorkerSpan(rank, int(end) - int(duration), int(end), int(step), str(kind), str(name), details))
         except (ValueError, TypeError):
             continue
     return spans
@@ -52,10 +52,10 @@ def parse_spans(rank: int, lines: Iterable[bytes]) -> list[Span]:
 class StepView:
     """The spans of all workers in one step."""
 
-    def __init__(self, step: int, spans: Sequence[Span]) -> None:
+    def __init__(self, step: int, spans: Sequence[WorkerSpan]) -> None:
         self.step, self.spans = step, spans
         self.tasks = [s for s in spans if s.is_task]
-        self.by_rank: dict[int, list[Span]] = defaultdict(list)
+        self.by_rank: dict[int, list[WorkerSpan]] = defaultdict(list)
         for span in self.tasks:
             self.by_rank[span.rank].append(span)
         self.start = min((s.start for s in self.tasks), default=0)
@@ -117,7 +117,7 @@ class StepView:
 
     def nodes(self) -> list[dict[str, Any]]:
         """Returns the tasks of the step by name: mean and maximum time, wait, bytes sent, samples and tokens."""
-        groups: dict[tuple[str, str, bool], list[Span]] = defaultdict(list)
+        groups: dict[tuple[str, str, bool], list[WorkerSpan]] = defaultdict(list)
         for s in self.tasks:
             groups[s.name, s.kind, s.held_out].append(s)
         on_path: dict[tuple[str, str, bool], int] = defaultdict(int)
@@ -144,7 +144,7 @@ class StepView:
             )
         return rows
 
-    def critical_path(self) -> list[tuple[Span, int, int]]:
+    def critical_path(self) -> list[tuple[WorkerSpan, int, int]]:
         """Returns what the step waited for, from its start to its end: spans, and when each was on the path.
 
         Goes backwards from whatever ended last. A task that waited for others goes on with the one that came to it
@@ -155,13 +155,13 @@ class StepView:
         before = self._before()
         # A worker comes to a task when it has done what is before it: a simulated one is idle then, without a span.
         came = {id(s): p.end if (p := before[id(s)]) else self.start for s in self.tasks}
-        last_to_come: dict[tuple[str, str, bool], Span] = {}
+        last_to_come: dict[tuple[str, str, bool], WorkerSpan] = {}
         for s in self.tasks:
             key = s.name, s.kind, s.held_out
             if key not in last_to_come or (came[id(s)], s.start) > (came[id(late := last_to_come[key])], late.start):
                 last_to_come[key] = s
-        path: list[tuple[Span, int, int]] = []
-        span: Span | None = max(self.tasks, key=lambda s: s.end)
+        path: list[tuple[WorkerSpan, int, int]] = []
+        span: WorkerSpan | None = max(self.tasks, key=lambda s: s.end)
         end = self.end
         while span is not None and len(path) < 10_000:
             late = last_to_come[span.name, span.kind, span.held_out]
@@ -173,9 +173,9 @@ class StepView:
             span = before[id(span)]
         return path[::-1]
 
-    def _before(self) -> dict[int, Span | None]:
+    def _before(self) -> dict[int, WorkerSpan | None]:
         """Returns what the worker of each task did before it, by the id of the object."""
-        before: dict[int, Span | None] = {}
+        before: dict[int, WorkerSpan | None] = {}
         for spans in self.by_rank.values():
             ordered = sorted(spans, key=lambda s: (s.end, s.start))
             for i, span in enumerate(ordered):
@@ -216,7 +216,7 @@ class StepView:
         }
 
 
-def _shown_details(span: Span) -> dict[str, Any]:
+def _shown_details(span: WorkerSpan) -> dict[str, Any]:
     return {k: v for k, v in span.details.items() if k not in ("to", "wait_us")}
 
 

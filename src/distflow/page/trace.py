@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from typing import IO, Any
 
 from distflow.page.run_folder import RunFolder
-from distflow.page.step_view import Span, parse_spans
+from distflow.page.step_view import WorkerSpan, parse_spans
 from distflow.run_folder import SPANS, rank_file
 
 TASKS, CALLS, STEPS = 0, 1, 2  # threads: what the worker does, the parts of nodes, the steps
@@ -41,7 +41,7 @@ def _events(run: RunFolder) -> Iterator[dict[str, Any]]:
                 yield from _span_events(span, thread, start)
 
 
-def _span_events(span: Span, thread: int, start: int) -> Iterator[dict[str, Any]]:
+def _span_events(span: WorkerSpan, thread: int, start: int) -> Iterator[dict[str, Any]]:
     args = {"step": span.step, **span.details}
     if span.kind == "error":
         yield {"ph": "i", "s": "p", "name": span.name[:200], "pid": span.rank, "tid": 0, "ts": span.end, "args": args}

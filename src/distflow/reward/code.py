@@ -12,7 +12,7 @@ from typing import Any
 
 from distflow.reward.entry_points import parse_python
 from distflow.reward.errors import RewardError
-from distflow.reward.suite import Call, Case, Suite, parse_suite
+from distflow.reward.suite import FunctionCase, ProgramCase, Suite, parse_suite
 from distflow.reward.suspicion import suspicions
 from distflow.sandbox.compare import same_output
 from distflow.sandbox.sandbox import ProgramLimits, Sandbox, SandboxError
@@ -86,7 +86,7 @@ def last_block(response: str) -> str:
 
 
 def _run_cases(solver: Sandbox, program: str, suite: Suite, limits: ProgramLimits, deadline: float) -> Iterator[bool]:
-    for case in (t for t in suite.tests if isinstance(t, Case)):
+    for case in (t for t in suite.tests if isinstance(t, ProgramCase)):
         left = deadline - time.monotonic()
         if left <= 0:
             return
@@ -107,7 +107,7 @@ def _run_remote(
 
     Appends to `observed` what is suspicious in how it ran.
     """
-    tests = [_encode(t) for t in suite.tests if not isinstance(t, Case)]
+    tests = [_encode(t) for t in suite.tests if not isinstance(t, ProgramCase)]
     if suite.prefix and parse_python(completed := f"{suite.prefix}\n{program}"):
         program = completed
     done = 0
@@ -130,7 +130,7 @@ def _run_remote(
             return  # it would not load for the next test either
 
 
-def _encode(test: str | Call) -> dict[str, Any]:
+def _encode(test: str | FunctionCase) -> dict[str, Any]:
     return {"code": test} if isinstance(test, str) else {"args": test.args, "expected": test.expected}
 
 

@@ -34,9 +34,13 @@ def score(data_source: str, solution_str: str, ground_truth: Any, extra_info: Ma
     """Returns the score the dataset `data_source` gives the last `<answer>…</answer>`, or the whole response."""
     info = {key: _from_json(value) for key, value in (extra_info or {}).items()}
     entry = {"question": "", "answer": ground_truth, "metadata": {}, **info}
-    tagged = _TAGGED.findall(solution_str)
-    answer = (tagged[-1] if tagged else solution_str).strip()
-    return float(_scorer(data_source, json.dumps(entry.pop("config", {})))(answer, entry))
+    return float(_scorer(data_source, json.dumps(entry.pop("config", {})))(last_answer(solution_str), entry))
+
+
+def last_answer(response: str) -> str:
+    """Returns the text of the last `<answer>…</answer>`, or the whole response if it has none."""
+    tagged = _TAGGED.findall(response)
+    return str(tagged[-1] if tagged else response).strip()
 
 
 @cache

@@ -18,7 +18,7 @@ _MAX_PRIVATE = 1 << 28  # bytes of private tests, unpacked
 
 
 @dataclass(frozen=True)
-class Case:
+class ProgramCase:
     """A test of a program that reads `stdin` and must print `stdout`."""
 
     stdin: str
@@ -26,7 +26,7 @@ class Case:
 
 
 @dataclass(frozen=True)
-class Call:
+class FunctionCase:
     """A test of a function: the call with `args` must return one of `expected`, which is JSON."""
 
     args: Sequence[Any]
@@ -41,7 +41,7 @@ class Suite:
     keys of what the tests give to it.
     """
 
-    tests: Sequence[str | Case | Call]
+    tests: Sequence[str | ProgramCase | FunctionCase]
     names: Sequence[str] = ()
     setup: str = ""
     prefix: str = ""
@@ -52,7 +52,7 @@ class Suite:
 class _Parts:
     """What a ground truth holds, before it is known which names the tests take from the solution."""
 
-    tests: list[str | Case | Call]
+    tests: list[str | ProgramCase | FunctionCase]
     setup: Sequence[str] = ()
     entry: Sequence[str] = field(default=())
     prefix: str = ""
@@ -77,11 +77,11 @@ def _parse_suite(text: str, setup: str, entry: tuple[str, ...]) -> Suite:
             f"the ground truth {text[:60]!r} holds no tests; use a list of strings with asserts,"
             " or a list of {input, output}"
         )
-    if any(isinstance(t, Call) for t in parts.tests) and len(entry) != 1:
+    if any(isinstance(t, FunctionCase) for t in parts.tests) and len(entry) != 1:
         raise ValueError("the tests call a function that has no name; add `fn_name` or `entry_point` to the row")
     code = [t for t in parts.tests if isinstance(t, str)]
     others = [t for t in parts.tests if not isinstance(t, str)]
-    given = {input_key(t.args if isinstance(t, Call) else [t.stdin]) for t in others} - {""}
+    given = {input_key(t.args if isinstance(t, FunctionCase) else [t.stdin]) for t in others} - {""}
     if not code:
         return Suite(others, entry, inputs=frozenset(given))
     setup = "\n".join(filter(None, [*parts.setup, setup]))
@@ -115,10 +115,10 @@ def _parse_apps(truth: Mapping[str, Any], entry: Sequence[str]) -> _Parts | None
     pairs = list(zip(inputs, outputs, strict=True))
     name = truth.get("fn_name")
     if not name:
-        return _Parts([Case(_to_text(i), _to_text(o)) for i, o in pairs])
+        return _Parts([ProgramCase(_to_text(i), _to_text(o)) for i, o in pairs])
     # Some rows have each value in a list of its own, others have the values themselves.
     wrapped = all(isinstance(o, list) and len(o) == 1 for o in outputs)
-    calls = [Call(i if isinstance(i, list) else [i], [o, o[0]] if wrapped else [o]) for i, o in pairs]
+    calls = [FunctionCase(i if isinstance(i, list) else [i], [o, o[0]] if wrapped else [o]) for i, o in pairs]
     return _Parts(list(calls), entry=_names(name))
 
 
@@ -154,15 +154,17 @@ def _parse_human_eval(truth: Mapping[str, Any], entry: Sequence[str]) -> _Parts 
     return _Parts([test], [prefix], _names(truth.get("entry_point") or ()) or entry, prefix)
 
 
-def _parse_test(test: Any) -> Case | Call:
+def _parse_test(test: Any) -> ProgramCase | FunctionCase:
     if isinstance(test, Mapping):
         stdin, stdout = (next((test[k] for k in keys if k in test), None) for keys in (_INPUT_KEYS, _OUTPUT_KEYS))
         if stdout is not None and test.get("testtype") == "functional":
-            return Call([json.loads(line) for line in str(stdin).splitlines() if line.strip()], [_from_json(stdout)])
+            return FunctionCase(
+                [json.loads(line) for line in str(stdin).splitlines() if line.strip()], [_from_json(stdout)]
+            )
         if stdout is not None and test.get("type") == "function_call":
-            return Call(stdin if isinstance(stdin, list) else [stdin], [stdout])
+            return FunctionCase(stdin if isinstance(stdin, list) else [stdin], [stdout])
         if stdout is not None:
-            return Case(_to_text(stdin or ""), _to_text(stdout))
+            return ProgramCase(_to_text(stdin or ""), _to_text(stdout))
     raise ValueError(
         f"the test {str(test)[:60]!r} is neither a string nor a dict with `input` and `output`; fix the row"
     )

@@ -14,8 +14,7 @@ from distflow.flow.graph import Node
 from distflow.plan.layout import Layout
 from distflow.simulate.costs import Costs
 from distflow.simulate.hardware import Hardware
-from distflow.simulate.traffic import position_in_run
-from distflow.util.arrays import Ints
+from distflow.util.arrays import Ints, position_in_run
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from rich.text import Text
 from distflow.plan.layout import ranks_text
 from distflow.plan.table import headline, rank_set_names
 from distflow.simulate.report import Report
-from distflow.util.text import clean, human_bytes
+from distflow.util.text import clean, human_bytes, seconds
 
 _NUMBERS = {
     "seconds",
@@ -50,14 +50,6 @@ def render(report: Report) -> RenderableType:
         Text(),
         *(Text(f"assumed: {clean(a)}", "dim") for a in report.assumptions),
     )
-
-
-def seconds(value: float) -> str:
-    """Formats a time: `81.3 s`, `4.2 ms`, `12 µs`."""
-    for unit, scale in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
-        if value >= scale:
-            return f"{value / scale:.3g} {unit}" if value < 1000 else f"{value:,.0f} s"
-    return f"{value / 1e-6:.2g} µs" if value else "0 s"
 
 
 def _table(title: str, *columns: str) -> Table:

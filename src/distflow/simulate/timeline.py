@@ -8,8 +8,7 @@ from distflow.plan.layout import ranks_text
 from distflow.plan.table import headline, rank_set_names
 from distflow.simulate.report import Report
 from distflow.simulate.result import RankSet, Span
-from distflow.simulate.table import seconds
-from distflow.util.text import clean, human_bytes
+from distflow.util.text import clean, human_bytes, seconds
 
 _COLORS = {"run": "#2b66c4", "move": "#b56500", "weights": "#7145c2", "control": "#0d7580"}
 _LABELS = {"run": "computes", "move": "moves fields", "weights": "weight sync", "control": "metrics and stop vote"}

@@ -9,7 +9,7 @@ from distflow.comm.routes import assign_replicas, contiguous_replicas
 from distflow.config.model_shape import Floats
 from distflow.plan.layout import Layout
 from distflow.plan.tasks import Move, Partition
-from distflow.util.arrays import Ints
+from distflow.util.arrays import Ints, position_in_run
 
 _SCHEMA, _WORD = 8, 4  # a segment starts with 8 words of 4 bytes per field, and a length per field and sample
 
@@ -56,13 +56,6 @@ def header_bytes(move: Move, samples: int, repeat: int) -> int:
     """Returns the bytes that each rank contributes to the all-gather before a move."""
     words = 3 * _described(move.src, samples, repeat)
     return _WORD * (words if move.assigns else words + _described(move.dst, samples, repeat))
-
-
-def position_in_run(values: Ints) -> Ints:
-    """Returns the index of each element within its run of equal values: [7 7 9 9 9] → [0 1 0 1 2]."""
-    index = np.arange(len(values), dtype=np.int64)
-    starts = np.flatnonzero(np.diff(values, prepend=values[:1] - 1))
-    return index - np.repeat(starts, np.diff(starts, append=len(values)))
 
 
 def contiguous(partition: Partition, samples: int, repeat: int) -> Ints:

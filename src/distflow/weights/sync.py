@@ -13,11 +13,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from distflow.comm.collectives import Range, SendReceive
+from distflow.comm.collectives import Range, SendReceive, all_gather_pieces
 from distflow.plan.topology import Topology
 from distflow.weights.columns import Route, Zone
 from distflow.weights.pieces import Arrival, Cut, Cuts, Part, Segment
-from distflow.weights.relay import Write, collect, gather, pieces_per_message
+from distflow.weights.relay import Write, collect, pieces_per_message
 from distflow.weights.shards import Shards, Spec
 
 # Bytes that a weight sync takes on a rank beside the weights, at most: half is packed while the other half is read.
@@ -246,8 +246,8 @@ class WeightSync:
         column, unit = self.zone.own_column, self._bytes(segment)
         host, slot = column.place_of(self.rank)
         if slot < column.lanes:
-            yield from gather(column.lane_ranks(slot), host, route.lane, unit, data, _HOST_RADIX)
-        yield from gather(column.host_ranks(host), slot, route.host, unit, data, _LOCAL_RADIX)
+            yield from all_gather_pieces(column.lane_ranks(slot), host, route.lane, unit, data, _HOST_RADIX)
+        yield from all_gather_pieces(column.host_ranks(host), slot, route.host, unit, data, _LOCAL_RADIX)
 
     @property
     def _shard(self) -> int:

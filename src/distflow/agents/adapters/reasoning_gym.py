@@ -4,7 +4,6 @@ A row that `distflow.reward.reasoning_gym` has written is asked and scored as it
 seed counts, gets a task of its own.
 """
 
-import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,9 +11,7 @@ from distflow.agents.child import ChildSession, Result, check_reward
 from distflow.agents.loaded import Loaded
 from distflow.agents.reward_functions import as_messages
 from distflow.agents.spec import Description
-from distflow.reward.reasoning_gym import create_dataset, score
-
-_TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+from distflow.reward.reasoning_gym import create_dataset, last_answer, score
 
 
 def describe(environment: Loaded) -> Description:
@@ -35,8 +32,7 @@ def drive(environment: Loaded, start: Mapping[str, Any], session: ChildSession) 
     *before, last = as_messages(start["prompt"])
     session.begin([*before, {**last, "content": f"{last['content']}{entry['question']}"}])
     turn = session.turn()
-    tagged = _TAGGED.findall(turn.text) if turn else []
-    answer = (tagged[-1] if tagged else turn.text if turn else "").strip()
+    answer = last_answer(turn.text) if turn else ""
     return Result(check_reward(dataset.score_answer(answer, entry)))
 
 
