@@ -12,7 +12,7 @@ import distflow.run  # noqa: F401
 from distflow.api import check, evaluate, export, plan, run
 from distflow.flow import Flow, Node, flow, node
 from distflow.plan import Layout, Plan
-from distflow.util.version import VERSION as __version__
+from distflow.util.version import __version__
 
 if TYPE_CHECKING:
     from distflow.algo.tokens import Loss, Tokens
