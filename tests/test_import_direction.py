@@ -49,7 +49,7 @@ _ALLOWED = {
     "simulate": f"run observe weights comm plan flow config config.schema run_folder {_BASE}",
     "api": f"run checkpoint cluster observe plan flow config {_BASE}",
     "cli": f"simulate page run checkpoint cluster observe plan config run_folder {_BASE} distflow",
-    "distflow": "api run flow plan algo batch",  # the package's own names
+    "distflow": "api run flow plan algo batch util",  # the package's own names
     "__main__": "cli",
 }
 ALLOWED = {area: set(names.split()) for area, names in _ALLOWED.items()}
