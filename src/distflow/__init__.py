@@ -13,7 +13,7 @@ from distflow.api import check, evaluate, export, plan, run
 from distflow.flow import Flow, Node, flow, node
 from distflow.plan import Layout, Plan
 from distflow.roles.role import Role
-from distflow.util.version import VERSION as __version__  # noqa: N811
+from distflow.util.version import __version__
 
 if TYPE_CHECKING:
     from distflow.algo.tokens import Loss, Tokens

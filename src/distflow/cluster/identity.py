@@ -17,7 +17,7 @@ from distflow.flow.importing import loaded_files
 from distflow.liveness.heartbeat import Peer
 from distflow.plan import Layout, Plan, format_ranks
 from distflow.plan.topology import Topology
-from distflow.util.version import VERSION
+from distflow.util.version import __version__
 
 SIZE = 512  # bytes of a packed identity
 SHOWN_HOSTS = 8  # in a message
@@ -49,7 +49,7 @@ class Identity:
             address=address,
             pid=os.getpid(),
             pid_space=os.stat("/proc/self/ns/pid").st_ino if sys.platform == "linux" else 0,
-            distflow_version=VERSION[:24],
+            distflow_version=__version__[:24],
             torch_version=torch.__version__[:24],
             config=_short_hash(text.encode()),
             plan=plan.hash[:12],

@@ -16,7 +16,7 @@ from distflow.run.redaction import redact, redact_word
 from distflow.run_folder import CONFIG, PLAN, RUN, VERSIONS, make_dir
 from distflow.util.files import write_atomically
 from distflow.util.seeds import eval_seed
-from distflow.util.version import VERSION
+from distflow.util.version import __version__
 
 
 def describe_run(config: Config, plan: Plan, hosts: Sequence[Mapping[str, str]] = ()) -> None:
@@ -26,7 +26,7 @@ def describe_run(config: Config, plan: Plan, hosts: Sequence[Mapping[str, str]] 
     text = yaml.safe_dump(redact(config.model_dump(mode="json")), sort_keys=False, allow_unicode=True)
     base = f"# The config of this run with all defaults and overrides. Paths are relative to {config.base.absolute()}\n"
     versions = {name: version(name) for name in ("torch", "transformers", "numpy")}
-    versions = {"distflow": VERSION, **versions, "python": platform.python_version()}
+    versions = {"distflow": __version__, **versions, "python": platform.python_version()}
     run = {
         "command": [redact_word(word) for word in sys.argv],
         "folder": str(Path.cwd()),

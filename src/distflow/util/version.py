@@ -1,3 +1,3 @@
 """The version of DistFlow: written here, and read from here by the build."""
 
-VERSION = "0.2.0"
+__version__ = "0.2.0"
