@@ -17,7 +17,7 @@ from distflow.model.text import Text
 from distflow.model.tokenizer import train_tokenizer
 from distflow.rollout.engine import Completion, Request, RolloutEngine, SamplingParams, Wake, never
 from distflow.rollout.responses import complete, generate_responses
-from distflow.weights.shards import Spec
+from distflow.weights.shards import TensorSpec
 
 PARAMS = SamplingParams(max_tokens=4)
 PROMPTS = {3: "one", 5: "two", 9: "three"}  # by group
@@ -42,11 +42,11 @@ class EchoEngine:
         self.unfinished: list[Request] = []
 
     @property
-    def weight_specs(self) -> Sequence[Spec]:
+    def weight_specs(self) -> Sequence[TensorSpec]:
         return []
 
     @property
-    def adapter_specs(self) -> Sequence[Spec]:
+    def adapter_specs(self) -> Sequence[TensorSpec]:
         return ()
 
     def held_weights(self) -> Mapping[str, Tensor]:

@@ -18,7 +18,7 @@ from distflow.simulate import simulate as simulate_step
 from distflow.simulate.network import Network
 from distflow.simulate.traffic import new_replicas, traffic
 from distflow.simulate.weight_sync import sync_weights
-from distflow.weights.shards import Shards, Spec
+from distflow.weights.shards import Shards, TensorSpec
 from distflow.weights.sync import WeightSync
 
 
@@ -77,7 +77,7 @@ def test_the_weight_sync_sends_what_the_workers_own_code_sends(
     shard: int, per_host: int, dp: int, tp: int, dim: int
 ) -> None:
     ranks = tuple(range(8))
-    source, target, specs = Layout(ranks, 8), Layout(ranks, dp, tp), [Spec("w", (64, 64), dim)]
+    source, target, specs = Layout(ranks, 8), Layout(ranks, dp, tp), [TensorSpec("w", (64, 64), dim)]
     topology = Topology(tuple(r // per_host for r in ranks))
 
     def worker(rank: int) -> Any:

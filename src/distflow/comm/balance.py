@@ -20,11 +20,11 @@ def assign_evenly(units: Ints, weights: Ints, capacity: Ints, load: Ints) -> Int
     todo = np.argsort(-weights[units], kind="stable")
     while len(todo):
         open_replicas = np.flatnonzero(capacity)
-        takers = open_replicas[np.argsort(load[open_replicas], kind="stable")][: len(todo)]
-        heaviest, todo = todo[: len(takers)], todo[len(takers) :]
-        replica[heaviest] = takers
-        capacity[takers] -= 1
-        load[takers] += weights[units[heaviest]]
+        receivers = open_replicas[np.argsort(load[open_replicas], kind="stable")][: len(todo)]
+        heaviest, todo = todo[: len(receivers)], todo[len(receivers) :]
+        replica[heaviest] = receivers
+        capacity[receivers] -= 1
+        load[receivers] += weights[units[heaviest]]
     return replica
 
 

@@ -1,6 +1,6 @@
 """How far a move reaches, and what its ranks know before it: pure functions of the plan, with the same result anywhere.
 
-With many replicas, samples are dealt within *domains*: blocks of consecutive replicas of the source and the
+With many replicas, samples are assigned within *domains*: blocks of consecutive replicas of the source and the
 corresponding blocks of the target, each with an equal range of the step's slots. What a move costs a rank then depends
 on the size of a domain, not on the number of workers. And where all ranks of a domain know already which replica has
 which sample, on both sides, nobody needs to be told again.
@@ -22,7 +22,7 @@ MAX_CELLS = 64  # of a domain, on either side, if the layouts permit
 
 @dataclass(frozen=True)
 class Domain:
-    """A rank's part of a move: the move among the ranks of its domain, and the slots that it deals."""
+    """A rank's part of a move: the move among the ranks of its domain, and the slots that it assignments."""
 
     move: Move
     first: int  # slot
@@ -35,18 +35,18 @@ class Domains:
 
     def __init__(self, plan: Plan, samples: int) -> None:
         self.samples, self.prompts = samples, samples // plan.repeat
-        self._dealt: dict[str, int] = {}  # partition → in how many domains its samples were dealt, if by a move
+        self._assigned: dict[str, int] = {}  # partition → in how many domains its samples were assigned, if by a move
         self._counts: dict[str, int] = {}  # move → domains
         self._of: dict[tuple[str, int], Domain] = {}  # move, rank → the same in every step
         self._teachers: dict[str, dict[str, tuple[Move, ...]]] = {}  # move → partition → moves before that involve it
         involved: dict[str, tuple[Move, ...]] = {}
         for p in plan.partitions:
             if p.uneven:
-                self._dealt[p.id] = 1
+                self._assigned[p.id] = 1
         for move in plan.moves:
             self._counts[move.id] = self._count(move)
             if move.assigns:
-                self._dealt[move.dst.id] = self._counts[move.id]
+                self._assigned[move.dst.id] = self._counts[move.id]
             self._teachers[move.id] = {p.id: involved.get(p.id, ()) for p in (move.src, move.dst)}
             for p in (move.src, move.dst):
                 involved[p.id] = (*involved.get(p.id, ()), move)
@@ -78,8 +78,8 @@ class Domains:
         src, dst = move.src.layout, move.dst.layout
         if src.dp % count or dst.dp % count or self.prompts % count:
             return False
-        dealt = [self._dealt.get(p.id) for p in ((move.src,) if move.assigns else (move.src, move.dst))]
-        if any(d is not None and d % count for d in dealt):
+        assigned = [self._assigned.get(p.id) for p in ((move.src,) if move.assigns else (move.src, move.dst))]
+        if any(d is not None and d % count for d in assigned):
             return False
         return _blocks_correspond(src, dst, count)
 
@@ -87,16 +87,16 @@ class Domains:
         if move.assigns:
             return False
         for p in (move.src, move.dst):
-            if p.id not in self._dealt:  # contiguous shares
+            if p.id not in self._assigned:  # contiguous shares
                 continue
             teachers = [t for t in self._teachers[move.id][p.id] if self._counts[t.id] == count]
-            if self._dealt[p.id] != count or not set(within.ranks) <= _ranks(teachers, index, count):
+            if self._assigned[p.id] != count or not set(within.ranks) <= _ranks(teachers, index, count):
                 return False
         return True
 
 
-def contiguous_deal(partition: Partition, samples: int, group_size: int) -> Ints:
-    """Returns the replica of each slot in a partition to which no move has dealt samples."""
+def contiguous_assignment(partition: Partition, samples: int, group_size: int) -> Ints:
+    """Returns the replica of each slot in a partition to which no move has assigned samples."""
     unit = group_size if partition.whole_groups else 1
     return np.repeat(contiguous_replicas(samples // unit, partition.layout.dp), unit)
 

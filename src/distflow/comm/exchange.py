@@ -29,7 +29,7 @@ from distflow.util.arrays import Ints
 
 
 @dataclass(frozen=True)
-class Deal:
+class Assignment:
     """The replica of each slot, before and after a move."""
 
     old: Ints
@@ -38,11 +38,11 @@ class Deal:
 
 @dataclass(frozen=True)
 class MoveResult:
-    """The samples one rank has after a move, the bytes it cost, and the deal, which all ranks of the move know now."""
+    """The samples one rank has after a move, the bytes it cost, and the assignment, which all ranks of the move know now."""
 
     slots: Ints  # ascending; empty if the rank is not in the target
     columns: Mapping[str, Column]
-    deal: Deal
+    assignment: Assignment
     sent: int  # bytes
     received: int
     kept: int
@@ -58,12 +58,12 @@ def exchange(
     wanted: Ints | None,
     allocator: CachingAllocator,
     topology: Topology | None = None,
-    deal: Deal | None = None,
+    assignment: Assignment | None = None,
 ) -> Communication[MoveResult]:
     """Carries out one rank's part of a move.
 
     `held`: the slots (ascending) and columns that this rank has in the source, None if it is not in it. `wanted`: the
-    slots it has in the target, if an earlier move has assigned them. `deal`: given if all ranks of the move know it.
+    slots it has in the target, if an earlier move has assigned them. `assignment`: given if all ranks of the move know it.
     """
     where = f"move {move.id}"
     columns: list[FlatColumn] = []
@@ -73,14 +73,14 @@ def exchange(
         sizes = np.zeros(len(held[0]), np.int64)
         for c in columns:
             sizes = sizes + c.lengths * c.item_bytes
-    known, replica_imbalance = deal is not None, None
-    if deal is None:
-        deal, size, replica_imbalance = yield from _agree(
+    known, replica_imbalance = assignment is not None, None
+    if assignment is None:
+        assignment, size, replica_imbalance = yield from _agree(
             rank, move, samples, group_size, held, columns, sizes, wanted, topology
         )
     else:
         size = _scatter(samples, held[0], sizes) if held is not None else sizes
-    own = route(rank, move.src.layout, move.dst.layout, deal.old, deal.new, topology)
+    own = route(rank, move.src.layout, move.dst.layout, assignment.old, assignment.new, topology)
 
     def bytes_of(slots: Ints) -> int:
         return segment_size(len(move.fields), len(slots), int(size[slots].sum()))
@@ -106,7 +106,7 @@ def exchange(
     order = np.argsort(slots)
     segments = _segments(parts, [*receive.values(), *([kept] if kept else [])])
     received = unpack(memory, segments, move.fields, order, where) if parts else {}
-    return MoveResult(slots[order], received, deal, sum(send.values()), total, kept, replica_imbalance)
+    return MoveResult(slots[order], received, assignment, sum(send.values()), total, kept, replica_imbalance)
 
 
 def _ranges(sizes: Mapping[int, int]) -> dict[int, Range]:
@@ -145,8 +145,8 @@ def _agree(
     sizes: Ints,
     wanted: Ints | None,
     topology: Topology | None,
-) -> Communication[tuple[Deal, Ints, float | None]]:
-    """Returns the deal, the bytes of every slot, and the imbalance of the new replicas if they are decided here.
+) -> Communication[tuple[Assignment, Ints, float | None]]:
+    """Returns the assignment, the bytes of every slot, and the imbalance of the new replicas if they are decided here.
 
     All ranks have the same headers and so come to the same result.
     """
@@ -200,7 +200,7 @@ def _header(
 
 def _read_headers(
     headers: Any, move: Move, share: int, samples: int, group_size: int
-) -> tuple[Deal, Ints, float | None]:
+) -> tuple[Assignment, Ints, float | None]:
     src, dst = move.src.layout, move.dst.layout
     index = {r: i for i, r in enumerate(move.ranks)}
     entries = headers[[index[r] for r in src.ranks], : 3 * share].reshape(-1, 3).astype(np.int64)
@@ -214,10 +214,10 @@ def _read_headers(
         new = assign_replicas(
             old, src, dst, weights, group_size if move.dst.whole_groups else 1, move.dst.balance is not None
         )
-        return Deal(old, new), sizes, imbalance(new, weights, dst.dp)
+        return Assignment(old, new), sizes, imbalance(new, weights, dst.dp)
     targets = headers[[index[r] for r in dst.ranks], 3 * share :].reshape(-1).astype(np.int64)
     replica = np.repeat(np.arange(dst.dp), len(targets) // dst.dp)
-    return Deal(old, _scatter(samples, targets[targets >= 0], replica[targets >= 0])), sizes, None
+    return Assignment(old, _scatter(samples, targets[targets >= 0], replica[targets >= 0])), sizes, None
 
 
 def _scatter(n: int, index: Ints, values: Ints) -> Ints:

@@ -21,8 +21,8 @@ from distflow.batch.batch import (
 )
 from distflow.comm.allocator import CachingAllocator
 from distflow.comm.collectives import Communication, all_gather
-from distflow.comm.domains import Domains, contiguous_deal
-from distflow.comm.exchange import Deal, exchange
+from distflow.comm.domains import Domains, contiguous_assignment
+from distflow.comm.exchange import Assignment, exchange
 from distflow.coordinator.buffer import Buffer, Key
 from distflow.coordinator.dynamic_sampling import DynamicSampling, SampledPrompts
 from distflow.dataset.loader import Loader
@@ -49,7 +49,7 @@ class _StepState:
 
     def __init__(self) -> None:
         self.slots: dict[str, Ints] = {}  # partition → the slots this rank has there
-        self.deals: dict[tuple[str, int], Ints] = {}  # (partition, samples) of a domain → replica of each slot
+        self.assignments: dict[tuple[str, int], Ints] = {}  # (partition, samples) of a domain → replica of each slot
         self.traffic = Traffic()  # of moves
         self.local = 0  # bytes that nodes read where others wrote them
 
@@ -147,9 +147,9 @@ class Coordinator:
         wanted = None
         if not task.assigns and dst.layout.replica_of(self.rank) is not None:
             wanted = within(task.dst)
-        deal = None
+        assignment = None
         if domain.known:
-            deal = Deal(*(self._deal(step, p, domain.samples) for p in (src, dst)))
+            assignment = Assignment(*(self._assignment(step, p, domain.samples) for p in (src, dst)))
         moved = yield from exchange(
             self.rank,
             domain.move,
@@ -159,10 +159,10 @@ class Coordinator:
             wanted,
             self.allocator,
             self.topology,
-            deal,
+            assignment,
         )
-        state.deals[src.id, domain.samples] = moved.deal.old
-        state.deals[dst.id, domain.samples] = moved.deal.new
+        state.assignments[src.id, domain.samples] = moved.assignment.old
+        state.assignments[dst.id, domain.samples] = moved.assignment.new
         state.traffic.sent += moved.sent
         state.traffic.received += moved.received
         state.traffic.local += moved.kept
@@ -205,10 +205,10 @@ class Coordinator:
                 self._moved.add(Key(step, task.partition.id, f))
         self._moved.difference_update([Key(step, p.id, f) for p in task.parts for f in task.fields])
 
-    def _deal(self, step: int, partition: Partition, samples: int) -> Ints:
+    def _assignment(self, step: int, partition: Partition, samples: int) -> Ints:
         """Returns the replica of each slot of this rank's domain in a partition, as an earlier move has told it."""
-        deal = self._state(step).deals.get((partition.id, samples))
-        return contiguous_deal(partition, samples, self.plan.repeat) if deal is None else deal
+        assignment = self._state(step).assignments.get((partition.id, samples))
+        return contiguous_assignment(partition, samples, self.plan.repeat) if assignment is None else assignment
 
     def inputs(self, step: int, task: Run) -> Batch:
         """Returns what a node reads. Tensors are shared with other readers and read-only; objects are copies."""
@@ -265,7 +265,7 @@ class Coordinator:
         if partition.id not in slots and partition.uneven and len(parts) == self.plan.chunks:
             slots[partition.id] = np.sort(np.concatenate(parts))
         if partition.id not in slots:
-            replicas = contiguous_deal(partition, len(self.groups(step)) * self.plan.repeat, self.plan.repeat)
+            replicas = contiguous_assignment(partition, len(self.groups(step)) * self.plan.repeat, self.plan.repeat)
             slots[partition.id] = np.flatnonzero(replicas == partition.layout.replica_of(self.rank))
         return slots[partition.id]
 
@@ -298,7 +298,7 @@ class Coordinator:
                 self._rounds[src.id] = [_only_prompts(part, selected, self.plan.repeat) for part in rounds]
         self.buffer.discard(Key(step, task.partition.id, task.field))  # popped above if a later node reads it
         self._state(step).slots.clear()
-        self._state(step).deals.clear()
+        self._state(step).assignments.clear()
         self._moved.clear()
         if full:
             self.sampled_prompts, self._sampling = self._sampling.result(), None

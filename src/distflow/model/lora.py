@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from distflow.config.schema import ALL_LINEAR, LoraConfig
 from distflow.errors import ConfigError, suggest
 from distflow.model.source import Read
-from distflow.weights.shards import Spec
+from distflow.weights.shards import TensorSpec
 
 _A, _B, _WEIGHT = ".lora_A.default.weight", ".lora_B.default.weight", ".weight"
 Pairs = Mapping[str, tuple[Tensor, Tensor]]  # weight → B and A
@@ -44,7 +44,7 @@ class Adapter:
         )
         peft.inject_adapter_in_model(self.config, lm, low_cpu_mem_usage=True)
         trained = [(name, p) for name, p in lm.named_parameters() if p.requires_grad]
-        self.specs = [Spec(name, tuple(p.shape), _tp_dim(name, styles or {})) for name, p in trained]
+        self.specs = [TensorSpec(name, tuple(p.shape), _tp_dim(name, styles or {})) for name, p in trained]
         # Anything else would not be merged.
         assert {spec.name for spec in self.specs} == {layer + end for layer in layers for end in (_A, _B)}
 

@@ -17,7 +17,7 @@ from distflow.rollout.engine import RolloutEngine, SamplingParams
 from distflow.rollout.vllm import engine as vllm
 from distflow.rollout.vllm.support import check_vllm
 from distflow.train.trainer import Trainer, make_trainer
-from distflow.weights.shards import Shards, Spec
+from distflow.weights.shards import Shards, TensorSpec
 from distflow.weights.sync import WeightSync
 from distflow.weights.verify import WeightCheck
 
@@ -61,7 +61,7 @@ class Policy:
         self.lent = False  # to another role, which has it after us in every step
         self.weight_version = -1  # that the plan wants the engine to have
         self.transfer: WeightSync | None = None  # None: the engine has its weights already
-        self.base_specs: Sequence[Spec] = ()  # of the weights beside an adapter, if the engine has that apart
+        self.base_specs: Sequence[TensorSpec] = ()  # of the weights beside an adapter, if the engine has that apart
         self.base_transfer: WeightSync | None = None  # of these; None: done
         self.check: WeightCheck | None = None
         self._weight_syncs = 0
@@ -91,7 +91,7 @@ class Policy:
         if not self._shares_weights(trained == generates and source.shard == 1):
             self.transfer = WeightSync(self.specs, source, target, role.rank, self.dtype, role.topology)
 
-    def _specs(self) -> tuple[Sequence[Spec], Sequence[Spec]]:
+    def _specs(self) -> tuple[Sequence[TensorSpec], Sequence[TensorSpec]]:
         """Returns the model's parameters, and those of an adapter that the engine has apart: the built-in merges it."""
         if self.trainer is None:
             assert self.engine is not None
@@ -126,7 +126,7 @@ class Policy:
         return {name: tensor.clone() for name, tensor in self._weights().items()}
 
     def _move(
-        self, transfer: WeightSync | None, specs: Sequence[Spec], given: Mapping[str, Tensor]
+        self, transfer: WeightSync | None, specs: Sequence[TensorSpec], given: Mapping[str, Tensor]
     ) -> Iterator[SendReceive]:
         """Hands parameters over, and compares the engine's with those that were given, every few times."""
         assert self.check is not None

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from distflow.model.source import Source
 from distflow.util.arrays import Ints
-from distflow.weights.shards import Spec
+from distflow.weights.shards import TensorSpec
 
 
 @dataclass(frozen=True)
@@ -94,12 +94,12 @@ class RolloutEngine(Protocol):
     weight_version: int  # of the weights that the next token is generated with
 
     @property
-    def weight_specs(self) -> Sequence[Spec]:
+    def weight_specs(self) -> Sequence[TensorSpec]:
         """The parameters that a weight sync fills, in its order."""
         ...
 
     @property
-    def adapter_specs(self) -> Sequence[Spec]:
+    def adapter_specs(self) -> Sequence[TensorSpec]:
         """The matrices of an adapter that the engine has apart from the parameters; it gets them like these."""
         ...
 

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from distflow.model.tensor_parallel import REPLICATED
-from distflow.weights.shards import Spec
+from distflow.weights.shards import TensorSpec
 
 UNIT = 32 << 20  # bytes of parameters that are gathered together, at least
 
@@ -64,11 +64,11 @@ def local(p: Tensor) -> Tensor:
     return p.to_local() if isinstance(p, DTensor) else p
 
 
-def local_shards(parameters: Iterable[tuple[Spec, Tensor]]) -> dict[str, Tensor]:
+def local_shards(parameters: Iterable[tuple[TensorSpec, Tensor]]) -> dict[str, Tensor]:
     return {spec.name: local(p.detach()) for spec, p in parameters}
 
 
-def grad_norm(parameters: Iterable[tuple[Spec, Tensor]], mesh: DeviceMesh) -> Tensor:
+def grad_norm(parameters: Iterable[tuple[TensorSpec, Tensor]], mesh: DeviceMesh) -> Tensor:
     """Returns the norm of the whole gradient, whatever it is cut into; in float64, so that the cut hardly shows."""
     # One sum for what tensor parallelism cuts, one for what it does not.
     squares = torch.zeros(2, dtype=torch.float64, device=mesh.device_type)

@@ -32,7 +32,7 @@ from distflow.train.lr_schedule import learning_rate
 from distflow.train.packing import RESPONSE, ROLLOUT, Pack, empty_pack, micro_batches, pack
 from distflow.train.update_spec import UpdateSpec
 from distflow.util.arrays import Ints
-from distflow.weights.shards import Shards, Spec, slices
+from distflow.weights.shards import Shards, TensorSpec, slices
 from distflow.weights.state import EMA, WEIGHTS, LoadTensors, RoleState
 
 OLD = "old_logprobs"
@@ -136,7 +136,7 @@ class Trainer:
         """Returns what a checkpoint keeps: numbers, and this rank's shards of what is trained and of the moments."""
         assert self.optimizer is not None
         tensors: dict[str, Tensor] = {}
-        specs: dict[str, Spec] = {}
+        specs: dict[str, TensorSpec] = {}
         steps = 0
         for (spec, p), shard in zip(self.trained, self.optimized, strict=True):
             shards = {WEIGHTS: fsdp.local(p.detach())}

@@ -16,7 +16,7 @@ from distflow.plan.layout import Layout
 from distflow.rollout.builtin.generator import CacheLimits, Generator
 from distflow.rollout.builtin.weight_buffers import WeightBuffers
 from distflow.rollout.engine import Completion, Request, Wake, never
-from distflow.weights.shards import Shards, Spec
+from distflow.weights.shards import Shards, TensorSpec
 
 
 class BuiltinEngine:
@@ -68,11 +68,11 @@ class BuiltinEngine:
         self.generator = Generator(model, limits, device, agree, lanes)
 
     @property
-    def weight_specs(self) -> Sequence[Spec]:
+    def weight_specs(self) -> Sequence[TensorSpec]:
         return self.weights.specs
 
     @property
-    def adapter_specs(self) -> Sequence[Spec]:
+    def adapter_specs(self) -> Sequence[TensorSpec]:
         return ()  # an adapter is merged
 
     def read_weights(self, source: Source) -> None:

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from distflow.cpu import prefers_transposed
 from distflow.model.llama_family import fused_weights
 from distflow.model.source import Source
-from distflow.weights.shards import Shards, Spec, slices
+from distflow.weights.shards import Shards, TensorSpec, slices
 
 
 class WeightBuffers:
@@ -19,7 +19,7 @@ class WeightBuffers:
     def __init__(
         self,
         model: PreTrainedModel,
-        specs: Sequence[Spec],
+        specs: Sequence[TensorSpec],
         shards: Shards,
         rank: int,
         dtype: torch.dtype,

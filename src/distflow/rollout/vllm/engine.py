@@ -30,7 +30,7 @@ from distflow.rollout.vllm.sampler import make_sampler
 from distflow.rollout.vllm.support import LORA_RANKS, architecture
 from distflow.rollout.vllm.undisturbed import undisturbed_process
 from distflow.util.text import human_bytes
-from distflow.weights.shards import Shards, Spec, size, slices
+from distflow.weights.shards import Shards, TensorSpec, size, slices
 
 _PADDING = 64  # vLLM pads a vocabulary to a multiple of it
 _BLOCK = 32  # tokens of KV cache that are allocated together, and shared by requests that begin alike
@@ -51,7 +51,7 @@ def supported_head_sizes() -> list[int]:
     return sizes
 
 
-def cut_rows(specs: Sequence[Spec], tp: int) -> dict[str, int]:
+def cut_rows(specs: Sequence[TensorSpec], tp: int) -> dict[str, int]:
     """Returns embedding → rows of each tensor-parallel rank: vLLM cuts embeddings, and the last rows are padding."""
     embeddings = [s for s in specs if s.name.endswith(("embed_tokens.weight", "lm_head.weight"))]
     return {s.name: -(-s.shape[0] // _PADDING) * _PADDING // tp for s in embeddings if tp > 1}
@@ -232,7 +232,7 @@ class VllmEngine:
             )
 
 
-def _view(modules: Mapping[str, Any], fused: Mapping[str, tuple[str, int]], spec: Spec) -> Tensor:
+def _view(modules: Mapping[str, Any], fused: Mapping[str, tuple[str, int]], spec: TensorSpec) -> Tensor:
     """Returns what vLLM holds of a parameter of transformers, or of a matrix of PEFT's adapter, as a view."""
     layer, _, matrix = spec.name.partition(".lora_")
     layer, _, kind = (layer, "", "") if matrix else layer.rpartition(".")

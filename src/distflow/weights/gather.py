@@ -1,4 +1,4 @@
-"""Passes pieces of equal size on: from many ranks to one, over a tree; and among ranks, until everybody has all."""
+"""Tree gather and Bruck all-gather of equal-sized pieces."""
 
 from collections.abc import Callable, Iterator, Sequence
 
@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from distflow.comm.collectives import Communication, SendReceive
-from distflow.weights.columns import FAN_IN
+from distflow.weights.sync_group import FAN_IN
 
 Write = Callable[[Tensor], None]  # fills the memory that is sent
 
@@ -20,12 +20,12 @@ def pieces_per_message(n: int) -> int:
     return width
 
 
-def collect(
+def tree_gather(
     ranks: Sequence[int], place: int, unit: int, write: Write, device: torch.device
 ) -> Communication[tuple[int, Write] | None]:
-    """Collects a piece of `unit` bytes from each of `ranks` on the few that send to the root.
+    """Gathers a piece of `unit` bytes from each of `ranks` on the few of them that send to the root.
 
-    Returns how many pieces this rank is to send, and what writes them; None if another rank sends them.
+    Returns how many pieces this rank is to send and the function that writes them; None if another rank sends them.
     """
     n, width = len(ranks), 1
     while n > width * FAN_IN:
@@ -45,13 +45,13 @@ def collect(
     return min(width, n - place), write
 
 
-def gather(
+def all_gather_pieces(
     ranks: Sequence[int], place: int, counts: Sequence[int], unit: int, data: Tensor, radix: int
 ) -> Iterator[SendReceive]:
-    """Gathers everybody's pieces in `data`. One's own come first; those of the ranks after it follow, in a circle.
+    """Gathers the pieces of all ranks in `data`, where this rank's come first, then the next rank's, in a circle.
 
     `counts` are the pieces of each rank, from this one on, of `unit` bytes. Bruck's algorithm: in each of log(n) rounds
-    (to the base `radix`) everybody passes on what it has so far, to radix − 1 others.
+    (to the base `radix`) every rank passes on the pieces it has so far, to radix − 1 others.
     """
     n, have = len(ranks), 1
     ends = (unit * np.cumsum([0, *counts])).tolist()
