@@ -209,9 +209,9 @@ def main() -> None:
         words = ["--layouts", name, "--rounds", args.rounds, "--mib", args.mib]
         row = rows[name] = run_workers(__file__, LAYOUTS[name].world, *map(str, words))
         print(
-            f"{name}: {row['bytes_per_destination_rank'] / MIB:.0f} MiB for each in {row['sync_s']:.3f} s,"
-            f" a broadcast {row['broadcast_s']:.3f} s; a source rank sends {row['bytes_per_source_rank'] / MIB:.0f} MiB;"
-            f" extra memory {row['source_extra_mib']:.1f} MiB there, {row['destination_extra_mib']:.1f} MiB at the others",
+            f"{name}: {row['bytes_per_destination_rank'] / MIB:.0f} MiB each in {row['sync_s']:.3f} s,"
+            f" a broadcast {row['broadcast_s']:.3f} s; a source sends {row['bytes_per_source_rank'] / MIB:.0f} MiB;"
+            f" extra {row['source_extra_mib']:.1f} MiB there, {row['destination_extra_mib']:.1f} MiB at the others",
             flush=True,
         )
     extras = [max(r["destination_extra_mib"], r["source_extra_mib"]) for r in rows.values()]

@@ -32,11 +32,11 @@ A, B, C = partition("a", range(1024)), partition("b", range(1024), tp=2), partit
 
 def test_a_domain_has_at_most_so_many_replicas_and_an_equal_part_of_the_step() -> None:
     first = move("m0", A, B, assigns=True)
-    assignments = domains_of([first], 2048)
+    of_moves = domains_of([first], 2048)
     seen = {}
     for rank in range(1024):
-        d = assignments.of(first, rank)
-        assert d.move.src.layout.dp <= domains.MAX_CELLS
+        d = of_moves.of(first, rank)
+        assert d.move.src.layout.dp <= domains.MAX_REPLICAS
         assert rank in d.move.ranks
         assert not d.known
         seen[d.first] = d.move.ranks
@@ -50,11 +50,11 @@ def test_blocks_that_do_not_correspond_are_one_domain() -> None:
     assert domains_of([half], 2048).of(half, 600).samples == 2048
 
 
-def test_a_deal_is_known_to_those_who_took_part_in_it() -> None:
+def test_an_assignment_is_known_to_ranks_that_took_part_in_it() -> None:
     there, back, elsewhere = move("m0", A, B, True), move("m1", A, B, False), move("m2", C, B, False)
-    assignments = domains_of([there, back, elsewhere], 2048)
-    assert assignments.of(back, 5).known  # contiguous shares, and a assignment of these ranks
-    assert not assignments.of(elsewhere, 600).known  # the ranks of C took part, but all over B's domains
+    of_moves = domains_of([there, back, elsewhere], 2048)
+    assert of_moves.of(back, 5).known  # contiguous shares, and an assignment of these ranks
+    assert not of_moves.of(elsewhere, 600).known  # the ranks of C took part, but all over B's domains
     contiguous = move("m3", A, B, assigns=False)  # into a partition that no move has assigned
     assert domains_of([contiguous], 2048).of(contiguous, 0).known
 
@@ -70,7 +70,7 @@ def test_every_reader_sees_what_the_writer_wrote_in_small_domains(
     most_replicas: int, rng: random.Random, workers: int
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(domains, "MAX_CELLS", most_replicas)
+        patch.setattr(domains, "MAX_REPLICAS", most_replicas)
         check_random_plan(rng, workers)
 
 

@@ -1,4 +1,4 @@
-"""Runs all workers again if that may help, from the newest checkpoint. How they are started, a launcher knows."""
+"""Restarts workers from the newest checkpoint after transient failures; independent of the launcher."""
 
 import fcntl
 import json

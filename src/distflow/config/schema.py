@@ -122,7 +122,7 @@ class RolloutConfig(Section):
     max_sequences: int = Field(256, gt=0)  # generated at the same time
     verify_every: int = Field(10, ge=0)  # weight syncs; compares the engine's weights with the trained ones; 0: never
     staleness: int = Field(0, ge=0, le=64)  # steps that the weights of a rollout are behind
-    chunk: int | None = Field(None, gt=0)  # prompts that leave the workers that generate together; default: all
+    chunk: int | None = Field(None, gt=0)  # prompts per chunk; default: all
     partial: bool | int = False  # prompts of later steps that may be begun early; true: as many as a batch
 
     @field_validator("partial", mode="before")

@@ -1,4 +1,4 @@
-"""Before the first step every prompt is encoded once, each worker a share: a bad one is reported now, not at night."""
+"""Encodes every prompt once, a share on each worker, so that a bad one fails before training starts."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass

@@ -115,7 +115,7 @@ class Progress:
             self._print(f"metrics: {self._log.name}; see it all: distflow show {self.folder}")
 
     def _warn(self, step: int, metrics: dict[str, float | None]) -> None:
-        """Says what is wrong when it becomes so, and again only if it was well in between."""
+        """Warns once when a condition starts; again only after it cleared."""
         self._recent = [*self._recent, {"step": step, **metrics}][-LONGER:]
         found = findings(self._recent) if step else []
         for finding in found:

@@ -78,5 +78,5 @@ class Api:
 def _number(params: Params, name: str, lowest: int = 0) -> int:
     text = params.get(name, "0")
     if not text.lstrip("-").isdecimal() or len(text) > 15 or int(text) < lowest:
-        raise RequestError(f"{name}: '{text[:40]}' is not a number that can be")
+        raise RequestError(f"{name}: '{text[:40]}' is out of range")
     return int(text)

@@ -93,7 +93,7 @@ class RunFolder:
             word = ENDED[state["state"]]
         elif _locked(self.path / "lock") or time.time() - last < QUIET_S:
             word = "running"
-        else:  # without a word; an older version never said one
+        else:  # no final state recorded
             word = "killed" if state else "ended"
         return {"state": word, "step": step, "steps": steps, "last": last, "error": error}
 

@@ -180,7 +180,7 @@ class CheckpointManager:
             keeps = role.role_state() is not None if hasattr(role, "role_state") else hasattr(role, "state")
             if keeps and not folder.is_dir():
                 raise ConfigError(
-                    f"--resume: {path} has no state of the role '{name}', which it would start anew without a word;"
+                    f"--resume: {path} has no state of the role '{name}', so it would silently be re-initialised;"
                     " use the flow that it was written with, or start from an export (model: DIRECTORY)"
                 )
             if hasattr(role, "role_state") and keeps:

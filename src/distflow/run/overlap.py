@@ -4,7 +4,7 @@ The thread does what the chain does together with other ranks, in an order that 
 the weights of a step as soon as those that generate with them have sent what they have made in the step before. What
 the chain sends it leaves to the thread and goes on; what it receives it waits for. A step needs nothing but what comes
 before in that order, so nobody waits in a circle; and whoever generates waits for weights, so nobody is further ahead
-than the plan's staleness. That also bounds what lies here: as many steps of samples, and copies of weights.
+than the plan's staleness. This also bounds buffering: as many steps of samples, and copies of weights.
 """
 
 from collections import Counter

@@ -37,7 +37,7 @@ class Worker:
     """`roles`: role → the object whose methods are its nodes. `on_task(step, name)` is called before each task.
 
     `run_steps` of the whole run and whether the plan is an evaluation, `held_out`, are for the nodes' context.
-    The chain communicates by `link`, by default at once. `rollouts` has those that are ahead of training."""
+    The chain communicates by `link`, by default at once. `rollouts` has the rollouts ahead of training."""
 
     def __init__(
         self,
@@ -79,7 +79,7 @@ class Worker:
         """Runs the steps after `first` until `last`, counted from 1; yields the messages they need.
 
         `after_chain` is called when this worker has done its part of a step. A step ends (`after_step`, `end_of_step`)
-        once all have, where those that are ahead come to it: just before the step that generates with its weights.
+        once all have, when the ranks ahead reach it: just before the step that generates with its weights.
         """
         running: dict[int, StepMetrics] = {}
         self.link.trained(first)

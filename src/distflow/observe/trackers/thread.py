@@ -38,7 +38,7 @@ class TrackerThread:
         self._put(lambda tracker: tracker.samples(step, rows))
 
     def close(self) -> None:
-        """Waits, not for ever, until all is tracked."""
+        """Flushes the queue, with a timeout."""
         with suppress(queue.Full):  # said below
             self._queue.put(None, timeout=CLOSE_LIMIT_S)
         self._thread.join(CLOSE_LIMIT_S)

@@ -1,4 +1,4 @@
-"""What a tracker is to a run."""
+"""The tracker interface."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ COLUMNS = ("split", "id", "prompt", "response", "score", "advantage")  # of a ta
 
 @dataclass(frozen=True)
 class RunInfo:
-    """What a tracker is told of the run when it is opened; `first`: the step after which a resumed run goes on."""
+    """Describes the run when a tracker is opened; `first`: the step after which a resumed run continues."""
 
     name: str
     folder: Path
@@ -19,7 +19,7 @@ class RunInfo:
 
 
 class Tracker(Protocol):
-    """Called by one thread. Whatever it raises ends it, and nothing else."""
+    """Called by one thread. An exception ends the tracker, but not the run."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
 

@@ -1,4 +1,4 @@
-"""Starts a guest in the worker's process and undoes what it does to it: environment, threads, random generators."""
+"""Restores environment, thread count and RNG state that initialising a library changed."""
 
 import os
 import random
