@@ -17,7 +17,7 @@ from distflow.dataset.loader import Loader
 from distflow.flow import Flow, Node
 from distflow.observe.metrics import MetricsReducer, StepMetrics
 from distflow.plan import Move, Place, Placement, Plan, Workload, plan
-from distflow.plan.early_weights import weights_after
+from distflow.plan.staleness import weights_after
 from distflow.run.link import Link
 from distflow.run.overlap import Overlap
 from distflow.run.weight_versions import WeightVersions

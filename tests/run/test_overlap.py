@@ -22,7 +22,7 @@ from distflow.dataset.loader import Loader
 from distflow.errors import ConfigError, PlacementError
 from distflow.flow import Flow, Node
 from distflow.observe.metrics import MetricsReducer, StepMetrics
-from distflow.plan import Place, Placement, Plan, Run, Workload, plan
+from distflow.plan import Place, Placement, Plan, RunNode, Workload, plan
 from distflow.run.link import Link
 from distflow.run.mailbox import Mailbox
 from distflow.run.overlap import Overlap
@@ -166,7 +166,7 @@ def test_chunks_bring_every_field_of_every_sample_and_nothing_deadlocks(delay: i
             for step in range(3):
                 counts = [m[step].totals.get((f"samples/{n.id}", "sum"), (0, 0))[0] for m in metrics.values()]
                 assert sum(counts) == p.samples
-            by_chunk.add(any(isinstance(t, Run) and t.node == n.id and bool(t.partition.chunk) for t in p.tasks))
+            by_chunk.add(any(isinstance(t, RunNode) and t.node == n.id and bool(t.partition.chunk) for t in p.tasks))
     assert by_chunk == {True, False}  # some nodes see the whole step
 
 

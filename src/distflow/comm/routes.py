@@ -66,7 +66,7 @@ def _assign_local(old: Ints, src: Layout, dst: Layout, weights: Ints, quota: Int
 
 @lru_cache(maxsize=64)
 def _overlaps(src: Layout, dst: Layout) -> tuple[Ints, Ints]:
-    """Returns, for each source replica, the target replicas that share ranks with it, most shared first, and their count.
+    """Returns, for each source replica, the target replicas that share ranks with it, most shared first, and how many.
 
     The lists are padded with −1.
     """

@@ -176,7 +176,7 @@ class CriticConfig(TrainerConfig):
         return _model(value)
 
 
-class RewardFunction(Section):
+class RewardFunctionConfig(Section):
     call: str
     weight: float = 1.0
     name: str | None = None  # default: the name of the function
@@ -186,7 +186,7 @@ class RewardFunction(Section):
 class RewardConfig(Section):
     """Functions with verl's or TRL's signature, which run in processes that can be killed; or a reward `model`."""
 
-    functions: list[RewardFunction] = []
+    functions: list[RewardFunctionConfig] = []
     model: ModelConfig | None = None  # with one output, the score
     processes: int = Field(1, gt=0)  # per worker
     time_limit_s: float = Field(30.0, gt=0, le=MAX_SECONDS)  # per sample
@@ -241,7 +241,7 @@ class EnvironmentConfig(Section):
     args: dict[str, Any] = {}  # of the environment's constructor
     kind: str = "auto"  # of environment; default: it is recognised
     python: str | None = None  # interpreter of another virtual environment, where its packages are installed
-    rewards: list[RewardFunction] = []  # TRL's that take `environments`: added to the environment's own
+    rewards: list[RewardFunctionConfig] = []  # TRL's that take `environments`: added to the environment's own
     ratio: float = Field(1.0, ge=0)  # of the prompts that get this one of several `environments`
     max_turns: int = Field(10, gt=0)  # of the model
     turn_tokens: int | None = Field(None, gt=0)  # that the model samples in a turn; default: rollout.max_tokens

@@ -29,7 +29,7 @@ from distflow.dataset.loader import Loader
 from distflow.errors import DataError, cut, suggest
 from distflow.flow.graph import SOURCE
 from distflow.plan.layout import contiguous_share
-from distflow.plan.tasks import Free, Load, Merge, Move, Partition, Plan, Resample, Run, Split
+from distflow.plan.tasks import Free, Load, Merge, Move, Partition, Plan, Resample, RunNode, Split
 from distflow.plan.topology import Topology
 from distflow.util.arrays import Ints
 
@@ -89,7 +89,7 @@ class Coordinator:
     def _load(self, step: int, replica: int, replicas: int) -> tuple[Ints, dict[str, list[Any]]]:
         return self._loaded_ahead[step] if step in self._loaded_ahead else self.loader.load(step, replica, replicas)
 
-    def ahead(self, step: int, task: Run, steps: int) -> Batch:
+    def ahead(self, step: int, task: RunNode, steps: int) -> Batch:
         """Returns the first samples of this replica after those of a step: its share of the plan's prompts ahead.
 
         `steps` of the run: there are no samples after the last one.
@@ -210,7 +210,7 @@ class Coordinator:
         assignment = self._state(step).assignments.get((partition.id, samples))
         return contiguous_assignment(partition, samples, self.plan.repeat) if assignment is None else assignment
 
-    def inputs(self, step: int, task: Run) -> Batch:
+    def inputs(self, step: int, task: RunNode) -> Batch:
         """Returns what a node reads. Tensors are shared with other readers and read-only; objects are copies."""
         groups, member = np.divmod(self.slots(step, task.partition), self.plan.repeat)
         ids = self.groups(step)[groups] * self.plan.repeat + member
@@ -223,7 +223,7 @@ class Coordinator:
             columns[f] = copy_objects(column) if isinstance(column, list) else column
         return Batch(ids, ids // self.plan.repeat, columns)
 
-    def outputs(self, step: int, task: Run, value: Any) -> None:
+    def outputs(self, step: int, task: RunNode, value: Any) -> None:
         """Checks what a node returned, and keeps the fields that a later node reads."""
         node = self.plan.flow.node(task.node)
         samples = len(self.slots(step, task.partition))

@@ -25,7 +25,7 @@ _A, _B, _WEIGHT = ".lora_A.default.weight", ".lora_B.default.weight", ".weight"
 Pairs = Mapping[str, tuple[Tensor, Tensor]]  # weight → B and A
 
 
-class Adapter:
+class LoraAdapter:
     """Injects an adapter into `lm`, which is on the meta device, and freezes the rest.
 
     `styles`: how tensor parallelism cuts the layers of an engine that has the adapter apart.

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from distflow.errors import PlacementError
 from distflow.flow.graph import SOURCE, Flow, Node
-from distflow.plan.tasks import Load, Merge, Move, Partition, Run, Split, Task, Weights
+from distflow.plan.tasks import Load, Merge, Move, Partition, RunNode, Split, SyncWeights, Task
 
 _KEY = "rollout.chunk"
 
@@ -46,7 +46,7 @@ def in_chunks(
         )
     partitions = {home[n].id for n in chunked}
     early = [t for t in tasks if _is_early(t, chunked, partitions, whole, flow)]
-    at = next(i for i, t in enumerate(tasks) if isinstance(t, Run) and t.node == generates[0].id) + 1
+    at = next(i for i, t in enumerate(tasks) if isinstance(t, RunNode) and t.node == generates[0].id) + 1
     out = list(tasks[:at])
     sent = dict.fromkeys(f for t in early if isinstance(t, Move) and t.src is whole for f in t.fields)
     readers = sorted({r for n in chunked for r in home[n].layout.ranks})
@@ -105,7 +105,7 @@ def _fits(p: Partition, whole: Partition, chunk: int, repeat: int) -> bool:
 
 def _is_early(t: Task, chunked: set[str], partitions: set[str], whole: Partition, flow: Flow) -> bool:
     match t:
-        case Run():
+        case RunNode():
             return t.node in chunked
         case Move():
             known = {SOURCE, *chunked, *(n.id for n in flow.nodes if n.generates)}
@@ -123,7 +123,7 @@ def _of_chunk(t: Task, i: int, count: int) -> Task:
     if isinstance(t, Move):
         src, dst = _part(t.src, i, count), _part(t.dst, i, count)
         return replace(t, id=f"{t.id}#{i}", src=src, dst=dst, expected_bytes=t.expected_bytes // count)
-    assert isinstance(t, Run)
+    assert isinstance(t, RunNode)
     return replace(t, partition=_part(t.partition, i, count))
 
 
@@ -131,7 +131,7 @@ def _with_partitions(t: Task, merged: Mapping[str, Partition]) -> Task:
     """Returns a task of the whole step: what chunks have brought is in shares that depend on their moves."""
     if isinstance(t, Move):
         return replace(t, src=merged.get(t.src.id, t.src), dst=merged.get(t.dst.id, t.dst))
-    if isinstance(t, Run | Load):
+    if isinstance(t, RunNode | Load):
         return replace(t, partition=merged.get(t.partition.id, t.partition))
-    assert isinstance(t, Weights)
+    assert isinstance(t, SyncWeights)
     return t

@@ -14,7 +14,7 @@ from distflow.plan.chunks import in_chunks
 from distflow.plan.layout import Layout, contiguous_share
 from distflow.plan.placement import Placement
 from distflow.plan.staleness import check_apart, check_partial
-from distflow.plan.tasks import Free, Load, Merge, Move, Partition, Plan, Resample, Run, Task, Weights
+from distflow.plan.tasks import Free, Load, Merge, Move, Partition, Plan, Resample, RunNode, SyncWeights, Task
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ class _Planner:
             if n.generates:
                 self.tasks.append(self._sync_weights(n))
             writes = n.writes if n.dynamic_sampling else self._with_readers(n.writes)
-            self.tasks.append(Run(n.id, self.home[n.id], n.reads, writes))
+            self.tasks.append(RunNode(n.id, self.home[n.id], n.reads, writes))
             self._hold(n.writes, self.home[n.id])
             if n.dynamic_sampling:
                 self._resample(n, self.flow.order[i + 1 :])
@@ -114,13 +114,13 @@ class _Planner:
             tasks=_with_frees(tasks),
         )
 
-    def _sync_weights(self, n: Node) -> Weights:
+    def _sync_weights(self, n: Node) -> SyncWeights:
         own = (r for m in self.flow.nodes if m.role == n.role and m.method for r in self._layout(m).ranks)
         trained = (self._layout(m) for m in self.flow.nodes if m.role == n.role and m.type == "train")
         source, target, size = next(trained, None), self._layout(n), self.workload.weights.get(n.role)
         ranks = tuple(sorted({*own, *self.model_ranks.get(n.role, ())}))
         expected = None if size is None else _weight_bytes(size, source, target)
-        return Weights(n.role, ranks, source, target, expected, self.staleness)
+        return SyncWeights(n.role, ranks, source, target, expected, self.staleness)
 
     def _resample(self, n: Node, later: tuple[Node, ...]) -> None:
         """Adds the resample: every field that is still read stays where it was written, in uneven shares."""

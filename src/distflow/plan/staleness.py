@@ -10,6 +10,7 @@ from distflow.errors import PlacementError
 from distflow.flow.graph import SOURCE, Flow, Node
 from distflow.plan.layout import format_ranks
 from distflow.plan.placement import Placement
+from distflow.plan.tasks import Move, Plan, Split, SyncWeights, chunk_of
 
 
 def weight_version(step: int, delay: int, first: int) -> int:
@@ -68,6 +69,20 @@ def check_partial(flow: Flow, placement: Placement, staleness: int) -> None:
             f" {format_ranks(loader.ranks)}"
         )
         raise PlacementError(f"{key}: '{n.id}' {why}, so it cannot begin prompts of later steps; leave it out")
+
+
+def weights_after(plan: Plan) -> int | None:
+    """Returns after how many tasks of a step the weights of the next step are synced; None: at their own place.
+
+    With a delay they are trained long before. At their own place those that generate would wait for all moves of the
+    step before, and so for nodes between others, such as scores; here they wait only for moves of their own.
+    """
+    own = [i for i, t in enumerate(plan.tasks) if isinstance(t, Move) and plan.ahead.intersection(t.ranks)]
+    weights = [i for i, t in enumerate(plan.tasks) if isinstance(t, SyncWeights)]
+    if not plan.staleness or (own and own[0] < weights[-1]):  # they receive something before they generate
+        return None
+    chunks = [i for i, t in enumerate(plan.tasks) if isinstance(t, Split) or chunk_of(t) is not None]
+    return max([*own, *weights, *chunks]) + 1
 
 
 def _is_trained(flow: Flow, role: str) -> bool:

@@ -9,7 +9,7 @@ from rich.text import Text
 
 from distflow.flow.graph import SOURCE, Node
 from distflow.plan.layout import Layout, ranks_text
-from distflow.plan.tasks import Free, Load, Merge, Move, Plan, Resample, Run, Split, Task, Weights, chunk_of
+from distflow.plan.tasks import Free, Load, Merge, Move, Plan, Resample, RunNode, Split, SyncWeights, Task, chunk_of
 from distflow.util.text import clean, human_bytes, names
 
 
@@ -36,7 +36,7 @@ def origins(plan: Plan) -> dict[str | Move, dict[str, str | Move]]:
             case Move():
                 origins[t] = {f: latest[t.src.id, f] for f in t.fields}
                 latest.update(((t.dst.id, f), t) for f in t.fields)
-            case Run():
+            case RunNode():
                 origins[t.node] = {f: latest[t.partition.id, f] for f in t.reads}
                 latest.update(((t.partition.id, f), t.node) for f in t.writes)
             case Resample():
@@ -78,7 +78,7 @@ def headline(plan: Plan) -> tuple[str, ...]:
         count = _count(plan.prompts_ahead, "prompt")
         ahead.append(f"partial rollouts: while the responses of a step are generated, {count} of later steps may begin")
     if plan.chunks > 1:
-        by_chunk = dict.fromkeys(t.node for t in plan.tasks if isinstance(t, Run) and t.partition.chunk)
+        by_chunk = dict.fromkeys(t.node for t in plan.tasks if isinstance(t, RunNode) and t.partition.chunk)
         ahead.append(f"{plan.chunks} chunks per step: {names(by_chunk)} run chunk by chunk, while others are generated")
     return clean(plan.flow.name), " · ".join(numbers), f"rank sets: {rank_sets}", *ahead
 
@@ -162,7 +162,7 @@ def _moves(plan: Plan) -> Table | Text:
 
 def _weights(plan: Plan) -> Table | None:
     """Returns the weight syncs of weights, None if there are none."""
-    tasks = dict.fromkeys(t for t in plan.tasks if isinstance(t, Weights))
+    tasks = dict.fromkeys(t for t in plan.tasks if isinstance(t, SyncWeights))
     table = _table("Weights, synced before each generation", "role", "from", "to", "expected")
     for t in tasks:
         ends = [Text(_layout(plan, layout) if layout else "where it is, untrained") for layout in (t.source, t.target)]
@@ -170,7 +170,7 @@ def _weights(plan: Plan) -> Table | None:
     return table if tasks else None
 
 
-def weight_bytes(t: Weights) -> str:
+def weight_bytes(t: SyncWeights) -> str:
     """Formats what a weight sync moves."""
     return "model not known here" if t.expected_bytes is None else human_bytes(t.expected_bytes)
 
@@ -190,9 +190,9 @@ def _task(t: Task, rank: int) -> Text:
             return Text(("⇄" if sends and receives else "⇢" if sends else "⇠") + t.id, "cyan")
         case Free():
             return Text(f"free {names(t.fields)}", "dim")
-        case Load() | Run():
+        case Load() | RunNode():
             return Text(t.name, "bold")
-        case Weights():
+        case SyncWeights():
             return Text(t.name + (f" of step k−{t.delay}" if t.delay else ""), "cyan")
         case Split() | Merge():
             return Text(t.name, "cyan")

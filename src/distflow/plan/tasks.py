@@ -9,8 +9,26 @@ from typing import Any
 
 from distflow.flow.graph import SOURCE, Flow
 from distflow.plan.layout import Layout, format_ranks
-from distflow.plan.partition import Partition as Partition
-from distflow.plan.partition import Touch
+
+
+@dataclass(frozen=True)
+class Partition:
+    """An assignment of the samples of a step to the replicas of a layout. Nodes that share one exchange nothing."""
+
+    id: str
+    layout: Layout
+    whole_groups: bool  # all samples of a prompt are in one replica
+    balance: str | None  # the field whose lengths are evened out over the replicas
+    uneven: bool = False  # after a resample or chunks: which replicas have how many samples depends on what was moved
+    chunk: tuple[int, int] | None = None  # (i, n): only the samples of the i-th of n chunks
+
+    def largest_share(self, samples: int, group_size: int) -> int:
+        """Returns the number of samples of the largest replica, unless the partition is uneven."""
+        unit = group_size if self.whole_groups else 1
+        return -(-samples // unit // self.layout.dp) * unit
+
+
+Touch = tuple[Partition, str]  # a field that a task reads or writes, and where
 
 
 @dataclass(frozen=True)
@@ -58,7 +76,7 @@ class Move:
 
 
 @dataclass(frozen=True)
-class Run:
+class RunNode:
     """Calls the function of a node."""
 
     node: str
@@ -79,7 +97,7 @@ class Run:
 
 
 @dataclass(frozen=True)
-class Weights:
+class SyncWeights:
     """Hands weights of a role over, from the ranks that train it to those that generate with it: the newest, or those
     of `delay` steps before."""
 
@@ -199,12 +217,12 @@ class Merge:
         return {(p.id, f) for p in self.parts for f in self.fields}
 
 
-Task = Load | Move | Run | Weights | Resample | Split | Merge | Free
+Task = Load | Move | RunNode | SyncWeights | Resample | Split | Merge | Free
 
 
 def chunk_of(t: Task) -> int | None:
     """Returns which chunk a task is for; None: for the whole step."""
-    part = t.dst if isinstance(t, Move) else t.partition if isinstance(t, Run | Free) else None
+    part = t.dst if isinstance(t, Move) else t.partition if isinstance(t, RunNode | Free) else None
     return part.chunk[0] if part and part.chunk else None
 
 
@@ -237,7 +255,7 @@ class Plan:
     @cached_property
     def staleness(self) -> int:
         """Steps that the weights of a rollout are behind: the delay of the loop-carried edge."""
-        return max((t.delay for t in self.tasks if isinstance(t, Weights)), default=0)
+        return max((t.delay for t in self.tasks if isinstance(t, SyncWeights)), default=0)
 
     @cached_property
     def ahead(self) -> frozenset[int]:
@@ -372,9 +390,9 @@ def _task_json(t: Task) -> dict[str, Any]:
                 "assigns": t.assigns,
                 "expected_bytes": t.expected_bytes,
             }
-        case Run():
+        case RunNode():
             return {"do": "run", "node": t.node, "partition": t.partition.id}
-        case Weights():
+        case SyncWeights():
             ends = {name: str(layout) for name, layout in (("from", t.source), ("to", t.target)) if layout}
             task = {"do": "weights", "role": t.role, "ranks": format_ranks(t.ranks)}
             delay = {"delay": t.delay} if t.delay else {}

@@ -6,7 +6,7 @@ from typing import Any
 from distflow.comm.collectives import Communication
 from distflow.coordinator.coordinator import Coordinator
 from distflow.observe.metrics import MetricsReducer, StepMetrics
-from distflow.plan.tasks import Move, Partition, Split, Weights
+from distflow.plan.tasks import Move, Partition, Split, SyncWeights
 from distflow.run.weight_versions import WeightVersions
 
 
@@ -32,7 +32,7 @@ class Link:
         """Returns the chunks in the order in which this worker's chain runs their tasks."""
         return range(len(task.parts))
 
-    def sync_weights(self, task: Weights, version: int) -> Communication[None]:
+    def sync_weights(self, task: SyncWeights, version: int) -> Communication[None]:
         if not self.is_new(task.role, version):
             return
         self._copies = {v: weights for v, weights in self._copies.items() if v >= version}

@@ -17,8 +17,8 @@ import torch
 from distflow.comm.collectives import Communication, all_reduce
 from distflow.coordinator.coordinator import Coordinator
 from distflow.observe.metrics import MetricsReducer, StepMetrics
-from distflow.plan.early_weights import weights_after
-from distflow.plan.tasks import Move, Partition, Split, Task, Weights, chunk_of
+from distflow.plan.staleness import weights_after
+from distflow.plan.tasks import Move, Partition, Split, SyncWeights, Task, chunk_of
 from distflow.run.evaluation import Evaluation
 from distflow.run.link import Link
 from distflow.run.mailbox import Mailbox
@@ -105,7 +105,7 @@ class Overlap(Link):
                 chunk: int = self.mail.take((id(data), index, "chunk", place))
             yield chunk
 
-    def sync_weights(self, task: Weights, version: int) -> Communication[None]:
+    def sync_weights(self, task: SyncWeights, version: int) -> Communication[None]:
         if self.is_new(task.role, version) and task.role in self.versions.generates:
             self.mail.put((task.role, version, "weights"))
             with self.waiting(task.ranks):
@@ -170,7 +170,7 @@ class Overlap(Link):
             self.mail.put((ended, "vote"), stop)
             self.sent.clear()  # of no task
         if self._early is not None and step <= self.last and ended != self._stop_step:
-            for task in (t for t in self.worker.chain if isinstance(t, Weights)):
+            for task in (t for t in self.worker.chain if isinstance(t, SyncWeights)):
                 yield from self._task(self.worker, step - 1, step, task)
 
     def _tasks(self, worker: Worker, index: int, step: int) -> Communication[None]:
@@ -178,7 +178,7 @@ class Overlap(Link):
         for place, task in enumerate(worker.chain):
             if place == early and self._begins_early(step + 1):
                 yield from self._begin(step + 1)
-            if chunk_of(task) is None and not (early is not None and isinstance(task, Weights)):
+            if chunk_of(task) is None and not (early is not None and isinstance(task, SyncWeights)):
                 yield from self._task(worker, index, step, task)
             if isinstance(task, Split):
                 yield from self._chunks(worker, index, step, task)
@@ -215,7 +215,7 @@ class Overlap(Link):
     def _task(self, worker: Worker, index: int, step: int, task: Task) -> Communication[None]:
         if isinstance(task, Move):
             yield from self._move(worker.data, index, task)
-        elif isinstance(task, Weights):
+        elif isinstance(task, SyncWeights):
             yield from self._sync_weights(task, worker.version(step))
         worker.recorder.sent_by_thread(step, task, worker.plan, self.sent)
 
@@ -227,7 +227,7 @@ class Overlap(Link):
         if receives:
             self.mail.put((*key, "received"), received)
 
-    def _sync_weights(self, task: Weights, version: int) -> Communication[None]:
+    def _sync_weights(self, task: SyncWeights, version: int) -> Communication[None]:
         old, self._handed_by_thread[task.role] = self._handed_by_thread.get(task.role), version
         if old == version:
             return

@@ -6,7 +6,7 @@ from typing import Any
 from distflow.comm.collectives import Communication
 from distflow.errors import ConfigError
 from distflow.plan.staleness import weight_version
-from distflow.plan.tasks import Plan, Run, Weights
+from distflow.plan.tasks import Plan, RunNode, SyncWeights
 
 
 class WeightVersions:
@@ -16,10 +16,10 @@ class WeightVersions:
         """`first`: the steps before this run."""
         self.roles, self.delay, self.first = roles, plan.staleness, first
         self.keeps = plan.overlaps  # engines keep their weights until others come, and copies wait for them
-        tasks = [t for t in plan.chain(rank) if isinstance(t, Weights | Run)]
-        nodes = [plan.flow.node(t.node) for t in tasks if isinstance(t, Run)]
+        tasks = [t for t in plan.chain(rank) if isinstance(t, SyncWeights | RunNode)]
+        nodes = [plan.flow.node(t.node) for t in tasks if isinstance(t, RunNode)]
         self.generates = {n.role for n in nodes if n.generates}  # the roles that this worker generates with
-        self.gives = sorted({t.role for t in tasks if isinstance(t, Weights)} - self.generates)
+        self.gives = sorted({t.role for t in tasks if isinstance(t, SyncWeights)} - self.generates)
         for role in self.gives:
             if self.keeps and not hasattr(roles[role], "copy_weights"):
                 raise ConfigError(

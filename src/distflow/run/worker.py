@@ -23,7 +23,7 @@ from distflow.flow.graph import Node
 from distflow.observe.metrics import StepMetrics
 from distflow.observe.recorder import NO_RECORDER, Recorder
 from distflow.plan.layout import format_ranks
-from distflow.plan.tasks import Free, Load, Merge, Move, Plan, Resample, Run, Split, Task, Weights, chunk_of
+from distflow.plan.tasks import Free, Load, Merge, Move, Plan, Resample, RunNode, Split, SyncWeights, Task, chunk_of
 from distflow.run.leaving import Leaving
 from distflow.run.link import Link
 from distflow.run.rollouts import PartialRollouts, Rollout, Rollouts
@@ -66,7 +66,7 @@ class Worker:
             if (chunk := chunk_of(t)) is not None:
                 self.chunk_tasks.setdefault(chunk, []).append(t)
         self.work_s = 0.0  # time in nodes in this step; all other time may be spent waiting for others
-        self.functions = {t.node: _bind(plan.flow.node(t.node), roles) for t in self.chain if isinstance(t, Run)}
+        self.functions = {t.node: _bind(plan.flow.node(t.node), roles) for t in self.chain if isinstance(t, RunNode)}
 
     def steps(
         self,
@@ -138,9 +138,9 @@ class Worker:
                         self.data.load(index, task)
                     case Move():
                         yield from self.link.move(self.data, index, task)
-                    case Weights():
+                    case SyncWeights():
                         yield from self.link.sync_weights(task, self.version(step))
-                    case Run():
+                    case RunNode():
                         logged = metrics if chunk is None else by_chunk.setdefault(chunk, StepMetrics())
                         details.update(self.run_node(index, step, task, logged))
                         self.work_s += time.perf_counter() - start
@@ -165,7 +165,7 @@ class Worker:
                 for chunk in self.link.order(self.data, index, task):
                     yield from self.chunk_tasks.get(chunk, ())
 
-    def run_node(self, index: int, step: int, task: Run, metrics: StepMetrics) -> dict[str, int]:
+    def run_node(self, index: int, step: int, task: RunNode, metrics: StepMetrics) -> dict[str, int]:
         """Calls the node's function; returns how many samples, and tokens of responses, it was given."""
         node, fn = self.plan.flow.node(task.node), self.functions[task.node]
         batch = self.data.inputs(index, task)
@@ -203,7 +203,7 @@ class Worker:
         return {"samples": len(batch), **({"tokens": int(batch[TOKENS].lengths.sum())} if TOKENS in batch else {})}
 
     def _generate(
-        self, context: Context, node: Node, index: int, task: Run, batch: Batch, metrics: StepMetrics
+        self, context: Context, node: Node, index: int, task: RunNode, batch: Batch, metrics: StepMetrics
     ) -> Mapping[str, Any]:
         """Calls a node that generates, unless a resumed run has what it would return; keeps what is ahead."""
         assert self.rollouts

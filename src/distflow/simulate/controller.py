@@ -5,10 +5,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from distflow.plan.tasks import Plan, Run
+from distflow.plan.tasks import Plan, RunNode
 from distflow.simulate.costs import Costs
 from distflow.simulate.hardware import Hardware
-from distflow.simulate.result import Result
+from distflow.simulate.result import SimulatedStep
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class ControllerResult:
     node_s: Mapping[str, float]  # node → seconds in which the driver sends its inputs and receives its outputs
 
 
-def simulate_controller(plan: Plan, hardware: Hardware, costs: Costs, result: Result) -> ControllerResult:
+def simulate_controller(plan: Plan, hardware: Hardware, costs: Costs, result: SimulatedStep) -> ControllerResult:
     """Predicts the step of a driver that calls node after node; workers compute as in `result`.
 
     For each node it encodes and sends what the node reads, and receives and decodes what it writes. The weight
@@ -35,7 +35,7 @@ def simulate_controller(plan: Plan, hardware: Hardware, costs: Costs, result: Re
     times = {t.name: t for t in result.tasks}
     compute = sent = 0.0
     nodes: dict[str, float] = {}
-    for task in (t for t in plan.tasks if isinstance(t, Run)):
+    for task in (t for t in plan.tasks if isinstance(t, RunNode)):
         compute += times[task.name].elapsed_s
         size = float(costs.sample_bytes(plan, (*task.reads, *task.writes), lengths).sum())
         calls = 2 * len(task.ranks) * driver.call_s

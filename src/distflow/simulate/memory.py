@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from distflow.config.model_shape import ModelShape
 from distflow.errors import ConfigError
 from distflow.plan.layout import Layout
-from distflow.plan.tasks import Plan, Run
+from distflow.plan.tasks import Plan, RunNode
 from distflow.simulate.compute import shards_of
 from distflow.simulate.costs import Costs
 from distflow.simulate.hardware import Hardware
@@ -35,7 +35,7 @@ def memory_of(plan: Plan, rank: int, costs: Costs) -> Memory:
     state = training = generation = 0.0
     seen: set[str] = set()
     trained = {n.role for n in plan.flow.nodes if n.type == "train"}
-    for task in (t for t in plan.tasks if isinstance(t, Run)):
+    for task in (t for t in plan.tasks if isinstance(t, RunNode)):
         node = plan.flow.node(task.node)
         model, layout = costs.models.get(node.role), task.partition.layout
         if model is None or node.type == "compute" or layout.replica_of(rank) is None:

@@ -16,7 +16,7 @@ from distflow.util.arrays import Ints
 Bools = NDArray[np.bool_]
 
 
-class Network:
+class NetworkModel:
     """The links and CPUs of all workers. Counts what every worker sends, receives and spends on it."""
 
     def __init__(self, hardware: Hardware, hosts: Ints) -> None:

@@ -31,7 +31,7 @@ class TaskTime:
 
 
 @dataclass(frozen=True)
-class Span:
+class TaskSpan:
     """A task on the timeline of one rank set: done at `end_s`, and at `mean_end_s` if no worker waited for another."""
 
     name: str
@@ -50,7 +50,7 @@ class RankSet:
     communicate: float
     idle: float
     longest_s: float  # that one of its workers computes and communicates
-    spans: tuple[Span, ...]
+    spans: tuple[TaskSpan, ...]
     memory: Memory
 
 
@@ -79,7 +79,7 @@ class TaskTimes:
 
 
 @dataclass(frozen=True)
-class Result:
+class SimulatedStep:
     """One simulated step."""
 
     step_s: float

@@ -12,7 +12,7 @@ from distflow.run.program import Program
 from distflow.simulate.costs import Costs
 from distflow.simulate.hardware import Hardware
 from distflow.simulate.memory import memory_of
-from distflow.simulate.result import Result
+from distflow.simulate.result import SimulatedStep
 from distflow.simulate.walk import simulate
 
 SHARES = (None, 25, 50, 75)  # percent of the ranks
@@ -27,7 +27,7 @@ class Candidate:
     rollout: int | None
     generate_tp: int
     train_tp: int
-    result: Result
+    result: SimulatedStep
 
     @property
     def name(self) -> str:

@@ -15,7 +15,7 @@ _SCHEMA, _WORD = 8, 4  # a segment starts with 8 words of 4 bytes per field, and
 
 
 @dataclass(frozen=True)
-class Traffic:
+class MoveTraffic:
     """Payload and wire bytes from each sender to each receiver; `kept` payload bytes stay on their rank."""
 
     sender: Ints
@@ -32,7 +32,7 @@ def new_replicas(move: Move, old: Ints, weights: Floats, repeat: int) -> Ints:
     return assign_replicas(old, move.src.layout, move.dst.layout, np.rint(weights).astype(np.int64), group, balance)
 
 
-def traffic(move: Move, old: Ints, new: Ints, size: Floats, workers: int) -> Traffic:
+def traffic(move: Move, old: Ints, new: Ints, size: Floats, workers: int) -> MoveTraffic:
     """Returns who sends what: each receiving rank gets the samples that it lacks, replicas take turns in sending."""
     src, dst = move.src.layout, move.dst.layout
     source_replicas, target_replicas = (_replica_table(layout) for layout in (src, dst))
@@ -49,7 +49,7 @@ def traffic(move: Move, old: Ints, new: Ints, size: Floats, workers: int) -> Tra
     payload: Floats = np.bincount(inverse, size[sample], len(pair)).astype(np.float64)
     samples = np.bincount(inverse, minlength=len(pair))
     wire: Floats = payload + 1.0 * _WORD * len(move.fields) * (_SCHEMA + samples)
-    return Traffic(pair // workers, pair % workers, payload, wire, kept_bytes)
+    return MoveTraffic(pair // workers, pair % workers, payload, wire, kept_bytes)
 
 
 def header_bytes(move: Move, samples: int, repeat: int) -> int:

@@ -12,7 +12,7 @@ import numpy as np
 
 from distflow.config.model_shape import Floats
 from distflow.plan.layout import Layout
-from distflow.simulate.network import Network
+from distflow.simulate.network import NetworkModel
 from distflow.util.arrays import Ints
 from distflow.weights.shards import Shards
 from distflow.weights.sync_group import DpGroup, serving_replicas
@@ -24,7 +24,7 @@ Flows = tuple[Ints, Ints, Floats]
 
 
 def sync_weights(
-    network: Network,
+    network: NetworkModel,
     source: Layout,
     destination: Layout,
     shards: int,

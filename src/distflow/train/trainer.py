@@ -20,7 +20,7 @@ from distflow.batch.response_mask import ModelTokens
 from distflow.config.schema import LoraConfig, TrainerConfig
 from distflow.cpu.train_ops import use_cpu_modules
 from distflow.errors import ConfigError
-from distflow.model.lora import Adapter, MergedWeights, adapter_pairs, base_name
+from distflow.model.lora import LoraAdapter, MergedWeights, adapter_pairs, base_name
 from distflow.model.source import DTYPES, Read, Source
 from distflow.model.tensor_parallel import parallelize_for_training, parameter_specs, tp_styles
 from distflow.plan.layout import Layout
@@ -70,7 +70,7 @@ class Trainer:
         self.specs = parameter_specs(lm, self.tp_styles)  # of the model, with or without an adapter
         self.shards = Shards(layout, fsdp.sharding(mesh).size())
         assert not (lora and layout.tp > 1)
-        self.adapter = Adapter(lm, lora, self.tp_styles) if lora else None
+        self.adapter = LoraAdapter(lm, lora, self.tp_styles) if lora else None
         parallelize_for_training(lm, self.tp_styles, mesh)
         if config.gradient_checkpointing and trainable:
             lm.gradient_checkpointing_enable({"use_reentrant": False})

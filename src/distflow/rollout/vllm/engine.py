@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from distflow.config.schema import LoraConfig, RolloutConfig
 from distflow.errors import ConfigError
-from distflow.model.lora import Adapter
+from distflow.model.lora import LoraAdapter
 from distflow.model.source import Source, kv_bytes
 from distflow.model.tensor_parallel import parameter_specs, tp_styles
 from distflow.plan.layout import Layout
@@ -79,7 +79,7 @@ class VllmEngine:
         skeleton = source.skeleton()
         styles = tp_styles(skeleton, layout.tp, "placement.nodes.actor.generate")
         self.weight_specs = parameter_specs(skeleton, styles)
-        self.adapter_specs = Adapter(skeleton, lora, styles).specs if lora else []
+        self.adapter_specs = LoraAdapter(skeleton, lora, styles).specs if lora else []
         self.shards = Shards(layout, 1, cut_rows(self.weight_specs, layout.tp))
         self._requests: dict[str, Request] = {}  # unfinished ones, by vLLM's id
         self._logprobs: dict[int, list[float]] = {}  # id of a request → those of its response so far
