@@ -1,4 +1,4 @@
-"""The loader: an endless stream of prompts, in an order that is computed, not stored. Its state is the step number."""
+"""The loader: an endless stream of prompts in a computed order. Its only state is the step number."""
 
 from concurrent.futures import Future
 from threading import Thread

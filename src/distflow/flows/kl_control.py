@@ -32,7 +32,7 @@ class KLControl:
         self.target, self.current, self.kind, self.horizon, self.rate = target, weight, kind, horizon, rate
 
     def state(self) -> dict[str, float]:
-        """Returns what a checkpoint keeps."""
+        """Returns the state for a checkpoint."""
         return {"weight": self.current}
 
     def restore(self, state: dict[str, float]) -> None:
@@ -40,7 +40,7 @@ class KLControl:
 
     @node(whole_batch=True, writes="kl_weight")
     def weight(self, batch: "Batch", ctx: "Context") -> Any:
-        """Returns the weight of this step for every sample, and sets that of the next from `kl_divergence`."""
+        """Returns the weight of this step for every sample, and sets the weight of the next from `kl_divergence`."""
         import torch
 
         from distflow.algo.kl_control import adaptive_kl_weight, lagrangian_kl_weight

@@ -1,4 +1,4 @@
-"""What is written beside the weights of a model in a checkpoint, so that they can be used without the run."""
+"""The description of a model in a checkpoint, with which its weights can be used without the run."""
 
 import json
 import shutil
@@ -7,8 +7,8 @@ from pathlib import Path
 from distflow.model.lora import LoraAdapter
 from distflow.model.source import Source
 
-MODEL, HEAD = "model", "head"  # a folder with config and tokenizer; a file that says which head the model has
-ADAPTER, BASE = "adapter", "base.json"  # for a LoRA adapter: PEFT's config, and where the base model is
+MODEL, HEAD = "model", "head"  # a folder with config and tokenizer; a file that names the head
+ADAPTER, BASE = "adapter", "base.json"  # for a LoRA adapter: PEFT's config, and the address of the base model
 
 
 def describe(folder: Path, source: Source, adapter: LoraAdapter | None = None) -> None:

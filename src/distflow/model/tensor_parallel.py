@@ -1,4 +1,4 @@
-"""Tensor parallelism: which layers are cut and how, for a model under training and for one that generates."""
+"""Tensor parallelism: the layers that are cut, and how, for training and for generation."""
 
 import re
 from collections.abc import Mapping
@@ -42,7 +42,7 @@ def tp_styles(model: PreTrainedModel, tp: int, where: str) -> dict[str, str]:
 
 
 def parameter_specs(model: PreTrainedModel, styles: Mapping[str, str]) -> list[TensorSpec]:
-    """Returns all parameters; one that two modules share is there once, under its first name."""
+    """Returns all parameters; shared ones once, under their first name."""
     specs = []
     for name, p in model.named_parameters():
         module, _, kind = name.rpartition(".")

@@ -1,4 +1,4 @@
-"""Which rank does what, and when: layouts, placement, the planner. Pure; imports no torch."""
+"""The plan of a step: layouts, placement, tasks and the planner. Pure; imports no torch."""
 
 from distflow.plan.layout import Layout, format_ranks, parse_ranks
 from distflow.plan.placement import Place, Placement

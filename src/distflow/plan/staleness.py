@@ -1,9 +1,9 @@
 """Staleness: generation may use weights of some steps before, and so run ahead of training.
 
-It is the delay of the one edge that is carried from step to step: from the node that trains a role to the one that
-generates with it. Every rank still runs its own chain, step after step; ranks that generate are at most `delay` steps
-ahead of those that train, as they wait for their weights. The order of all that several ranks do together is that of
-steps, then of tasks, whatever the delay: each rank does its part of it in that order, so nobody waits in a circle.
+Staleness is the delay of the one edge from step to step: from the node that trains a role to the node that generates
+with it. Every rank still runs its own chain, step after step; generating ranks are at most `delay` steps ahead of
+training ranks, as they wait for their weights. All communication is ordered by step, then by task, whatever the delay:
+every rank takes part in that order, so there is no circular wait.
 """
 
 from distflow.errors import PlacementError
@@ -14,9 +14,9 @@ from distflow.plan.tasks import Move, Plan, Split, SyncWeights, chunk_of
 
 
 def weight_version(step: int, delay: int, first: int) -> int:
-    """Returns which weights a step, counted from 1, generates with: those that this many steps have made.
+    """Returns the weight version that a step generates with: the number of steps that have trained the weights.
 
-    `first`: the steps before the run, which made the weights that it starts with.
+    Steps count from 1; `first` is the version at the start of the run.
     """
     return max(first, step - 1 - delay)
 
@@ -72,14 +72,14 @@ def check_partial(flow: Flow, placement: Placement, staleness: int) -> None:
 
 
 def weights_after(plan: Plan) -> int | None:
-    """Returns after how many tasks of a step the weights of the next step are synced; None: at their own place.
+    """Returns the number of tasks of a step before the next step's weights are synced; None: at their own place.
 
-    With a delay they are trained long before. At their own place those that generate would wait for all moves of the
-    step before, and so for nodes between others, such as scores; here they wait only for moves of their own.
+    With a delay, these weights are trained long before. At their own place, generating ranks would wait for all
+    moves of the step before, and so for other nodes such as scores; here they wait only for their own moves.
     """
     own = [i for i, t in enumerate(plan.tasks) if isinstance(t, Move) and plan.ahead.intersection(t.ranks)]
     weights = [i for i, t in enumerate(plan.tasks) if isinstance(t, SyncWeights)]
-    if not plan.staleness or (own and own[0] < weights[-1]):  # they receive something before they generate
+    if not plan.staleness or (own and own[0] < weights[-1]):  # generating ranks first receive fields
         return None
     chunks = [i for i, t in enumerate(plan.tasks) if isinstance(t, Split) or chunk_of(t) is not None]
     return max([*own, *weights, *chunks]) + 1
@@ -90,5 +90,5 @@ def _is_trained(flow: Flow, role: str) -> bool:
 
 
 def _model_nodes(flow: Flow, generates: Node) -> list[Node]:
-    """Returns the other nodes that run the role's model where it is trained."""
+    """Returns the other nodes of the role, which run its model on the training ranks."""
     return [n for n in flow.nodes if n.role == generates.role and n.method and not n.generates]

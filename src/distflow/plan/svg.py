@@ -1,8 +1,8 @@
 """Draws a plan as SVG: a lane per set of ranks, a box per node, a pill per move.
 
 The drawing is a grid of columns and bands; bands are the lanes and the gaps between them, where data changes ranks.
-Lines bend only between columns. A line that passes through a column has a place in the stack there, as a box has, so
-nothing overlaps, whatever the graph.
+Lines bend only between columns. A line that passes through a column has a place in its stack, like a box, so nothing
+overlaps in any graph.
 """
 
 import textwrap
@@ -84,7 +84,7 @@ def svg(plan: Plan) -> str:
 
 
 def _label(plan: Plan, ranks: frozenset[int]) -> list[str]:
-    """Returns the names of a lane's rank sets, its ranks, and with staleness the step that they are in."""
+    """Returns the names of a lane's rank sets, its ranks and, with staleness, their step."""
     names = [*rank_set_names(plan, ranks), f"ranks {ranks_text(tuple(sorted(ranks)))}"]
     if plan.staleness:
         names.insert(-1, f"step k … k+{plan.staleness}" if ranks <= plan.ahead else "step k")
@@ -104,7 +104,7 @@ def _arcs(plan: Plan) -> Arcs:
 
 
 def _weight_syncs(plan: Plan) -> list[tuple[SyncWeights, str]]:
-    """Returns the weight syncs of weights, each with the node that generates with them."""
+    """Returns the weight syncs, each with the node that generates with the weights."""
     tasks = [t for t in plan.tasks if isinstance(t, SyncWeights | RunNode)]
     return [(a, b.node) for a, b in pairwise(tasks) if isinstance(a, SyncWeights) and isinstance(b, RunNode)]
 

@@ -22,7 +22,7 @@ def render(plan: Plan) -> RenderableType:
 
 
 def origins(plan: Plan) -> dict[str | Move, dict[str, str | Move]]:
-    """Returns for each node and each move: field → where it comes from, a move or (if local) the node that wrote it."""
+    """Returns for each node and each move: field → its origin, a move or (if local) the node that wrote it."""
     latest: dict[tuple[str, str], str | Move] = {}
     origins: dict[str | Move, dict[str, str | Move]] = {}
     for t in (t for t in plan.tasks if not _is_repeated(t)):
@@ -45,12 +45,12 @@ def origins(plan: Plan) -> dict[str | Move, dict[str, str | Move]]:
 
 
 def _is_repeated(t: Task) -> bool:
-    """Whether a task does for a further chunk what another one does for the first."""
+    """Whether a task repeats that of the first chunk for a further chunk."""
     return bool(chunk_of(t))
 
 
 def shown_moves(plan: Plan) -> tuple[Move, ...]:
-    """Returns the moves of a step; of those that are repeated for every chunk, the first."""
+    """Returns the moves of a step, without the repetitions for further chunks."""
     return tuple(m for m in plan.moves if not _is_repeated(m))
 
 
@@ -61,7 +61,7 @@ def rank_set_names(plan: Plan, ranks: Iterable[int]) -> list[str]:
 
 
 def headline(plan: Plan) -> tuple[str, ...]:
-    """Returns the title, the numbers and the rank sets of a plan; and with staleness, who is ahead of whom."""
+    """Returns the title, the numbers and the rank sets of a plan; and, with staleness, the ranks that run ahead."""
     moved = human_bytes(sum(m.expected_bytes for m in plan.moves))
     replicas = max(p.layout.dp for p in plan.partitions)
     numbers = (
@@ -84,7 +84,7 @@ def headline(plan: Plan) -> tuple[str, ...]:
 
 
 def staleness_text(plan: Plan) -> str:
-    """Returns what the ranks that generate do while the others work."""
+    """Returns a description of the work of generating ranks while the others train."""
     ahead = tuple(sorted(plan.ahead))
     others = tuple(r for r in range(plan.workers) if r not in plan.ahead)
     return (
@@ -161,7 +161,7 @@ def _moves(plan: Plan) -> Table | Text:
 
 
 def _weights(plan: Plan) -> Table | None:
-    """Returns the weight syncs of weights, None if there are none."""
+    """Returns the table of weight syncs, None without any."""
     tasks = dict.fromkeys(t for t in plan.tasks if isinstance(t, SyncWeights))
     table = _table("Weights, synced before each generation", "role", "from", "to", "expected")
     for t in tasks:
@@ -171,7 +171,7 @@ def _weights(plan: Plan) -> Table | None:
 
 
 def weight_bytes(t: SyncWeights) -> str:
-    """Formats what a weight sync moves."""
+    """Formats the bytes of a weight sync."""
     return "model not known here" if t.expected_bytes is None else human_bytes(t.expected_bytes)
 
 

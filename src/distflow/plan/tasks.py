@@ -13,13 +13,13 @@ from distflow.plan.layout import Layout, format_ranks
 
 @dataclass(frozen=True)
 class Partition:
-    """An assignment of the samples of a step to the replicas of a layout. Nodes that share one exchange nothing."""
+    """An assignment of the samples of a step to the replicas of a layout. Nodes of one partition exchange nothing."""
 
     id: str
     layout: Layout
     whole_groups: bool  # all samples of a prompt are in one replica
-    balance: str | None  # the field whose lengths are evened out over the replicas
-    uneven: bool = False  # after a resample or chunks: which replicas have how many samples depends on what was moved
+    balance: str | None  # the field whose lengths are balanced over the replicas
+    uneven: bool = False  # after a resample or chunks: the sizes of replicas depend on the data
     chunk: tuple[int, int] | None = None  # (i, n): only the samples of the i-th of n chunks
 
     def largest_share(self, samples: int, group_size: int) -> int:
@@ -58,7 +58,7 @@ class Move:
     src: Partition
     dst: Partition
     fields: tuple[str, ...]
-    assigns: bool  # the first move into a partition decides which sample goes to which replica
+    assigns: bool  # the first move into a partition assigns samples to replicas
     expected_bytes: int
 
     @property
@@ -82,7 +82,7 @@ class RunNode:
     node: str
     partition: Partition
     reads: tuple[str, ...]
-    writes: tuple[str, ...]  # only those that some node reads; the others are dropped
+    writes: tuple[str, ...]  # without fields that no node reads
 
     @property
     def name(self) -> str:
@@ -98,14 +98,13 @@ class RunNode:
 
 @dataclass(frozen=True)
 class SyncWeights:
-    """Hands weights of a role over, from the ranks that train it to those that generate with it: the newest, or those
-    of `delay` steps before."""
+    """Syncs weights of a role from training to generating ranks: the newest, or those of `delay` steps before."""
 
     role: str
     ranks: tuple[int, ...]
-    source: Layout | None  # None: nobody trains it
+    source: Layout | None  # None: not trained
     target: Layout
-    expected_bytes: int | None  # that ranks receive together; None: the model is not known
+    expected_bytes: int | None  # received by all ranks together; None: the model is unknown
     delay: int = 0
 
     @property
@@ -146,7 +145,7 @@ class Resample:
     partition: Partition
     field: str
     rounds: int
-    unit: int  # prompts are drawn in multiples of this number, where a step has as many
+    unit: int  # prompts are drawn in multiples of this number, if the step is large enough
     carried: tuple[tuple[Partition, Partition, tuple[str, ...]], ...]
     ranks: tuple[int, ...]
 
@@ -168,9 +167,9 @@ class Resample:
 
 @dataclass(frozen=True)
 class Split:
-    """Lets the samples of a partition leave in chunks, each as soon as its responses are complete.
+    """Sends the samples of a partition in chunks, each as soon as its responses are complete.
 
-    `readers` are the ranks that work chunk by chunk. With those that generate, they agree on the order of the chunks.
+    `readers` are the ranks that work chunk by chunk. They agree on the order of the chunks with the generating ranks.
     """
 
     partition: Partition
@@ -193,7 +192,7 @@ class Split:
 
 @dataclass(frozen=True)
 class Merge:
-    """Joins the chunks of a partition: of `fields`, those that the whole step needs are `kept`."""
+    """Joins the chunks of a partition; of their `fields`, the step keeps the ones in `kept`."""
 
     parts: tuple[Partition, ...]
     partition: Partition
@@ -221,7 +220,7 @@ Task = Load | Move | RunNode | SyncWeights | Resample | Split | Merge | Free
 
 
 def chunk_of(t: Task) -> int | None:
-    """Returns which chunk a task is for; None: for the whole step."""
+    """Returns the chunk of a task; None: the whole step."""
     part = t.dst if isinstance(t, Move) else t.partition if isinstance(t, RunNode | Free) else None
     return part.chunk[0] if part and part.chunk else None
 
@@ -239,7 +238,7 @@ class Edge:
 
 @dataclass(frozen=True)
 class Plan:
-    """The plan of a step, the same on every rank: `tasks` in global order, `chain(rank)` those of one rank."""
+    """The plan of a step, the same on every rank: `tasks` in global order, `chain(rank)` the tasks of one rank."""
 
     flow: Flow
     workers: int
@@ -250,27 +249,27 @@ class Plan:
     partitions: tuple[Partition, ...]
     home: Mapping[str, str]  # node → partition
     tasks: tuple[Task, ...]
-    prompts_ahead: int = 0  # of later steps, that may be begun while those of a step are generated
+    prompts_ahead: int = 0  # of later steps, which may be begun early
 
     @cached_property
     def staleness(self) -> int:
-        """Steps that the weights of a rollout are behind: the delay of the loop-carried edge."""
+        """The steps by which rollout weights are behind: the delay of the loop-carried edge."""
         return max((t.delay for t in self.tasks if isinstance(t, SyncWeights)), default=0)
 
     @cached_property
     def ahead(self) -> frozenset[int]:
-        """The ranks that generate, if they may be `staleness` steps ahead of the others."""
+        """The generating ranks, if they may run `staleness` steps ahead of the others."""
         nodes = [n for n in self.flow.nodes if n.generates and self.staleness]
         return frozenset(r for n in nodes for r in self.partition_of(n.id).layout.ranks)
 
     @cached_property
     def chunks(self) -> int:
-        """Parts in which the samples of a step leave the ranks that generate; 1: all at once."""
+        """The number of parts in which generating ranks send the samples of a step."""
         return next((len(t.parts) for t in self.tasks if isinstance(t, Split)), 1)
 
     @property
     def overlaps(self) -> bool:
-        """Whether ranks that generate go on while what they have made is sent."""
+        """Whether generating ranks go on while their samples are sent."""
         return self.staleness > 0 or self.chunks > 1
 
     def chain(self, rank: int) -> tuple[Task, ...]:
@@ -370,7 +369,7 @@ class Plan:
 
 
 def _without_estimates(value: Any) -> Any:
-    """Returns the plan without expected bytes: they depend on what a host knows of the model."""
+    """Returns the plan without expected bytes, which depend on the files of a host."""
     if isinstance(value, dict):
         return {k: _without_estimates(v) for k, v in value.items() if k != "expected_bytes"}
     return [_without_estimates(v) for v in value] if isinstance(value, list) else value

@@ -1,4 +1,4 @@
-"""The same plan on hardware that is not here: step time, bytes on every link, memory, idle time. Imports no torch."""
+"""Predicts a plan on other hardware: step time, bytes on every link, memory, idle time. Imports no torch."""
 
 from distflow.config.model_shape import ModelShape, load_model
 from distflow.plan.field_bytes import FieldBytes

@@ -1,4 +1,4 @@
-"""The same flow driven by one process: every field goes through its link and its memory, node after node."""
+"""The same flow with a single controller: every field goes through its link and its memory, node after node."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,11 +13,11 @@ from distflow.simulate.result import SimulatedStep
 
 @dataclass(frozen=True)
 class ControllerResult:
-    """A step of a single controller. Its samples are padded to the longest allowed, as such frameworks do."""
+    """A step of a single controller. Its samples are padded to the longest allowed, as is usual."""
 
     step_s: float
     data_plane_s: float
-    bytes: float  # through its link
+    bytes: float  # through the link of the driver
     memory: float  # of the driver
     largest_batch: int  # prompts that fit its memory
     node_s: Mapping[str, float]  # node → seconds in which the driver sends its inputs and receives its outputs
@@ -26,8 +26,8 @@ class ControllerResult:
 def simulate_controller(plan: Plan, hardware: Hardware, costs: Costs, result: SimulatedStep) -> ControllerResult:
     """Predicts the step of a driver that calls node after node; workers compute as in `result`.
 
-    For each node it encodes and sends what the node reads, and receives and decodes what it writes. The weight
-    weight sync is among the workers, and the same.
+    For each node it encodes and sends the input, and receives and decodes the output. The weight sync is peer to
+    peer, as in `result`.
     """
     driver = hardware.controller
     longest = costs.max_tokens if np.isfinite(costs.max_tokens) else costs.response_tokens

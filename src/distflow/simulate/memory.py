@@ -1,4 +1,4 @@
-"""Memory of a worker: what stays, and what each phase adds."""
+"""The memory of a worker: its state between steps, and the peak of each phase."""
 
 from dataclasses import dataclass
 
@@ -26,7 +26,7 @@ class Memory:
 
     @property
     def peak(self) -> float:
-        """Generation and training take turns: the engine's memory is released in between."""
+        """The larger of generation and training, as the engine releases its memory in between."""
         return self.state + max(self.training, self.generation)
 
 
@@ -60,7 +60,7 @@ def _pass_memory(model: ModelShape, layout: Layout, costs: Costs, train: bool) -
 
 
 def check_memory(plan: Plan, memories: dict[tuple[int, ...], Memory], hardware: Hardware, costs: Costs) -> None:
-    """Raises if some worker needs more than its device has, with what would fit."""
+    """Raises if a worker needs more memory than its device has, with ways to need less."""
     limit = hardware.device.memory
     ranks, memory = max(memories.items(), key=lambda item: item[1].peak)
     if memory.peak <= limit:

@@ -1,4 +1,4 @@
-"""Everything `distflow simulate` says: a simulated step, what one controller would need, and other placements."""
+"""The report of `distflow simulate`: a simulated step, a single controller, and other placements."""
 
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -20,7 +20,7 @@ _SHOWN = 12  # candidates of a search
 
 @dataclass(frozen=True)
 class Report:
-    """The step of a config on some hardware, and what it is compared with."""
+    """The step of a config on some hardware, and its comparisons."""
 
     plan: Plan
     hardware: Hardware

@@ -1,4 +1,4 @@
-"""Which bytes a move sends from whom to whom: the routes of `data/routes.py`, for all ranks at once."""
+"""The bytes of a move between all ranks: the routes of `comm/routes.py`, for all ranks at once."""
 
 import math
 from dataclasses import dataclass
@@ -33,7 +33,7 @@ def new_replicas(move: Move, old: Ints, weights: Floats, repeat: int) -> Ints:
 
 
 def traffic(move: Move, old: Ints, new: Ints, size: Floats, workers: int) -> MoveTraffic:
-    """Returns who sends what: each receiving rank gets the samples that it lacks, replicas take turns in sending."""
+    """Returns the bytes that each rank receives of the samples that it lacks; tp ranks take turns in sending."""
     src, dst = move.src.layout, move.dst.layout
     source_replicas, target_replicas = (_replica_table(layout) for layout in (src, dst))
     replica_of = np.full(workers, -1, np.int64)
@@ -66,14 +66,14 @@ def position_in_run(values: Ints) -> Ints:
 
 
 def contiguous(partition: Partition, samples: int, repeat: int) -> Ints:
-    """Returns the replica of each sample if replicas have contiguous shares, of whole groups where they are needed."""
+    """Returns the replica of each sample if replicas have contiguous shares, of whole groups if required."""
     if partition.whole_groups:
         return np.repeat(contiguous_replicas(samples // repeat, partition.layout.dp), repeat)
     return contiguous_replicas(samples, partition.layout.dp)
 
 
 def _described(partition: Partition, samples: int, repeat: int) -> int:
-    """Returns how many samples of a replica each of its ranks describes."""
+    """Returns the number of samples that each rank of a replica describes."""
     unit = repeat if partition.whole_groups else 1
     largest = -(-samples // unit // partition.layout.dp) * unit
     return math.ceil(largest / partition.layout.tp)
@@ -84,7 +84,7 @@ def _replica_table(layout: Layout) -> Ints:
 
 
 def _turns(old: Ints, new: Ints, replicas: int) -> Ints:
-    """Returns the index of each sample among those with the same old and new replica."""
+    """Returns the index of each sample among the samples with the same old and new replica."""
     key = old * replicas + new
     order = np.argsort(key, kind="stable")
     turns = np.empty_like(key)

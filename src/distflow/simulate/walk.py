@@ -43,7 +43,7 @@ def simulate(plan: Plan, hardware: Hardware, costs: Costs, topology: Hosts | Non
 
 
 class _Walk:
-    """`now[r]` is when rank r is free; a task of several ranks starts on each when it comes to it."""
+    """`now[r]` is when rank r is free and starts its next task."""
 
     def __init__(self, plan: Plan, hardware: Hardware, costs: Costs, hosts: Ints) -> None:
         self.plan, self.hardware, self.costs, self.hosts = plan, hardware, costs, hosts
@@ -53,7 +53,7 @@ class _Walk:
         self.computing, self.communicating = np.zeros(plan.workers), np.zeros(plan.workers)
         self.replica: dict[str, Ints] = {}  # partition → the replica of every sample
         self.times: list[TaskTime] = []
-        # A task, when it starts and ends on each rank, and what the rank does in between but waiting.
+        # Each task: its start and end on each rank, and the time in which the rank is busy.
         self.timeline: list[tuple[Task | None, Floats, Floats, Floats]] = []
         self.recorded: list[TaskTimes] = []
         self.events = 0
@@ -81,12 +81,12 @@ class _Walk:
     def _communicate(
         self, task: Task | None, name: str, kind: str, function: Callable[[Task | None, Floats], tuple[Floats, float]]
     ) -> None:
-        """Runs a task that communicates; its own time is what remains if nobody had to wait for the last to come."""
+        """Runs a task that communicates; its own time excludes the wait for the last rank to start."""
         before, crossed = self.now.copy(), self.network.sent.sum()
         end, size = function(task, before)
         ranks = self._ranks(task)
         self.now = end
-        # Whoever comes early waits. From when the last has come on, it is the exchange that takes time.
+        # Early ranks wait. The exchange itself takes time only from the start of the last rank.
         own = np.minimum(end[ranks] - before[ranks], np.maximum(end[ranks] - before[ranks].max(), 0.0))
         self.communicating[ranks] += own
         network = float(self.network.sent.sum() - crossed)

@@ -40,7 +40,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")  # AdamW's
 
 
 class Trainer:
-    """One rank's part of a model that `layout` trains, or only runs (`trainable` False). Parameters are float32 shards.
+    """One rank's part of a model that `layout` trains, or only runs (`trainable=False`). Parameters are float32 shards.
 
     `name` is the prefix of its metrics. With `lora`, only the adapter is trained. `ema`: the decay of a moving average.
     """
@@ -90,7 +90,7 @@ class Trainer:
         """Allocates this rank's shards and reads the weights into them."""
         self.model._apply(lambda t: torch.empty_like(t, device=self.mesh.device_type) if t.is_meta else t)  # type: ignore[no-untyped-call]
         self.model.lm.tie_weights()
-        # Now, while FSDP shows its shards; during a pass, and for the root until the next, it shows whole tensors.
+        # Now, as FSDP shows whole tensors during a pass and, for the root, until the next.
         parameters = {base_name(name): p for name, p in self.model.lm.named_parameters()}
         self.base = self.trained = [(spec, parameters[spec.name]) for spec in self.specs]
         self._read(self.source.reader([s.name for s in self.specs]), rank)
@@ -104,7 +104,7 @@ class Trainer:
             fsdp.local(p).copy_(read(spec.name, slices(self.shards.box(spec, rank))))
 
     def _make_optimizer(self) -> torch.optim.AdamW:
-        # The optimiser sees this rank's shards as plain tensors, which are the same memory.
+        # The optimiser sees this rank's shards as plain tensors in the same memory.
         self.optimized = [nn.Parameter(shard) for shard in fsdp.local_shards(self.trained).values()]
         decay: dict[bool, list[nn.Parameter]] = {True: [], False: []}
         for (spec, _), shard in zip(self.trained, self.optimized, strict=True):
@@ -133,7 +133,7 @@ class Trainer:
         return self.adapter.scaled(fsdp.local_shards(self.trained))
 
     def state(self) -> RoleState:
-        """Returns what a checkpoint keeps: numbers, and this rank's shards of what is trained and of the moments."""
+        """Returns the state for a checkpoint: numbers, and this rank's shards of trained parameters and moments."""
         assert self.optimizer is not None
         tensors: dict[str, Tensor] = {}
         specs: dict[str, TensorSpec] = {}
@@ -150,7 +150,7 @@ class Trainer:
         return RoleState({"updates": self.updates, "optimizer_steps": steps}, tensors, specs, self.shards)
 
     def load_state(self, values: Mapping[str, Any], load: LoadTensors) -> None:
-        """Takes up a state that was saved in this layout or in another."""
+        """Restores a state that was saved in this or another layout."""
         assert self.optimizer is not None
         if values["optimizer_steps"]:
             for shard in self.optimized:
@@ -170,7 +170,7 @@ class Trainer:
         micros, _ = self._micro_batches(batch, [np.arange(len(batch))])[0]
         for index in micros:
             packed = self._pack(batch, index)
-            count = len(packed.targets)  # a pack without a response has an output all the same
+            count = len(packed.targets)  # a pack without a response still has an output
             outputs = self.model(packed, self.temperature)[0][:count].cpu()
             for i, part in zip(packed.index, packed.model_tokens.spread(outputs), strict=True):
                 result[starts[i] : starts[i] + len(part)] = part
@@ -178,9 +178,9 @@ class Trainer:
         return Ragged.packed(result, lengths)
 
     def update(self, batch: Batch, spec: UpdateSpec, ctx: Context) -> None:
-        """Makes the optimiser steps of one step: each mini-batch of its prompts, `epochs` times over."""
+        """Makes the optimiser steps of one step: each mini-batch of its prompts, `epochs` times."""
         batch = _prepared(batch, spec)
-        # Prompts in turn: ranks hold consecutive ones, and each is to have a share of every mini-batch.
+        # Round-robin: ranks hold consecutive prompts, and each should have a share of every mini-batch.
         mini_batch = np.searchsorted(ctx.groups, batch.groups) % spec.mini_batches
         minis = [np.flatnonzero(mini_batch == m) for m in range(spec.mini_batches)]
         agreed = self._micro_batches(batch, minis, spec.whole_groups)
@@ -222,7 +222,7 @@ class Trainer:
         outputs, *more = self.model(packed, self.temperature)
         count = len(packed.targets)
         if not count:
-            (0.0 * outputs.sum()).backward()  # this rank takes part in the collectives all the same
+            (0.0 * outputs.sum()).backward()  # this rank still takes part in the collectives
             return
         entropy = more[0] if more else None
         tokens = Tokens(outputs, packed.responses, packed.per_token, packed.per_sample, entropy)
@@ -300,7 +300,7 @@ def make_trainer(
 
 
 def _prepared(batch: Batch, spec: UpdateSpec) -> Batch:
-    """Adds what the loss sees besides the fields of the node: the old log-probs, and which samples are compared."""
+    """Adds fields for the loss: the old log-probs, and the pairs of samples to compare."""
     columns = dict(batch.columns)
     old = spec.old_logprobs or (ROLLOUT if spec.several else OLD)
     if OLD not in batch and (spec.old_logprobs or old in batch):
@@ -311,7 +311,7 @@ def _prepared(batch: Batch, spec: UpdateSpec) -> Batch:
 
 
 def _checked(loss: Any, tokens: int) -> Loss:
-    """Refuses anything but one value per token: one number for all would pass as that of every token."""
+    """Refuses anything but one value per token: a single number would broadcast to every token."""
     if not isinstance(loss, Loss):
         raise ConfigError(f"the loss returned a {type(loss).__name__}; return distflow.Loss(per_token, metrics)")
     if loss.per_token.shape != (tokens,):
