@@ -104,7 +104,7 @@ class PackedAttention:
     """Causal attention of sequences of these lengths, one after the other; with `shared`, of their shared rows."""
 
     def __init__(self, lengths: Sequence[int], shared: SharedPrompts | None = None) -> None:
-        self.runs = [(len(list(run)), length) for length, run in groupby(lengths)]  # by length
+        self.runs = [(len(list(run)), length) for length, run in groupby(lengths)]
         self.shared = shared
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, params: AttentionParams) -> Tensor:
