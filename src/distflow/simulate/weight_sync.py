@@ -15,7 +15,7 @@ from distflow.plan.layout import Layout
 from distflow.simulate.network import NetworkModel
 from distflow.util.arrays import Ints
 from distflow.weights.shards import Shards
-from distflow.weights.sync_group import DpGroup, serving_replicas
+from distflow.weights.sync_group import DpGroup, serving_copies
 
 BUCKET = 1 << 23  # bytes that are synced together; more if there are many source ranks
 ALONG = 0.7  # of the weights are cut by tensor parallelism along the rows that FSDP cuts, the others across
@@ -130,13 +130,13 @@ def _groups(
     """Yields the dp groups of every sync group."""
     sources, ranks = np.asarray(source.ranks, np.int64), np.asarray(destination.ranks, np.int64)
     size, tp = shards * source.tp, destination.tp
-    serving = serving_replicas(Shards(source, shards), destination, hosts)
+    serving = serving_copies(Shards(source, shards), destination, hosts)
     for t in range(tp):
         pieces = weights * _overlaps(shards, source.tp, t, tp, along)
-        for replica in range(len(sources) // size):
-            served = ranks[t::tp][serving[t::tp] == replica]
+        for copy in range(len(sources) // size):
+            served = ranks[t::tp][serving[t::tp] == copy]
             if len(served):
-                group = DpGroup.of(sources[replica * size : (replica + 1) * size], served, hosts)
+                group = DpGroup.of(sources[copy * size : (copy + 1) * size], served, hosts)
                 yield _Group(group.sources, _by_host(group), group.rails, group.relays, pieces, group.direct)
 
 

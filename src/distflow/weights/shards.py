@@ -26,7 +26,7 @@ class Shards:
     """How the ranks of a layout shard parameters.
 
     FSDP cuts a parameter over `shard` consecutive dp ranks and replicates the shards (hybrid sharding): with
-    `shard == layout.dp` every rank has a part of its own, with `shard == 1` every replica has all of it. `blocks` maps
+    `shard == layout.dp` every rank has a part of its own, with `shard == 1` every replica has a copy. `blocks` maps
     parameters that only this layout cuts, although `tp_dim` is None, to the rows per tensor-parallel rank; the last
     ranks may have none.
     """
@@ -36,7 +36,8 @@ class Shards:
     blocks: Mapping[str, int] = field(default_factory=dict, hash=False)
 
     @property
-    def replicas(self) -> int:
+    def copies(self) -> int:
+        """The number of full copies of the parameters in this layout."""
         return self.layout.dp // self.shard
 
     def cuts(self, spec: TensorSpec) -> bool:

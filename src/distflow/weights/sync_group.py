@@ -1,10 +1,10 @@
-"""Who sends which weights to whom in a weight sync. Pure, and the same on every rank that derives it.
+"""The groups and routes of a weight sync. Pure, and the same on every rank that derives them.
 
-A *sync group* is one replica of the source's shards with the destination ranks that it serves. A *dp group* is the
-destination ranks of a sync group with one tensor-parallel rank: they want the same part of every parameter. Each source
-rank sends its piece to one rank of the dp group, its *relay*. The dp group then all-gathers the pieces: first between
-hosts, among ranks with the same local rank (a *rail*), so that one copy of the data comes to a host; then within the
-host. On one host, or with one destination rank, source ranks send to all of the dp group directly.
+A *sync group* is the source ranks of one full copy of the parameters, with the destination ranks that it serves. A *dp
+group* is the destination ranks of a sync group with one tensor-parallel rank: they want the same part of every
+parameter. Each source rank sends its piece to one rank of the dp group, its *relay*. The dp group then all-gathers the
+pieces: first between hosts, among ranks with the same local rank (a *rail*), so that one copy of the data comes to a
+host; then within the host. On one host, or with one destination rank, source ranks send to all of the dp group.
 """
 
 from dataclasses import dataclass
@@ -117,11 +117,11 @@ class DpGroup:
 
 @dataclass(frozen=True)
 class SyncGroup:
-    """One source replica and the destination ranks that it serves."""
+    """The source ranks of one copy of the parameters, and the destination ranks that it serves."""
 
     sources: Ints
     source_index: int | None  # of this rank, if it is a source rank
-    dp_groups: list[DpGroup | None]  # by the destination's tensor-parallel rank; None: this replica serves none
+    dp_groups: list[DpGroup | None]  # by the destination's tensor-parallel rank; None: this copy serves none
     tp_rank: int | None  # of this rank, if it is a destination rank
 
     @property
@@ -134,7 +134,7 @@ class SyncGroup:
     def of(cls, rank: int, source: Shards, destination: Layout, topology: Topology) -> "SyncGroup":
         """Returns the sync group that a rank belongs to."""
         hosts, ranks = np.array(topology.hosts), np.array(destination.ranks)
-        serving, size = serving_replicas(source, destination, hosts), source.shard * source.layout.tp
+        serving, size = serving_copies(source, destination, hosts), source.shard * source.layout.tp
         replica = source.layout.replica_of(rank)
         index = destination.ranks.index(rank) if destination.replica_of(rank) is not None else None
         if replica is not None:
@@ -150,27 +150,27 @@ class SyncGroup:
         return cls(sources, source_index, dp_groups, None if index is None else index % tp)
 
 
-def serving_replicas(source: Shards, destination: Layout, hosts: Ints) -> Ints:
-    """Returns the source replica that serves each destination rank.
+def serving_copies(source: Shards, destination: Layout, hosts: Ints) -> Ints:
+    """Returns the index of the source's copy of the parameters that serves each destination rank.
 
-    This is its own replica if it is in one, else one on its host. Ranks of a host without any share one, so that one
-    copy crosses the network.
+    This is the copy that the rank has a part of, else one on its host. Ranks of a host without any share one copy, so
+    that the weights come to a host once.
     """
     sources, ranks = np.array(source.layout.ranks), np.array(destination.ranks)
-    if source.replicas == 1:
+    if source.copies == 1:
         return np.zeros(len(ranks), np.int64)
-    replica = np.full(len(hosts), -1)
-    replica[sources] = np.arange(len(sources)) // (source.shard * source.layout.tp)
-    serving: Ints = replica[ranks]
+    copy = np.full(len(hosts), -1)
+    copy[sources] = np.arange(len(sources)) // (source.shard * source.layout.tp)
+    serving: Ints = copy[ranks]
     others = np.flatnonzero(serving < 0)
     host = hosts[ranks[others]]
     by_host = sources[np.argsort(hosts[sources], kind="stable")]
     first, end = (np.searchsorted(hosts[by_host], host, side=side) for side in ("left", "right"))
     near = end > first
-    serving[others[near]] = replica[by_host[first[near] + _ordinals(host[near]) % (end - first)[near]]]
+    serving[others[near]] = copy[by_host[first[near] + _ordinals(host[near]) % (end - first)[near]]]
     if len(far := others[~near]):
         names, number = np.unique(hosts[ranks[far]], return_inverse=True)
-        serving[far] = number * source.replicas // len(names)
+        serving[far] = number * source.copies // len(names)
     return serving
 
 
