@@ -6,6 +6,7 @@ executes them (transport.py); tests run N of them against each other in one proc
 
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import TypeVar
 
 import torch
@@ -37,25 +38,38 @@ Communication = Generator[SendReceive, Tensor, T]  # returns T
 def all_gather(rank: int, ranks: Sequence[int], data: Tensor) -> Communication[Tensor]:
     """Returns the `data` of all ranks, [ranks, *data.shape], which has the same shape and dtype everywhere.
 
-    Bruck's algorithm: ceil(log2 n) rounds, one message each. In a round every rank passes on the rows it has so far.
+    Takes ceil(log2 n) rounds, one message each.
     """
     n, place = len(ranks), ranks.index(rank)
     row = data.contiguous().view(-1).view(torch.uint8)
     gathered = row.new_empty(n, len(row))  # row k is that of the rank k places after this one
     gathered[0] = row
-    flat, size = gathered.view(-1), len(row)
-    have = 1
-    while size and have < n:
-        count = min(have, n - have)
-        yield SendReceive(
-            count * size,
-            lambda out, end=count * size: out.copy_(flat[:end]),  # type: ignore[misc]
-            {ranks[place - have]: (0, count * size)},
-            flat[have * size : (have + count) * size],
-            {ranks[(place + have) % n]: (0, count * size)},
-        )
-        have += count
+    yield from all_gather_pieces(ranks, place, [1] * n, len(row), gathered.view(-1))
     return gathered.roll(place, 0).view(-1).view(data.dtype).view(n, *data.shape)
+
+
+def all_gather_pieces(
+    ranks: Sequence[int], place: int, counts: Sequence[int], unit: int, data: Tensor, radix: int = 2
+) -> Communication[None]:
+    """Gathers the pieces of all ranks in `data`, where this rank's come first, then the next rank's, in a circle.
+
+    `counts` are the pieces of each rank, from this one on, of `unit` bytes. Bruck's algorithm: in each of log(n) rounds
+    (to the base `radix`) every rank passes on the pieces it has so far, to radix − 1 others.
+    """
+    n, have = len(ranks), 1
+    ends = [unit * count for count in accumulate(map(int, counts), initial=0)]
+    while have < n:
+        send, receive = {}, {}
+        for distance in range(have, min(n, radix * have), have):
+            blocks = min(have, n - distance)
+            if ends[blocks]:
+                send[ranks[(place - distance) % n]] = 0, ends[blocks]
+            if ends[distance] < ends[distance + blocks]:
+                receive[ranks[(place + distance) % n]] = ends[distance], ends[distance + blocks]
+        size = max((end for _, end in send.values()), default=0)
+        if send or receive:
+            yield SendReceive(size, lambda out, own=data[:size]: out.copy_(own), send, data, receive)  # type: ignore[misc]
+        have *= radix
 
 
 def all_gather_by_host(

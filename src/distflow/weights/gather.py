@@ -1,8 +1,7 @@
-"""Tree gather and Bruck all-gather of equal-sized pieces."""
+"""Tree gather of equal-sized pieces."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -43,30 +42,6 @@ def tree_gather(
             yield SendReceive(0, lambda out: None, {}, memory, others)
         write, width = _writer(memory), group
     return min(width, n - place), write
-
-
-def all_gather_pieces(
-    ranks: Sequence[int], place: int, counts: Sequence[int], unit: int, data: Tensor, radix: int
-) -> Iterator[SendReceive]:
-    """Gathers the pieces of all ranks in `data`, where this rank's come first, then the next rank's, in a circle.
-
-    `counts` are the pieces of each rank, from this one on, of `unit` bytes. Bruck's algorithm: in each of log(n) rounds
-    (to the base `radix`) every rank passes on the pieces it has so far, to radix − 1 others.
-    """
-    n, have = len(ranks), 1
-    ends = (unit * np.cumsum([0, *counts])).tolist()
-    while have < n:
-        send, receive = {}, {}
-        for distance in range(have, min(n, radix * have), have):
-            blocks = min(have, n - distance)
-            if ends[blocks]:
-                send[ranks[(place - distance) % n]] = 0, ends[blocks]
-            if ends[distance] < ends[distance + blocks]:
-                receive[ranks[(place + distance) % n]] = ends[distance], ends[distance + blocks]
-        size = max((end for _, end in send.values()), default=0)
-        if send or receive:
-            yield SendReceive(size, _writer(data[:size]), send, data, receive)
-        have *= radix
 
 
 def _writer(data: Tensor) -> Write:

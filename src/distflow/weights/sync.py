@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from distflow.comm.collectives import Range, SendReceive
+from distflow.comm.collectives import Range, SendReceive, all_gather_pieces
 from distflow.plan.topology import Topology
-from distflow.weights.gather import Write, all_gather_pieces, pieces_per_message, tree_gather
+from distflow.weights.gather import Write, pieces_per_message, tree_gather
 from distflow.weights.pieces import GatheredPart, Part, PieceFormat, Resharding, Sharding
 from distflow.weights.shards import Shards, TensorSpec
 from distflow.weights.sync_group import GatherOrder, SyncGroup
