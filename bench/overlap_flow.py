@@ -41,18 +41,18 @@ class Actor:
 
     def __init__(self, role: RoleContext, token_s: float, slots: int, update_s: float, sigma: float) -> None:
         self.rank, self.token_s, self.slots, self.update_s, self.sigma = role.rank, token_s, slots, update_s, sigma
-        self.giver = role.layouts["update"].ranks[0]
-        self.takers = role.layouts["generate"].ranks
+        self.source = role.layouts["update"].ranks[0]
+        self.destinations = role.layouts["generate"].ranks
 
     def copy_weights(self) -> None:
         return None
 
     def sync_weights(self, version: int, weights: Any = None) -> Iterator[SendReceive]:
         data = torch.tensor([version]).view(torch.uint8)
-        if self.rank == self.giver:
-            yield SendReceive(8, lambda out: out.copy_(data), dict.fromkeys(self.takers, (0, 8)), data[:0], {})
-        elif self.rank in self.takers:
-            yield SendReceive(0, lambda out: None, {}, data, {self.giver: (0, 8)})
+        if self.rank == self.source:
+            yield SendReceive(8, lambda out: out.copy_(data), dict.fromkeys(self.destinations, (0, 8)), data[:0], {})
+        elif self.rank in self.destinations:
+            yield SendReceive(0, lambda out: None, {}, data, {self.source: (0, 8)})
 
     @node(type="inference", writes=("length",), generates=True)
     def generate(self, batch: Batch, ctx: Context) -> Any:

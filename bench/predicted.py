@@ -17,7 +17,7 @@ from dataclasses import replace
 from typing import Any
 
 from distflow.plan.topology import Topology
-from distflow.simulate import Costs, FieldBytes, Hardware, Result, load_hardware, simulate
+from distflow.simulate import Costs, FieldBytes, Hardware, SimulatedStep, load_hardware, simulate
 from steps import COMPUTE, TOKEN_BYTES, Work, lengths, make_plan, weight_bytes
 from workers import Hosts, why_not
 
@@ -28,7 +28,7 @@ UNITS = {"kbit": 125.0, "mbit": 125e3, "gbit": 125e6}  # bytes per second
 
 def predict(
     work: Work, hosts: int, per_host: int, rate: float, step: int = 1, hardware: Hardware | None = None
-) -> Result:
+) -> SimulatedStep:
     """Predicts a step of bench/steps.py on hosts whose links carry `rate` bytes a second in each direction."""
     plan = make_plan(hosts * per_host, work)
     costs = Costs(

@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import Any
 
 from controller import can_limit_memory, memory_limit
-from distflow.simulate import Result, load_hardware
+from distflow.simulate import SimulatedStep, load_hardware
 from links import Measured, bare, bytes_between, controlled, decentralised
 from plot import Chart, svg
 from predicted import bytes_per_s, predict
@@ -208,7 +208,7 @@ class Scaling:
             return {}
         reached = self.rows[base][OURS[0]].busiest / self.bare_s[base] / nominal
 
-        def simulated(hosts: int, name: str, compute_s: float, cpu: float, network: float) -> list[Result]:
+        def simulated(hosts: int, name: str, compute_s: float, cpu: float, network: float) -> list[SimulatedStep]:
             costs = load_hardware("namespaces").cpu
             scaled = {k: cpu * getattr(costs, k) for k in ("message_s", "byte_s", "sample_s")}
             scaled["pack_rate"] = costs.pack_rate / cpu

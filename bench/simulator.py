@@ -27,7 +27,7 @@ from distflow.plan.field_bytes import KNOWN_FIELDS
 from distflow.reward.reward import Reward
 from distflow.roles.actor import Actor
 from distflow.roles.frozen import Reference
-from distflow.simulate import Costs, FieldBytes, Hardware, Result, load_hardware, load_model, simulate
+from distflow.simulate import Costs, FieldBytes, Hardware, SimulatedStep, load_hardware, load_model, simulate
 from distflow.simulate.controller import ControllerResult, simulate_controller
 
 GENERATE, OLD, REF, UPDATE = "actor.generate", "actor.logprobs", "reference.logprobs", "actor.update"
@@ -90,7 +90,7 @@ class Setting:
     def with_forward(self, efficiency: float) -> "Setting":
         return replace(self, hardware=load_hardware(self.hardware.name, efficiency={"forward": efficiency}))
 
-    def run(self) -> tuple[Result, ControllerResult]:
+    def run(self) -> tuple[SimulatedStep, ControllerResult]:
         plan, costs = self.plan(), self.costs()
         result = simulate(plan, self.hardware, costs)
         return result, simulate_controller(plan, self.hardware, costs, result)

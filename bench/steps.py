@@ -36,7 +36,7 @@ from distflow.roles.role import Role
 from distflow.run.comm import Comm
 from distflow.run.versions import Versions
 from distflow.run.worker import Surroundings, Worker
-from distflow.weights.shards import Shards, Spec
+from distflow.weights.shards import Shards, TensorSpec
 from distflow.weights.state import RoleState
 from distflow.weights.sync import WeightSync
 
@@ -143,14 +143,14 @@ def _values(field: str, dtype: torch.dtype, lengths: np.ndarray) -> Tensor:
     return _made[field][:size]
 
 
-def model_specs(hidden: int, layers: int) -> list[Spec]:
+def model_specs(hidden: int, layers: int) -> list[TensorSpec]:
     """Returns the parameters of a Qwen-like model without its embeddings, 12 × hidden² for each layer."""
     specs = []
     for i in range(layers):
-        specs += [Spec(f"{i}.{p}", (hidden, hidden), 0) for p in ("q", "k", "v")]
-        specs += [Spec(f"{i}.{p}", (3 * hidden, hidden), 0) for p in ("gate", "up")]
-        specs += [Spec(f"{i}.o", (hidden, hidden), 1), Spec(f"{i}.down", (hidden, 3 * hidden), 1)]
-        specs += [Spec(f"{i}.{p}", (hidden,)) for p in ("norm1", "norm2")]
+        specs += [TensorSpec(f"{i}.{p}", (hidden, hidden), 0) for p in ("q", "k", "v")]
+        specs += [TensorSpec(f"{i}.{p}", (3 * hidden, hidden), 0) for p in ("gate", "up")]
+        specs += [TensorSpec(f"{i}.o", (hidden, hidden), 1), TensorSpec(f"{i}.down", (hidden, 3 * hidden), 1)]
+        specs += [TensorSpec(f"{i}.{p}", (hidden,)) for p in ("norm1", "norm2")]
     return specs
 
 
@@ -158,7 +158,7 @@ def weight_bytes(work: Work) -> int:
     return 4 * sum(prod(s.shape) for s in model_specs(work.hidden, work.layers))
 
 
-def _zeros(specs: list[Spec], shards: Shards, rank: int) -> dict[str, Tensor]:
+def _zeros(specs: list[TensorSpec], shards: Shards, rank: int) -> dict[str, Tensor]:
     if rank not in shards.layout.ranks:
         return {}
     return {s.name: torch.zeros([b - a for a, b in shards.box(s, rank)]) for s in specs}

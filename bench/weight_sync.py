@@ -30,7 +30,7 @@ import torch.distributed as dist
 from distflow.plan import Layout
 from distflow.plan.topology import Topology
 from distflow.weights import sync
-from distflow.weights.shards import Shards, Spec, size
+from distflow.weights.shards import Shards, TensorSpec, size
 from distflow.weights.sync import WeightSync
 from workers import run_workers
 
@@ -41,15 +41,19 @@ PER_HOST = 8
 MIB = 1 << 20
 
 
-def qwen(hidden: int, kv_heads: int, intermediate: int, layers: int) -> list[Spec]:
+def qwen(hidden: int, kv_heads: int, intermediate: int, layers: int) -> list[TensorSpec]:
     """Returns the parameters of a Qwen2.5 model: heads of 128, biases of q, k and v, untied embeddings."""
-    specs = [Spec("embed", (152_064, hidden)), Spec("norm", (hidden,)), Spec("lm_head", (152_064, hidden))]
+    specs = [
+        TensorSpec("embed", (152_064, hidden)),
+        TensorSpec("norm", (hidden,)),
+        TensorSpec("lm_head", (152_064, hidden)),
+    ]
     for i in range(layers):
         for name, rows in (("q", hidden), ("k", 128 * kv_heads), ("v", 128 * kv_heads)):
-            specs += [Spec(f"{i}.{name}", (rows, hidden), 0), Spec(f"{i}.{name}.bias", (rows,), 0)]
-        specs += [Spec(f"{i}.{name}", (intermediate, hidden), 0) for name in ("gate", "up")]
-        specs += [Spec(f"{i}.o", (hidden, hidden), 1), Spec(f"{i}.down", (hidden, intermediate), 1)]
-        specs += [Spec(f"{i}.{name}", (hidden,)) for name in ("norm1", "norm2")]
+            specs += [TensorSpec(f"{i}.{name}", (rows, hidden), 0), TensorSpec(f"{i}.{name}.bias", (rows,), 0)]
+        specs += [TensorSpec(f"{i}.{name}", (intermediate, hidden), 0) for name in ("gate", "up")]
+        specs += [TensorSpec(f"{i}.o", (hidden, hidden), 1), TensorSpec(f"{i}.down", (hidden, intermediate), 1)]
+        specs += [TensorSpec(f"{i}.{name}", (hidden,)) for name in ("norm1", "norm2")]
     return specs
 
 
@@ -61,22 +65,26 @@ def weight_sync_s(model: str, n: int) -> float:
     specs, tp = MODELS[model]
     ranks, seconds = tuple(range(n)), []
     topology = Topology(tuple(r // PER_HOST for r in ranks))
-    source, target = Shards(Layout(ranks, n), n), Shards(Layout(ranks, n // tp, tp), 1)
-    for shards in (source, target):
+    source, destination = Shards(Layout(ranks, n), n), Shards(Layout(ranks, n // tp, tp), 1)
+    for shards in (source, destination):
         shards.layout.replica_of(0)  # the index of a layout is the plan's, which has used it long before
     for rank in (0, n // 2 + 1, n - 1):
         start = time.process_time()
-        WeightSync(specs, source, target, rank, torch.bfloat16, topology)
+        WeightSync(specs, source, destination, rank, torch.bfloat16, topology)
         seconds.append(time.process_time() - start)
     return round(max(seconds), 4)
 
 
-def small_model(mib: int) -> list[Spec]:
+def small_model(mib: int) -> list[TensorSpec]:
     """Returns parameters of a Qwen2.5 with hidden size 1024 and a vocabulary that makes up about a quarter of `mib`."""
     hidden, layer = 1024, sum(size(tuple((0, n) for n in s.shape)) for s in qwen(1024, 2, 2816, 1)[3:])
     layers = max(1, 3 * mib * MIB // 4 // 4 // layer)
     vocabulary = mib * MIB // 4 // 4 // hidden
-    return [Spec("embed", (vocabulary, hidden)), *qwen(hidden, 2, 2816, layers)[3:], Spec("norm", (hidden,))]
+    return [
+        TensorSpec("embed", (vocabulary, hidden)),
+        *qwen(hidden, 2, 2816, layers)[3:],
+        TensorSpec("norm", (hidden,)),
+    ]
 
 
 @dataclass(frozen=True)
@@ -90,11 +98,14 @@ class Case:
         return len(self.hosts)
 
 
-def split(givers: int, takers: int, tp: int = 1, hosts: int = 1) -> Case:
+def split(sources: int, destinations: int, tp: int = 1, hosts: int = 1) -> Case:
     """Trains with dp on some ranks and generates on others."""
-    world = givers + takers
-    trains, generates = Layout(tuple(range(givers)), givers), Layout(tuple(range(givers, world)), takers // tp, tp)
-    return Case(trains, generates, tuple(int(rank >= givers) * (hosts - 1) for rank in range(world)))
+    world = sources + destinations
+    trains, generates = (
+        Layout(tuple(range(sources)), sources),
+        Layout(tuple(range(sources, world)), destinations // tp, tp),
+    )
+    return Case(trains, generates, tuple(int(rank >= sources) * (hosts - 1) for rank in range(world)))
 
 
 LAYOUTS = {
@@ -109,18 +120,18 @@ LAYOUTS = {
 
 
 def worker(case: Case, rounds: int, mib: int) -> dict[str, Any]:
-    """Hands over and broadcasts, in turns; returns what rank 0 reports of all."""
+    """Syncs weights and broadcasts, in turns; returns the figures that rank 0 reports."""
     dist.init_process_group("gloo")
     rank, specs = dist.get_rank(), small_model(mib)
-    source, target = Shards(case.trains, case.trains.dp), Shards(case.generates, 1)
+    source, destination = Shards(case.trains, case.trains.dp), Shards(case.generates, 1)
     held = weights(specs, source, rank)
-    wanted = weights(specs, target, rank)
+    wanted = weights(specs, destination, rank)
     filled = {name: torch.zeros_like(tensor) for name, tensor in wanted.items()}
     transport = make_transport(rank, case.world, topology=Topology(case.hosts))
-    transfer = WeightSync(specs, source, target, rank, torch.float32, Topology(case.hosts))
+    transfer = WeightSync(specs, source, destination, rank, torch.float32, Topology(case.hosts))
     ranks = sorted({0, *case.generates.ranks})
     group = dist.new_group(ranks)
-    taken = sum(size(target.box(spec, case.generates.ranks[0])) for spec in specs)
+    taken = sum(size(destination.box(spec, case.generates.ranks[0])) for spec in specs)
     whole = torch.ones(taken) if rank in ranks else torch.empty(0)
     rows, extra = [], 0.0
     for i in range(rounds + 2):  # the first two warm up
@@ -150,14 +161,14 @@ def worker(case: Case, rounds: int, mib: int) -> dict[str, Any]:
         "broadcast_s": statistics.median(broadcast),
         "sync_min_s": min(moved),
         "broadcast_min_s": min(broadcast),
-        "taker_extra_mib": float(most[0]),
-        "giver_extra_mib": float(most[1]),
-        "bytes_per_giver": int(most[2]),
-        "bytes_per_taker": taken * 4,
+        "destination_extra_mib": float(most[0]),
+        "source_extra_mib": float(most[1]),
+        "bytes_per_source_rank": int(most[2]),
+        "bytes_per_destination_rank": taken * 4,
     }
 
 
-def weights(specs: list[Spec], shards: Shards, rank: int) -> dict[str, torch.Tensor]:
+def weights(specs: list[TensorSpec], shards: Shards, rank: int) -> dict[str, torch.Tensor]:
     """Returns a rank's part of parameters whose rows and columns all differ."""
     if rank not in shards.layout.ranks:
         return {}
@@ -198,16 +209,16 @@ def main() -> None:
         words = ["--layouts", name, "--rounds", args.rounds, "--mib", args.mib]
         row = rows[name] = run_workers(__file__, LAYOUTS[name].world, *map(str, words))
         print(
-            f"{name}: {row['bytes_per_taker'] / MIB:.0f} MiB for each in {row['sync_s']:.3f} s, a broadcast"
-            f" {row['broadcast_s']:.3f} s; a giver sends {row['bytes_per_giver'] / MIB:.0f} MiB; extra memory"
-            f" {row['taker_extra_mib']:.1f} MiB where they come, {row['giver_extra_mib']:.1f} MiB where they are given",
+            f"{name}: {row['bytes_per_destination_rank'] / MIB:.0f} MiB each in {row['sync_s']:.3f} s,"
+            f" a broadcast {row['broadcast_s']:.3f} s; a source sends {row['bytes_per_source_rank'] / MIB:.0f} MiB;"
+            f" extra {row['source_extra_mib']:.1f} MiB there, {row['destination_extra_mib']:.1f} MiB at the others",
             flush=True,
         )
-    extras = [max(r["taker_extra_mib"], r["giver_extra_mib"]) for r in rows.values()]
+    extras = [max(r["destination_extra_mib"], r["source_extra_mib"]) for r in rows.values()]
     result = {
         "vs_broadcast": {n: round(r["sync_s"] / r["broadcast_s"], 3) for n, r in rows.items()},
         "peak_extra_mib": round(max(extras, default=0), 1),
-        "bytes_per_giver": {n: r["bytes_per_giver"] for n, r in rows.items()},
+        "bytes_per_source_rank": {n: r["bytes_per_source_rank"] for n, r in rows.items()},
         "bucket_mib": sync._BUCKET / MIB,
         "rows": rows,
         "weight_sync_s": derived,

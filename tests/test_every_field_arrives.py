@@ -11,7 +11,7 @@ from cases import Source, random_plan
 from distflow.coordinator.coordinator import Coordinator
 from distflow.dataset.loader import Loader
 from distflow.observe.metrics import StepMetrics
-from distflow.plan import Plan, Run
+from distflow.plan import Plan, RunNode
 from distflow.run.comm import Comm
 from distflow.run.versions import Versions
 from distflow.run.worker import Worker
@@ -44,7 +44,7 @@ def check_random_plan(rng: random.Random, workers: int) -> None:
             if name.startswith(("samples/", "replicas/")):
                 handled[name] += int(total)
     for task in plan.tasks:
-        if isinstance(task, Run):  # each replica handles each of its samples once; a sum counts the sample once
+        if isinstance(task, RunNode):  # each replica handles each of its samples once; a sum counts the sample once
             for kind, replicas in (("samples", 1), ("replicas", task.partition.layout.tp)):
                 once, count = steps * plan.samples * replicas, handled[f"{kind}/{task.node}"]
                 assert count >= once if task.node in plan.flow.sampling_loop else count == once

@@ -32,16 +32,16 @@ from distflow.checkpoint.writer import CheckpointWriter
 from distflow.errors import CheckpointError, ConfigError
 from distflow.plan.layout import Layout
 from distflow.run_folder import checkpoint_dir
-from distflow.weights.shards import Shards, Spec, slices
+from distflow.weights.shards import Shards, TensorSpec, slices
 from distflow.weights.state import RoleState
 from threads import Run, alone, on_ranks
 
 SPECS = [
-    Spec("rows", (10, 3), 0),
-    Spec("columns", (7, 8), 1),
-    Spec("norm", (9,)),
-    Spec("one", (1, 5)),
-    Spec("bias", (4,), 0),
+    TensorSpec("rows", (10, 3), 0),
+    TensorSpec("columns", (7, 8), 1),
+    TensorSpec("norm", (9,)),
+    TensorSpec("one", (1, 5)),
+    TensorSpec("bias", (4,), 0),
 ]
 WHOLE = {
     "rows": torch.arange(30.0).view(10, 3),

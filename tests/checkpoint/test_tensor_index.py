@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from distflow.checkpoint.tensor_index import StoredTensor, TensorIndex
 from distflow.plan.layout import Layout
-from distflow.weights.shards import Shards, Spec, overlap
+from distflow.weights.shards import Shards, TensorSpec, overlap
 from distflow.weights.state import RoleState
 
 F32 = torch.float32
@@ -29,23 +29,25 @@ def shards_of(layout: tuple[int, int, int], first: int = 0) -> Shards:
 
 
 @st.composite
-def specs(draw: st.DrawFn) -> list[Spec]:
+def specs(draw: st.DrawFn) -> list[TensorSpec]:
     result = []
     for i in range(draw(st.integers(1, 6))):
         shape = draw(st.lists(st.integers(0, 9), max_size=3))
         dim = draw(st.sampled_from([None, *range(len(shape))]))
-        result.append(Spec(f"t{i}", tuple(4 * n if d == dim else n for d, n in enumerate(shape)), dim))
+        result.append(TensorSpec(f"t{i}", tuple(4 * n if d == dim else n for d, n in enumerate(shape)), dim))
     return result
 
 
-def index_of(specs: list[Spec], layout: tuple[int, int, int]) -> TensorIndex:
+def index_of(specs: list[TensorSpec], layout: tuple[int, int, int]) -> TensorIndex:
     tensors = {s.name: StoredTensor(s.shape, F32, bool(s.shape), s.tp_dim) for s in specs}
     return TensorIndex(tensors, *layout)
 
 
 @settings(deadline=None)
 @given(specs(), layouts())
-def test_every_element_is_in_one_file_of_a_rank_that_has_it(specs: list[Spec], layout: tuple[int, int, int]) -> None:
+def test_every_element_is_in_one_file_of_a_rank_that_has_it(
+    specs: list[TensorSpec], layout: tuple[int, int, int]
+) -> None:
     index, shards = index_of(specs, layout), shards_of(layout)
     count = {s.name: torch.zeros(s.shape) for s in specs}
     by_name = {s.name: s for s in specs}
@@ -59,7 +61,7 @@ def test_every_element_is_in_one_file_of_a_rank_that_has_it(specs: list[Spec], l
 @settings(deadline=None)
 @given(specs(), layouts(), layouts())
 def test_a_reader_of_any_layout_finds_its_part_once(
-    specs: list[Spec], written: tuple[int, int, int], read: tuple[int, int, int]
+    specs: list[TensorSpec], written: tuple[int, int, int], read: tuple[int, int, int]
 ) -> None:
     index, reader = index_of(specs, written), shards_of(read, first=3)
     owned = [index.owned(place) for place in range(written[0] * written[1])]
@@ -77,7 +79,7 @@ def test_a_reader_of_any_layout_finds_its_part_once(
 
 @settings(deadline=None)
 @given(specs(), layouts())
-def test_an_index_is_read_as_it_was_written(specs: list[Spec], layout: tuple[int, int, int]) -> None:
+def test_an_index_is_read_as_it_was_written(specs: list[TensorSpec], layout: tuple[int, int, int]) -> None:
     index = index_of(specs, layout)
     assert TensorIndex.from_json(index.to_json()) == index
     state = RoleState(
@@ -89,7 +91,7 @@ def test_an_index_is_read_as_it_was_written(specs: list[Spec], layout: tuple[int
     assert TensorIndex.of(state) == index
 
 
-def qwen2_7b() -> list[Spec]:
+def qwen2_7b() -> list[TensorSpec]:
     """The parameters of Qwen2.5-7B, and the moments of the optimiser."""
     hidden, wide, kv, words = 3584, 18944, 512, 152064
     layer: dict[str, tuple[tuple[int, ...], int | None]] = {
@@ -109,10 +111,10 @@ def qwen2_7b() -> list[Spec]:
     names = {f"layers.{i}.{name}": spec for i in range(28) for name, spec in layer.items()}
     names |= {"embed_tokens.weight": ((words, hidden), None), "norm.weight": ((hidden,), None)}
     names |= {"lm_head.weight": ((words, hidden), None)}
-    return [Spec(f"{kind}.{n}", *s) for n, s in names.items() for kind in ("weights", "exp_avg", "exp_avg_sq")]
+    return [TensorSpec(f"{kind}.{n}", *s) for n, s in names.items() for kind in ("weights", "exp_avg", "exp_avg_sq")]
 
 
-def opened(specs: list[Spec], written: tuple[int, int, int], read: tuple[int, int, int]) -> int:
+def opened(specs: list[TensorSpec], written: tuple[int, int, int], read: tuple[int, int, int]) -> int:
     """Returns how many files of tensors one rank opens at most."""
     index, reader = index_of(specs, written), shards_of(read)
     ranks = reader.layout.ranks

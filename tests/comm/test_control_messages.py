@@ -13,7 +13,7 @@ from distflow.coordinator.coordinator import Coordinator
 from distflow.dataset.loader import Loader
 from distflow.flow import Flow, Node
 from distflow.observe.metrics import MetricsReducer, StepMetrics
-from distflow.plan import Free, Move, Place, Placement, Plan, Run, Workload
+from distflow.plan import Free, Move, Place, Placement, Plan, Workload
 from distflow.plan import plan as make_plan
 from simulate import Traffic, simulate
 
@@ -65,7 +65,7 @@ def walk(data: Coordinator, traffic: Traffic, sent: dict[str, list[tuple[int, in
         match task:
             case Move():
                 yield from count(task.id, data.move(1, task))
-            case Run():
+            case RunNode():
                 data.outputs(1, task, dict.fromkeys(task.writes, rows(data.inputs(1, task))))
             case Free():
                 data.free(1, task)

@@ -1,4 +1,4 @@
-"""Domains: where samples are dealt in blocks, and where all know the deal already."""
+"""Domains: where samples are assigned in blocks, and where all know the assignment already."""
 
 import random
 
@@ -7,7 +7,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from distflow.comm import domains
-from distflow.comm.domains import Domains, contiguous_deal
+from distflow.comm.domains import Domains, contiguous_assignment
 from distflow.plan import Layout, Move, Partition, Plan
 from distflow.plan.topology import Topology
 from test_every_field_arrives import check_random_plan
@@ -32,11 +32,11 @@ A, B, C = partition("a", range(1024)), partition("b", range(1024), tp=2), partit
 
 def test_a_domain_has_at_most_so_many_replicas_and_an_equal_part_of_the_step() -> None:
     first = move("m0", A, B, assigns=True)
-    deals = domains_of([first], 2048)
+    of_moves = domains_of([first], 2048)
     seen = {}
     for rank in range(1024):
-        d = deals.of(first, rank)
-        assert d.move.src.layout.dp <= domains.MAX_CELLS
+        d = of_moves.of(first, rank)
+        assert d.move.src.layout.dp <= domains.MAX_REPLICAS
         assert rank in d.move.ranks
         assert not d.known
         seen[d.first] = d.move.ranks
@@ -45,22 +45,22 @@ def test_a_domain_has_at_most_so_many_replicas_and_an_equal_part_of_the_step() -
 
 
 def test_blocks_that_do_not_correspond_are_one_domain() -> None:
-    """Half of the ranks get all samples: those they have may stay only if all are dealt together."""
+    """Half of the ranks get all samples: those they have may stay only if all are assigned together."""
     half = move("m0", A, C, assigns=True)
     assert domains_of([half], 2048).of(half, 600).samples == 2048
 
 
-def test_a_deal_is_known_to_those_who_took_part_in_it() -> None:
+def test_an_assignment_is_known_to_ranks_that_took_part_in_it() -> None:
     there, back, elsewhere = move("m0", A, B, True), move("m1", A, B, False), move("m2", C, B, False)
-    deals = domains_of([there, back, elsewhere], 2048)
-    assert deals.of(back, 5).known  # contiguous shares, and a deal of these ranks
-    assert not deals.of(elsewhere, 600).known  # the ranks of C took part, but all over B's domains
-    contiguous = move("m3", A, B, assigns=False)  # into a partition that no move has dealt
+    of_moves = domains_of([there, back, elsewhere], 2048)
+    assert of_moves.of(back, 5).known  # contiguous shares, and an assignment of these ranks
+    assert not of_moves.of(elsewhere, 600).known  # the ranks of C took part, but all over B's domains
+    contiguous = move("m3", A, B, assigns=False)  # into a partition that no move has assigned
     assert domains_of([contiguous], 2048).of(contiguous, 0).known
 
 
 def test_shares_are_contiguous_and_keep_groups_whole() -> None:
-    assert contiguous_deal(partition("p", range(4)), 12, 2).tolist() == [0, 0, 0, 0, 1, 1, 2, 2, 2, 2, 3, 3]
+    assert contiguous_assignment(partition("p", range(4)), 12, 2).tolist() == [0, 0, 0, 0, 1, 1, 2, 2, 2, 2, 3, 3]
 
 
 @pytest.mark.parametrize("most_replicas", [1, 2])
@@ -70,7 +70,7 @@ def test_every_reader_sees_what_the_writer_wrote_in_small_domains(
     most_replicas: int, rng: random.Random, workers: int
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(domains, "MAX_CELLS", most_replicas)
+        patch.setattr(domains, "MAX_REPLICAS", most_replicas)
         check_random_plan(rng, workers)
 
 

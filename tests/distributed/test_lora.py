@@ -23,7 +23,7 @@ from distflow.batch.context import Context
 from distflow.checkpoint.writer import CheckpointWriter
 from distflow.comm.transport import Transport
 from distflow.config import Config
-from distflow.model.lora import Adapter, adapter_pairs
+from distflow.model.lora import LoraAdapter, adapter_pairs
 from distflow.model.source import Source, open_model
 from distflow.model.text import ragged
 from distflow.observe.metrics import StepMetrics
@@ -272,7 +272,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
 def skeleton_names(name: str, folder: Path) -> list[str]:
     config = config_of(CASES[name], folder)
     assert config.train.lora is not None
-    return [spec.name for spec in Adapter(source_of(config).skeleton(), config.train.lora).specs]
+    return [spec.name for spec in LoraAdapter(source_of(config).skeleton(), config.train.lora).specs]
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -17,7 +17,7 @@ from distflow.coordinator.coordinator import Coordinator, StepTraffic
 from distflow.dataset.loader import Loader
 from distflow.flow import Flow, Node
 from distflow.observe.metrics import MetricsReducer, StepMetrics
-from distflow.plan import Place, Placement, Plan, Run, Workload
+from distflow.plan import Place, Placement, Plan, RunNode, Workload
 from distflow.plan import plan as make_plan
 from distflow.run.comm import Comm
 from distflow.run.versions import Versions
@@ -50,7 +50,7 @@ def run_random_graphs(rank: int, workers: int, seeds: range, shared_memory: str)
         plan = random_plan(random.Random(seed), workers)
         for numbers in run_worker(rank, plan, 2)[0]:
             for task in plan.tasks:
-                if isinstance(task, Run):
+                if isinstance(task, RunNode):
                     once, handled = plan.samples, numbers[f"samples/{task.node}"]
                     assert handled >= once if task.node in plan.flow.sampling_loop else handled == once, (seed, task)
 

@@ -19,7 +19,7 @@ from distflow.coordinator.coordinator import Coordinator
 from distflow.dataset.loader import Loader
 from distflow.errors import shown
 from distflow.flow import Flow, Node
-from distflow.plan import Placement, Run, Workload, plan
+from distflow.plan import Placement, RunNode, Workload, plan
 from fuzz.harness import Case
 from fuzz.junk import junk
 
@@ -142,7 +142,7 @@ class Outputs:
     def __init__(self, folder: Path) -> None:
         nodes = (Node("write", reads=("text",), writes=("a", "b")), Node("read", reads=("a", "b"), writes=()))
         self.plan = plan(Flow("junk", ("text",), nodes), Placement(1), Workload(SAMPLES))
-        self.task = next(t for t in self.plan.tasks if isinstance(t, Run))
+        self.task = next(t for t in self.plan.tasks if isinstance(t, RunNode))
         self.loader = Loader(_Rows(), SAMPLES, 1, 0)
 
     def close(self) -> None:

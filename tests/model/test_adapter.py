@@ -7,7 +7,7 @@ from transformers import AutoConfig
 
 from distflow.config.schema import LoraConfig
 from distflow.errors import ConfigError
-from distflow.model.lora import Adapter
+from distflow.model.lora import LoraAdapter
 from distflow.model.source import Source
 from distflow.model.tokenizer import train_tokenizer
 from tiny import config_of
@@ -23,15 +23,15 @@ def test_all_linear_means_all_but_the_output_layer(arch: str, names: set[str]) -
     config = AutoConfig.for_model(arch, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, vocab_size=61)
     skeleton = Source(arch, config, TOKENIZER).skeleton()
     if names:
-        assert {spec.name.split(".")[-4] for spec in Adapter(skeleton, LoraConfig()).specs} == names
+        assert {spec.name.split(".")[-4] for spec in LoraAdapter(skeleton, LoraConfig()).specs} == names
     else:
         with pytest.raises(ConfigError, match=f"a {arch} model has no nn.Linear layers; leave it out"):
-            Adapter(skeleton, LoraConfig())
+            LoraAdapter(skeleton, LoraConfig())
 
 
 def test_initial_weights_do_not_depend_on_the_shard() -> None:
     """B is 0; A is drawn as PEFT does, each with noise of its own."""
-    adapter = Adapter(Source("qwen2", config_of("qwen2"), TOKENIZER).skeleton(), LoraConfig(rank=64))
+    adapter = LoraAdapter(Source("qwen2", config_of("qwen2"), TOKENIZER).skeleton(), LoraConfig(rank=64))
 
     def initial_weights(seed: int) -> dict[str, Tensor]:
         read = adapter.initial_weights(seed)

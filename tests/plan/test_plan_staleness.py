@@ -8,7 +8,7 @@ from rich.console import Console
 
 from distflow.errors import PlacementError
 from distflow.flow import Flow, Node
-from distflow.plan import Place, Placement, Plan, Run, Weights, Workload, plan
+from distflow.plan import Place, Placement, Plan, RunNode, SyncWeights, Workload, plan
 from distflow.plan.staleness import weight_version
 from distflow.plan.svg import svg
 from distflow.plan.table import render
@@ -46,7 +46,7 @@ def test_it_is_in_the_plan_its_hash_its_table_and_its_drawing() -> None:
     assert fresh.hash != stale.hash
     assert (fresh.staleness, stale.staleness) == (0, 2)
     assert stale.ahead == {0, 1}
-    assert [t.delay for t in stale.tasks if isinstance(t, Weights)] == [2]
+    assert [t.delay for t in stale.tasks if isinstance(t, SyncWeights)] == [2]
     assert stale.to_json()["staleness"] == 2
     console = Console(width=200, record=True)
     console.print(render(stale))
@@ -80,7 +80,9 @@ def test_where_nobody_can_run_ahead_it_is_refused(nodes: Any, places: Any, messa
 def test_nodes_that_work_sample_by_sample_on_other_ranks_run_chunk_by_chunk() -> None:
     p = planned(GENERATE, SCORE, UPDATE, chunk=2, staleness=0)
     assert p.chunks == 2
-    runs = [t.name + (f" {t.partition.chunk[0]}" if t.partition.chunk else "") for t in p.tasks if isinstance(t, Run)]
+    runs = [
+        t.name + (f" {t.partition.chunk[0]}" if t.partition.chunk else "") for t in p.tasks if isinstance(t, RunNode)
+    ]
     assert runs == ["generate", "score 0", "score 1", "update"]
     assert p.hash != planned(GENERATE, SCORE, UPDATE, staleness=0).hash
     console = Console(width=200, record=True)

@@ -22,9 +22,9 @@ from distflow.plan import (
     Placement,
     Plan,
     Resample,
-    Run,
+    RunNode,
     Split,
-    Weights,
+    SyncWeights,
     Workload,
     plan,
 )
@@ -70,7 +70,7 @@ def test_every_task_is_in_the_chains_of_all_its_ranks_and_of_no_other() -> None:
         for t in p.tasks:
             if isinstance(t, Move):
                 assert set(t.ranks) == {*t.src.layout.ranks, *t.dst.layout.ranks}
-            elif not isinstance(t, Weights | Resample):
+            elif not isinstance(t, SyncWeights | Resample):
                 assert t.ranks == t.partition.layout.ranks
             assert {r for r in range(p.workers) if id(t) in chains[r]} == set(t.ranks)
 
@@ -110,7 +110,7 @@ def test_every_reader_has_its_fields_and_every_field_is_freed_once_after_its_las
         held: set[tuple[str, str]] = set()
         freed: set[tuple[str, str]] = set()
         ran: set[str] = set()
-        latest: Load | Move | Run | Resample | Split | Merge | None = None
+        latest: Load | Move | RunNode | Resample | Split | Merge | None = None
         for t in p.tasks:
             match t:
                 case Load():
@@ -120,7 +120,7 @@ def test_every_reader_has_its_fields_and_every_field_is_freed_once_after_its_las
                     assert {(t.src.id, f) for f in t.fields} <= held
                     assert not {(t.dst.id, f) for f in t.fields} & held, "moved to where it is"
                     held |= {(t.dst.id, f) for f in t.fields}
-                case Run():
+                case RunNode():
                     n = p.flow.node(t.node)
                     assert t.partition is p.partition_of(n.id)
                     assert t.reads == n.reads
@@ -148,7 +148,7 @@ def test_every_reader_has_its_fields_and_every_field_is_freed_once_after_its_las
                     assert not gone & freed, "freed twice"
                     held -= gone
                     freed |= gone
-            if not isinstance(t, Free | Weights):
+            if not isinstance(t, Free | SyncWeights):
                 assert not freed & {(q.id, f) for q, f in t.touches()}, "used after it was freed"
                 latest = t
         assert ran == {n.id for n in p.flow.nodes}
@@ -224,7 +224,7 @@ def test_a_field_nobody_reads_is_neither_kept_nor_moved() -> None:
     p = planned(Flow("f", ("x", "unasked"), nodes), default=Place("left"), nodes={"b": Place("right")})
     assert [m.fields for m in p.moves] == [("y",)]
     assert p.tasks[0] == Load(p.partition_of("data"), ("x",))
-    assert next(t for t in p.tasks if isinstance(t, Run)).writes == ("y",)
+    assert next(t for t in p.tasks if isinstance(t, RunNode)).writes == ("y",)
 
 
 def test_a_move_does_not_wait_for_a_parallel_branch() -> None:
@@ -478,6 +478,6 @@ def test_the_expected_bytes_of_a_weight_sync(generate: Place, update: Place, exp
     placement = Placement(4, {"low": "0-1", "high": "2-3"}, nodes={"generate": generate, "update": update})
     flow = Flow("f", ("prompt",), nodes)
     known, unknown = (plan(flow, placement, Workload(8, weights=w)) for w in ({"actor": 1000}, {}))
-    (task,) = (t for t in known.tasks if isinstance(t, Weights))
+    (task,) = (t for t in known.tasks if isinstance(t, SyncWeights))
     assert task.expected_bytes == expected
     assert known.hash == unknown.hash  # estimates are no part of what the workers agree on

@@ -14,7 +14,7 @@ from distflow.plan import Layout
 from distflow.rollout.vllm import support as vllm_support
 from distflow.rollout.vllm.engine import cut_rows
 from distflow.rollout.vllm.support import check_vllm
-from distflow.weights.shards import Shards, Spec
+from distflow.weights.shards import Shards, TensorSpec
 from tiny import config_of
 
 CUDA = torch.device("cuda")
@@ -53,7 +53,11 @@ def test_models_that_are_not_tested_are_refused(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_embeddings_are_cut_in_padded_blocks_of_rows() -> None:
-    specs = [Spec("model.embed_tokens.weight", (61, 4)), Spec("lm_head.weight", (130, 4)), Spec("norm", (4,))]
+    specs = [
+        TensorSpec("model.embed_tokens.weight", (61, 4)),
+        TensorSpec("lm_head.weight", (130, 4)),
+        TensorSpec("norm", (4,)),
+    ]
     assert cut_rows(specs, 1) == {}
     blocks = cut_rows(specs, 2)
     assert blocks == {"model.embed_tokens.weight": 32, "lm_head.weight": 96}

@@ -15,7 +15,7 @@ from distflow.dataset.loader import Loader
 from distflow.flow import Flow, Node
 from distflow.observe.metrics import MetricsReducer, StepMetrics
 from distflow.plan import Move, Place, Placement, Plan, Workload, plan
-from distflow.plan.early_weights import weights_after
+from distflow.plan.staleness import weights_after
 from distflow.roles.role import Role
 from distflow.run.async_comm import AsyncComm, CommThread
 from distflow.run.comm import Comm

@@ -21,7 +21,7 @@ from distflow.dataset.loader import Loader
 from distflow.errors import ConfigError, PlacementError
 from distflow.flow import Flow, Node
 from distflow.observe.metrics import MetricsReducer, StepMetrics
-from distflow.plan import Place, Placement, Plan, Run, Workload, plan
+from distflow.plan import Place, Placement, Plan, RunNode, Workload, plan
 from distflow.roles.role import Role
 from distflow.run.async_comm import AsyncComm, CommThread
 from distflow.run.comm import Comm
@@ -41,7 +41,7 @@ class Actor(Role):
         self.rank, self.delay, self.first, self.progress = rank, plan.staleness, first, progress
         self.rng = random.Random(rank)
         layouts = {n.id: plan.partition_of(n.id).layout.ranks for n in plan.flow.nodes if n.method}
-        self.givers, self.takers = layouts["update"], layouts["generate"]
+        self.sources, self.destinations = layouts["update"], layouts["generate"]
         self.updates = self.version = first
         self.synced: list[int] = []
 
@@ -49,14 +49,14 @@ class Actor(Role):
         return self.updates
 
     def sync_weights(self, version: int, weights: int | None = None) -> Iterator[SendReceive]:
-        giver = {t: self.givers[i % len(self.givers)] for i, t in enumerate(self.takers)}
-        if self.rank in self.takers:
+        source = {t: self.sources[i % len(self.sources)] for i, t in enumerate(self.destinations)}
+        if self.rank in self.destinations:
             data = torch.zeros(1, dtype=torch.int64)
-            yield SendReceive(0, lambda out: None, {}, data.view(torch.uint8), {giver[self.rank]: (0, 8)})
+            yield SendReceive(0, lambda out: None, {}, data.view(torch.uint8), {source[self.rank]: (0, 8)})
             self.version = int(data)
             assert self.version == version
             self.synced.append(version)
-        elif mine := [t for t, g in giver.items() if g == self.rank]:
+        elif mine := [t for t, g in source.items() if g == self.rank]:
             number = torch.tensor([self.updates if weights is None else weights]).view(torch.uint8)
             nothing = torch.empty(0, dtype=torch.uint8)
             yield SendReceive(8, lambda out: out.copy_(number), dict.fromkeys(mine, (0, 8)), nothing, {})
@@ -172,7 +172,7 @@ def test_chunks_bring_every_field_of_every_sample_and_nothing_deadlocks(delay: i
             for step in range(3):
                 counts = [m[step].totals.get((f"samples/{n.id}", "sum"), (0, 0))[0] for m in metrics.values()]
                 assert sum(counts) == p.samples
-            by_chunk.add(any(isinstance(t, Run) and t.node == n.id and bool(t.partition.chunk) for t in p.tasks))
+            by_chunk.add(any(isinstance(t, RunNode) and t.node == n.id and bool(t.partition.chunk) for t in p.tasks))
     assert by_chunk == {True, False}  # some nodes see the whole step
 
 

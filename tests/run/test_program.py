@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from distflow.errors import ConfigError, DataError, DistflowError, FlowError
-from distflow.plan import Weights
+from distflow.plan import SyncWeights
 from distflow.run.program import Program
 
 ROOT = Path(__file__).parents[2]
@@ -182,7 +182,7 @@ def test_expected_bytes_follow_from_the_model_and_the_longest_response(tmp_path:
     assert plan.bytes["prompt_tokens"] == 8 * 100
     assert plan.bytes["rollout_logprobs"] == 7
     parameters = 300 * 64 + 2 * (4 * 64 * 64 + 3 * 64 * 256 + 2 * 64) + 64
-    (task,) = (t for t in plan.tasks if isinstance(t, Weights))
+    (task,) = (t for t in plan.tasks if isinstance(t, SyncWeights))
     assert task.expected_bytes == 4 * parameters  # two ranks need a copy each and have a half of one each
 
 

@@ -15,10 +15,10 @@ from distflow.plan import Layout, Place, Placement, Plan, Workload, plan
 from distflow.plan.topology import Topology
 from distflow.simulate import Costs, load_hardware
 from distflow.simulate import simulate as simulate_step
-from distflow.simulate.network import Network
+from distflow.simulate.network import NetworkModel
 from distflow.simulate.traffic import new_replicas, traffic
 from distflow.simulate.weight_sync import sync_weights
-from distflow.weights.shards import Shards, Spec
+from distflow.weights.shards import Shards, TensorSpec
 from distflow.weights.sync import WeightSync
 
 
@@ -77,7 +77,7 @@ def test_the_weight_sync_sends_what_the_workers_own_code_sends(
     shard: int, per_host: int, dp: int, tp: int, dim: int
 ) -> None:
     ranks = tuple(range(8))
-    source, target, specs = Layout(ranks, 8), Layout(ranks, dp, tp), [Spec("w", (64, 64), dim)]
+    source, target, specs = Layout(ranks, 8), Layout(ranks, dp, tp), [TensorSpec("w", (64, 64), dim)]
     topology = Topology(tuple(r // per_host for r in ranks))
 
     def worker(rank: int) -> Any:
@@ -87,7 +87,7 @@ def test_the_weight_sync_sends_what_the_workers_own_code_sends(
         return WeightSync(specs, shards, Shards(target, 1), rank, torch.float32, topology).run(held, filled)
 
     real = simulate.simulate({r: worker(r) for r in ranks})
-    network = Network(load_hardware("h100"), np.array(topology.hosts))
+    network = NetworkModel(load_hardware("h100"), np.array(topology.hosts))
     _, sent = sync_weights(network, source, target, shard, 64 * 64 * 4, np.zeros(8), 1.0 - dim)
     assert sent == pytest.approx(sum(real.bytes.values()))
     assert network.messages.tolist() == [real.messages[r] for r in ranks]
@@ -95,7 +95,7 @@ def test_the_weight_sync_sends_what_the_workers_own_code_sends(
 
 @pytest.mark.parametrize("split", [False, True])
 def test_one_copy_of_the_weights_crosses_to_each_host(split: bool) -> None:
-    network = Network(load_hardware("h100"), np.arange(32) // 8)
+    network = NetworkModel(load_hardware("h100"), np.arange(32) // 8)
     source = Layout(tuple(range(16, 32)) if split else tuple(range(32)), 16 if split else 32)
     target = Layout(tuple(range(16)) if split else tuple(range(32)), 8 if split else 16, 2)
     sync_weights(network, source, target, source.dp, 1e9, np.zeros(32))

@@ -9,16 +9,16 @@ from hypothesis import strategies as st
 
 from distflow.plan import Layout
 from distflow.weights.checksums import checksum, checksums, counted
-from distflow.weights.shards import Shards, Spec, slices
+from distflow.weights.shards import Shards, TensorSpec, slices
 
 SPECS = (
-    Spec("embedding", (13, 4)),
-    Spec("column", (12, 5), 0),
-    Spec("row", (6, 12), 1),
-    Spec("bias", (12,), 0),
-    Spec("norm", (7,)),
-    Spec("scalar", ()),
-    Spec("kernel", (3, 4, 5)),
+    TensorSpec("embedding", (13, 4)),
+    TensorSpec("column", (12, 5), 0),
+    TensorSpec("row", (6, 12), 1),
+    TensorSpec("bias", (12,), 0),
+    TensorSpec("norm", (7,)),
+    TensorSpec("scalar", ()),
+    TensorSpec("kernel", (3, 4, 5)),
 )
 
 
@@ -52,7 +52,7 @@ def test_a_checksum_does_not_depend_on_how_the_parameters_are_cut(
 
 
 @given(st.sampled_from(SPECS), st.randoms(use_true_random=False), st.sampled_from([0, 1, 7, 22, 30, 31]))
-def test_one_flipped_bit_changes_the_checksum_of_its_parameter_alone(spec: Spec, rng: object, bit: int) -> None:
+def test_one_flipped_bit_changes_the_checksum_of_its_parameter_alone(spec: TensorSpec, rng: object, bit: int) -> None:
     alone = Shards(Layout((0,), 1), 1)
     changed = whole()
     bits = changed[spec.name].view(torch.int32).view(-1)

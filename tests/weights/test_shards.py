@@ -10,7 +10,7 @@ from torch import Tensor
 
 from distflow.plan import Layout
 from distflow.weights import shards as weights
-from distflow.weights.shards import Shards, Spec, overlap, size, within
+from distflow.weights.shards import Shards, TensorSpec, overlap, size, within
 
 BUSY = settings(max_examples=100, deadline=None)
 
@@ -23,7 +23,7 @@ def layouts(draw: st.DrawFn) -> Layout:
 
 
 @st.composite
-def parameters(draw: st.DrawFn, layout: Layout) -> list[Spec]:
+def parameters(draw: st.DrawFn, layout: Layout) -> list[TensorSpec]:
     """Of any shape whose cut dimension can be cut; the first may be smaller than the number of shards."""
     result = []
     for i in range(draw(st.integers(1, 4))):
@@ -31,11 +31,11 @@ def parameters(draw: st.DrawFn, layout: Layout) -> list[Spec]:
         dim = draw(st.sampled_from([None, *range(min(2, len(shape)))]))
         if dim is not None:
             shape[dim] = draw(st.integers(1, 3)) * layout.tp
-        result.append(Spec(f"p{i}", tuple(shape), dim))
+        result.append(TensorSpec(f"p{i}", tuple(shape), dim))
     return result
 
 
-def whole(specs: list[Spec]) -> dict[str, Tensor]:
+def whole(specs: list[TensorSpec]) -> dict[str, Tensor]:
     """Returns parameters in which every element is a different number."""
     ends = torch.tensor([math.prod(s.shape) for s in specs]).cumsum(0).tolist()
     return {
@@ -43,7 +43,7 @@ def whole(specs: list[Spec]) -> dict[str, Tensor]:
     }
 
 
-def part(shards: Shards, spec: Spec, rank: int, full: Tensor) -> Tensor:
+def part(shards: Shards, spec: TensorSpec, rank: int, full: Tensor) -> Tensor:
     """Returns the part of a rank as torch cuts: by tensor parallelism, then by FSDP."""
     d, t = divmod(shards.layout.ranks.index(rank), shards.layout.tp)
     if spec.tp_dim is not None:
@@ -56,7 +56,9 @@ def part(shards: Shards, spec: Spec, rank: int, full: Tensor) -> Tensor:
 
 @BUSY
 @given(layouts().flatmap(lambda layout: st.tuples(st.just(layout), parameters(layout))), st.data())
-def test_a_rank_has_the_part_that_torch_would_give_it(case: tuple[Layout, list[Spec]], data: st.DataObject) -> None:
+def test_a_rank_has_the_part_that_torch_would_give_it(
+    case: tuple[Layout, list[TensorSpec]], data: st.DataObject
+) -> None:
     layout, specs = case
     shard = data.draw(st.sampled_from([n for n in range(1, layout.dp + 1) if layout.dp % n == 0]))
     shards, full = Shards(layout, shard), whole(specs)

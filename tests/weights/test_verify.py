@@ -10,7 +10,7 @@ from distflow.comm.collectives import SendReceive
 from distflow.errors import WeightsError
 from distflow.plan import Layout
 from distflow.plan.topology import Topology
-from distflow.weights.shards import Shards, Spec, size
+from distflow.weights.shards import Shards, TensorSpec, size
 from distflow.weights.verify import WeightCheck
 from simulate import simulate
 from weights.test_weight_sync import Case, cases, whole
@@ -23,7 +23,7 @@ def outcomes(case: Case, versions: dict[int, int], held: dict[int, dict[str, Ten
     errors: Messages = {}
 
     def run(rank: int) -> Generator[SendReceive, Tensor, None]:
-        check = WeightCheck(case.source, case.target, rank, dtype)
+        check = WeightCheck(case.source, case.destination, rank, dtype)
         try:
             yield from check.agree(versions[rank])
             given = parts(case, rank, source=True)
@@ -36,7 +36,7 @@ def outcomes(case: Case, versions: dict[int, int], held: dict[int, dict[str, Ten
 
 
 def parts(case: Case, rank: int, source: bool) -> dict[str, Tensor]:
-    shards, full = case.source if source else case.target, whole(case.specs)
+    shards, full = case.source if source else case.destination, whole(case.specs)
     if shards.layout.replica_of(rank) is None:
         return {}
     boxes = {s.name: tuple(slice(lo, hi) for lo, hi in shards.box(s, rank)) for s in case.specs}
@@ -54,15 +54,15 @@ def test_weights_that_were_handed_over_pass_on_any_layout(case: Case) -> None:
 @settings(max_examples=40, deadline=None)
 @given(cases())
 def test_a_weight_that_one_engine_misses_is_named(case: Case) -> None:
-    rank = case.target.layout.ranks[-1]
+    rank = case.destination.layout.ranks[-1]
     held = {r: parts(case, r, source=False) for r in case.ranks}
-    spec = next((s for s in case.specs if size(case.target.box(s, rank))), None)
+    spec = next((s for s in case.specs if size(case.destination.box(s, rank))), None)
     if spec is None:
         return
     held[rank][spec.name] -= 1.0
     errors = outcomes(case, dict.fromkeys(case.ranks, 3), held, torch.float32)
-    replica = case.target.layout.replicas[-1]
-    assert set(errors) == (set(replica) if case.target.cuts(spec) else {rank})
+    replica = case.destination.layout.replicas[-1]
+    assert set(errors) == (set(replica) if case.destination.cuts(spec) else {rank})
     assert all(f"of version 3: {spec.name} differs" in message for message in errors.values())
 
 
@@ -75,11 +75,11 @@ def test_ranks_with_different_versions_refuse_to_weight_sync(case: Case) -> None
     errors = outcomes(case, versions, {}, torch.float32) if len(case.ranks) > 1 else {}
     if len(case.ranks) > 1:
         assert set(errors) == case.ranks
-        assert "hands weights of version 3 over, and others versions 3 to 4" in errors[late]
+        assert "syncs weights of version 3, and others versions 3 to 4" in errors[late]
 
 
 def test_all_parameters_that_differ_are_counted() -> None:
     alone = Shards(Layout((0,), 1), 1)
-    case = Case((Spec("a", (2,)), Spec("b", (3, 2)), Spec("c", (1,))), alone, alone, Topology((0,)))
+    case = Case((TensorSpec("a", (2,)), TensorSpec("b", (3, 2)), TensorSpec("c", (1,))), alone, alone, Topology((0,)))
     held = {name: tensor + (name != "b") for name, tensor in whole(case.specs).items()}
     assert "a and 1 other parameters differ" in outcomes(case, {0: 0}, {0: held}, torch.float32)[0]

@@ -1,4 +1,4 @@
-"""The weight sync: every taker gets exactly its part, in few messages, and one copy of it comes to a host."""
+"""The weight sync: every destination rank gets exactly its part, in few messages, and one copy comes to a host."""
 
 import math
 from collections import Counter
@@ -15,8 +15,8 @@ from torch import Tensor
 from distflow.comm.collectives import SendReceive
 from distflow.plan import Layout
 from distflow.plan.topology import Topology
-from distflow.weights import columns, relay, sync
-from distflow.weights.shards import Shards, Spec, overlap, size, slices
+from distflow.weights import gather, sync, sync_group
+from distflow.weights.shards import Shards, TensorSpec, overlap, size, slices
 from distflow.weights.sync import WeightSync
 from simulate import simulate
 
@@ -26,14 +26,14 @@ BUSY = settings(max_examples=80, deadline=None)
 
 @dataclass(frozen=True)
 class Case:
-    specs: tuple[Spec, ...]
+    specs: tuple[TensorSpec, ...]
     source: Shards
-    target: Shards
+    destination: Shards
     topology: Topology
 
     @property
     def ranks(self) -> set[int]:
-        return {*self.source.layout.ranks, *self.target.layout.ranks}
+        return {*self.source.layout.ranks, *self.destination.layout.ranks}
 
 
 @st.composite
@@ -47,27 +47,29 @@ def layouts(draw: st.DrawFn) -> Layout:
 def cases(draw: st.DrawFn) -> Case:
     """Parameters of any shape whose cut dimension can be cut; there may be fewer rows than shards."""
     source = draw(layouts())
-    target = draw(st.one_of(layouts(), st.just(source)))
+    destination = draw(st.one_of(layouts(), st.just(source)))
     specs = []
     for i in range(draw(st.integers(1, 4))):
         shape = draw(st.lists(st.integers(1, 7), max_size=3))
         dim = draw(st.sampled_from([None, *range(min(3, len(shape)))]))
         if dim is not None:
-            shape[dim] = draw(st.integers(1, 4)) * math.lcm(source.tp, target.tp)
+            shape[dim] = draw(st.integers(1, 4)) * math.lcm(source.tp, destination.tp)
         elif shape:
             shape[0] = draw(st.integers(1, 30))
-        specs.append(Spec(f"p{i}", tuple(shape), dim))
+        specs.append(TensorSpec(f"p{i}", tuple(shape), dim))
     shard = draw(st.sampled_from([n for n in range(1, source.dp + 1) if source.dp % n == 0]))
     hosts = draw(st.lists(st.integers(0, 3), min_size=WORLD, max_size=WORLD))
-    # Of parameters that the source does not cut, the target may want a block of rows per tensor-parallel rank.
+    # Of parameters that the source does not cut, the destination may want a block of rows per tensor-parallel rank.
     whole = [s for s in specs if s.tp_dim is None and s.shape]
     blocks = {
-        s.name: draw(st.integers(-(-s.shape[0] // target.tp), s.shape[0] + 3)) for s in whole if draw(st.booleans())
+        s.name: draw(st.integers(-(-s.shape[0] // destination.tp), s.shape[0] + 3))
+        for s in whole
+        if draw(st.booleans())
     }
-    return Case(tuple(specs), Shards(source, shard), Shards(target, 1, blocks), Topology(tuple(hosts)))
+    return Case(tuple(specs), Shards(source, shard), Shards(destination, 1, blocks), Topology(tuple(hosts)))
 
 
-def whole(specs: tuple[Spec, ...]) -> dict[str, Tensor]:
+def whole(specs: tuple[TensorSpec, ...]) -> dict[str, Tensor]:
     """Returns parameters in which every element is a different number."""
     ends = torch.tensor([math.prod(s.shape) for s in specs]).cumsum(0).tolist()
     return {
@@ -100,9 +102,10 @@ class Run:
         for r in case.ranks:
             self.held[r] = Looked(self.parts(case.source, r))
             self.filled[r] = {
-                name: torch.full_like(part, math.nan, dtype=dtype) for name, part in self.parts(case.target, r).items()
+                name: torch.full_like(part, math.nan, dtype=dtype)
+                for name, part in self.parts(case.destination, r).items()
             }
-            transfer = WeightSync(case.specs, case.source, case.target, r, dtype, case.topology)
+            transfer = WeightSync(case.specs, case.source, case.destination, r, dtype, case.topology)
             steps[r] = self.watched(r, transfer, self.filled[r])
         self.traffic = simulate(steps)
 
@@ -126,27 +129,29 @@ class Run:
         return sum(n for (a, b), n in self.sent.items() if hosts[a] != host and hosts[b] == host)
 
     def check(self) -> None:
-        for rank in self.case.target.layout.ranks:
-            for name, part in self.parts(self.case.target, rank).items():
+        for rank in self.case.destination.layout.ranks:
+            for name, part in self.parts(self.case.destination, rank).items():
                 assert torch.equal(self.filled[rank][name], part.to(self.filled[rank][name].dtype)), (rank, name)
 
 
-def tp_pairs(specs: tuple[Spec, ...], shard: int, givers: Layout, takers: Layout, hosts: int = 1) -> Case:
-    world = max(*givers.ranks, *takers.ranks) + 1
+def tp_pairs(specs: tuple[TensorSpec, ...], shard: int, source: Layout, destination: Layout, hosts: int = 1) -> Case:
+    world = max(*source.ranks, *destination.ranks) + 1
     topology = Topology(tuple(r * hosts // world for r in range(world)))
-    return Case(specs, Shards(givers, shard), Shards(takers, 1), topology)
+    return Case(specs, Shards(source, shard), Shards(destination, 1), topology)
 
 
 @BUSY
 @given(cases(), st.sampled_from([1, 100, 1 << 26]), st.sampled_from([0, 2, 16]))
-@example(tp_pairs((Spec("p", (2, 3)),), 4, Layout((0, 1, 2, 3), 4), Layout((0, 1, 2, 3), 4)), 1, 16)  # two hold nothing
-@example(tp_pairs((Spec("p", (6, 4), 1),), 2, Layout((0, 1, 2, 3), 2, 2), Layout((4, 5), 1, 2)), 1, 16)
-@example(tp_pairs((Spec("p", (8,), 0),), 2, Layout((3, 2, 1, 0), 2, 2), Layout((0, 1, 2, 3), 1, 4)), 1, 16)
-@example(tp_pairs((Spec("p", (12,), 0),), 1, Layout((0, 1, 2), 1, 3), Layout((0, 1), 1, 2)), 1, 16)
-@example(tp_pairs((Spec("p", (2, 12), 1),), 1, Layout((0, 1, 2), 1, 3), Layout((0, 1), 1, 2)), 1, 16)
-def test_every_taker_gets_exactly_its_part(case: Case, bucket: int, fan_in: int) -> None:
-    direct = patch.object(columns, "FAN_IN", fan_in)  # 0: never
-    with direct, patch.object(sync, "_BUCKET", bucket), patch.object(relay, "FAN_IN", max(2, fan_in)):
+@example(
+    tp_pairs((TensorSpec("p", (2, 3)),), 4, Layout((0, 1, 2, 3), 4), Layout((0, 1, 2, 3), 4)), 1, 16
+)  # two hold nothing
+@example(tp_pairs((TensorSpec("p", (6, 4), 1),), 2, Layout((0, 1, 2, 3), 2, 2), Layout((4, 5), 1, 2)), 1, 16)
+@example(tp_pairs((TensorSpec("p", (8,), 0),), 2, Layout((3, 2, 1, 0), 2, 2), Layout((0, 1, 2, 3), 1, 4)), 1, 16)
+@example(tp_pairs((TensorSpec("p", (12,), 0),), 1, Layout((0, 1, 2), 1, 3), Layout((0, 1), 1, 2)), 1, 16)
+@example(tp_pairs((TensorSpec("p", (2, 12), 1),), 1, Layout((0, 1, 2), 1, 3), Layout((0, 1), 1, 2)), 1, 16)
+def test_every_destination_rank_gets_exactly_its_part(case: Case, bucket: int, fan_in: int) -> None:
+    direct = patch.object(sync_group, "FAN_IN", fan_in)  # 0: never
+    with direct, patch.object(sync, "_BUCKET", bucket), patch.object(gather, "FAN_IN", max(2, fan_in)):
         done = Run(case)
     done.check()
     for rank in case.source.layout.ranks:
@@ -158,33 +163,33 @@ def test_every_taker_gets_exactly_its_part(case: Case, bucket: int, fan_in: int)
 @BUSY
 @given(cases())
 def test_each_piece_comes_to_a_host_once(case: Case) -> None:
-    """No more bytes than one copy per column come to a host; pieces are padded to whole chunks of rows."""
+    """No more bytes than one copy per dp group come to a host; pieces are padded to whole chunks of rows."""
     done = Run(case)
-    hosts, tp = case.topology.hosts, case.target.layout.tp
+    hosts, tp = case.topology.hosts, case.destination.layout.tp
     for host in set(hosts):
-        columns = {i % tp for i, r in enumerate(case.target.layout.ranks) if hosts[r] == host}
+        tp_ranks = {i % tp for i, r in enumerate(case.destination.layout.ranks) if hosts[r] == host}
         replicas = {
-            WeightSync((), case.source, case.target, r, torch.float32, case.topology).zone.givers[0]
-            for r in case.target.layout.ranks
+            WeightSync((), case.source, case.destination, r, torch.float32, case.topology).group.sources[0]
+            for r in case.destination.layout.ranks
             if hosts[r] == host
         }
-        copies = sum(padded(case, spec, t) for spec in case.specs for t in columns)
+        copies = sum(padded(case, spec, t) for spec in case.specs for t in tp_ranks)
         assert done.into_host(host) <= 4 * copies * len(replicas)
     assert not any(a == b for a, b in done.sent)
 
 
-def padded(case: Case, spec: Spec, t: int) -> int:
-    """Returns the elements of all pieces of a parameter for a column, each padded to a whole chunk, counted plainly."""
-    source, target = case.source, case.target
-    wanted = target.box(spec, target.layout.ranks[t])
+def padded(case: Case, spec: TensorSpec, t: int) -> int:
+    """Returns the elements of all pieces of a parameter for a dp group, each padded to a whole chunk."""
+    source, destination = case.source, case.destination
+    wanted = destination.box(spec, destination.layout.ranks[t])
     replicas = source.layout.replicas[: source.shard]
     overlaps = [overlap(wanted, source.box(spec, rank)) for replica in replicas for rank in replica]
     pieces = [p for p in overlaps if p is not None]
     widths = [size(p) // max(1, p[0][1] - p[0][0]) if spec.shape else 1 for p in pieces]
     rows = spec.shape[0] if spec.shape else 1
     chunk = -(-(rows // source.layout.tp if spec.tp_dim == 0 else rows) // source.shard)
-    givers = len(widths) if spec.tp_dim is not None else len({p[:1] for p in pieces})
-    return givers * chunk * max(widths, default=0)
+    senders = len(widths) if spec.tp_dim is not None else len({p[:1] for p in pieces})
+    return senders * chunk * max(widths, default=0)
 
 
 @BUSY
@@ -198,7 +203,7 @@ def test_weights_are_sent_in_the_dtype_they_are_used_in(case: Case) -> None:
 def across(n: int, tp: int, shard: int, per_host: int = 8) -> Case:
     """Trains with dp n, generates with dp n / tp × tp, on the same ranks."""
     ranks = tuple(range(n))
-    specs = Spec("a", (2 * n, 8), 0), Spec("b", (2 * n, 8), 1), Spec("c", (2 * n, 2))
+    specs = TensorSpec("a", (2 * n, 8), 0), TensorSpec("b", (2 * n, 8), 1), TensorSpec("c", (2 * n, 2))
     topology = Topology(tuple(r // per_host for r in ranks))
     return Case(specs, Shards(Layout(ranks, n), shard), Shards(Layout(ranks, n // tp, tp), 1), topology)
 
@@ -210,25 +215,25 @@ def test_messages_grow_as_log_n_and_links_carry_one_copy(n: int, tp: int) -> Non
     done.check()
     buckets = 3  # cut along the rows, beside them, not at all
     assert max(done.traffic.messages.values()) <= buckets * (math.log2(n) + tp)
-    one_copy = 4 * (2 * n * 8 + 2 * n * 8 + tp * 2 * n * 2)  # of every column
+    one_copy = 4 * (2 * n * 8 + 2 * n * 8 + tp * 2 * n * 2)  # of every tp rank
     assert {done.into_host(h) for h in range(n // 8)} == {one_copy * (n - 8) // n}
 
 
-def test_many_givers_send_to_few_takers_over_a_tree() -> None:
+def test_many_source_ranks_send_to_few_over_a_tree() -> None:
     n = 600
-    givers, takers = Layout(tuple(range(n)), n), Layout((n, n + 1), 1, 2)
-    case = tp_pairs((Spec("a", (n, 4), 1),), n, givers, takers, hosts=75)
+    source, destination = Layout(tuple(range(n)), n), Layout((n, n + 1), 1, 2)
+    case = tp_pairs((TensorSpec("a", (n, 4), 1),), n, source, destination, hosts=75)
     done = Run(case)
     done.check()
     into = Counter(b for _, b in done.sent)
-    assert max(into.values()) <= 2 * columns.FAN_IN + 2 * (columns.FAN_IN - 1)
+    assert max(into.values()) <= 2 * sync_group.FAN_IN + 2 * (sync_group.FAN_IN - 1)
 
 
-def test_one_giver_is_no_bottleneck_for_many_takers() -> None:
+def test_one_source_rank_is_no_bottleneck_for_many() -> None:
     n = 256
-    done = Run(tp_pairs((Spec("a", (n, 4)),), 1, Layout((0,), 1), Layout(tuple(range(n)), n), hosts=32))
+    done = Run(tp_pairs((TensorSpec("a", (n, 4)),), 1, Layout((0,), 1), Layout(tuple(range(n)), n), hosts=32))
     done.check()
-    assert max(done.traffic.messages.values()) <= math.log2(n) + columns.FAN_IN
+    assert max(done.traffic.messages.values()) <= math.log2(n) + sync_group.FAN_IN
 
 
 def test_with_hybrid_sharding_the_cost_does_not_depend_on_the_number_of_ranks() -> None:
@@ -243,13 +248,13 @@ def test_with_hybrid_sharding_the_cost_does_not_depend_on_the_number_of_ranks() 
 
 def test_nothing_is_sent_where_every_rank_has_it_all() -> None:
     layout = Layout((0, 1), 1, 2)
-    specs = Spec("a", (4, 2), 0), Spec("b", (3,)), Spec("c", ())
+    specs = TensorSpec("a", (4, 2), 0), TensorSpec("b", (3,)), TensorSpec("c", ())
     assert not Run(Case(specs, Shards(layout, 1), Shards(layout, 1), Topology.single(2))).sent
 
 
 def test_replicas_share_the_sending() -> None:
     """Norms, which tensor parallelism does not cut, come from different members of a replica."""
-    specs = tuple(Spec(f"norm{i}", (8,)) for i in range(8))
+    specs = tuple(TensorSpec(f"norm{i}", (8,)) for i in range(8))
     with patch.object(sync, "_BUCKET", 1):
         done = Run(tp_pairs(specs, 1, Layout((0, 1, 2, 3), 1, 4), Layout((4, 5, 6, 7), 4)))
     done.check()
@@ -257,7 +262,7 @@ def test_replicas_share_the_sending() -> None:
 
 
 def test_large_models_are_sent_in_several_buckets() -> None:
-    specs = tuple(Spec(f"p{i}", (4, 4)) for i in range(6))
+    specs = tuple(TensorSpec(f"p{i}", (4, 4)) for i in range(6))
     case = tp_pairs(specs, 2, Layout((0, 1), 2), Layout((2,), 1))
     assert Run(case).traffic.messages == {0: 1, 1: 1}
     with patch.object(sync, "_BUCKET", 256):  # bytes: two of them in each half
@@ -265,11 +270,16 @@ def test_large_models_are_sent_in_several_buckets() -> None:
 
 
 @pytest.mark.parametrize("hosts", [1, 2])
-@pytest.mark.parametrize("takers", [Layout((2, 3), 2), Layout((2, 3), 1, 2)], ids=["dp2", "tp2"])
-def test_no_message_is_larger_than_half_a_bucket(takers: Layout, hosts: int) -> None:
+@pytest.mark.parametrize("destination", [Layout((2, 3), 2), Layout((2, 3), 1, 2)], ids=["dp2", "tp2"])
+def test_no_message_is_larger_than_half_a_bucket(destination: Layout, hosts: int) -> None:
     """Parameters that are larger go in several."""
-    specs = Spec("large", (64, 32)), Spec("cut", (64, 32), 0), Spec("across", (64, 32), 1), Spec("small", (4,))
-    case = tp_pairs(specs, 2, Layout((0, 1), 2), takers, hosts)
+    specs = (
+        TensorSpec("large", (64, 32)),
+        TensorSpec("cut", (64, 32), 0),
+        TensorSpec("across", (64, 32), 1),
+        TensorSpec("small", (4,)),
+    )
+    case = tp_pairs(specs, 2, Layout((0, 1), 2), destination, hosts)
     with patch.object(sync, "_BUCKET", 2048):
         done = Run(case)
     done.check()
@@ -277,7 +287,7 @@ def test_no_message_is_larger_than_half_a_bucket(takers: Layout, hosts: int) -> 
 
 
 def test_ranks_of_one_host_pass_nothing_on() -> None:
-    done = Run(tp_pairs((Spec("a", (12, 4)),), 3, Layout((0, 1, 2), 3), Layout((2, 3, 4), 3)))
+    done = Run(tp_pairs((TensorSpec("a", (12, 4)),), 3, Layout((0, 1, 2), 3), Layout((2, 3, 4), 3)))
     done.check()
     piece = 4 * 4 * 4
-    assert done.sent == {(giver, taker): piece for giver in (0, 1, 2) for taker in (2, 3, 4) if giver != taker}
+    assert done.sent == {(a, b): piece for a in (0, 1, 2) for b in (2, 3, 4) if a != b}

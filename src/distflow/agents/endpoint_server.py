@@ -1,7 +1,7 @@
 """The HTTP side of the endpoint: starlette and uvicorn in a thread, on a free port.
 
 What a client can make this process hold is bounded: connections, seconds until a request and its body have come,
-bytes of a body. Whoever is refused waits a little for the reply, so that a flood is a slow one.
+bytes of a body. Refusals are delayed a little, to throttle floods.
 """
 
 import asyncio

@@ -19,7 +19,7 @@ class Counts:
     """Counts over all workers and micro-batches of one update."""
 
     tokens: int
-    samples: int  # those with at least one token
+    samples: int  # with at least one token
     horizon: int  # the longest response allowed, in tokens
 
 

@@ -1,6 +1,6 @@
-"""Importance weights that correct for rollouts of another policy than the one that is trained.
+"""Importance weights that correct for off-policy rollouts.
 
-It is another one if the rollout engine computes otherwise than the trainer, or if its weights are older.
+Rollouts are off-policy if the engine's numerics differ from the trainer's, or if its weights are older.
 """
 
 import math
@@ -29,7 +29,7 @@ class Correction:
     - icepop-token: the ratio of the token if it is within the bounds, else 0
     - icepop-sequence: the ratio of the whole response if it is, else 0
 
-    `lower` is by default 0 for those that clamp, and 1/threshold for the others.
+    `lower` defaults to 0 for the kinds that clamp, and to 1/threshold for the others.
     """
 
     kind: CorrectionKind

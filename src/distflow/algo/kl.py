@@ -15,9 +15,9 @@ MAX_SLOPE = 20.0  # of k3, at a ratio of 21, where its value is 17
 def kl(estimator: Estimator, logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
     """Returns k1 = x, k2 = x²/2 or k3 = e^−x − 1 + x, where x = logprobs − ref_logprobs: [tokens].
 
-    k1 and k3 are unbiased, k2 and k3 never negative. As a term of a loss use k2 or k3: the gradient of k1 is that of
-    logprobs alone, whatever the reference. Where the reference finds a token more than 21 times as likely, k3 goes on
-    as a line and is lower than unbiased: its gradient is at most 20, and never 0.
+    k1 and k3 are unbiased, k2 and k3 never negative. As a term of a loss use k2 or k3: the gradient of k1 is the
+    gradient of logprobs, whatever the reference. Where the reference finds a token more than 21 times as likely, k3
+    goes on as a line and is lower than unbiased: its gradient is at most 20, and never 0.
     """
     x = log_ratio(logprobs, ref_logprobs)
     match estimator:

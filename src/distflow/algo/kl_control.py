@@ -1,4 +1,4 @@
-"""Controllers of the KL weight: from the divergence measured in a step to the weight of the next."""
+"""Controllers of the KL weight: they set the weight of a step by the divergence of the step before."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Losses per token, which flows call by their names in this module. `aggregate` makes one loss of them."""
+"""Losses per token; flows call them by their names in this module. `aggregate` reduces them to one number."""
 
 import math
 from collections.abc import Mapping
@@ -107,7 +107,7 @@ def cpgd(
 ) -> Loss:
     """CPGD: the log-ratio in place of the ratio, and a penalty of weight `drift` on policy drift (arXiv 2505.12504).
 
-    The gradient of a token then does not grow with its ratio; that of its penalty is min(ratio − 1, 2).
+    The gradient of a token then does not grow with its ratio; the gradient of its penalty is min(ratio − 1, 2).
     """
     low, high = _bounds(clip, clip_high)
     x, advantage = _log_ratio(tokens), tokens["advantage"]
@@ -133,7 +133,7 @@ def reinforce(tokens: Tokens, kl: NonNegative = 0.0, kl_estimator: Estimator = "
 def value(tokens: Tokens, clip: NonNegative | None = None) -> Loss:
     """The loss of a critic: half the squared error of `values`. Reads `returns`, and `old_values` if there is a clip.
 
-    With `clip` it is the larger of that and the error of the value clipped to `old_values` ± clip.
+    With `clip` it is the larger of this error and the error of the value clipped to `old_values` ± clip.
     """
     values, returns = tokens.values, tokens["returns"]
     per_token = unclipped = (values - returns).square() / 2
@@ -170,7 +170,7 @@ def _bounds(clip: float, clip_high: float | None) -> tuple[float, float]:
 def _clipped(
     tokens: Tokens, ratio: Tensor, clip: float, clip_high: float | None, dual_clip: float
 ) -> tuple[Tensor, Mapping[str, Tensor]]:
-    """Returns PPO's loss, the larger of those with the ratio and with the clipped ratio, and its metrics."""
+    """Returns PPO's loss, the larger of the losses with the ratio and the clipped ratio, and its metrics."""
     low, high = _bounds(clip, clip_high)
     if dual_clip and not dual_clip > 1:
         raise ConfigError(f"the policy loss has dual_clip = {dual_clip}; it must be above 1, or 0 for no bound")

@@ -8,7 +8,7 @@ Aggregation = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum",
 Baseline = Literal["mean", "leave_one_out", "length_weighted"]
 CorrectionKind = Literal["token", "sequence", "mask-token", "mask-sequence", "icepop-token", "icepop-sequence"]
 Estimator = Literal["k1", "k2", "k3"]
-GroupScale = Literal["std", "none"]  # of what a group alone decides
+GroupScale = Literal["std", "none"]  # of one group, without the rest of the batch
 Scale = Literal["std", "none", "batch", "nonzero_std"]
 
 Count = Annotated[int, Field(ge=0)]

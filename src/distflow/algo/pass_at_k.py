@@ -1,4 +1,4 @@
-"""pass@k: how good the best of k responses is."""
+"""pass@k: the expected score of the best of k responses."""
 
 from collections.abc import Sequence
 
@@ -9,7 +9,7 @@ def pass_at_k(scores: Sequence[float], k: int) -> float:
     For scores of 0 and 1 it is the unbiased estimate of pass@k (arXiv 2107.03374).
     """
     n = len(scores)
-    total, share = 0.0, k / n  # of all choices of k scores, those whose maximum is the i-th lowest
+    total, share = 0.0, k / n  # the share of choices of k scores whose maximum is the i-th lowest
     for i, score in zip(range(n, k - 1, -1), sorted(scores, reverse=True), strict=False):
         total += share * score
         share *= (i - k) / max(1, i - 1)

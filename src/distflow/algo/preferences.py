@@ -18,8 +18,8 @@ from distflow.errors import ConfigError, DataError
 def dpo(tokens: Tokens, beta: Positive = 0.1, label_smoothing: Smoothing = 0.0) -> Loss:
     """Direct preference optimisation (arXiv 2305.18290). Reads `pair`, `preferred` and `ref_logprobs`.
 
-    The margin of a pair is beta × (log-ratio of the policy to the reference for the preferred response, less that for
-    the other). `label_smoothing` is the assumed share of pairs whose label is wrong.
+    The margin of a pair is beta × (log-ratio of the policy to the reference for the preferred response, less the
+    log-ratio for the other). `label_smoothing` is the assumed share of pairs whose label is wrong.
     """
     if not beta > 0:
         raise ConfigError(f"the dpo loss has beta = {beta}; it must be above 0")
@@ -45,7 +45,7 @@ def preference(tokens: Tokens) -> Loss:
 
 
 def _margins(tokens: Tokens, scores: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the score of the preferred response less that of the other [pairs], and each sample's pair [samples]."""
+    """Returns the score of the preferred response less the other's [pairs], and each sample's pair [samples]."""
     names, preferred = _per_sample(tokens, "pair"), _per_sample(tokens, "preferred")
     if not bool(((preferred == 1) | (preferred == -1)).all()):
         raise DataError("field 'preferred' must be 1 for the preferred response of a pair and -1 for the other")
@@ -71,4 +71,5 @@ def _pair_loss(tokens: Tokens, per_pair: Tensor, margin: Tensor, pair: Tensor, n
 def _per_sample(tokens: Tokens, name: str) -> Tensor:
     if name in tokens.per_token:
         raise DataError(f"field '{name}' has a value per token; the loss of a pair needs one per sample")
-    return tokens.per_sample[name] if name in tokens.per_sample else tokens[name]  # the latter lists the fields
+    # The second lookup raises with the known fields.
+    return tokens.per_sample[name] if name in tokens.per_sample else tokens[name]

@@ -75,7 +75,7 @@ def moments(values: Tensor, lengths: Tensor) -> Tensor:
 
 
 def merge_moments(parts: Tensor) -> Tensor:
-    """Merges moments [any, 3] into those of all values together [3], to the bit whatever their order; 0 without any."""
+    """Merges moments [any, 3] into the moments of all values [3], with the same bits in any order; 0 without any."""
     count, mean, squares = parts[parts[:, 0] > 0].unbind(1)
     if not len(count):
         return parts.new_zeros(3)
@@ -122,7 +122,7 @@ def _discounted_sum(values: Tensor, remaining: Tensor, decay: float) -> Tensor:
 
 
 def _remaining(lengths: Tensor) -> Tensor:
-    """Returns how many tokens of its response come after each token: [tokens]."""
+    """Returns the number of later tokens of the same response, for each token: [tokens]."""
     ends = lengths.cumsum(0).repeat_interleave(lengths)
     return ends - 1 - torch.arange(len(ends), device=lengths.device)
 

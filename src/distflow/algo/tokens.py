@@ -1,4 +1,4 @@
-"""What a loss reads and returns: the response tokens of some samples with their fields, and a value for each token."""
+"""The interface of losses: they read response tokens with fields and return a value for each token."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -15,7 +15,7 @@ class Tokens:
     """The response tokens of some samples, concatenated without padding.
 
     `tokens["advantage"]` is aligned with the tokens, whether the field has one value per token or per sample. The
-    mapping that holds the field says which: shapes cannot tell when there are as many tokens as samples.
+    mapping decides, as shapes cannot: there may be as many tokens as samples.
     """
 
     logprobs: Tensor  # [tokens] under the weights being trained, float32 or wider; carries the gradient
@@ -84,9 +84,9 @@ class Loss:
     regularizer: Tensor | None = None  # [tokens], the part of `per_token` that is KL and entropy
 
     def corrected(self, weights: Tensor) -> Tensor:
-        """Returns the loss, its policy term (all but the regularizer) weighed by an off-policy correction: [tokens].
+        """Returns the loss, with its policy term weighed by an off-policy correction: [tokens].
 
-        A token that the correction takes out of the objective is still held near the reference.
+        The regularizer keeps its weight: a token that the correction drops is still held near the reference.
         """
         if self.regularizer is None:
             return weights * self.per_token

@@ -1,4 +1,4 @@
-"""A batch: columns over samples. Each is ragged or has one value per sample; tensors or Python objects; no padding."""
+"""A batch: columns over samples, ragged or with one value per sample, of tensors or Python objects. No padding."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -86,7 +86,7 @@ class Ragged:
 
 Column = Tensor | Ragged | list[Any]
 
-# A column on a worker that has no samples: which type it has elsewhere is not known there.
+# A column on a worker without samples, which does not know the type that it has elsewhere.
 NO_SAMPLES = Ragged(torch.empty(0), np.empty(0, np.int64), np.empty(0, np.int64))
 
 
@@ -124,7 +124,7 @@ def select(column: Column, index: Ints) -> Column:
 
 
 def concat(columns: Sequence[Column]) -> Column:
-    """Concatenates columns of the same kind, always into new memory; those without samples may be of any kind."""
+    """Concatenates columns of the same kind, always into new memory; empty columns may be of any kind."""
     columns = [c for c in columns if len(c)] or columns[:1]
     first = columns[0]
     if isinstance(first, Ragged):
@@ -144,7 +144,7 @@ def nbytes(column: Column) -> int:
 
 
 def as_column(value: Any, samples: int, where: str) -> Column:
-    """Converts what a node wrote into a column of `samples` values; `where` names the node and the field in errors."""
+    """Converts the output of a node into a column of `samples` values; `where` names node and field in errors."""
     if isinstance(value, np.ndarray | Tensor) and value.ndim == 0:
         raise DataError(f"{where}: is a single number; write one value per sample ({samples})")
     if isinstance(value, np.ndarray):
@@ -229,7 +229,7 @@ _MAX_DEPTH = 100  # of nested lists and dicts
 
 
 def _checked_object(value: Any, where: str, sample: int, depth: int = 0) -> Any:
-    """Refuses what JSON would not give back unchanged, whether or not the value is sent to another worker."""
+    """Refuses values that JSON would change, whether or not they are sent to another worker."""
     kind = type(value)
     if kind in _SCALARS:
         return value
@@ -251,7 +251,7 @@ def _checked_object(value: Any, where: str, sample: int, depth: int = 0) -> Any:
 
 
 def copy_objects(values: list[Any]) -> list[Any]:
-    """Returns a deep copy of a column of objects, which its reader may change."""
+    """Returns a deep copy of a column of objects, so that its reader may change it."""
     return list(values) if set(map(type, values)) <= _SCALARS else [_copy(v) for v in values]
 
 

@@ -22,14 +22,14 @@ class MetricLog(Protocol):
 
 
 class Recording(Protocol):
-    """Records what a node does, for whoever looks at the run: see distflow.observe.recorder."""
+    """Records the work of a node for the page of the run: see distflow.observe.recorder."""
 
     def call(self, name: str, **details: Any) -> AbstractContextManager[dict[str, Any]]:
-        """Records what runs inside as a part of the node; further details may be added to the dict it gives."""
+        """Records the code inside the `with` as a part of the node; its dict takes further details."""
         ...
 
     def sample(self, ids: Ints, columns: Mapping[str, Column]) -> None:
-        """Records fields of these samples besides those that the node writes; only of the few that are recorded."""
+        """Records further fields of these samples, which the node does not write; most samples are not recorded."""
         ...
 
 
@@ -47,7 +47,7 @@ NOT_RECORDED = NotRecorded()
 
 
 class Chunks(Protocol):
-    """Parts of a node's samples that may leave before the others, in any order."""
+    """The chunks of a node's samples; each may be sent before the others are complete, in any order."""
 
     @property
     def parts(self) -> Sequence[Ints]:
@@ -55,25 +55,25 @@ class Chunks(Protocol):
         ...
 
     def leave(self, part: int, columns: Mapping[str, Column]) -> None:
-        """Lets a part leave, with what the node writes of its samples."""
+        """Sends a part, with the fields that the node writes for its samples."""
         ...
 
 
 class Partial(Protocol):
-    """Samples of later steps that a node that generates may begin, and those that it has begun."""
+    """Samples of later steps that a generating node may begin, and the ones that it has begun."""
 
     @property
     def ahead(self) -> Batch:
-        """Samples of this worker's replica that come in later steps, with what the node reads of them."""
+        """Samples of this worker's replica in later steps, with the fields that the node reads."""
         ...
 
     @property
     def begun(self) -> Batch | None:
-        """What `carry` was given in the step before: samples of this step or of later ones."""
+        """The argument of `carry` in the step before: samples of this step or of later ones."""
         ...
 
     def carry(self, begun: Batch) -> None:
-        """Keeps what there is of some of the samples `ahead`, in columns of the node's own, for the next step."""
+        """Keeps partial results of some samples `ahead` for the next step, in columns of the node's choice."""
         ...
 
 

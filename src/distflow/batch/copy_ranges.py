@@ -8,7 +8,7 @@ from torch import Tensor
 
 from distflow.util.arrays import Ints
 
-SHORT = 512  # bytes: if ranges are shorter on average, one indexed copy beats a slice copy for each
+SHORT = 512  # bytes: ranges that are shorter on average are faster by one indexed copy than by slices
 
 _SAME_WIDTH = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 

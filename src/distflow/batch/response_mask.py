@@ -1,7 +1,7 @@
-"""Which tokens of a response the model sampled, where an environment said the others.
+"""The mask of the response tokens that the model sampled; the others came from an environment.
 
-The optional field `response_mask` has 1 for each token of a response that the model sampled, and 0 for those that are
-context only. All other fields of tokens are aligned with `response_tokens`; what they hold for context is not read.
+The optional field `response_mask` has 1 for each token of a response that the model sampled, and 0 for
+context. All other fields of tokens are aligned with `response_tokens`; their values for context are not read.
 """
 
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ class ModelTokens:
 
     @classmethod
     def of(cls, batch: Batch, field: str = "response_tokens") -> "ModelTokens":
-        """Reads the mask of a batch, if it has one; `field` is any that has a value for each token."""
+        """Reads the mask of a batch, if it has one; `field` is any field with a value for each token."""
         lengths: Ints = batch[field].lengths
         if MASK not in batch:
             return cls(lengths)
@@ -45,7 +45,7 @@ class ModelTokens:
 
     @cached_property
     def lengths(self) -> Ints:
-        """How many tokens of each response are the model's: [samples]."""
+        """The number of model tokens of each response: [samples]."""
         if self.mask is None:
             return self.response_lengths
         before = np.concatenate(([0], np.cumsum(self.mask.numpy())))  # of each token, and after the last
@@ -65,5 +65,5 @@ class ModelTokens:
 
 
 def model_token_counts(batch: Batch) -> Tensor:
-    """Returns how many tokens of each response the model sampled: [samples] int64."""
+    """Returns the number of model tokens of each response: [samples] int64."""
     return torch.from_numpy(ModelTokens.of(batch).lengths)

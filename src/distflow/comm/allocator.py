@@ -1,8 +1,7 @@
 """A caching allocator for received bytes. Fresh memory is as slow as sending: its pages have to be faulted in first.
 
-Memory is owned by the tensors that view it. A node may keep such a tensor as long as it likes, or write it to another
-field: a block is used again once the last tensor that views it is gone. There is no explicit release, as only the
-tensors know who still reads them.
+Tensors own the memory that they view. A node may keep such a tensor, or write it to another field: a block is reused
+once the last tensor that views it is gone. There is no explicit release, as only the tensors know their readers.
 """
 
 import weakref
@@ -14,7 +13,7 @@ from torch import Tensor
 
 
 def with_headroom(size: int) -> int:
-    """Returns the bytes to allocate, a quarter more, as the next step needs about as many and often a few more.
+    """Returns the bytes to allocate: a quarter more, as the next step often needs a few more.
 
     Pages that are never written to take no memory.
     """

@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from distflow.util.arrays import Ints
 
-TOLERANCE = 0.01  # (max − min) / mean that counts as balanced; further swaps would only cost bytes
+TOLERANCE = 0.01  # (max − min) / mean that counts as balanced, as further swaps would only cost bytes
 
 
 def assign_evenly(units: Ints, weights: Ints, capacity: Ints, load: Ints) -> Ints:
@@ -20,19 +20,18 @@ def assign_evenly(units: Ints, weights: Ints, capacity: Ints, load: Ints) -> Int
     todo = np.argsort(-weights[units], kind="stable")
     while len(todo):
         open_replicas = np.flatnonzero(capacity)
-        takers = open_replicas[np.argsort(load[open_replicas], kind="stable")][: len(todo)]
-        heaviest, todo = todo[: len(takers)], todo[len(takers) :]
-        replica[heaviest] = takers
-        capacity[takers] -= 1
-        load[takers] += weights[units[heaviest]]
+        receivers = open_replicas[np.argsort(load[open_replicas], kind="stable")][: len(todo)]
+        heaviest, todo = todo[: len(receivers)], todo[len(receivers) :]
+        replica[heaviest] = receivers
+        capacity[receivers] -= 1
+        load[receivers] += weights[units[heaviest]]
     return replica
 
 
 def rebalance(replica: Ints, weights: Ints, replicas: int, movable: NDArray[np.bool_]) -> Ints:
-    """Swaps movable units between the most and the least loaded replica until all are within TOLERANCE or no swap
-    helps.
+    """Swaps movable units of the most and the least loaded replica until all are within TOLERANCE or no swap helps.
 
-    Returns the new replica of each unit. Only as many units change their replica as the balance needs.
+    Returns the new replica of each unit. Few units change their replica.
     """
     replica = replica.copy()
     load = np.bincount(replica, weights, replicas).astype(np.int64).tolist()

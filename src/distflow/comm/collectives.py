@@ -1,7 +1,7 @@
 """Collectives in log N rounds, made of one primitive: send bytes to some peers, receive bytes from some peers.
 
-Does no I/O: these are generators that yield what is to be sent and received and are sent the filled `out`. On a worker
-the transport executes them (transport.py); tests run N of them against each other in one process.
+Does no I/O: the generators yield `SendReceive` requests and get back the filled `out`. On a worker the transport
+executes them (transport.py); tests run N of them against each other in one process.
 """
 
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -21,14 +21,14 @@ Take = Callable[[int, Tensor], object]  # reads the bytes of a peer
 
 @dataclass(frozen=True)
 class SendReceive:
-    """Bytes to some peers, bytes from some peers. Peers agree on the sizes; nobody sends to itself or nothing."""
+    """A request to send bytes to some peers and receive bytes from some. No rank sends to itself, or zero bytes."""
 
     size: int  # bytes that `pack` fills
-    pack: Callable[[Tensor], object]  # writes what is sent, straight into the memory it is sent from
+    pack: Callable[[Tensor], object]  # writes the bytes straight into the memory that they are sent from
     send: Mapping[int, Range]  # peer → its part of the packed bytes; parts may overlap: packed once, sent to many
     out: Tensor  # uint8, in host memory or on a device
     receive: Mapping[int, Range]  # peer → the part of `out` that it fills
-    # Is called with each peer's bytes as they come. They may be where the peer has packed them, and `out` not filled.
+    # Called with each peer's bytes as they come, perhaps in the peer's shared memory; `out` may then stay unfilled.
     take: Take | None = None
 
 
@@ -77,8 +77,8 @@ def all_gather_by_host(
 ) -> Communication[Tensor]:
     """Returns the same as `all_gather`; only the first rank of each host takes part in its rounds.
 
-    It collects the rows of its host before, and hands out all rows there after. So ranks of a host are done together:
-    no message of these rounds has to queue behind the samples that a rank of the same host sends already.
+    That rank first collects the rows of its host and finally sends all rows to its host. So ranks of a host finish
+    together: no message of these rounds queues behind samples that a rank of the same host already sends.
     """
     hosts = topology.by_host(ranks) if topology else None
     size = data.numel() * data.element_size()
@@ -110,7 +110,7 @@ def all_gather_bytes(rank: int, ranks: Sequence[int], data: bytes) -> Communicat
 
 
 def broadcast_bytes(rank: int, ranks: Sequence[int], data: bytes) -> Communication[bytes]:
-    """Returns the `data` of the first of `ranks`; what the others give does not matter."""
+    """Returns the `data` of the first of `ranks`, and ignores that of the others."""
     data = data if rank == ranks[0] else b""
     size = int((yield from all_reduce(rank, ranks, torch.tensor([len(data)]), torch.maximum)))
     if not size:
@@ -157,7 +157,7 @@ def all_reduce_bytes(
 
 
 def barrier(rank: int, ranks: Sequence[int]) -> Communication[None]:
-    """Returns once all ranks have come to it."""
+    """Returns once all ranks have reached it."""
     yield from all_gather(rank, ranks, torch.zeros(1, dtype=torch.uint8))
 
 

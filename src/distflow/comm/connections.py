@@ -2,8 +2,8 @@
 
 A message is a header (offset, size) and, over TCP or if it is small, its bytes. The bytes of a large message to a
 worker of the same host are in shared memory at that offset; the receiver answers with one byte once it has read them.
-Receivers know the size of what they expect, so bytes go straight to where they are wanted, and what nobody has asked
-for yet stays in the kernel.
+Receivers know the size of every message, so bytes go straight to their destination, and messages that are not yet
+expected stay in the kernel.
 """
 
 import errno
@@ -22,8 +22,8 @@ from distflow.comm.shared_memory import Block, MappedFile
 from distflow.errors import DistflowError, PeerLostError
 
 GREETING = struct.Struct("=32sqq")  # the run's token, the rank of the sender, the number of its connections before
-HEADER = struct.Struct("=qq")  # offset in shared memory, or one of the two below; size
-INLINE, MOVED = -1, -2  # the bytes follow; there is no more here, but on another connection
+HEADER = struct.Struct("=qq")  # offset in shared memory, or a constant below; size
+INLINE, MOVED = -1, -2  # the bytes follow; the sender goes on with another connection
 SMALL = 4096  # bytes that are not worth the detour through shared memory
 MAX_UNREAD = 32  # messages in shared memory to one peer: its answers have to fit the socket's buffer
 ACKNOWLEDGEMENT = b"\1"
@@ -31,13 +31,13 @@ SYN_RETRIES = 5  # a host that does not answer is given up after a minute
 
 
 class MovedError(Exception):
-    """The sender goes on with another connection."""
+    """Raised when the sender goes on with another connection."""
 
 
 class Outgoing:
-    """A connection to send to a peer. `unread`: the blocks of shared memory that it has yet to read, oldest first.
+    """A connection to send to a peer. `unread`: the shared memory blocks that the peer has yet to read, oldest first.
 
-    It may be used before the peer has answered: `greeting` goes before the first message.
+    It may be used before the peer has answered: `greeting` precedes the first message.
     """
 
     def __init__(self, peer: int, label: str, where: str, sock: socket.socket, shared: bool, greeting: bytes) -> None:
@@ -54,7 +54,7 @@ class Outgoing:
         return self.shared and size > SMALL
 
     def start(self, data: memoryview, block: Block | None, offset: int) -> None:
-        """Begins to send `data`, which is at `offset` of the block if there is one."""
+        """Begins to send `data`, from `offset` of the block if there is one."""
         if block and self.in_shared_memory(len(data)):
             block.readers += 1
             self.unread.append(block)
@@ -66,7 +66,7 @@ class Outgoing:
             self._greeting = b""
 
     def progress(self) -> bool:
-        """Sends as much as the socket takes; returns whether that was all."""
+        """Sends as much as the socket takes; returns whether the message is complete."""
         try:
             if not self._is_connected():
                 return False
@@ -93,7 +93,7 @@ class Outgoing:
         return self._connected
 
     def read_acknowledgements(self) -> None:
-        """Marks the blocks as read that the peer has read by now. Raises if the peer is gone."""
+        """Marks blocks that the peer has read. Raises if the peer is gone."""
         if not self._is_connected():
             return
         try:
@@ -108,7 +108,7 @@ class Outgoing:
             self.unread.popleft().readers -= 1
 
     def move(self) -> None:
-        """Closes this connection; further messages to the peer come over another one."""
+        """Closes this connection; further messages to the peer go over a new one."""
         self.sock.setblocking(True)
         self.sock.sendall(self._greeting + HEADER.pack(MOVED, 0))
         self.sock.close()
@@ -116,7 +116,7 @@ class Outgoing:
 
 @dataclass(frozen=True)
 class Expected:
-    """A message to receive: memory of its size, and what reads it from wherever it is, if not all go there."""
+    """A message to receive: memory of its size, and optionally a function that reads it where it lies."""
 
     out: memoryview
     take: Callable[[memoryview], object] | None = None
@@ -125,7 +125,7 @@ class Expected:
 class Incoming:
     """A connection to receive from a peer, with its shared memory if it is on this host.
 
-    `number`: how many connections from that peer have to be read to their end before.
+    `number`: how many connections from that peer have to be read to their end first.
     """
 
     def __init__(self, peer: int, number: int, label: str, sock: socket.socket, memory: MappedFile | None) -> None:
@@ -146,7 +146,7 @@ class Incoming:
             self._parts.append(expected.out)
 
     def progress(self) -> bool:
-        """Receives as much as there is; returns whether that was all."""
+        """Receives the available bytes; returns whether the message is complete."""
         try:
             while self._parts:
                 n = self.sock.recvmsg_into(self._parts)[0]
@@ -166,7 +166,7 @@ class Incoming:
         return self.memory is not None and len(self.expected.out) > SMALL
 
     def _check(self) -> None:
-        """Reads the header once it is complete, and what it points to."""
+        """Reads a complete header, and the shared memory that it points to."""
         if self._checked:
             return
         self._checked = True
@@ -185,12 +185,12 @@ class Incoming:
                 take(sent)
             else:
                 out[:] = sent
-            with suppress(OSError):  # if it has ended since, whoever waits for it will be told so
+            with suppress(OSError):  # if the peer has ended, its next use reports that
                 self.sock.send(ACKNOWLEDGEMENT)
 
 
 def _advance(parts: list[memoryview], n: int) -> bool:
-    """Drops the first n bytes, which are done; returns whether a part is complete."""
+    """Drops the first n bytes; returns whether a part is complete."""
     before = len(parts)
     while parts and n >= len(parts[0]):
         n -= len(parts.pop(0))
@@ -212,7 +212,7 @@ class Listener:
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         self._tcp = socket.create_server((address, 0), family=family, backlog=4096)
         self._sockets = [self._tcp]
-        self.unix_name = ""  # "": this system has no names that are not in a file system
+        self.unix_name = ""  # "": the system has no abstract socket names
         if hasattr(os, "memfd_create"):
             self.unix_name = f"distflow-{secrets.token_hex(16)}"
             self._sockets.append(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
@@ -232,7 +232,7 @@ class Listener:
         return self._selector.fileno()  # readable if any of its sockets is
 
     def accept(self, label: Callable[[int], str]) -> list[Incoming]:
-        """Returns the connections that are ready by now; `label` says in words who a rank is."""
+        """Returns the connections that are ready; `label` names a rank in errors."""
         ready = []
         for key, _ in self._selector.select(0):
             sock = key.fileobj
@@ -313,8 +313,8 @@ def connect(peer: int, label: str, where: str, greeting: bytes, memory: MappedFi
 
 
 def unreachable(label: str, where: str, error: OSError) -> DistflowError:
-    """Returns what to say about a peer that could not be connected to."""
-    if isinstance(error, ConnectionError):  # its host is there, and the port closed: so it was open before
+    """Returns the error for a peer that could not be connected to."""
+    if isinstance(error, ConnectionError):  # its host answers and the port is closed, so it was open before
         return lost(label, error)
     return too_many_open_files(error) or PeerLostError(
         f"cannot reach {label} at {where}: {error.strerror or error}; check the network between the hosts, and that"
@@ -323,7 +323,7 @@ def unreachable(label: str, where: str, error: OSError) -> DistflowError:
 
 
 def _keep_alive(sock: socket.socket) -> None:
-    """Sends small messages at once, and notices within minutes that a host is gone without a word."""
+    """Disables Nagle's algorithm and makes TCP detect a dead host within minutes."""
     if sock.family == socket.AF_UNIX:
         return
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -342,7 +342,7 @@ def raise_open_files_limit(workers: int) -> None:
             soft = hard
         except (OSError, ValueError):  # macOS has another, lower limit
             pass
-    # Two transports, each with connections to and from log N peers, some with shared memory, and those that have data.
+    # Two transports, each with connections to and from log N peers, some with shared memory, and to others with data.
     needed = 128 + 16 * workers.bit_length()
     if soft != resource.RLIM_INFINITY and soft < needed:
         raise DistflowError(
@@ -352,7 +352,7 @@ def raise_open_files_limit(workers: int) -> None:
 
 
 def too_many_open_files(error: OSError) -> DistflowError | None:
-    """Returns what to say if this error means that the limit of open files is reached."""
+    """Returns the error to raise instead if the limit of open files is reached."""
     if error.errno not in (errno.EMFILE, errno.ENFILE):
         return None
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]

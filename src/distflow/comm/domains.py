@@ -1,9 +1,9 @@
-"""How far a move reaches, and what its ranks know before it: pure functions of the plan, with the same result anywhere.
+"""The domains of a move: pure functions of the plan, with the same result on every rank.
 
-With many replicas, samples are dealt within *domains*: blocks of consecutive replicas of the source and the
-corresponding blocks of the target, each with an equal range of the step's slots. What a move costs a rank then depends
-on the size of a domain, not on the number of workers. And where all ranks of a domain know already which replica has
-which sample, on both sides, nobody needs to be told again.
+With many replicas, samples are assigned within *domains*: blocks of consecutive replicas of the source and the
+corresponding blocks of the target, each with an equal range of the step's slots. The cost of a move for a rank then
+depends on the size of a domain, not on the number of workers. If all ranks of a domain already know the replica of
+every sample, on both sides, the move exchanges no metadata.
 """
 
 from collections.abc import Iterable
@@ -17,12 +17,12 @@ from distflow.plan.layout import Layout
 from distflow.plan.tasks import Move, Partition, Plan
 from distflow.util.arrays import Ints
 
-MAX_CELLS = 64  # of a domain, on either side, if the layouts permit
+MAX_REPLICAS = 64  # of a domain, on either side, if the layouts permit
 
 
 @dataclass(frozen=True)
 class Domain:
-    """A rank's part of a move: the move among the ranks of its domain, and the slots that it deals."""
+    """A rank's part of a move: the move among the ranks of its domain, and its slots."""
 
     move: Move
     first: int  # slot
@@ -35,19 +35,19 @@ class Domains:
 
     def __init__(self, plan: Plan, samples: int) -> None:
         self.samples, self.prompts = samples, samples // plan.repeat
-        self._dealt: dict[str, int] = {}  # partition → in how many domains its samples were dealt, if by a move
+        self._assigned: dict[str, int] = {}  # partition → domains in which a move assigned its samples
         self._counts: dict[str, int] = {}  # move → domains
         self._of: dict[tuple[str, int], Domain] = {}  # move, rank → the same in every step
-        self._teachers: dict[str, dict[str, tuple[Move, ...]]] = {}  # move → partition → moves before that involve it
+        self._earlier: dict[str, dict[str, tuple[Move, ...]]] = {}  # move → partition → earlier moves that involve it
         involved: dict[str, tuple[Move, ...]] = {}
         for p in plan.partitions:
             if p.uneven:
-                self._dealt[p.id] = 1
+                self._assigned[p.id] = 1
         for move in plan.moves:
             self._counts[move.id] = self._count(move)
             if move.assigns:
-                self._dealt[move.dst.id] = self._counts[move.id]
-            self._teachers[move.id] = {p.id: involved.get(p.id, ()) for p in (move.src, move.dst)}
+                self._assigned[move.dst.id] = self._counts[move.id]
+            self._earlier[move.id] = {p.id: involved.get(p.id, ()) for p in (move.src, move.dst)}
             for p in (move.src, move.dst):
                 involved[p.id] = (*involved.get(p.id, ()), move)
 
@@ -70,7 +70,7 @@ class Domains:
     def _count(self, move: Move) -> int:
         """Returns the number of domains: a power of two for which blocks and slots correspond on both sides."""
         count = 1
-        while max(move.src.layout.dp, move.dst.layout.dp) > count * MAX_CELLS and self._divides(move, 2 * count):
+        while max(move.src.layout.dp, move.dst.layout.dp) > count * MAX_REPLICAS and self._divides(move, 2 * count):
             count *= 2
         return count
 
@@ -78,8 +78,8 @@ class Domains:
         src, dst = move.src.layout, move.dst.layout
         if src.dp % count or dst.dp % count or self.prompts % count:
             return False
-        dealt = [self._dealt.get(p.id) for p in ((move.src,) if move.assigns else (move.src, move.dst))]
-        if any(d is not None and d % count for d in dealt):
+        assigned = [self._assigned.get(p.id) for p in ((move.src,) if move.assigns else (move.src, move.dst))]
+        if any(d is not None and d % count for d in assigned):
             return False
         return _blocks_correspond(src, dst, count)
 
@@ -87,16 +87,16 @@ class Domains:
         if move.assigns:
             return False
         for p in (move.src, move.dst):
-            if p.id not in self._dealt:  # contiguous shares
+            if p.id not in self._assigned:  # contiguous shares
                 continue
-            teachers = [t for t in self._teachers[move.id][p.id] if self._counts[t.id] == count]
-            if self._dealt[p.id] != count or not set(within.ranks) <= _ranks(teachers, index, count):
+            earlier = [t for t in self._earlier[move.id][p.id] if self._counts[t.id] == count]
+            if self._assigned[p.id] != count or not set(within.ranks) <= _ranks(earlier, index, count):
                 return False
         return True
 
 
-def contiguous_deal(partition: Partition, samples: int, group_size: int) -> Ints:
-    """Returns the replica of each slot in a partition to which no move has dealt samples."""
+def contiguous_assignment(partition: Partition, samples: int, group_size: int) -> Ints:
+    """Returns the replica of each slot in a partition to which no move has assigned samples."""
     unit = group_size if partition.whole_groups else 1
     return np.repeat(contiguous_replicas(samples // unit, partition.layout.dp), unit)
 

@@ -1,9 +1,8 @@
 """Moves fields from one partition to another, peer to peer: sizes are agreed first, then all columns go in one message.
 
-Who sends what to whom follows from the replica of each sample before and after. Where ranks do not know that, one small
-all-gather tells them; else sizes go only to those that receive something. Does no I/O: `exchange` is a generator that
-yields the messages it needs. On a worker the transport executes them (transport.py); tests run N of these generators
-against each other in one process.
+All routes follow from the replica of each sample before and after. One small all-gather distributes this assignment
+unless all ranks know it; then only sizes go to the receivers. Does no I/O: `exchange` is a generator that yields the
+messages it needs. On a worker the transport executes them (transport.py); tests run N of them in one process.
 """
 
 import math
@@ -29,7 +28,7 @@ from distflow.util.arrays import Ints
 
 
 @dataclass(frozen=True)
-class Deal:
+class Assignment:
     """The replica of each slot, before and after a move."""
 
     old: Ints
@@ -38,11 +37,11 @@ class Deal:
 
 @dataclass(frozen=True)
 class MoveResult:
-    """The samples one rank has after a move, the bytes it cost, and the deal, which all ranks of the move know now."""
+    """The samples of one rank after a move, the bytes it cost, and the assignment, which all its ranks now know."""
 
     slots: Ints  # ascending; empty if the rank is not in the target
     columns: Mapping[str, Column]
-    deal: Deal
+    assignment: Assignment
     sent: int  # bytes
     received: int
     kept: int
@@ -58,12 +57,12 @@ def exchange(
     wanted: Ints | None,
     allocator: CachingAllocator,
     topology: Topology | None = None,
-    deal: Deal | None = None,
+    assignment: Assignment | None = None,
 ) -> Communication[MoveResult]:
     """Carries out one rank's part of a move.
 
-    `held`: the slots (ascending) and columns that this rank has in the source, None if it is not in it. `wanted`: the
-    slots it has in the target, if an earlier move has assigned them. `deal`: given if all ranks of the move know it.
+    `held`: slots (ascending) and columns of this rank in the source, if it is in it. `wanted`: its slots in the target,
+    if an earlier move has assigned them. `assignment`: set if all ranks of the move know it.
     """
     where = f"move {move.id}"
     columns: list[FlatColumn] = []
@@ -73,14 +72,14 @@ def exchange(
         sizes = np.zeros(len(held[0]), np.int64)
         for c in columns:
             sizes = sizes + c.lengths * c.item_bytes
-    known, replica_imbalance = deal is not None, None
-    if deal is None:
-        deal, size, replica_imbalance = yield from _agree(
+    known, replica_imbalance = assignment is not None, None
+    if assignment is None:
+        assignment, size, replica_imbalance = yield from _agree(
             rank, move, samples, group_size, held, columns, sizes, wanted, topology
         )
     else:
         size = _scatter(samples, held[0], sizes) if held is not None else sizes
-    own = route(rank, move.src.layout, move.dst.layout, deal.old, deal.new, topology)
+    own = route(rank, move.src.layout, move.dst.layout, assignment.old, assignment.new, topology)
 
     def bytes_of(slots: Ints) -> int:
         return segment_size(len(move.fields), len(slots), int(size[slots].sum()))
@@ -98,7 +97,7 @@ def exchange(
         parts = list(own.send.values())
         pack(columns, np.searchsorted(held[0], np.concatenate(parts)), _segments(parts, list(send.values())), out)
 
-    if held is not None and kept:  # samples that stay are packed straight to where they will be read
+    if held is not None and kept:  # samples that stay are packed straight to their final place
         pack(columns, np.searchsorted(held[0], own.keep), _segments([own.keep], [kept]), memory[total:])
     yield SendReceive(sum(send.values()), pack_outgoing, _ranges(send), memory[:total], _ranges(receive))
     parts = [*own.receive.values(), *([own.keep] if kept else [])]
@@ -106,7 +105,7 @@ def exchange(
     order = np.argsort(slots)
     segments = _segments(parts, [*receive.values(), *([kept] if kept else [])])
     received = unpack(memory, segments, move.fields, order, where) if parts else {}
-    return MoveResult(slots[order], received, deal, sum(send.values()), total, kept, replica_imbalance)
+    return MoveResult(slots[order], received, assignment, sum(send.values()), total, kept, replica_imbalance)
 
 
 def _ranges(sizes: Mapping[int, int]) -> dict[int, Range]:
@@ -122,7 +121,7 @@ def _segments(parts: Sequence[Ints], sizes: Sequence[int]) -> Segments:
 
 
 def _tell_sizes(send: Mapping[int, int], senders: Sequence[int]) -> Communication[dict[int, int]]:
-    """Tells each receiver how many bytes it will get; returns how many this rank gets from each sender."""
+    """Sends each receiver the size of its message; returns the size of each sender's."""
     outgoing = torch.tensor(list(send.values()), dtype=torch.int64).view(torch.uint8)
     incoming = torch.empty(len(senders), dtype=torch.int64)
     yield SendReceive(
@@ -145,8 +144,8 @@ def _agree(
     sizes: Ints,
     wanted: Ints | None,
     topology: Topology | None,
-) -> Communication[tuple[Deal, Ints, float | None]]:
-    """Returns the deal, the bytes of every slot, and the imbalance of the new replicas if they are decided here.
+) -> Communication[tuple[Assignment, Ints, float | None]]:
+    """Returns the assignment, the bytes of every slot, and the imbalance of the new replicas if they are decided here.
 
     All ranks have the same headers and so come to the same result.
     """
@@ -174,9 +173,9 @@ def _header(
     sizes: Ints,
     wanted: Ints | None,
 ) -> Tensor:
-    """Returns this rank's share of what all ranks must know, as int32, padded with −1.
+    """Returns this rank's part of the metadata of a move, as int32, padded with −1.
 
-    (slot, weight, bytes) of each sample of its replica and, if the target is assigned already, the slots it has there.
+    It has (slot, weight, bytes) of samples of its replica and, if the target is assigned, the rank's slots there.
     The ranks of a replica each describe a part of its samples.
     """
     src, dst = move.src.layout, move.dst.layout
@@ -200,7 +199,7 @@ def _header(
 
 def _read_headers(
     headers: Any, move: Move, share: int, samples: int, group_size: int
-) -> tuple[Deal, Ints, float | None]:
+) -> tuple[Assignment, Ints, float | None]:
     src, dst = move.src.layout, move.dst.layout
     index = {r: i for i, r in enumerate(move.ranks)}
     entries = headers[[index[r] for r in src.ranks], : 3 * share].reshape(-1, 3).astype(np.int64)
@@ -214,10 +213,10 @@ def _read_headers(
         new = assign_replicas(
             old, src, dst, weights, group_size if move.dst.whole_groups else 1, move.dst.balance is not None
         )
-        return Deal(old, new), sizes, imbalance(new, weights, dst.dp)
+        return Assignment(old, new), sizes, imbalance(new, weights, dst.dp)
     targets = headers[[index[r] for r in dst.ranks], 3 * share :].reshape(-1).astype(np.int64)
     replica = np.repeat(np.arange(dst.dp), len(targets) // dst.dp)
-    return Deal(old, _scatter(samples, targets[targets >= 0], replica[targets >= 0])), sizes, None
+    return Assignment(old, _scatter(samples, targets[targets >= 0], replica[targets >= 0])), sizes, None
 
 
 def _scatter(n: int, index: Ints, values: Ints) -> Ints:
@@ -227,7 +226,7 @@ def _scatter(n: int, index: Ints, values: Ints) -> Ints:
 
 
 def _share(samples: int, partition: Partition, group_size: int) -> int:
-    """Returns how many samples of a replica each of its ranks describes."""
+    """Returns the number of samples that each rank of a replica describes."""
     return math.ceil(partition.largest_share(samples, group_size) / partition.layout.tp)
 
 

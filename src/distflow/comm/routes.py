@@ -1,8 +1,8 @@
 """Routes of samples between ranks: a pure function of the layouts and the lengths, with the same result on every rank.
 
 A *slot* is the index of a sample in its step, 0 … samples − 1. Locality first: a sample stays on a rank that holds it
-if that rank can take it. Balance second: equal counts, near-equal weights. Of the ranks of a replica, which hold the
-same samples, one sends each sample: of those on the receiver's host, if there are any, and they take turns.
+if that rank can take it. Balance second: equal counts, near-equal weights. The ranks of a replica hold the same samples
+and take turns in sending them; if some are on the receiver's host, only these send.
 """
 
 from dataclasses import dataclass
@@ -47,7 +47,7 @@ def assign_replicas(old: Ints, src: Layout, dst: Layout, weights: Ints, group_si
 def _assign_local(old: Ints, src: Layout, dst: Layout, weights: Ints, quota: Ints) -> tuple[Ints, NDArray[np.bool_]]:
     """Assigns slots to replicas that share a rank with their old one, up to the quota; returns also which must move."""
     overlapping, count = _overlaps(src, dst)
-    # Heaviest first, back and forth over the overlapping replicas, so that even this is balanced.
+    # Heaviest first, back and forth over the overlapping replicas, so that this is balanced, too.
     order = np.lexsort((-weights, old))
     turn = position_in_run(old[order])
     k = np.maximum(count[old[order]], 1)
@@ -66,8 +66,7 @@ def _assign_local(old: Ints, src: Layout, dst: Layout, weights: Ints, quota: Int
 
 @lru_cache(maxsize=64)
 def _overlaps(src: Layout, dst: Layout) -> tuple[Ints, Ints]:
-    """Returns for each source replica the target replicas that share a rank with it, most shared first, and their
-    number.
+    """Returns, for each source replica, the target replicas that share ranks with it, most shared first, and how many.
 
     The lists are padded with −1.
     """
@@ -83,7 +82,7 @@ def _overlaps(src: Layout, dst: Layout) -> tuple[Ints, Ints]:
 
 @dataclass(frozen=True)
 class Route:
-    """The slots one rank sends to and receives from each other rank, and those it keeps. All ascending."""
+    """The slots that one rank sends to and receives from each other rank, and keeps. All ascending."""
 
     send: dict[int, Ints]
     receive: dict[int, Ints]
@@ -115,10 +114,7 @@ def route(rank: int, src: Layout, dst: Layout, old: Ints, new: Ints, topology: T
 
 
 def _split_over(slots: Ints, replicas: tuple[int, ...], receiver: int, topology: Topology | None) -> dict[int, Ints]:
-    """Returns which ranks of the source replica send which samples: in turn, another one first per receiver.
-
-    Only those on the receiver's host send, if there are any.
-    """
+    """Returns the samples that each rank of the source replica sends: in turn, from another rank per receiver."""
     if topology:
         replicas = tuple(r for r in replicas if topology.same_host(r, receiver)) or replicas
     if len(replicas) == 1:

@@ -1,4 +1,4 @@
-"""Memory that workers of one host share: the sender packs into it, the receiver copies out of it.
+"""Shared memory of the workers of a host: the sender packs into it, the receiver copies out of it.
 
 This takes fewer copies than a socket: about twice as fast as TCP between processes of one machine (bench/exchange.py).
 The memory has no name in any file system, so nothing is left behind however a worker ends.
@@ -27,7 +27,7 @@ def host_id() -> str:
 
 
 class MappedFile:
-    """Shared memory behind a file descriptor, which it owns. Others map it through the descriptor they were sent."""
+    """Shared memory behind a file descriptor that it owns. Other processes map it through a copy of the descriptor."""
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
@@ -42,11 +42,11 @@ class MappedFile:
 
 @dataclass
 class Block:
-    """A part of a SendMemory, and how many receivers have yet to read it."""
+    """A part of a SendMemory; `readers` have yet to read it."""
 
     start: int
     end: int
-    size: int  # that is used of it
+    size: int  # in use
     readers: int = 0
 
 
@@ -59,7 +59,7 @@ class SendMemory:
         self._blocks: deque[Block] = deque()  # oldest first
 
     def allocate(self, size: int) -> Block | None:
-        """Returns a block of `size` bytes, or None as long as receivers have yet to read what is there."""
+        """Returns a block of `size` bytes, or None until receivers have read enough."""
         while self._blocks and not self._blocks[0].readers:
             self._blocks.popleft()
         room = -(-size // _ALIGN) * _ALIGN

@@ -41,8 +41,9 @@ PROBE_MS = 2000  # after which a peer that has not yet connected is asked whethe
 class Transport:
     """Sends to and receives from other workers. Connections are made on first use and kept; one thread may use it.
 
-    Each worker publishes in `store` where it listens, on `address`. Samples are in host memory; what is on a device
-    goes over the backend of that device. `waiting` is entered with the ranks that this one waits for.
+    Each worker publishes in `store` where it listens, on `address`. Bytes in host memory
+    go over its own sockets, and bytes on a device over the backend of that device. `waiting` is entered with the ranks
+    that this one waits for.
     """
 
     def __init__(
@@ -58,20 +59,20 @@ class Transport:
         raise_open_files_limit(workers)
         self.rank, self.workers, self.device, self.waiting = rank, workers, device, waiting
         self.messages = self.bytes = 0  # sent
-        self.sent: Counter[int] = Counter()  # bytes to each peer, since whoever reads it has cleared it
+        self.sent: Counter[int] = Counter()  # bytes to each peer, until a reader clears it
         self._store = dist.PrefixStore(f"transport/{name}", store)
-        # Whoever comes first decides on the token.
+        # The first worker decides on the token.
         token = self._store.compare_set("token", "", secrets.token_hex(16))
         self._token = token
         self._listener = Listener(address, token)
         host = f"[{address}]" if ":" in address else address
         self._store.set(str(rank), f"{host}:{self._listener.port} {self._listener.unix_name}")
-        self._topology = Topology(tuple(range(workers)))  # until it is known: everybody on a host of its own
+        self._topology = Topology(tuple(range(workers)))  # until it is known: every worker on its own host
         self._host_names: Sequence[str] = ()
         self._memory: SendMemory | None = None  # to send from to workers of this host
         self._buffers: dict[torch.device, Tensor] = {}  # to send from otherwise
         self._outgoing: dict[int, Outgoing] = {}
-        self._moved: Counter[int] = Counter()  # peer → connections to it that another one has replaced
+        self._moved: Counter[int] = Counter()  # peer → connections to it that were replaced
         self._incoming = _IncomingConnections()
 
     def use(self, topology: Topology, host_names: Sequence[str] = ()) -> None:
@@ -94,7 +95,7 @@ class Transport:
         return len(self._outgoing) + len(self._incoming.all)
 
     def run(self, communication: Communication[T]) -> T:
-        """Runs a generator to its end, executing whatever it yields; returns the generator's result."""
+        """Runs a generator to its end and executes its requests; returns the generator's result."""
         try:
             request = next(communication)
             while True:
@@ -103,7 +104,7 @@ class Transport:
             return end.value  # type: ignore[no-any-return]
 
     def execute(self, request: SendReceive) -> Tensor:
-        """Returns the filled `out`. What was sent may be overwritten: `pack` is asked for it again."""
+        """Returns the filled `out`. The sent bytes may be overwritten later."""
         self.messages += len(request.send)
         for peer, (start, end) in request.send.items():
             self.bytes += end - start
@@ -139,7 +140,7 @@ class Transport:
         return f"rank {peer} ({self._host_names[peer]})" if self._host_names else f"rank {peer}"
 
     def _reserve(self, request: SendReceive, connections: Mapping[int, Outgoing]) -> tuple[Block | None, Tensor]:
-        """Returns the memory to pack into, once receivers have read what was there; a block if they share it."""
+        """Returns the memory to pack into, once it is free; with its block if receivers share it."""
         readers = [c for p, (a, b) in request.send.items() if (c := connections[p]).in_shared_memory(b - a)]
         if not self._memory or not request.size:
             return None, self._send_buffer(request.size, CPU)
@@ -201,7 +202,7 @@ class Transport:
                     self._probe(unfinished.awaited)
 
     def _accept(self) -> set[int]:
-        """Returns the peers of the connections that are new."""
+        """Accepts connections; returns their peers."""
         new = self._listener.accept(self._label)
         for connection in new:
             self._incoming.all[connection.peer, connection.number] = connection
@@ -252,7 +253,7 @@ class _IncomingConnections:
         self._moved: Counter[int] = Counter()
 
     def get(self, peer: int) -> Incoming | None:
-        """Returns the one to read from now."""
+        """Returns the connection to read from now."""
         return self.all.get((peer, self._moved[peer]))
 
     def drop(self, connection: Incoming) -> None:
@@ -261,10 +262,7 @@ class _IncomingConnections:
 
 
 class _Unfinished:
-    """What of one request is not done: `active` connections by file descriptor, and receives from `awaited` peers.
-
-    The latter have not yet connected to this worker.
-    """
+    """The rest of a request: `active` connections by file descriptor, and `awaited` peers, not yet connected."""
 
     def __init__(self, incoming: _IncomingConnections, awaited: dict[int, Expected]) -> None:
         self.incoming, self.awaited = incoming, awaited
@@ -305,7 +303,7 @@ def report_lost_peers(ranks: tuple[int, ...]) -> Iterator[None]:
     """Turns the error of a collective among these ranks into a PeerLostError that names them."""
     try:
         yield
-    except RuntimeError as e:  # all that gloo and NCCL raise when a peer is gone
+    except RuntimeError as e:  # gloo and NCCL raise no other type when a peer is gone
         raise PeerLostError(f"lost one of ranks {format_ranks(ranks)}: {short_message(e)}") from e
 
 

@@ -1,4 +1,4 @@
-"""The wire format: what a rank sends to another is one contiguous segment, which is read without a copy.
+"""The wire format: a message to a rank is one contiguous segment, which is read without a copy.
 
 A segment of k samples and F fields consists of
     F × 32 bytes      schema: kind, dtype, number of item dimensions, the dimensions
@@ -88,7 +88,7 @@ class Segments:
 
 
 def segment_size(fields: int, samples: int, payload: int) -> int:
-    """Returns the bytes of a segment; one without samples has none."""
+    """Returns the bytes of a segment, 0 without samples."""
     if not samples:
         return 0
     return int(_aligned(4 * fields * (SCHEMA_WORDS + samples)) + _aligned(payload))

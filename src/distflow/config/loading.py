@@ -11,7 +11,7 @@ from distflow.config.schema import Config
 from distflow.config.yaml import MAX_BYTES, parse
 from distflow.errors import ConfigError, cut, shown, suggest
 
-# Keys under names that are not ours and not similar enough to be suggested.
+# Keys of other frameworks, too different from ours to be suggested by similarity.
 SYNONYMS = {"group": "ranks", "groups": "ranks"}
 # Sections that may be given by the value of one of their keys: `data: train.jsonl`.
 SHORT_FORMS = {"data": "files", "eval": "files", "model": "path", "reward": "functions", "environment": "call"}
@@ -24,7 +24,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), base: Path | No
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """Returns what a file has, not validated."""
+    """Returns the content of a file, without validation."""
     try:
         with open(path, "rb") as file:
             content = file.read(MAX_BYTES + 1)
@@ -43,7 +43,7 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def make_config(raw: dict[str, Any], overrides: Sequence[str], base: Path, where: str, name: str) -> Config:
-    """Applies overrides and validates; `where` starts errors, `name` is that of a flow without one."""
+    """Applies overrides and validates; `where` starts errors, `name` is for a flow without one."""
     for text in overrides:
         _override(raw, text)
     flow = raw.get("flow")
@@ -57,7 +57,7 @@ def make_config(raw: dict[str, Any], overrides: Sequence[str], base: Path, where
 
 
 def long_form(key: str, value: Any) -> Any:
-    """Returns a section that was given in its short form as a mapping of keys."""
+    """Returns a section as a mapping of keys, also if it was written in its short form."""
     if isinstance(value, str | list) and key in SHORT_FORMS:
         return {SHORT_FORMS[key]: value}
     return value
@@ -81,7 +81,7 @@ def _override(raw: dict[str, Any], text: str) -> None:
 
 
 def _explain(error: ValidationError) -> str:
-    """Returns all problems, with the keys they are in."""
+    """Returns all problems, with their keys."""
     problems = []
     for e in error.errors():
         name = cut(".".join(str(p) for p in e["loc"] if p not in ("str", "list[dict[str,any]]")))

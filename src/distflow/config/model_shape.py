@@ -1,4 +1,4 @@
-"""A model by its shapes: the parameters, FLOPs and bytes that follow from them, without the model. Imports no torch."""
+"""The shapes of a model, and the parameters, FLOPs and bytes that follow from them. Imports no torch."""
 
 import json
 from pathlib import Path
@@ -17,7 +17,7 @@ _FILE = Path(__file__).parent / "models.yaml"
 
 
 class ModelShape(Section):
-    """A decoder with gated MLPs; `experts` of them per layer, of which a token uses `active`."""
+    """A decoder with gated MLPs: `experts` of them per layer; each token uses `active`."""
 
     name: str = "model"
     hidden: int = Field(gt=0)
@@ -50,11 +50,11 @@ class ModelShape(Section):
 
     @property
     def active_params(self) -> float:
-        """Parameters that one token is multiplied with; looking up its embedding is not a multiplication."""
+        """Parameters that one token is multiplied with, without the embedding."""
         return self._count(self.active) - (0 if self.tied else self.vocab * self.hidden)
 
     def read_params(self, tokens: Floats) -> Floats:
-        """Returns the parameters that a forward pass on so many tokens reads: of experts, those that are used."""
+        """Returns the parameters that a forward pass on this many tokens reads, with only the experts in use."""
         used = self.experts * (1 - (1 - self.active / self.experts) ** tokens)
         rest = self._count(0) - (0 if self.tied else self.vocab * self.hidden)
         return rest + np.where(self.experts > 1, used, 1.0) * self.layers * self._mlp
@@ -85,7 +85,7 @@ def load_model(name: str) -> ModelShape:
 
 
 def shape_of(given: ModelConfig | str, base: Path) -> ModelShape:
-    """Returns the shapes of a config's model: those it gives, those of its directory, or those known by name."""
+    """Returns the shapes of a config's model: from the config, from the model's directory, or known by name."""
     if isinstance(given, ModelConfig) and given.arch is not None:
         heads = given.heads or max(1, given.hidden // 64)
         return ModelShape(

@@ -23,7 +23,7 @@ Size = Annotated[int, Field(ge=0)]
 Dtype = Literal["float32", "bfloat16"]
 TrackerName = Literal["tensorboard", "wandb", "mlflow", "trackio"]
 ALL_LINEAR = "all-linear"
-MAX_SECONDS = 1e9  # the longest time that the system can wait
+MAX_SECONDS = 1e9  # the longest timeout of the system
 
 
 class DataConfig(Section):
@@ -84,13 +84,12 @@ class ModelConfig(Section):
 
 
 def _model(value: Any) -> Any:
-    """Lets a model be given by its path alone."""
+    """Accepts the path of a model in place of its section."""
     return {"path": value} if isinstance(value, str) else value
 
 
 class RoleConfig(Section):
-    """The implementation of a role: a function, or a class that each worker instantiates with `args`; or another model
-    than the actor's, which is never trained."""
+    """The implementation of a role: a function, a class that each worker instantiates, or a frozen model."""
 
     call: str | None = None
     args: dict[str, Any] = {}
@@ -124,8 +123,8 @@ class RolloutConfig(Section):
     kv_cache_gb: float = Field(2.0, gt=0, le=1e6)
     max_sequences: int = Field(256, gt=0)  # generated at the same time
     verify_every: int = Field(10, ge=0)  # weight syncs; compares the engine's weights with the trained ones; 0: never
-    staleness: int = Field(0, ge=0, le=64)  # steps that the weights of a rollout are behind
-    chunk: int | None = Field(None, gt=0)  # prompts that leave the workers that generate together; default: all
+    staleness: int = Field(0, ge=0, le=64)  # steps by which rollout weights are behind
+    chunk: int | None = Field(None, gt=0)  # prompts per chunk; default: all
     partial: bool | int = False  # prompts of later steps that may be begun early; true: as many as a batch
 
     @field_validator("engine")
@@ -160,7 +159,7 @@ class TrainerConfig(Section):
 
 
 class LoraConfig(Section):
-    """A LoRA adapter of the actor's linear layers; nothing else is trained then."""
+    """A LoRA adapter of the actor's linear layers; only the adapter is trained."""
 
     rank: int = Field(16, gt=0)
     alpha: float | None = Field(None, gt=0)  # the adapter is scaled by alpha / rank; default: 2 × rank
@@ -171,11 +170,11 @@ class TrainConfig(TrainerConfig):
     """How the actor is trained."""
 
     lora: LoraConfig | None = None  # default: all weights are trained
-    ema: float | None = Field(None, gt=0, lt=1)  # decay of a moving average of the weights; default: there is none
+    ema: float | None = Field(None, gt=0, lt=1)  # decay of a moving average of the weights; default: none
 
 
 class CriticConfig(TrainerConfig):
-    """How the critic is trained, and the model that it starts from."""
+    """How the critic is trained, and its initial model."""
 
     lr: float = Field(1e-5, ge=0)
     model: ModelConfig | None = None  # default: the model of the config
@@ -186,7 +185,7 @@ class CriticConfig(TrainerConfig):
         return _model(value)
 
 
-class RewardFunction(Section):
+class RewardFunctionConfig(Section):
     call: str
     weight: float = 1.0
     name: str | None = None  # default: the name of the function
@@ -196,7 +195,7 @@ class RewardFunction(Section):
 class RewardConfig(Section):
     """Functions with verl's or TRL's signature, which run in processes that can be killed; or a reward `model`."""
 
-    functions: list[RewardFunction] = []
+    functions: list[RewardFunctionConfig] = []
     model: ModelConfig | None = None  # with one output, the score
     processes: int = Field(1, gt=0)  # per worker
     time_limit_s: float = Field(30.0, gt=0, le=MAX_SECONDS)  # per sample
@@ -242,20 +241,20 @@ class McpServer(Section):
 
 
 class EnvironmentConfig(Section):
-    """Whom the model talks to: an environment, tools, or an agent program, each in a process of its own."""
+    """The other side of a conversation: an environment, tools or an agent program, each in its own process."""
 
     call: str | None = None  # file.py:name or package.module:name of an environment, a dict of them, or an agent
-    tools: Names = []  # functions that the model may call, beside `call` or without it
-    mcp: dict[str, McpServer] = {}  # servers by name, whose tools the model may call, likewise
+    tools: Names = []  # functions that the model may call, with `call` or without it
+    mcp: dict[str, McpServer] = {}  # servers by name; the model may call their tools
     command: Names = []  # a program instead of `call`; it gets the address and the key of the chat endpoint
     args: dict[str, Any] = {}  # of the environment's constructor
     kind: str = "auto"  # of environment; default: it is recognised
     python: str | None = None  # interpreter of another virtual environment, where its packages are installed
-    rewards: list[RewardFunction] = []  # TRL's that take `environments`: added to the environment's own
+    rewards: list[RewardFunctionConfig] = []  # TRL's that take `environments`: added to the environment's own
     ratio: float = Field(1.0, ge=0)  # of the prompts that get this one of several `environments`
     max_turns: int = Field(10, gt=0)  # of the model
     turn_tokens: int | None = Field(None, gt=0)  # that the model samples in a turn; default: rollout.max_tokens
-    time_limit_s: float = Field(30.0, gt=0, le=MAX_SECONDS)  # for each thing that the environment does
+    time_limit_s: float = Field(30.0, gt=0, le=MAX_SECONDS)  # for each action of the environment
     concurrent: int = Field(64, gt=0)  # conversations of a worker at once
     endpoint_host: str = "127.0.0.1"  # address on which a worker's chat endpoint listens; 0.0.0.0: all of the host
     tool_parser: str = "auto"  # how the model writes tool calls; default: as its chat template says
@@ -283,18 +282,18 @@ class EnvironmentConfig(Section):
 
 
 def _environment(value: Any) -> Any:
-    """Lets an environment be given by its name alone."""
+    """Accepts the name of an environment in place of its section."""
     return {"call": value} if isinstance(value, str) else value
 
 
 def _reward(value: Any) -> Any:
-    """Lets a reward be given by its functions alone."""
+    """Accepts the functions of a reward in place of its section."""
     functions = isinstance(value, str | list) or (isinstance(value, dict) and "call" in value)
     return {"functions": value} if functions else value
 
 
 class CheckpointConfig(Section):
-    """When a run saves its state, and which checkpoints are kept."""
+    """When a run saves its state, and how many checkpoints are kept."""
 
     every: int = Field(50, ge=0)  # steps; 0: only at the end
     keep: int = Field(2, gt=0)  # how many, the newest ones
@@ -320,18 +319,18 @@ class EvalConfig(Section):
 
 
 class RecordConfig(Section):
-    """What workers write to the run's folder for `distflow show`, besides the metrics. Its size is bounded."""
+    """Records of the run for `distflow show`, besides the metrics. Their size is bounded."""
 
-    spans: bool = True  # what every worker did when, and for whom it waited
+    spans: bool = True  # the tasks and waits of every worker
     samples: int = Field(32, ge=0)  # of every step, on all workers together; all responses of some prompts
 
 
 class RayConfig(Section):
     """Where `--launcher ray` places the workers of a cluster."""
 
-    resources: dict[str, dict[str, Annotated[float, Field(gt=0)]]] = {}  # rank set → what each of its workers reserves
+    resources: dict[str, dict[str, Annotated[float, Field(gt=0)]]] = {}  # rank set → resources of each of its workers
     strategy: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = "PACK"  # of Ray's placement group
-    start_limit_s: float = Field(600.0, gt=0, le=MAX_SECONDS)  # how long the cluster may take to have room
+    start_limit_s: float = Field(600.0, gt=0, le=MAX_SECONDS)  # limit for the cluster to have room
 
 
 class Config(Section):

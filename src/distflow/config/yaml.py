@@ -9,7 +9,7 @@ from distflow.errors import cut, shown
 
 MAX_BYTES = 1 << 20  # of a config
 _MAX_VALUES = 20_000  # of a config, with aliases expanded
-_MAX_DIGITS = 400  # of a number: `1:59:59…`, which is in base 60, takes time that grows with their square
+_MAX_DIGITS = 400  # of a number: `1:59:59…`, which is in base 60, takes quadratic time
 
 
 class _Loader(yaml.SafeLoader):
@@ -57,7 +57,7 @@ def parse(text: str) -> Any:
 
 
 def _check(node: Any, sizes: dict[int, int]) -> int:
-    """Refuses what cannot be a config, and returns the number of values in a node, with aliases expanded."""
+    """Returns the number of values in a node, with aliases expanded; raises if it cannot be a config."""
     if id(node) in sizes:
         if not sizes[id(node)]:
             raise _error("an alias is used inside its own value", node)

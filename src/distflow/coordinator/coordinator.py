@@ -21,15 +21,15 @@ from distflow.batch.batch import (
 )
 from distflow.comm.allocator import CachingAllocator
 from distflow.comm.collectives import Communication, all_gather
-from distflow.comm.domains import Domains, contiguous_deal
-from distflow.comm.exchange import Deal, exchange
+from distflow.comm.domains import Domains, contiguous_assignment
+from distflow.comm.exchange import Assignment, exchange
 from distflow.coordinator.buffer import Buffer, Key
 from distflow.coordinator.dynamic_sampling import DynamicSampling, SampledPrompts
 from distflow.dataset.loader import Loader
 from distflow.errors import DataError, cut, suggest
 from distflow.flow.graph import SOURCE
 from distflow.plan.layout import contiguous_share
-from distflow.plan.tasks import Free, Load, Merge, Move, Partition, Plan, Resample, Run, Split
+from distflow.plan.tasks import Free, Load, Merge, Move, Partition, Plan, Resample, Split
 from distflow.plan.topology import Topology
 from distflow.util.arrays import Ints
 
@@ -49,7 +49,7 @@ class _StepState:
 
     def __init__(self) -> None:
         self.slots: dict[str, Ints] = {}  # partition → the slots this rank has there
-        self.deals: dict[tuple[str, int], Ints] = {}  # (partition, samples) of a domain → replica of each slot
+        self.assignments: dict[tuple[str, int], Ints] = {}  # (partition, samples) of a domain → replica of each slot
         self.traffic = StepTraffic()  # of moves
         self.local = 0  # bytes that nodes read where others wrote them
 
@@ -92,7 +92,7 @@ class Coordinator:
     def _load(self, step: int, replica: int, replicas: int) -> tuple[Ints, dict[str, list[Any]]]:
         return self._loaded_ahead[step] if step in self._loaded_ahead else self.loader.load(step - 1, replica, replicas)
 
-    def ahead(self, step: int, task: Run, last: int) -> Batch:
+    def ahead(self, step: int, task: RunNode, last: int) -> Batch:
         """Returns the first samples of this replica after those of a step: its share of the plan's prompts ahead.
 
         `last`: the step after which there are no samples.
@@ -150,9 +150,9 @@ class Coordinator:
         wanted = None
         if not task.assigns and dst.layout.replica_of(self.rank) is not None:
             wanted = within(task.dst)
-        deal = None
+        assignment = None
         if domain.known:
-            deal = Deal(*(self._deal(step, p, domain.samples) for p in (src, dst)))
+            assignment = Assignment(*(self._assignment(step, p, domain.samples) for p in (src, dst)))
         moved = yield from exchange(
             self.rank,
             domain.move,
@@ -162,10 +162,10 @@ class Coordinator:
             wanted,
             self.allocator,
             self.topology,
-            deal,
+            assignment,
         )
-        state.deals[src.id, domain.samples] = moved.deal.old
-        state.deals[dst.id, domain.samples] = moved.deal.new
+        state.assignments[src.id, domain.samples] = moved.assignment.old
+        state.assignments[dst.id, domain.samples] = moved.assignment.new
         state.traffic.sent += moved.sent
         state.traffic.received += moved.received
         state.traffic.local += moved.kept
@@ -208,12 +208,12 @@ class Coordinator:
                 self._moved.add(Key(step, task.partition.id, f))
         self._moved.difference_update([Key(step, p.id, f) for p in task.parts for f in task.fields])
 
-    def _deal(self, step: int, partition: Partition, samples: int) -> Ints:
+    def _assignment(self, step: int, partition: Partition, samples: int) -> Ints:
         """Returns the replica of each slot of this rank's domain in a partition, as an earlier move has told it."""
-        deal = self._state(step).deals.get((partition.id, samples))
-        return contiguous_deal(partition, samples, self.plan.repeat) if deal is None else deal
+        assignment = self._state(step).assignments.get((partition.id, samples))
+        return contiguous_assignment(partition, samples, self.plan.repeat) if assignment is None else assignment
 
-    def inputs(self, step: int, task: Run) -> Batch:
+    def inputs(self, step: int, task: RunNode) -> Batch:
         """Returns the inputs of a node. Tensors are shared with other readers and read-only; objects are copies."""
         groups, member = np.divmod(self.slots(step, task.partition), self.plan.repeat)
         ids = self.groups(step)[groups] * self.plan.repeat + member
@@ -226,7 +226,7 @@ class Coordinator:
             columns[f] = copy_objects(column) if isinstance(column, list) else column
         return Batch(ids, ids // self.plan.repeat, columns)
 
-    def outputs(self, step: int, task: Run, value: Any) -> None:
+    def outputs(self, step: int, task: RunNode, value: Any) -> None:
         """Checks the outputs of a node, and keeps the fields that a later node reads."""
         node = self.plan.flow.node(task.node)
         samples = len(self.slots(step, task.partition))
@@ -268,7 +268,7 @@ class Coordinator:
         if partition.id not in slots and partition.uneven and len(parts) == self.plan.chunks:
             slots[partition.id] = np.sort(np.concatenate(parts))
         if partition.id not in slots:
-            replicas = contiguous_deal(partition, len(self.groups(step)) * self.plan.repeat, self.plan.repeat)
+            replicas = contiguous_assignment(partition, len(self.groups(step)) * self.plan.repeat, self.plan.repeat)
             slots[partition.id] = np.flatnonzero(replicas == partition.layout.replica_of(self.rank))
         return slots[partition.id]
 
@@ -301,7 +301,7 @@ class Coordinator:
                 self._rounds[src.id] = [_only_prompts(part, selected, self.plan.repeat) for part in rounds]
         self.buffer.discard(Key(step, task.partition.id, task.field))  # popped above if a later node reads it
         self._state(step).slots.clear()
-        self._state(step).deals.clear()
+        self._state(step).assignments.clear()
         self._moved.clear()
         if full:
             self.sampled_prompts, self._sampling = self._sampling.result(), None

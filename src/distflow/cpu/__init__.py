@@ -1,6 +1,6 @@
 """Everything that exists only because a CPU is slow: kernels compiled by numba, and ways around small operations.
 
-The rest of the engine asks here; on any other device the answer is no. Kernels are for float32, in a thread that has
+The functions here return the CPU kernels, or None on other devices. Kernels are for float32, in a thread that has
 no other of torch's threads to help it (one worker per core), and need the extra `cpu`.
 """
 

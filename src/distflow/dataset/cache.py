@@ -23,13 +23,13 @@ Build = Callable[[BinaryIO], None]
 
 class HostCache:
     """Uses the given directory, or the user's cache, or a private temporary directory if that is not writable, or if
-    other users could put files there."""
+    other users could write to it."""
 
     def __init__(self, folder: Path | None = None) -> None:
         self.folder = _writable(folder)
 
     def get(self, source: Path, state: Sequence[Any], kind: str, build: Build, read: Callable[[Path], T]) -> T:
-        """Reads what `build` writes for a source file in this state; only the first process of the host builds it."""
+        """Reads the entry of a source file in this state; the first process of the host calls `build` to write it."""
         key = json.dumps([os.path.abspath(source), kind, *state])
         entry = self.folder / f"{source.stem[:40]}-{hashlib.sha256(key.encode()).hexdigest()[:24]}.{kind}"
         with suppress(OSError, ValueError):  # missing or damaged
@@ -50,7 +50,7 @@ class HostCache:
 
 
 def mapped_ints(entry: Path, last: int) -> Ints:
-    """Maps a file of integers. Its last one must be `last`, or the file is damaged."""
+    """Maps a file of integers; the file is damaged unless it ends with `last`."""
     ints = np.memmap(entry, np.int64, "r")
     if ints[-1] != last:
         raise ValueError(f"{entry} is damaged")

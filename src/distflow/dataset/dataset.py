@@ -1,6 +1,6 @@
-"""Random access to the rows of JSON Lines and Parquet files. A worker reads only the rows that it asks for.
+"""Random access to the rows of JSON Lines and Parquet files. A worker reads only its own rows.
 
-The index of a file is built once per host and shared through the page cache (dataset_cache.py).
+The index of a file is built once per host and shared through the page cache (cache.py).
 """
 
 import glob
@@ -26,7 +26,7 @@ SUFFIXES = (".jsonl", ".json", ".ndjson", ".parquet")
 
 _CHUNK = 1 << 24  # bytes of a JSON Lines file scanned at a time
 _BATCH, _READ = 1024, 32  # Parquet rows converted at a time, and read
-_EXPANSION, _SMALL = 200, 64 << 20  # how many times as large as its file the rows of Parquet are at most, above so much
+_EXPANSION, _SMALL = 200, 64 << 20  # limits Parquet rows to this multiple of the file size, beyond this many bytes
 _MAX_LISTED = 20  # skipped rows listed
 _WHITESPACE = b" \t\r\n"  # as JSON defines it
 
@@ -98,13 +98,13 @@ class _File(ABC):
 
     @abstractmethod
     def read(self, i: int) -> dict[str, Any] | str:
-        """Returns the row, or the reason why it cannot be used."""
+        """Returns the row, or the reason that it is unusable."""
 
     def location(self, i: int) -> str:
         return f"{self.path}:{i + 1}"
 
     def read_fields(self, i: int, names: tuple[str, ...]) -> dict[str, Any] | str:
-        """Returns the row with these fields, or the reason why it cannot be used."""
+        """Returns the row with these fields, or the reason that it is unusable."""
         row = self.read(i)
         if isinstance(row, str):
             return row
@@ -140,7 +140,7 @@ class _File(ABC):
         return i + int(np.searchsorted(self._good_before, i, side="right")) if len(self.bad) else i
 
     def cached(self, kind: str, names: tuple[str, ...], build: Build, read: Callable[[Path], T]) -> T:
-        """Returns what `build` derives from the file in its present state."""
+        """Returns the result of `build` for the file in its present state, from the cache if possible."""
         return self.cache.get(self.path, [*self.stamp, *names], kind, build, read)
 
 
@@ -241,7 +241,7 @@ class _ParquetFile(_File):
             raise DataError(f"{self.path}: cannot be read as Parquet ({e}); write it again, or name it .jsonl") from e
 
     def _rows(self, source: pq.ParquetFile, schema: pa.Schema) -> Iterator[pa.Table]:
-        """Yields a few rows at a time. Raises if they are far more than the file: it may be made to fill a disk."""
+        """Yields a few rows at a time. Raises if they far exceed the file, which may be made to fill a disk."""
         size, most = 0, max(_EXPANSION * self.stamp[0], _SMALL)
         for batch in source.iter_batches(min(_READ, _BATCH), columns=schema.names):
             rows = pa.Table.from_batches([batch]).cast(schema)

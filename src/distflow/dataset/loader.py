@@ -1,4 +1,4 @@
-"""The loader: an endless stream of prompts, in an order that is computed, not stored. Its state is the step number."""
+"""The loader: an endless stream of prompts in a computed order. Its only state is the step number."""
 
 from concurrent.futures import Future
 from threading import Thread
@@ -13,7 +13,7 @@ from distflow.util.arrays import Ints
 _Loaded = tuple[Ints, dict[str, list[Any]]]
 
 
-class Source(Protocol):
+class RowSource(Protocol):
     """Random access to rows, as `Dataset` and `DatasetView` provide it."""
 
     column_names: tuple[str, ...]
@@ -29,7 +29,7 @@ class Loader:
     `rewind`, every step has the first prompts of the stream.
     """
 
-    def __init__(self, dataset: Source, prompts: int, repeat: int, seed: int, rewind: bool = False) -> None:
+    def __init__(self, dataset: RowSource, prompts: int, repeat: int, seed: int, rewind: bool = False) -> None:
         self.dataset, self.prompts, self.repeat, self.seed, self.rewind = dataset, prompts, repeat, seed, rewind
         self._prefetched: tuple[tuple[int, int, int], Future[_Loaded]] | None = None
 

@@ -14,8 +14,8 @@ _NAMES = {float: "a number", int: "an integer", bool: "true or false", str: "tex
 def check_constant(fn: Callable[..., Any], name: str, value: Any, where: str) -> None:
     """Raises unless `value` fits the parameter `name` of `fn`; `where` names the constant in the error.
 
-    An integer is a number. A parameter without annotation takes what is of the type of its default, and anything if
-    that is None; one whose annotation is no type of plain JSON values takes anything.
+    An integer is a number. A parameter without annotation takes the type of its default, or anything if the default is
+    None. A parameter takes anything if its annotation is not a type of plain JSON values.
     """
     # Imported late: files with nodes are also loaded by processes that never check a constant.
     from pydantic import ConfigDict, PydanticSchemaGenerationError, PydanticUserError, TypeAdapter, ValidationError
@@ -55,7 +55,7 @@ def _expected_type(fn: Callable[..., Any], parameter: inspect.Parameter) -> Any:
 
 
 def _describe(expected: Any) -> str:
-    """Says in words what a type takes."""
+    """Returns a description of the values of a type."""
     origin, args = get_origin(expected), get_args(expected)
     if origin is Annotated:
         return _describe(args[0])

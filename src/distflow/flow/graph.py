@@ -31,9 +31,9 @@ class Node:
     whole_groups: bool = False  # all samples of a prompt must be on one worker
     balance: str | None = None  # assign samples so that the lengths of this field are even over the workers
     generates: bool = False  # the newest weights of its role are synced before it runs
-    whole_batch: bool = False  # each of its ranks has all samples of the step
+    whole_batch: bool = False  # each rank of the node has all samples of the step
     dynamic_sampling: int = 0  # rejected prompts are replaced, drawing at most this many times the batch; see `node`
-    prefix: str = ""  # put before the fields it writes, removed from those it reads
+    prefix: str = ""  # added to the fields it writes, removed from the fields it reads
     method: bool = False  # `fn` is a method of the class that implements the role
     fn: Callable[..., Any] | None = field(default=None, compare=False, repr=False)
 
@@ -147,7 +147,7 @@ class Flow:
 
     @cached_property
     def sampling_loop(self) -> frozenset[str]:
-        """Ids of the nodes that run again for further prompts: the one that resamples, and all upstream of it."""
+        """Ids of the nodes that run again for further prompts: the node that resamples, and all upstream of it."""
         loop: set[str] = set()
         waiting = [self.sampling_node.id] if self.sampling_node else []
         while waiting:

@@ -38,12 +38,12 @@ def reference(fn: Any) -> str:
 
 
 def loaded_files() -> list[Path]:
-    """Returns the files that were loaded so far because a config names them."""
+    """Returns the files that were loaded so far for a config."""
     return list(_modules)
 
 
 def refuse_while_loading(what: str) -> None:
-    """Raises if it is a file's import that calls this: what is meant for a script would run again in every worker."""
+    """Raises if called during the import of a file: the main part of a script would run again in every worker."""
     if _loading:
         raise FlowError(
             f"{_loading[-1].name} calls {what} when it is imported, as every worker does; put the call under"

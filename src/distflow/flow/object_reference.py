@@ -1,4 +1,4 @@
-"""How workers import a function or class that a script passes as an object: `file.py:name` or `package.module:name`."""
+"""References by which workers import a script's functions and classes: `file.py:name` or `package.module:name`."""
 
 import functools
 import inspect

@@ -1,4 +1,4 @@
-"""A flow as an ordinary Python function: `@flow` traces it, calling it once on symbols, and keeps the graph."""
+"""Flows as ordinary Python functions: `@flow` traces one by calling it once on symbols, and keeps the graph."""
 
 import functools
 import inspect
@@ -40,7 +40,7 @@ class NodeSpec:
     whole_rows: bool | None = None
 
     def select_reads(self, inputs: Iterable[str], source: Iterable[str], prefix: str = "") -> tuple[str, ...]:
-        """Returns the fields that a node reads of those it is called with; `source`: the columns of the data."""
+        """Returns the fields that a node reads, of its arguments; `source`: the columns of the data."""
         fields = tuple(dict.fromkeys((*inputs, *(source if self.whole_rows else ()))))
         if self.reads is not None:
             return tuple(prefix + f if prefix + f in fields else f for f in self.reads)
@@ -92,17 +92,17 @@ def node(
     """Marks a function as a node: inside a flow a call to it is traced, outside a flow it runs as usual.
 
     The function takes a `Batch` with the fields it reads and returns a dict of the fields it writes, or the one column.
-    `reads` defaults to all fields of the values it is called with, except those it `ignores`; `writes` to one field
+    `reads` defaults to all fields of the values it is called with, except the ones it `ignores`; `writes` to one field
     with the name of the node. `whole_groups` keeps the samples of a prompt together; `whole_batch` gives all samples of
     the step to each of the node's workers (for small fields); `balance` names the field whose lengths are evened out
     over the workers; `generates` (for a method) syncs the role's newest weights first; `whole_rows` adds all columns of
-    the data to what the node reads.
+    the data to its input.
 
     A call inside a flow takes three more arguments. `after=value` orders the node after another one without reading
-    from it. `prefix="greedy_"` is put before all fields that the node writes and removed from those it reads, so that a
-    flow can use a node twice. `dynamic_sampling=k` is for a node that writes one boolean per sample (dynamic sampling):
-    a prompt with a false sample is replaced by another, until the step is full or k times as many prompts were drawn.
-    All nodes upstream of it run again for these; all others run after it and see a full step.
+    from it. `prefix="greedy_"` is added to the fields that the node writes and removed from its inputs, so that
+    a flow can use a node twice. `dynamic_sampling=k` is for a node that writes one boolean per sample: a prompt with a
+    false sample is replaced by another, until the step is full or k times as many prompts were drawn. All nodes
+    upstream run again for the new prompts; all others run after it and see a full step.
 
     `node(score, id="strict", writes="strict")(rollout)` uses a function under another id or with other fields.
     """
@@ -209,7 +209,7 @@ class FlowFunction:
 
     @property
     def constants(self) -> dict[str, Any]:
-        """Constant → default: the parameters that have one, of this function and of `constants_of`."""
+        """Constant → default: of the parameters of this function and of `constants_of`."""
         shared = inspect.signature(self.constants_of).parameters.values() if self.constants_of else ()
         return {p.name: p.default for p in (*shared, *self._parameters[1:]) if p.default is not p.empty}
 
@@ -348,7 +348,7 @@ def _record(
     kwargs: dict[str, Any],
     extra: Mapping[str, Any] = MappingProxyType({}),
 ) -> Value:
-    """Adds the node of a call to the flow that is being traced; returns the symbol of what it writes."""
+    """Adds the node of a call to the flow that is being traced; returns the symbol of its output."""
     nodes = _nodes.get()
     if nodes is None:
         raise FlowError(f"'{name}' was called on a symbol outside a flow")
@@ -370,7 +370,7 @@ def _record(
                 " pass constants by keyword"
             )
     reads = spec.select_reads((f for a in args for f in a.fields), _columns.get(), options.get("prefix", ""))
-    # A value that was passed but from which nothing is read still orders the nodes.
+    # A value that was passed but not read still orders the nodes.
     order = [a.node for a in after] + [a.node for a in args if not set(reads) & set(a.fields)]
     order = [i for i in dict.fromkeys(order) if i != SOURCE]
     recorded = spec.node(node_id, fn, reads, after=tuple(order), params=kwargs, **options, **extra)

@@ -55,7 +55,7 @@ def from_list(
     roles: Mapping[str, Any] | None = None,
     base: Path | None = None,
 ) -> Flow:
-    """Returns the graph, the same as by tracing. `deps` reads all fields of those nodes, unless `reads` is given."""
+    """Returns the graph, the same as by tracing. `deps` reads all fields of these nodes, unless `reads` is given."""
     columns = tuple(source)
     calls = [c for e in entries if isinstance(e, Mapping) and isinstance(c := e.get("call"), str)]
     called = {c.partition(".")[0] for c in calls if ":" not in c}

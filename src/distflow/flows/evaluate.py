@@ -14,5 +14,5 @@ def evaluate(prompts, actor, reward, *, temperature=0.0, n=1):
 
 @flow
 def evaluate_by_own_reward(prompts, actor, eval_reward, *, temperature=0.0, n=1):
-    """The same with another reward than that of training (`eval.reward`)."""
+    """Evaluates with a reward of its own (`eval.reward`)."""
     evaluate.fn(prompts, actor, eval_reward, temperature=temperature, n=n)

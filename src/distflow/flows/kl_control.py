@@ -40,7 +40,7 @@ class KLControl(Role):
 
     @node(whole_batch=True, writes="kl_weight")
     def weight(self, batch: "Batch", ctx: "Context") -> Any:
-        """Returns the weight of this step for every sample, and sets that of the next from `kl_divergence`."""
+        """Returns the weight of this step for every sample, and sets the weight of the next from `kl_divergence`."""
         import torch
 
         from distflow.algo.kl_control import adaptive_kl_weight, lagrangian_kl_weight

@@ -12,12 +12,12 @@ if TYPE_CHECKING:
 
 
 def response_mask(rollout: Any) -> list[Any]:
-    """Selects the mask of a rollout, if an environment had a part in it; see distflow.batch.response_mask."""
+    """Selects the mask of a rollout with an environment; see distflow.batch.response_mask."""
     return [rollout["response_mask"]] if "response_mask" in rollout.fields else []
 
 
 def turn_rewards(rollout: Any) -> list[Any]:
-    """Selects the rewards of turns, if an environment may have given some."""
+    """Selects the rewards of turns of a rollout with an environment."""
     return [rollout["turn_rewards"]] if "turn_rewards" in rollout.fields else []
 
 
@@ -51,7 +51,7 @@ batch_advantage = node(group_advantage, id="batch_advantage", whole_batch=True) 
 
 @node(role="advantage", whole_groups=True, writes="keep")
 def nonzero_std(batch: "Batch") -> Any:
-    """Says of each sample whether the scores of its group differ; if they are all equal, its advantage is 0."""
+    """Returns whether the scores of each sample's group differ; if they are all equal, its advantage is 0."""
     import numpy as np
 
     score = batch["score"].numpy()
@@ -131,7 +131,7 @@ def discounted_returns(batch: "Batch", gamma: Fraction = 1.0, kl: float = 0.0) -
 def _token_rewards(batch: "Batch", model: "ModelTokens", kl_weight: float) -> Any:
     """Returns the rewards of the model's tokens: the score at the last of each response, less the KL penalty.
 
-    What an environment gave for single turns is a part of the score: it goes to the last tokens of these turns.
+    Rewards of single turns are a part of the score: they go to the last tokens of these turns.
     """
     import torch
 
@@ -161,7 +161,7 @@ def whiten_over_batch(estimates: Any, *mask: Any) -> Any:
 
 @node(role="advantage", whole_batch=True, writes="batch_moments")
 def merge_moments(batch: "Batch", ctx: "Context") -> Any:
-    """Merges the moments of all samples and repeats them for each; logs how well a critic predicts the returns."""
+    """Merges the moments of all samples and repeats them for each; logs the explained variance of a critic."""
     import torch
 
     from distflow.algo.returns import explained_variance, merge_moments
@@ -178,7 +178,7 @@ def merge_moments(batch: "Batch", ctx: "Context") -> Any:
 
 @node(role="advantage", writes="advantage")
 def whiten(batch: "Batch", ctx: "Context") -> Any:
-    """Whitens `raw_advantage` with `batch_moments`, which are the same for all samples."""
+    """Whitens `raw_advantage` with `batch_moments`, the same for all samples."""
     from distflow.algo.returns import whiten
     from distflow.batch.response_mask import ModelTokens
 

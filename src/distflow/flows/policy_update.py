@@ -14,15 +14,15 @@ def update_policy(
     kl=0.0,  # weight of the KL divergence from the reference model; at 0 there is no reference model
     kl_estimator: Estimator = "k3",
     entropy=0.0,  # weight of the entropy bonus
-    recompute_old_logprobs=False,  # with the trainer, instead of those of the rollout engine
+    recompute_old_logprobs=False,  # by the trainer, instead of the rollout engine's
     rollout_correction: CorrectionKind | None = None,  # of rollouts by another policy; see distflow.algo.correction
     correction_threshold: Threshold = 2.0,
-    correction_lower: Fraction | None = None,  # by default 0 for those that clamp, 1/threshold for the others
+    correction_lower: Fraction | None = None,  # default: 0 for the kinds that clamp, else 1/threshold
     mini_batches=1,
     epochs=1,
     **constants,  # of the loss
 ):
-    """Updates the actor on a rollout. `fields` are what else the loss reads: the advantage, reference log-probs, …"""
+    """Updates the actor on a rollout. `fields` are further inputs of the loss: the advantage, reference log-probs, …"""
     tokens = [rollout["prompt_tokens", "response_tokens"], *response_mask(rollout)]
     inputs = [*tokens, rollout["rollout_logprobs"], *fields]
     names = {name for value in fields for name in value.fields}

@@ -1,7 +1,7 @@
 """Attention without padding, plugged into any Hugging Face model that uses transformers' attention interface.
 
-A forward pass sees all its sequences as one row of tokens, [1, tokens]. Which token attends to which is decided by an
-object that travels with the call: `PackedAttention` here, those of the KV cache in rollout/kv_cache.py.
+A forward pass sees all its sequences as one row of tokens, [1, tokens]. An object that travels with the call
+decides which token attends to which: `PackedAttention` here, further ones in rollout/builtin/kv_cache.py.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ NAME = "distflow"
 
 @dataclass(frozen=True)
 class AttentionParams:
-    """Parameters of a layer: the factor of the scores, a sliding window, a soft cap of the scores."""
+    """Parameters of a layer: scale of the scores, sliding window, soft cap of the scores."""
 
     scale: float | None = None
     window: int | None = None
@@ -55,7 +55,7 @@ AttentionInterface.register(NAME, _from_transformers)
 
 @dataclass(frozen=True)
 class SharedPrompts:
-    """Rows of tokens in which a prompt that several sequences share is there once, and the sequences in full."""
+    """Maps rows of tokens, where sequences share their prompt, to the full sequences."""
 
     rows: Tensor  # [places]: the row of each token of the sequences
     first_places: Tensor  # [rows]: the first place of each row
@@ -69,12 +69,12 @@ class SharedPrompts:
         return _Expand.apply(x, self)  # type: ignore[no-any-return, no-untyped-call]
 
     def collapse(self, x: Tensor) -> Tensor:
-        """[places, …] → [rows, …]; of a row with several places, what its first one has."""
+        """[places, …] → [rows, …]; a row with several places takes the value of its first."""
         return _Collapse.apply(x, self)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class _Expand(torch.autograd.Function):
-    """Its gradient is a sum over places. Nearly all rows have only one, and a sum over all would be slow."""
+    """Expands rows to places. Its gradient sums over places, slowly only for the few rows with several."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, shared: SharedPrompts) -> Tensor:
@@ -101,10 +101,10 @@ class _Collapse(torch.autograd.Function):
 
 
 class PackedAttention:
-    """Causal attention of sequences of these lengths, one after the other; with `shared`, of the rows they share."""
+    """Causal attention of sequences of these lengths, one after the other; with `shared`, of their shared rows."""
 
     def __init__(self, lengths: Sequence[int], shared: SharedPrompts | None = None) -> None:
-        self.runs = [(len(list(run)), length) for length, run in groupby(lengths)]  # those of one length go together
+        self.runs = [(len(list(run)), length) for length, run in groupby(lengths)]
         self.shared = shared
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, params: AttentionParams) -> Tensor:
@@ -113,7 +113,7 @@ class PackedAttention:
             whole = [self.shared.expand(x) for x in whole]
         sizes = [count * length for count, length in self.runs]
         parts = []
-        # Split at once: the gradient of a split is one join, that of many slices as many tensors of full size.
+        # Split at once: the gradient of a split is one join, the gradient of many slices as many tensors of full size.
         for (count, length), *run in zip(self.runs, *(x.split(sizes) for x in whole), strict=True):
             q_run, k_run, v_run = (x.unflatten(0, (count, length)).transpose(1, 2) for x in run)
             out = attend(q_run, k_run, v_run, params, causal=True)  # [count, heads, length, dim]
@@ -146,8 +146,10 @@ def attend(
 
 
 def _has_gqa_kernel(q: Tensor, mask: Tensor | None) -> bool:
-    """Whether SDPA has a fused kernel for grouped-query attention: a GPU's are for 16 bits, without a mask, and for
-    heads that are not too wide. For anything else torch would silently hold the scores of all pairs of tokens."""
+    """Whether SDPA has a fused kernel for grouped-query attention: on GPUs, for 16 bits, no mask and moderate heads.
+
+    Otherwise torch would silently hold the scores of all pairs of tokens.
+    """
     return q.is_cpu or (q.dtype.itemsize == 2 and mask is None and q.shape[-1] <= 256)
 
 

@@ -1,17 +1,17 @@
-"""What is written beside the weights of a model in a checkpoint, so that they can be used without the run."""
+"""The description of a model in a checkpoint, with which its weights can be used without the run."""
 
 import json
 import shutil
 from pathlib import Path
 
-from distflow.model.lora import Adapter
+from distflow.model.lora import LoraAdapter
 from distflow.model.source import Source
 
-MODEL, HEAD = "model", "head"  # a folder with config and tokenizer; a file that says which head the model has
-ADAPTER, BASE = "adapter", "base.json"  # for a LoRA adapter: PEFT's config, and where the base model is
+MODEL, HEAD = "model", "head"  # a folder with config and tokenizer; a file that names the head
+ADAPTER, BASE = "adapter", "base.json"  # for a LoRA adapter: PEFT's config, and the address of the base model
 
 
-def describe(folder: Path, source: Source, adapter: Adapter | None = None) -> None:
+def describe(folder: Path, source: Source, adapter: LoraAdapter | None = None) -> None:
     """Writes config, tokenizer and head of a model, and of an adapter its config and base model."""
     source.config.save_pretrained(folder / MODEL)
     source.tokenizer.save_pretrained(folder / MODEL)

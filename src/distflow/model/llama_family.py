@@ -18,12 +18,12 @@ def is_llama_like(model: PreTrainedModel) -> bool:
 
 
 def is_reentrant(model: Any) -> bool:
-    """Whether several threads may run it at once: no module keeps anything from one call to the next."""
+    """Whether several threads may run the model at once: no module keeps state between calls."""
     return is_llama_like(model) and model.model.rotary_emb.rope_type not in ("dynamic", "longrope")
 
 
 def fused_weights(model: Any) -> Iterator[list[str]]:
-    """Yields the names of matrices that are multiplied with the same input: side by side in memory, they are one."""
+    """Yields the names of matrices with the same input, which can be one matrix in memory."""
     names = {p: name for name, p in model.named_parameters()}
     for block in model.model.layers if is_llama_like(model) else ():
         for layers in projections(block):
@@ -46,6 +46,6 @@ def uses_silu(mlp: Any) -> bool:
 
 
 def attention_params(attention: Any) -> AttentionParams:
-    """Returns what a layer asks for; Mistral has its window in its config, for all layers."""
+    """Returns the parameters of a layer; Mistral has one window in its config, for all layers."""
     owner = attention if hasattr(attention, "sliding_window") else attention.config
     return AttentionParams(attention.scaling, getattr(owner, "sliding_window", None))

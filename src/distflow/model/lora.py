@@ -1,4 +1,4 @@
-"""LoRA: low-rank matrices B and A beside linear layers, so that W + scale · B @ A is trained through them alone.
+"""LoRA: low-rank matrices B and A of linear layers, so that W + scale · B @ A is trained through them alone.
 
 PEFT injects them, so that names and files are PEFT's; sharding and merging for the rollout are done here.
 """
@@ -19,16 +19,16 @@ from transformers import PreTrainedModel
 from distflow.config.schema import ALL_LINEAR, LoraConfig
 from distflow.errors import ConfigError, suggest
 from distflow.model.source import Read
-from distflow.weights.shards import Spec
+from distflow.weights.shards import TensorSpec
 
 _A, _B, _WEIGHT = ".lora_A.default.weight", ".lora_B.default.weight", ".weight"
 Pairs = Mapping[str, tuple[Tensor, Tensor]]  # weight → B and A
 
 
-class Adapter:
+class LoraAdapter:
     """Injects an adapter into `lm`, which is on the meta device, and freezes the rest.
 
-    `styles`: how tensor parallelism cuts the layers of an engine that has the adapter apart.
+    `styles`: how tensor parallelism cuts the layers, for an engine that does not merge the adapter.
     """
 
     def __init__(self, lm: PreTrainedModel, given: LoraConfig, styles: Mapping[str, str] | None = None) -> None:
@@ -44,7 +44,7 @@ class Adapter:
         )
         peft.inject_adapter_in_model(self.config, lm, low_cpu_mem_usage=True)
         trained = [(name, p) for name, p in lm.named_parameters() if p.requires_grad]
-        self.specs = [Spec(name, tuple(p.shape), _tp_dim(name, styles or {})) for name, p in trained]
+        self.specs = [TensorSpec(name, tuple(p.shape), _tp_dim(name, styles or {})) for name, p in trained]
         # Anything else would not be merged.
         assert {spec.name for spec in self.specs} == {layer + end for layer in layers for end in (_A, _B)}
 
@@ -67,18 +67,18 @@ class Adapter:
         names, ranks = [name for name in parts if name.endswith(_A)], dist.get_world_size(process_group)
         rows = -(-self.rank // ranks)  # per rank; the last ones may have fewer
         mine = [nn.functional.pad(parts[name], (0, 0, 0, rows - len(parts[name]))).flatten() for name in names]
-        everybody = mine[0].new_empty(ranks, sum(map(len, mine)))
+        gathered = mine[0].new_empty(ranks, sum(map(len, mine)))
         all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # in older versions
-        all_gather(everybody.view(-1), torch.cat(mine), group=process_group)
-        pieces = zip(names, everybody.split([len(a) for a in mine], 1), strict=True)
+        all_gather(gathered.view(-1), torch.cat(mine), group=process_group)
+        pieces = zip(names, gathered.split([len(a) for a in mine], 1), strict=True)
         return {**parts, **{name: a.reshape(rows * ranks, -1)[: self.rank] for name, a in pieces}}
 
     def scaled(self, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Returns matrices whose product B @ A is what is added to a weight."""
+        """Returns the matrices with B scaled, so that B @ A is the update of a weight."""
         return {name: part * self.scale if name.endswith(_B) else part for name, part in parts.items()}
 
     def save(self, folder: Path, base: str | None) -> None:
-        """Writes PEFT's config of it, which names the base model."""
+        """Writes PEFT's config, which names the base model."""
         config = copy(self.config)
         config.base_model_name_or_path, config.inference_mode = base, True
         config.target_modules = sorted(config.target_modules)
@@ -86,7 +86,7 @@ class Adapter:
 
 
 class MergedWeights(Mapping[str, Tensor]):
-    """Shards of weights with the adapter merged; each is computed when it is looked up."""
+    """Shards of weights with the adapter merged, each computed on lookup."""
 
     def __init__(self, base: Mapping[str, Tensor], pairs: Pairs, scale: float) -> None:
         self.base, self.pairs, self.scale = base, pairs, scale
@@ -123,7 +123,7 @@ def peft_name(name: str) -> str:
 
 
 def _tp_dim(name: str, styles: Mapping[str, str]) -> int | None:
-    """Returns the dimension of a matrix that is cut with its layer: rows of B, columns of A."""
+    """Returns the dimension of a matrix that tensor parallelism cuts: rows of B or columns of A."""
     layer, _, _ = name.partition(".lora_")
     uncut = {"colwise": _A, "rowwise": _B}.get(styles.get(layer, ""))
     return None if uncut is None or name.endswith(uncut) else int(uncut == _B)

@@ -1,4 +1,4 @@
-"""How much memory there is, and whether a KV cache fits into it."""
+"""The memory of a device, and a check that a KV cache fits into it."""
 
 import os
 from pathlib import Path
@@ -22,7 +22,7 @@ def check_kv_cache(cache_bytes: int, device: torch.device) -> None:
 
 
 def total_memory(device: torch.device) -> int | None:
-    """Returns the bytes of memory of a device, or of this host or container; None if it cannot be told."""
+    """Returns the bytes of memory of a device, or of this host or container; None if unknown."""
     if device.type != "cpu":
         return torch.accelerator.get_memory_info(device)[1] if hasattr(torch.accelerator, "get_memory_info") else None
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -1,4 +1,4 @@
-"""Before the first step every prompt is encoded once, each worker a share: a bad one is reported now, not at night."""
+"""Encodes every prompt once, a share on each worker, so that a bad one fails before training starts."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -19,8 +19,8 @@ _CHARACTERS = 1 << 20  # of one text that a tokenizer is trained on
 
 @dataclass(frozen=True)
 class CheckedPrompts:
-    rows: DatasetView  # those that can be used
-    skipped: list[str]  # the first ones of this worker's share, each with its place and the reason
+    rows: DatasetView  # usable rows
+    skipped: list[str]  # the first of this worker's share, each with its place and the reason
     count: int  # skipped rows on all workers
 
 
@@ -32,7 +32,7 @@ def check_prompts(
     workers: int = 1,
     all_reduce: Callable[[Tensor, Callable[[Tensor, Tensor], Tensor]], Tensor] = lambda data, op: data,
 ) -> CheckedPrompts:
-    """Finds rows whose prompt the model cannot read: an error that names the row, or left out on all workers.
+    """Finds rows whose prompt the model cannot read: raises with the row, or leaves it out on all workers.
 
     `all_reduce(data, op)` reduces over the workers; it is called by all if `skip` is set.
     """

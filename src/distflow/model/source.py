@@ -33,13 +33,13 @@ from distflow.model.tokenizer import train_tokenizer
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 Read = Callable[[str, tuple[slice, ...]], Tensor]
-Head = Literal["lm", "value"]  # what the model outputs for a token: logits over the vocabulary, or one number
+Head = Literal["lm", "value"]  # the output for a token: logits over the vocabulary, or one number
 VALUE_HEAD = "score.weight"
 
 
 @dataclass(frozen=True)
 class Source:
-    """Where a model's config, tokenizer and weights come from."""
+    """The origin of a model's config, tokenizer and weights."""
 
     name: str
     config: PreTrainedConfig
@@ -51,14 +51,14 @@ class Source:
     weights: Read | None = None  # reads them from elsewhere, such as a checkpoint
 
     def with_value_head(self) -> "Source":
-        """Returns the same model with a value head; one that the model does not come with outputs 0 at first."""
+        """Returns the same model with a value head; a new head outputs 0 at first."""
         config = copy(self.config)
         config.num_labels = 1
         return replace(self, config=config, head="value")
 
     @property
     def address(self) -> str | None:
-        """The name on the hub or the directory by which others find it; None if its weights are random."""
+        """The name on the hub or the directory of the model; None if its weights are random."""
         if self.folder is None:
             return None
         return self.name if self.folder.parent.name == "snapshots" else str(self.folder.resolve())
@@ -134,7 +134,7 @@ class Source:
 
 
 def open_model(given: ModelConfig, texts: Callable[[], Iterator[str]], base: Path, seed: int) -> Source:
-    """Opens the model that the config names; `texts` train the tokenizer of one with random weights."""
+    """Opens the model that the config names; `texts` train the tokenizer of a model with random weights."""
     if given.arch is not None:
         return _fresh(given, texts, seed)
     assert given.path is not None
@@ -196,7 +196,7 @@ def find_folder(name: str, base: Path) -> Path:
         return Path(
             snapshot_download(name, ignore_patterns=["*.bin", "*.pth", "*.gguf", "*.onnx", "*.msgpack", "*.h5"])
         )
-    except Exception as e:  # the hub's client raises what it likes: not found, no access, no network, no such cache
+    except Exception as e:  # the hub's client has many errors: not found, no access, no network, no cache
         raise ConfigError(
             f"model: '{name}' is neither a directory ({path}) nor a model that the hub gives us: {_first_line(e)};"
             " check the name, your access (HF_TOKEN) and the network, or give a directory"
@@ -217,7 +217,7 @@ def _first_line(error: Exception) -> str:
 
 @contextmanager
 def _parameters_on_meta() -> Iterator[None]:
-    """Modules made in here have parameters on the meta device; buffers, which are in no file, are real."""
+    """Creates modules with parameters on the meta device; buffers, which are in no file, are real."""
     register = nn.Module.register_parameter
 
     def on_meta(self: nn.Module, name: str, param: nn.Parameter | None) -> None:

@@ -1,4 +1,4 @@
-"""Tensor parallelism: which layers are cut and how, for a model under training and for one that generates."""
+"""Tensor parallelism: the layers that are cut, and how, for training and for generation."""
 
 import re
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 from transformers import PreTrainedModel
 
 from distflow.errors import ConfigError
-from distflow.weights.shards import Spec
+from distflow.weights.shards import TensorSpec
 
 # A whole weight that each rank uses for its own heads only: its gradients are parts of a sum.
 REPLICATED = "replicated_with_grad_allreduce"
@@ -41,14 +41,14 @@ def tp_styles(model: PreTrainedModel, tp: int, where: str) -> dict[str, str]:
     }
 
 
-def parameter_specs(model: PreTrainedModel, styles: Mapping[str, str]) -> list[Spec]:
-    """Returns all parameters; one that two modules share is there once, under its first name."""
+def parameter_specs(model: PreTrainedModel, styles: Mapping[str, str]) -> list[TensorSpec]:
+    """Returns all parameters; shared ones once, under their first name."""
     specs = []
     for name, p in model.named_parameters():
         module, _, kind = name.rpartition(".")
         style = styles.get(module)
         dim = 0 if style == "colwise" else 1 if style == "rowwise" and kind == "weight" else None
-        specs.append(Spec(name, tuple(p.shape), dim))
+        specs.append(TensorSpec(name, tuple(p.shape), dim))
     return specs
 
 

@@ -1,4 +1,4 @@
-"""Text to tokens and back, once each: what the model generated stays tokens."""
+"""Converts text to tokens and back, once each: generated tokens are never encoded again."""
 
 from collections.abc import Sequence
 from functools import cached_property
@@ -31,7 +31,7 @@ class Text:
         return self.check_length(self._encode(prompt))
 
     def check_length(self, tokens: list[int]) -> list[int]:
-        """Returns the tokens of a prompt if they are neither none nor too many."""
+        """Returns the tokens of a prompt; raises if there are none or too many."""
         if not tokens:
             raise DataError("the prompt is empty; it needs at least one token")
         if len(tokens) > self.limit:
@@ -42,7 +42,7 @@ class Text:
         return tokens
 
     def check_size(self, prompt: Prompt) -> None:
-        """Refuses at once what is too long in any tokens: to tokenize 100 MB takes minutes, and all memory."""
+        """Refuses a text that is too long in any tokens: to tokenize 100 MB would take minutes and all memory."""
         if self.fewest_tokens(prompt) > self.limit:
             raise DataError(
                 f"the prompt has {_count_characters(prompt):,} characters, which are more than {self.limit} tokens, the"
@@ -50,7 +50,7 @@ class Text:
             )
 
     def fewest_tokens(self, prompt: Prompt) -> int:
-        """Returns how many tokens a prompt has at least, without tokenizing it."""
+        """Returns a lower bound of the tokens of a prompt, without tokenizing it."""
         return _count_characters(prompt) // self._longest_token
 
     @cached_property
@@ -67,7 +67,7 @@ class Text:
         return self.apply_template(prompt, add_generation_prompt=True, return_dict=False)  # type: ignore[no-any-return]
 
     def apply_template(self, messages: Prompt, **options: Any) -> Any:
-        """Calls the tokenizer's chat template, for no longer than it may take."""
+        """Calls the tokenizer's chat template, within a time limit."""
         if not isinstance(messages, list) or not all(isinstance(m, dict) and "content" in m for m in messages):
             raise DataError(
                 f"the prompt is {str(messages)[:60]!r}; it is text or a list of chat messages {{role, content}}"
@@ -85,7 +85,7 @@ class Text:
                 f"model: the chat template of '{self.name}' takes longer than {_TEMPLATE_S:g} s for a prompt; give"
                 " a model with another one, or prompts as text"
             ) from None
-        except Exception as e:  # a template is a program: it refuses roles and content as it likes
+        except Exception as e:  # a template is a program: it may refuse any roles and content
             raise DataError(
                 f"the chat template of '{self.name}' does not accept the prompt: {e}; fix its messages"
             ) from e
@@ -99,7 +99,7 @@ class Text:
         }
 
     def encode_preferences(self, batch: Batch) -> dict[str, Any]:
-        """Encodes `chosen` as the response of a prompt's first sample (+1), `rejected` as that of its second (−1)."""
+        """Encodes `chosen` as the response of a prompt's first sample (+1), and `rejected` as the second's (−1)."""
         first = batch.ids == 2 * batch.groups
         answers = [_text(batch["chosen" if one else "rejected"][i]) for i, one in enumerate(first.tolist())]
         preferred = torch.from_numpy(np.where(first, 1.0, -1.0).astype(np.float32))

@@ -1,4 +1,4 @@
-"""A limit on the time that somebody else's Python code takes in this process, such as the chat template of a model."""
+"""A time limit for foreign Python code in this process, such as the chat template of a model."""
 
 import ctypes
 import threading
@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-_CHECK_S = 0.2  # how often the clock is looked at; to start a limit costs next to nothing
+_CHECK_S = 0.2  # interval at which the clock checks; starting a limit is cheap
 
 _lock = threading.Lock()
 _deadlines: dict[int, float] = {}  # by thread
@@ -20,7 +20,7 @@ class OutOfTimeError(Exception):
 
 @contextmanager
 def time_limit(seconds: float) -> Iterator[None]:
-    """Raises `OutOfTimeError` in this thread if the block takes longer; not while it is inside of a C function."""
+    """Raises `OutOfTimeError` in this thread if the block takes longer; but not inside a C function."""
     global _clock
     thread = threading.get_ident()
     with _lock:

@@ -13,7 +13,7 @@ from distflow.observe.bounded_log import BoundedLog
 from distflow.observe.samples import Pieces, SampleRecorder, as_columns, choose
 from distflow.observe.spans import SpanRecorder
 from distflow.observe.splits import HELD_OUT, TRAIN
-from distflow.plan.tasks import Load, Move, Plan, Resample, Run, Task, Weights
+from distflow.plan.tasks import Load, Move, Plan, Resample, RunNode, SyncWeights, Task
 from distflow.util.arrays import Ints
 
 Details = AbstractContextManager[dict[str, Any]]
@@ -144,11 +144,11 @@ def task_kind(task: Task, plan: Plan) -> str | None:
             return "load"
         case Move():
             return "move"
-        case Weights():
+        case SyncWeights():
             return "weights"
         case Resample():
             return "resample"
-        case Run():
+        case RunNode():
             return plan.flow.node(task.node).type
         case _:
             return None  # freeing takes no time

@@ -1,9 +1,22 @@
-"""Which rank does what, and when: layouts, placement, the planner. Pure; imports no torch."""
+"""The plan of a step: layouts, placement, tasks and the planner. Pure; imports no torch."""
 
 from distflow.plan.layout import Layout, format_ranks, parse_ranks
 from distflow.plan.placement import Place, Placement
 from distflow.plan.planner import Workload, plan
-from distflow.plan.tasks import Edge, Free, Load, Merge, Move, Partition, Plan, Resample, Run, Split, Task, Weights
+from distflow.plan.tasks import (
+    Edge,
+    Free,
+    Load,
+    Merge,
+    Move,
+    Partition,
+    Plan,
+    Resample,
+    RunNode,
+    Split,
+    SyncWeights,
+    Task,
+)
 
 __all__ = [
     "Edge",
@@ -17,10 +30,10 @@ __all__ = [
     "Placement",
     "Plan",
     "Resample",
-    "Run",
+    "RunNode",
     "Split",
+    "SyncWeights",
     "Task",
-    "Weights",
     "Workload",
     "format_ranks",
     "parse_ranks",

@@ -1,8 +1,8 @@
-"""Chunks: samples leave the ranks that generate in fixed parts, so that others work on them before the last is done.
+"""Chunks: generating ranks send samples in fixed parts, so that other ranks start before the last sample is complete.
 
 A chunk is a fixed part of every replica's prompts. Nodes that work sample by sample, or group by group, on other ranks
-run once per chunk; all else sees the whole step. Which nodes these are follows from the flow and the placement. Chunks
-are independent of each other, so their tasks, one after the other here, may run in any order that all ranks share.
+run once per chunk; all other nodes see the whole step. Flow and placement determine these nodes. Chunks are independent
+of each other, so their tasks, listed one after the other, may run in any order that all ranks share.
 """
 
 from collections.abc import Mapping, Sequence
@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from distflow.errors import PlacementError
 from distflow.flow.graph import SOURCE, Flow, Node
-from distflow.plan.tasks import Load, Merge, Move, Partition, Run, Split, Task, Weights
+from distflow.plan.tasks import Load, Merge, Move, Partition, RunNode, Split, SyncWeights, Task
 
 _KEY = "rollout.chunk"
 
@@ -30,7 +30,7 @@ def check_chunk(prompts: int, chunk: int, replicas: int) -> int:
 def in_chunks(
     tasks: Sequence[Task], flow: Flow, home: Mapping[str, Partition], chunk: int, prompts: int, repeat: int
 ) -> list[Task]:
-    """Returns the tasks of a step with those that may run chunk by chunk right after generation, once per chunk."""
+    """Returns the tasks of a step, where the tasks that can run by chunk follow generation, once per chunk."""
     generates = [n for n in flow.nodes if n.generates]
     if len(generates) != 1 or home[generates[0].id] is not home[SOURCE]:
         raise PlacementError(
@@ -46,7 +46,7 @@ def in_chunks(
         )
     partitions = {home[n].id for n in chunked}
     early = [t for t in tasks if _is_early(t, chunked, partitions, whole, flow)]
-    at = next(i for i, t in enumerate(tasks) if isinstance(t, Run) and t.node == generates[0].id) + 1
+    at = next(i for i, t in enumerate(tasks) if isinstance(t, RunNode) and t.node == generates[0].id) + 1
     out = list(tasks[:at])
     sent = dict.fromkeys(f for t in early if isinstance(t, Move) and t.src is whole for f in t.fields)
     readers = sorted({r for n in chunked for r in home[n].layout.ranks})
@@ -79,7 +79,7 @@ def _chunked_nodes(
             and _fits(home[n.id], whole, chunk, repeat)
         ):
             chunked.add(n.id)
-    while True:  # all moves that bring something to such a node must go chunk by chunk, too
+    while True:  # all moves to such a node must go chunk by chunk, too
         partitions = {home[n].id for n in chunked}
         broken = set[str]()
         for t in tasks:
@@ -105,7 +105,7 @@ def _fits(p: Partition, whole: Partition, chunk: int, repeat: int) -> bool:
 
 def _is_early(t: Task, chunked: set[str], partitions: set[str], whole: Partition, flow: Flow) -> bool:
     match t:
-        case Run():
+        case RunNode():
             return t.node in chunked
         case Move():
             known = {SOURCE, *chunked, *(n.id for n in flow.nodes if n.generates)}
@@ -123,15 +123,15 @@ def _of_chunk(t: Task, i: int, count: int) -> Task:
     if isinstance(t, Move):
         src, dst = _part(t.src, i, count), _part(t.dst, i, count)
         return replace(t, id=f"{t.id}#{i}", src=src, dst=dst, expected_bytes=t.expected_bytes // count)
-    assert isinstance(t, Run)
+    assert isinstance(t, RunNode)
     return replace(t, partition=_part(t.partition, i, count))
 
 
 def _with_partitions(t: Task, merged: Mapping[str, Partition]) -> Task:
-    """Returns a task of the whole step: what chunks have brought is in shares that depend on their moves."""
+    """Returns a task of the whole step, with uneven partitions where chunks were merged."""
     if isinstance(t, Move):
         return replace(t, src=merged.get(t.src.id, t.src), dst=merged.get(t.dst.id, t.dst))
-    if isinstance(t, Run | Load):
+    if isinstance(t, RunNode | Load):
         return replace(t, partition=merged.get(t.partition.id, t.partition))
-    assert isinstance(t, Weights)
+    assert isinstance(t, SyncWeights)
     return t

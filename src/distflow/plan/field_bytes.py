@@ -13,7 +13,7 @@ class FieldBytes:
     response_token: float = 0.0
 
     def of(self, prompt_tokens: float, response_tokens: float) -> int:
-        """Returns the bytes of a sample with so many tokens."""
+        """Returns the bytes of a sample with this many tokens."""
         return round(self.sample + self.prompt_token * prompt_tokens + self.response_token * response_tokens)
 
 
@@ -32,11 +32,11 @@ KNOWN_FIELDS: Mapping[str, FieldBytes] = {
     "returns": _PER_TOKEN,
     "raw_advantage": _PER_TOKEN,
 }
-PROMPT_TOKENS = 512  # of a prompt, unless the config says that it has fewer
+PROMPT_TOKENS = 512  # of a prompt, unless the config has a lower limit
 
 
 def known_field(name: str) -> FieldBytes | None:
-    """Returns the size of a field, also of one with a prefix (`greedy_response`) or of a role (`teacher_logprobs`)."""
+    """Returns the size of a field, also with a prefix (`greedy_response`) or of a role (`teacher_logprobs`)."""
     if name in KNOWN_FIELDS:
         return KNOWN_FIELDS[name]
     if name.endswith("_logprobs"):

@@ -1,4 +1,4 @@
-"""How a set of ranks divides the samples of a step: dp replicas of tp ranks each."""
+"""Layouts: a set of ranks divides the samples of a step over dp replicas of tp ranks each."""
 
 import re
 from dataclasses import dataclass
@@ -36,10 +36,9 @@ class Layout:
 
 
 def contiguous_share(units: int, replicas: int, replica: int) -> tuple[int, int]:
-    """Returns the units [first, last) of a replica if each has a contiguous share: unit i is in replica i * replicas //
-    units.
+    """Returns the units [first, last) of a replica with contiguous shares: unit i is in replica i * replicas // units.
 
-    Shares differ by at most one unit. If there are fewer units than replicas, those without any lie between the others.
+    Shares differ by at most one unit. With fewer units than replicas, the empty replicas lie between the others.
     """
     return -(-replica * units // replicas), -(-(replica + 1) * units // replicas)
 
@@ -89,7 +88,7 @@ def format_ranks(ranks: tuple[int, ...]) -> str:
 
 
 def ranks_text(ranks: tuple[int, ...]) -> str:
-    """Formats ranks: `0-511`, or for a long scattered set its ends and its size, `0,2,4,…,1022 (512)`."""
+    """Formats ranks: `0-511`, or a long scattered set by its ends and its size, `0,2,4,…,1022 (512)`."""
     text = format_ranks(ranks)
     parts = text.split(",")
     return text if len(text) <= 24 else f"{','.join(parts[:3])},…,{parts[-1]} ({len(ranks)})"

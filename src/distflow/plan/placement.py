@@ -1,4 +1,4 @@
-"""Where each node runs: named rank sets, and for each node or role a rank set and a layout."""
+"""Placement: named rank sets, and for each node or role a rank set and a layout."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -14,7 +14,7 @@ MAX_WORKERS = 65_536
 
 @dataclass(frozen=True)
 class Place:
-    """A rank set by name, divided into dp × tp; `dp` defaults to what the size of the set and `tp` give."""
+    """A rank set by name, divided into dp × tp; `dp` defaults to the size of the set / `tp`."""
 
     ranks: str = ALL
     dp: int | None = None
@@ -23,7 +23,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Placement:
-    """Rank sets as a config writes them (`{"rollout": "0-3"}`), and who uses which: node, then role, then default."""
+    """Rank sets as in a config (`{"rollout": "0-3"}`), and the entries that use them: node, then role, then default."""
 
     workers: int
     rank_sets: Mapping[str, str] = field(default_factory=dict)
@@ -47,7 +47,7 @@ class Placement:
         return {ALL: tuple(range(self.workers)), **named}
 
     def layout(self, node_id: str, role: str) -> Layout:
-        """Returns the layout of a node: that of its most specific entry."""
+        """Returns the layout of a node, by its most specific entry."""
         if node_id in self.nodes:
             return self._layout(self.nodes[node_id], f"placement.nodes.{node_id}")
         if role in self.roles:

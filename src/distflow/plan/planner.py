@@ -1,7 +1,7 @@
 """`plan(flow, placement, workload) -> Plan`: one chain of tasks per rank. Pure, deterministic, no torch.
 
-Every rank derives the same global order of tasks and runs the tasks it takes part in, in that order. A task of several
-ranks is at the same place in all their chains, which is why no exchange can deadlock.
+Every rank derives the same global order of tasks and runs its own in that order. A task of several ranks is at the same
+place in all their chains, so no exchange can deadlock.
 """
 
 import math
@@ -14,7 +14,7 @@ from distflow.plan.chunks import in_chunks
 from distflow.plan.layout import Layout, contiguous_share
 from distflow.plan.placement import Placement
 from distflow.plan.staleness import check_apart, check_partial
-from distflow.plan.tasks import Free, Load, Merge, Move, Partition, Plan, Resample, Run, Task, Weights
+from distflow.plan.tasks import Free, Load, Merge, Move, Partition, Plan, Resample, RunNode, SyncWeights, Task
 
 
 @dataclass(frozen=True)
@@ -43,10 +43,10 @@ def plan(
     chunk: int | None = None,
     prompts_ahead: int = 0,
 ) -> Plan:
-    """Plans a step. `model_ranks`: role → ranks that hold its model although no node of this flow runs there.
+    """Plans a step. `model_ranks`: role → further ranks that hold its model, without a node of this flow.
 
-    With `staleness` d, the weights that a step generates with are those of d steps before. With `chunk`, samples leave
-    the ranks that generate in parts of so many prompts. With `prompts_ahead`, these may begin as many of later steps.
+    With `staleness` d, a step generates with the weights of d steps before. With `chunk`, generating ranks send samples
+    in parts of this many prompts. With `prompts_ahead`, they may begin this many prompts of later steps.
     """
     placement.check(flow)
     if prompts_ahead:
@@ -76,7 +76,7 @@ class _Planner:
         self.partitions: list[Partition] = []
         self.home: dict[str, Partition] = {}  # node → the partition it runs in
         self.held: dict[str, list[Partition]] = {}  # field → the partitions that hold it, its writer's first
-        self.closed: set[str] = set()  # partitions from before a resample, in which no later node may run
+        self.closed: set[str] = set()  # partitions from before a resample; no later node may run there
         self.resampled: dict[str, Partition] = {}  # id of a closed partition → what it is after the resample
         self.assigned: set[str] = set()  # partitions whose samples are already assigned to replicas
         self.tasks: list[Task] = []
@@ -85,7 +85,7 @@ class _Planner:
         source = self._new_partition(self.placement.source_layout(self.flow), True, balance=None)
         self.assigned.add(source.id)
         self.home[SOURCE] = source
-        for n in self.flow.order:  # all partitions first: a move takes along whatever later nodes there will read
+        for n in self.flow.order:  # all partitions first: a move also brings the inputs of later nodes there
             self.home[n.id] = self._choose_partition(n)
             if n.dynamic_sampling:
                 self.closed = {p.id for p in self.partitions}
@@ -99,7 +99,7 @@ class _Planner:
             if n.generates:
                 self.tasks.append(self._sync_weights(n))
             writes = n.writes if n.dynamic_sampling else self._with_readers(n.writes)
-            self.tasks.append(Run(n.id, self.home[n.id], n.reads, writes))
+            self.tasks.append(RunNode(n.id, self.home[n.id], n.reads, writes))
             self._hold(n.writes, self.home[n.id])
             if n.dynamic_sampling:
                 self._resample(n, self.flow.order[i + 1 :])
@@ -118,13 +118,13 @@ class _Planner:
             tasks=_with_frees(tasks),
         )
 
-    def _sync_weights(self, n: Node) -> Weights:
+    def _sync_weights(self, n: Node) -> SyncWeights:
         own = (r for m in self.flow.nodes if m.role == n.role and m.method for r in self._layout(m).ranks)
         trained = (self._layout(m) for m in self.flow.nodes if m.role == n.role and m.type == "train")
         source, target, size = next(trained, None), self._layout(n), self.workload.weights.get(n.role)
         ranks = tuple(sorted({*own, *self.model_ranks.get(n.role, ())}))
         expected = None if size is None else _weight_bytes(size, source, target)
-        return Weights(n.role, ranks, source, target, expected, self.staleness)
+        return SyncWeights(n.role, ranks, source, target, expected, self.staleness)
 
     def _resample(self, n: Node, later: tuple[Node, ...]) -> None:
         """Adds the resample: every field that is still read stays where it was written, in uneven shares."""
@@ -144,7 +144,7 @@ class _Planner:
         self.assigned.update(dst.id for _, dst, _ in carried)
 
     def _with_readers(self, fields: tuple[str, ...]) -> tuple[str, ...]:
-        """Returns the fields that some node reads; the others are dropped where they are written."""
+        """Returns the fields with a reader; the others are dropped where they are written."""
         return tuple(f for f in fields if self.flow.readers[f])
 
     def _hold(self, fields: tuple[str, ...], partition: Partition) -> None:
@@ -183,7 +183,7 @@ class _Planner:
         return self._new_partition(layout, whole_groups, balance)
 
     def _groups_divide_evenly(self, layout: Layout) -> bool:
-        """Whether the largest replica has no more samples if groups are kept whole."""
+        """Whether the largest replica has no more samples with whole groups than without."""
         prompts, repeat = self.workload.prompts, self.workload.repeat
         return -(-prompts // layout.dp) * repeat == -(-prompts * repeat // layout.dp)
 
@@ -197,11 +197,11 @@ class _Planner:
         return partition
 
     def _unit(self, layout: Layout, whole_groups: bool) -> int:
-        """Returns the number of prompts of which multiples divide evenly over the layout."""
+        """Returns the smallest number of prompts that divides evenly over the layout."""
         return layout.dp if whole_groups else layout.dp // math.gcd(layout.dp, self.workload.repeat)
 
     def _move_inputs(self, n: Node, later: tuple[Node, ...]) -> None:
-        """Moves what n reads to its partition, and what later nodes there will read from the same partitions."""
+        """Moves the inputs of n to its partition, and the inputs of later nodes there from the same partitions."""
         target = self.home[n.id]
         missing = [f for f in n.reads if target not in self.held[f]]
         if not missing:
@@ -210,7 +210,7 @@ class _Planner:
         origin = {f: self._nearest(f, target) for f in missing}
         for other in later:
             for f in other.reads if self.home[other.id] is target else ():
-                # Not what a parallel branch writes: n would wait for it.
+                # Without outputs of a parallel branch, for which n would wait.
                 if (
                     f in self.held
                     and target not in self.held[f]
@@ -221,7 +221,7 @@ class _Planner:
                         origin.setdefault(f, holder)
         sources = list(dict.fromkeys(origin.values()))
         if target.balance and (with_lengths := origin.get(target.balance)):
-            # The first move into a partition assigns its samples, so it must be the one that knows the lengths.
+            # The first move into a partition assigns its samples, so it must know the lengths.
             sources.sort(key=lambda p: p is not with_lengths)
         for src in sources:
             fields = tuple(f for f, p in origin.items() if p is src)
@@ -237,7 +237,7 @@ class _Planner:
         return -1 if node_id == SOURCE else self.flow.depth[node_id]
 
     def _nearest(self, f: str, target: Partition) -> Partition:
-        """Returns the holder of a field that shares most ranks with the target; on a tie its writer's."""
+        """Returns the partition with a field that shares most ranks with the target; on a tie, the writer's."""
         ranks = set(target.layout.ranks)
         return max(self.held[f], key=lambda p: len(ranks.intersection(p.layout.ranks)))
 
@@ -247,7 +247,7 @@ def _resampled(p: Partition) -> Partition:
 
 
 def _expected_bytes(src: Partition, dst: Partition, local_first: bool, work: Workload, fields: tuple[str, ...]) -> int:
-    """Returns the bytes sent if all samples had equal size: what each receiving rank needs less what it holds."""
+    """Returns the bytes sent if all samples had equal size: the need of each receiving rank less its own samples."""
     held, needed = _replica_sizes(src, work), _replica_sizes(dst, work)
     targets = [1] * src.layout.dp  # the replicas of `dst` that share ranks with each replica of `src`
     if src.layout.tp > 1 and local_first:
@@ -262,7 +262,7 @@ def _expected_bytes(src: Partition, dst: Partition, local_first: bool, work: Wor
 
 
 def _weight_bytes(size: int, source: Layout | None, target: Layout) -> int:
-    """Returns the bytes that generating ranks need of a model less those that they train themselves."""
+    """Returns the bytes that generating ranks need of a model, less their own shards."""
     if source is None:
         return 0
     held = size / len(source.ranks)  # a rank's shard, if parameters are sharded over all of dp
@@ -270,7 +270,7 @@ def _weight_bytes(size: int, source: Layout | None, target: Layout) -> int:
 
 
 def _replica_sizes(partition: Partition, work: Workload) -> list[int]:
-    """Returns how many samples each replica has if all have contiguous shares."""
+    """Returns the number of samples of each replica with contiguous shares."""
     units, size = (work.prompts, work.repeat) if partition.whole_groups else (work.samples, 1)
     replicas = partition.layout.dp
     if units % replicas == 0:

@@ -1,21 +1,22 @@
 """Staleness: generation may use weights of some steps before, and so run ahead of training.
 
-It is the delay of the one edge that is carried from step to step: from the node that trains a role to the one that
-generates with it. Every rank still runs its own chain, step after step; ranks that generate are at most `delay` steps
-ahead of those that train, as they wait for their weights. The order of all that several ranks do together is that of
-steps, then of tasks, whatever the delay: each rank does its part of it in that order, so nobody waits in a circle.
+Staleness is the delay of the one edge from step to step: from the node that trains a role to the node that generates
+with it. Every rank still runs its own chain, step after step; generating ranks are at most `delay` steps ahead of
+training ranks, as they wait for their weights. All communication is ordered by step, then by task, whatever the delay:
+every rank takes part in that order, so there is no circular wait.
 """
 
 from distflow.errors import PlacementError
 from distflow.flow.graph import SOURCE, Flow, Node
 from distflow.plan.layout import format_ranks
 from distflow.plan.placement import Placement
+from distflow.plan.tasks import Move, Plan, Split, SyncWeights, chunk_of
 
 
 def weight_version(step: int, delay: int, first: int) -> int:
-    """Returns which weights a step, counted from 1, generates with: those that this many steps have made.
+    """Returns the weight version that a step generates with: the number of steps that have trained the weights.
 
-    `first`: the steps before the run, which made the weights that it starts with.
+    Steps count from 1; `first` is the version at the start of the run.
     """
     return max(first, step - 1 - delay)
 
@@ -70,10 +71,24 @@ def check_partial(flow: Flow, placement: Placement, staleness: int) -> None:
         raise PlacementError(f"{key}: '{n.id}' {why}, so it cannot begin prompts of later steps; leave it out")
 
 
+def weights_after(plan: Plan) -> int | None:
+    """Returns the number of tasks of a step before the next step's weights are synced; None: at their own place.
+
+    With a delay, these weights are trained long before. At their own place, generating ranks would wait for all
+    moves of the step before, and so for other nodes such as scores; here they wait only for their own moves.
+    """
+    own = [i for i, t in enumerate(plan.tasks) if isinstance(t, Move) and plan.ahead.intersection(t.ranks)]
+    weights = [i for i, t in enumerate(plan.tasks) if isinstance(t, SyncWeights)]
+    if not plan.staleness or (own and own[0] < weights[-1]):  # generating ranks first receive fields
+        return None
+    chunks = [i for i, t in enumerate(plan.tasks) if isinstance(t, Split) or chunk_of(t) is not None]
+    return max([*own, *weights, *chunks]) + 1
+
+
 def _is_trained(flow: Flow, role: str) -> bool:
     return any(n.role == role and n.type == "train" for n in flow.nodes)
 
 
 def _model_nodes(flow: Flow, generates: Node) -> list[Node]:
-    """Returns the other nodes that run the role's model where it is trained."""
+    """Returns the other nodes of the role, which run its model on the training ranks."""
     return [n for n in flow.nodes if n.role == generates.role and n.method and not n.generates]

@@ -1,8 +1,8 @@
 """Draws a plan as SVG: a lane per set of ranks, a box per node, a pill per move.
 
 The drawing is a grid of columns and bands; bands are the lanes and the gaps between them, where data changes ranks.
-Lines bend only between columns. A line that passes through a column has a place in the stack there, as a box has, so
-nothing overlaps, whatever the graph.
+Lines bend only between columns. A line that passes through a column has a place in its stack, like a box, so nothing
+overlaps in any graph.
 """
 
 import textwrap
@@ -16,7 +16,7 @@ from rich.cells import cell_len
 from distflow.flow.graph import SOURCE
 from distflow.plan.layout import ranks_text
 from distflow.plan.table import headline, origins, rank_set_names, role_and_type, shown_moves, weight_bytes
-from distflow.plan.tasks import Move, Plan, Run, Weights
+from distflow.plan.tasks import Move, Plan, RunNode, SyncWeights
 from distflow.util.text import clean, human_bytes, names
 
 _BACKGROUND = ("#eaf2fd", "#fef3e0", "#e7f6ec", "#f3ecfd", "#fdeaf1", "#e3f5f6")  # lanes take turns
@@ -31,7 +31,7 @@ _LINES = {  # kind of line → its style, its text in the legend
     "order": ('stroke-width="1.4" stroke-dasharray="4 3"', "order only"),
 }
 
-Vertex = str | Move | Weights  # the id of a node, a move, or a weight sync
+Vertex = str | Move | SyncWeights  # the id of a node, a move, or a weight sync
 Arcs = dict[tuple[Vertex, Vertex], str]  # (from, to) → kind of line
 Segment = tuple["_Item", "_Item", str]  # a line from one column to the next, and its kind
 Span = tuple[float, float]  # top and bottom
@@ -84,7 +84,7 @@ def svg(plan: Plan) -> str:
 
 
 def _label(plan: Plan, ranks: frozenset[int]) -> list[str]:
-    """Returns the names of a lane's rank sets, its ranks, and with staleness the step that they are in."""
+    """Returns the names of a lane's rank sets, its ranks and, with staleness, their step."""
     names = [*rank_set_names(plan, ranks), f"ranks {ranks_text(tuple(sorted(ranks)))}"]
     if plan.staleness:
         names.insert(-1, f"step k … k+{plan.staleness}" if ranks <= plan.ahead else "step k")
@@ -103,17 +103,17 @@ def _arcs(plan: Plan) -> Arcs:
     return arcs | {pair: "order" for pair in orders if pair not in data}
 
 
-def _weight_syncs(plan: Plan) -> list[tuple[Weights, str]]:
-    """Returns the weight syncs of weights, each with the node that generates with them."""
-    tasks = [t for t in plan.tasks if isinstance(t, Weights | Run)]
-    return [(a, b.node) for a, b in pairwise(tasks) if isinstance(a, Weights) and isinstance(b, Run)]
+def _weight_syncs(plan: Plan) -> list[tuple[SyncWeights, str]]:
+    """Returns the weight syncs, each with the node that generates with the weights."""
+    tasks = [t for t in plan.tasks if isinstance(t, SyncWeights | RunNode)]
+    return [(a, b.node) for a, b in pairwise(tasks) if isinstance(a, SyncWeights) and isinstance(b, RunNode)]
 
 
 def _columns(plan: Plan, arcs: Arcs) -> dict[Vertex, int]:
     """Puts nodes of equal depth in one column, except those whose move waits for another node of that depth."""
     depth = plan.flow.depth
     before: dict[str | Move, list[str | Move]] = {
-        v: [a for a, b in arcs if b == v and not isinstance(a, Weights)] for v in origins(plan)
+        v: [a for a, b in arcs if b == v and not isinstance(a, SyncWeights)] for v in origins(plan)
     }
     upstream: dict[str | Move, int] = {SOURCE: -1}  # the greatest depth upstream
     for v, parents in before.items():
@@ -136,7 +136,7 @@ def _columns(plan: Plan, arcs: Arcs) -> dict[Vertex, int]:
 def _items(plan: Plan, lanes: list[frozenset[int]], columns: dict[Vertex, int]) -> dict[Vertex, _Item]:
     items: dict[Vertex, _Item] = {}
     for v, column in columns.items():
-        if isinstance(v, Weights):
+        if isinstance(v, SyncWeights):
             dst = lanes.index(frozenset(v.target.ranks))
             trained = frozenset(v.source.ranks) if v.source else None
             src = lanes.index(trained) if trained in lanes else dst
@@ -266,7 +266,7 @@ def _shape(plan: Plan, vertex: Vertex, i: _Item) -> str:
     texts += [_text(x, y + 18 + _LINE * k, t, 11, soft, middle=True) for k, t in enumerate(i.lines) if k]
     size = f'x="{i.x:.1f}" y="{y:.1f}" width="{i.width:.1f}" height="{i.height:.1f}" rx="{8 if i.box else 16}"'
     paint = f'fill="{i.color if train else _WHITE}" stroke="{i.color}" stroke-width="{1.5 if i.box else 2.5}"'
-    kind = "weights" if isinstance(vertex, Weights) else "node" if i.box else "move"
+    kind = "weights" if isinstance(vertex, SyncWeights) else "node" if i.box else "move"
     return f'<g class="{kind}"><rect {size} {paint}/>{"".join(texts)}</g>'
 
 

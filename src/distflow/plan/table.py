@@ -9,7 +9,7 @@ from rich.text import Text
 
 from distflow.flow.graph import SOURCE, Node
 from distflow.plan.layout import Layout, ranks_text
-from distflow.plan.tasks import Free, Load, Merge, Move, Plan, Resample, Run, Split, Task, Weights, chunk_of
+from distflow.plan.tasks import Free, Load, Merge, Move, Plan, Resample, RunNode, Split, SyncWeights, Task, chunk_of
 from distflow.util.text import clean, human_bytes, names
 
 
@@ -22,7 +22,7 @@ def render(plan: Plan) -> RenderableType:
 
 
 def origins(plan: Plan) -> dict[str | Move, dict[str, str | Move]]:
-    """Returns for each node and each move: field → where it comes from, a move or (if local) the node that wrote it."""
+    """Returns for each node and each move: field → its origin, a move or (if local) the node that wrote it."""
     latest: dict[tuple[str, str], str | Move] = {}
     origins: dict[str | Move, dict[str, str | Move]] = {}
     for t in (t for t in plan.tasks if not _is_repeated(t)):
@@ -36,7 +36,7 @@ def origins(plan: Plan) -> dict[str | Move, dict[str, str | Move]]:
             case Move():
                 origins[t] = {f: latest[t.src.id, f] for f in t.fields}
                 latest.update(((t.dst.id, f), t) for f in t.fields)
-            case Run():
+            case RunNode():
                 origins[t.node] = {f: latest[t.partition.id, f] for f in t.reads}
                 latest.update(((t.partition.id, f), t.node) for f in t.writes)
             case Resample():
@@ -45,12 +45,12 @@ def origins(plan: Plan) -> dict[str | Move, dict[str, str | Move]]:
 
 
 def _is_repeated(t: Task) -> bool:
-    """Whether a task does for a further chunk what another one does for the first."""
+    """Whether a task repeats that of the first chunk for a further chunk."""
     return bool(chunk_of(t))
 
 
 def shown_moves(plan: Plan) -> tuple[Move, ...]:
-    """Returns the moves of a step; of those that are repeated for every chunk, the first."""
+    """Returns the moves of a step, without the repetitions for further chunks."""
     return tuple(m for m in plan.moves if not _is_repeated(m))
 
 
@@ -61,7 +61,7 @@ def rank_set_names(plan: Plan, ranks: Iterable[int]) -> list[str]:
 
 
 def headline(plan: Plan) -> tuple[str, ...]:
-    """Returns the title, the numbers and the rank sets of a plan; and with staleness, who is ahead of whom."""
+    """Returns the title, the numbers and the rank sets of a plan; and, with staleness, the ranks that run ahead."""
     moved = human_bytes(sum(m.expected_bytes for m in plan.moves))
     replicas = max(p.layout.dp for p in plan.partitions)
     numbers = (
@@ -78,13 +78,13 @@ def headline(plan: Plan) -> tuple[str, ...]:
         count = _count(plan.prompts_ahead, "prompt")
         ahead.append(f"partial rollouts: while the responses of a step are generated, {count} of later steps may begin")
     if plan.chunks > 1:
-        by_chunk = dict.fromkeys(t.node for t in plan.tasks if isinstance(t, Run) and t.partition.chunk)
+        by_chunk = dict.fromkeys(t.node for t in plan.tasks if isinstance(t, RunNode) and t.partition.chunk)
         ahead.append(f"{plan.chunks} chunks per step: {names(by_chunk)} run chunk by chunk, while others are generated")
     return clean(plan.flow.name), " · ".join(numbers), f"rank sets: {rank_sets}", *ahead
 
 
 def staleness_text(plan: Plan) -> str:
-    """Returns what the ranks that generate do while the others work."""
+    """Returns a description of the work of generating ranks while the others train."""
     ahead = tuple(sorted(plan.ahead))
     others = tuple(r for r in range(plan.workers) if r not in plan.ahead)
     return (
@@ -161,8 +161,8 @@ def _moves(plan: Plan) -> Table | Text:
 
 
 def _weights(plan: Plan) -> Table | None:
-    """Returns the weight syncs of weights, None if there are none."""
-    tasks = dict.fromkeys(t for t in plan.tasks if isinstance(t, Weights))
+    """Returns the table of weight syncs, None without any."""
+    tasks = dict.fromkeys(t for t in plan.tasks if isinstance(t, SyncWeights))
     table = _table("Weights, synced before each generation", "role", "from", "to", "expected")
     for t in tasks:
         ends = [Text(_layout(plan, layout) if layout else "where it is, untrained") for layout in (t.source, t.target)]
@@ -170,8 +170,8 @@ def _weights(plan: Plan) -> Table | None:
     return table if tasks else None
 
 
-def weight_bytes(t: Weights) -> str:
-    """Formats what a weight sync moves."""
+def weight_bytes(t: SyncWeights) -> str:
+    """Formats the bytes of a weight sync."""
     return "model not known here" if t.expected_bytes is None else human_bytes(t.expected_bytes)
 
 
@@ -190,9 +190,9 @@ def _task(t: Task, rank: int) -> Text:
             return Text(("⇄" if sends and receives else "⇢" if sends else "⇠") + t.id, "cyan")
         case Free():
             return Text(f"free {names(t.fields)}", "dim")
-        case Load() | Run():
+        case Load() | RunNode():
             return Text(t.name, "bold")
-        case Weights():
+        case SyncWeights():
             return Text(t.name + (f" of step k−{t.delay}" if t.delay else ""), "cyan")
         case Split() | Merge():
             return Text(t.name, "cyan")

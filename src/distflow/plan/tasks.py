@@ -9,8 +9,26 @@ from typing import Any
 
 from distflow.flow.graph import SOURCE, Flow
 from distflow.plan.layout import Layout, format_ranks
-from distflow.plan.partition import Partition as Partition
-from distflow.plan.partition import Touch
+
+
+@dataclass(frozen=True)
+class Partition:
+    """An assignment of the samples of a step to the replicas of a layout. Nodes of one partition exchange nothing."""
+
+    id: str
+    layout: Layout
+    whole_groups: bool  # all samples of a prompt are in one replica
+    balance: str | None  # the field whose lengths are balanced over the replicas
+    uneven: bool = False  # after a resample or chunks: the sizes of replicas depend on the data
+    chunk: tuple[int, int] | None = None  # (i, n): only the samples of the i-th of n chunks
+
+    def largest_share(self, samples: int, group_size: int) -> int:
+        """Returns the number of samples of the largest replica, unless the partition is uneven."""
+        unit = group_size if self.whole_groups else 1
+        return -(-samples // unit // self.layout.dp) * unit
+
+
+Touch = tuple[Partition, str]  # a field that a task reads or writes, and where
 
 
 @dataclass(frozen=True)
@@ -40,7 +58,7 @@ class Move:
     src: Partition
     dst: Partition
     fields: tuple[str, ...]
-    assigns: bool  # the first move into a partition decides which sample goes to which replica
+    assigns: bool  # the first move into a partition assigns samples to replicas
     expected_bytes: int
 
     @property
@@ -58,13 +76,13 @@ class Move:
 
 
 @dataclass(frozen=True)
-class Run:
+class RunNode:
     """Calls the function of a node."""
 
     node: str
     partition: Partition
     reads: tuple[str, ...]
-    writes: tuple[str, ...]  # only those that some node reads; the others are dropped
+    writes: tuple[str, ...]  # without fields that no node reads
 
     @property
     def name(self) -> str:
@@ -79,15 +97,14 @@ class Run:
 
 
 @dataclass(frozen=True)
-class Weights:
-    """Hands weights of a role over, from the ranks that train it to those that generate with it: the newest, or those
-    of `delay` steps before."""
+class SyncWeights:
+    """Syncs weights of a role from training to generating ranks: the newest, or those of `delay` steps before."""
 
     role: str
     ranks: tuple[int, ...]
-    source: Layout | None  # None: nobody trains it
+    source: Layout | None  # None: not trained
     target: Layout
-    expected_bytes: int | None  # that ranks receive together; None: the model is not known
+    expected_bytes: int | None  # received by all ranks together; None: the model is unknown
     delay: int = 0
 
     @property
@@ -128,7 +145,7 @@ class Resample:
     partition: Partition
     field: str
     rounds: int
-    unit: int  # prompts are drawn in multiples of this number, where a step has as many
+    unit: int  # prompts are drawn in multiples of this number, if the step is large enough
     carried: tuple[tuple[Partition, Partition, tuple[str, ...]], ...]
     ranks: tuple[int, ...]
 
@@ -150,9 +167,9 @@ class Resample:
 
 @dataclass(frozen=True)
 class Split:
-    """Lets the samples of a partition leave in chunks, each as soon as its responses are complete.
+    """Sends the samples of a partition in chunks, each as soon as its responses are complete.
 
-    `readers` are the ranks that work chunk by chunk. With those that generate, they agree on the order of the chunks.
+    `readers` are the ranks that work chunk by chunk. They agree on the order of the chunks with the generating ranks.
     """
 
     partition: Partition
@@ -175,7 +192,7 @@ class Split:
 
 @dataclass(frozen=True)
 class Merge:
-    """Joins the chunks of a partition: of `fields`, those that the whole step needs are `kept`."""
+    """Joins the chunks of a partition; of their `fields`, the step keeps the ones in `kept`."""
 
     parts: tuple[Partition, ...]
     partition: Partition
@@ -199,12 +216,12 @@ class Merge:
         return {(p.id, f) for p in self.parts for f in self.fields}
 
 
-Task = Load | Move | Run | Weights | Resample | Split | Merge | Free
+Task = Load | Move | RunNode | SyncWeights | Resample | Split | Merge | Free
 
 
 def chunk_of(t: Task) -> int | None:
-    """Returns which chunk a task is for; None: for the whole step."""
-    part = t.dst if isinstance(t, Move) else t.partition if isinstance(t, Run | Free) else None
+    """Returns the chunk of a task; None: the whole step."""
+    part = t.dst if isinstance(t, Move) else t.partition if isinstance(t, RunNode | Free) else None
     return part.chunk[0] if part and part.chunk else None
 
 
@@ -221,7 +238,7 @@ class Edge:
 
 @dataclass(frozen=True)
 class Plan:
-    """The plan of a step, the same on every rank: `tasks` in global order, `chain(rank)` those of one rank."""
+    """The plan of a step, the same on every rank: `tasks` in global order, `chain(rank)` the tasks of one rank."""
 
     flow: Flow
     workers: int
@@ -232,27 +249,27 @@ class Plan:
     partitions: tuple[Partition, ...]
     home: Mapping[str, str]  # node → partition
     tasks: tuple[Task, ...]
-    prompts_ahead: int = 0  # of later steps, that may be begun while those of a step are generated
+    prompts_ahead: int = 0  # of later steps, which may be begun early
 
     @cached_property
     def staleness(self) -> int:
-        """Steps that the weights of a rollout are behind: the delay of the loop-carried edge."""
-        return max((t.delay for t in self.tasks if isinstance(t, Weights)), default=0)
+        """The steps by which rollout weights are behind: the delay of the loop-carried edge."""
+        return max((t.delay for t in self.tasks if isinstance(t, SyncWeights)), default=0)
 
     @cached_property
     def ahead(self) -> frozenset[int]:
-        """The ranks that generate, if they may be `staleness` steps ahead of the others."""
+        """The generating ranks, if they may run `staleness` steps ahead of the others."""
         nodes = [n for n in self.flow.nodes if n.generates and self.staleness]
         return frozenset(r for n in nodes for r in self.partition_of(n.id).layout.ranks)
 
     @cached_property
     def chunks(self) -> int:
-        """Parts in which the samples of a step leave the ranks that generate; 1: all at once."""
+        """The number of parts in which generating ranks send the samples of a step."""
         return next((len(t.parts) for t in self.tasks if isinstance(t, Split)), 1)
 
     @property
     def overlaps(self) -> bool:
-        """Whether ranks that generate go on while what they have made is sent."""
+        """Whether generating ranks go on while their samples are sent."""
         return self.staleness > 0 or self.chunks > 1
 
     def chain(self, rank: int) -> tuple[Task, ...]:
@@ -354,7 +371,7 @@ class Plan:
 
 
 def _without_estimates(value: Any) -> Any:
-    """Returns the plan without expected bytes: they depend on what a host knows of the model."""
+    """Returns the plan without expected bytes, which depend on the files of a host."""
     if isinstance(value, dict):
         return {k: _without_estimates(v) for k, v in value.items() if k != "expected_bytes"}
     return [_without_estimates(v) for v in value] if isinstance(value, list) else value
@@ -374,9 +391,9 @@ def _task_json(t: Task) -> dict[str, Any]:
                 "assigns": t.assigns,
                 "expected_bytes": t.expected_bytes,
             }
-        case Run():
+        case RunNode():
             return {"do": "run", "node": t.node, "partition": t.partition.id}
-        case Weights():
+        case SyncWeights():
             ends = {name: str(layout) for name, layout in (("from", t.source), ("to", t.target)) if layout}
             task = {"do": "weights", "role": t.role, "ranks": format_ranks(t.ranks)}
             delay = {"delay": t.delay} if t.delay else {}

@@ -1,10 +1,10 @@
-"""Which ranks share a host. Pure."""
+"""The topology: which ranks share a host. Pure."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-HOST_RANKS = 8  # up to so many, one of them may send to all others of its host
+HOST_RANKS = 8  # up to this number, one rank may send to all others of its host
 
 
 @dataclass(frozen=True)
@@ -32,9 +32,9 @@ class Topology:
         return self._ranks[self.hosts[rank]]
 
     def by_host(self, ranks: Sequence[int]) -> list[Sequence[int]] | None:
-        """Returns `ranks` cut by host if a collective should go by host, from one rank of each to the same of others.
+        """Returns `ranks` by host, if a collective should go through one rank of each host; else None.
 
-        It should not if they are in another order, unequally many, alone on their hosts, or very many on each.
+        It should not if the ranks are in another order, unevenly many, alone on their hosts, or very many on each.
         """
         hosts = [self.hosts[r] for r in ranks]
         count = hosts.count(hosts[0])

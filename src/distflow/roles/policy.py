@@ -13,11 +13,11 @@ from distflow.plan.layout import Layout
 from distflow.roles.context import RoleContext, shard_degree
 from distflow.rollout.engine import EngineSetup, RolloutEngine, SamplingParams, load_engine
 from distflow.train.trainer import Trainer, TrainerOptions, make_trainer
-from distflow.weights.shards import Shards, Spec
+from distflow.weights.shards import Shards, TensorSpec
 from distflow.weights.sync import WeightSync
 from distflow.weights.verify import WeightCheck
 
-_Move = tuple[WeightSync | None, Sequence[Spec], Mapping[str, Tensor]]  # a transfer, of which tensors, and these
+_Move = tuple[WeightSync | None, Sequence[TensorSpec], Mapping[str, Tensor]]  # a transfer, of which tensors, and these
 
 
 class Policy:
@@ -54,7 +54,7 @@ class Policy:
         self.lent = False  # to another role, which has it after us in every step
         self.weight_version = -1  # that the plan wants the engine to have
         self.transfer: WeightSync | None = None  # None: the engine has its weights already
-        self.base_specs: Sequence[Spec] = ()  # of the weights beside an adapter, if the engine has that apart
+        self.base_specs: Sequence[TensorSpec] = ()  # of the weights beside an adapter, if the engine has that apart
         self.base_transfer: WeightSync | None = None  # of these; None: done
         self.check: WeightCheck | None = None
         self._weight_syncs = 0
@@ -83,7 +83,7 @@ class Policy:
         if not self._shares_weights(trained == generates and source.shard == 1):
             self.transfer = WeightSync(self.specs, source, target, role.rank, self.dtype, role.topology)
 
-    def _specs(self) -> tuple[Sequence[Spec], Sequence[Spec]]:
+    def _specs(self) -> tuple[Sequence[TensorSpec], Sequence[TensorSpec]]:
         """Returns the model's parameters, and those of an adapter that the engine keeps apart from them."""
         if self.trainer is None:
             assert self.engine is not None

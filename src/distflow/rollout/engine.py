@@ -25,7 +25,7 @@ from distflow.plan.layout import Layout
 from distflow.rollout.registry import engines
 from distflow.util.arrays import Ints
 from distflow.util.plugins import load_plugin
-from distflow.weights.shards import Shards, Spec, slices
+from distflow.weights.shards import Shards, TensorSpec, slices
 
 
 @dataclass(frozen=True)
@@ -126,8 +126,10 @@ class RolloutEngine(ABC):
     interruptible: ClassVar[bool] = False  # has `interrupt`, which `rollout.partial` needs
     keeps_adapter: ClassVar[bool] = False  # apart from the weights, and synced alone; else it is merged into them
 
-    weight_specs: Sequence[Spec]  # what a weight sync fills: `parameter_specs` of the model, as the trainer has them
-    adapter_specs: Sequence[Spec] = ()  # the matrices of an adapter that it keeps, filled like parameters
+    weight_specs: Sequence[
+        TensorSpec
+    ]  # what a weight sync fills: `parameter_specs` of the model, as the trainer has them
+    adapter_specs: Sequence[TensorSpec] = ()  # the matrices of an adapter that it keeps, filled like parameters
     weight_version = -1  # of the weights that the next token is generated with; at first there are none
     longest: int  # tokens of a prompt and its response, at most
 
@@ -142,7 +144,7 @@ class RolloutEngine(ABC):
         """
 
     @classmethod
-    def shards(cls, specs: Sequence[Spec], layout: Layout) -> Shards:
+    def shards(cls, specs: Sequence[TensorSpec], layout: Layout) -> Shards:
         """Returns which part of each parameter a rank of the layout has. Ranks without an engine ask as well."""
         return Shards(layout, 1)
 

@@ -18,8 +18,8 @@ import torch
 from distflow.comm.collectives import Communication, all_reduce
 from distflow.coordinator.coordinator import Coordinator
 from distflow.observe.metrics import MetricsReducer, StepMetrics
-from distflow.plan.early_weights import weights_after
-from distflow.plan.tasks import Move, Partition, Split, Task, Weights, chunk_of
+from distflow.plan.staleness import weights_after
+from distflow.plan.tasks import Move, Partition, Split, SyncWeights, Task, chunk_of
 from distflow.run.comm import Comm
 from distflow.run.evaluation import Evaluation
 from distflow.run.mailbox import Mailbox
@@ -102,7 +102,7 @@ class AsyncComm(Comm):
                 chunk: int = self.mail.take((id(data), step, "chunk", place))
             yield chunk
 
-    def sync_weights(self, task: Weights, version: int) -> Communication[None]:
+    def sync_weights(self, task: SyncWeights, version: int) -> Communication[None]:
         if self.is_new(task.role, version) and task.role in self.generating:
             self.mail.put((task.role, version, "weights"))
             with self.waiting(task.ranks):
@@ -166,7 +166,7 @@ class AsyncComm(Comm):
             self.thread.sent.clear()  # of no task
         stops = ended is not None and ended == self.versions.stop_step
         if self._early is not None and step <= self.versions.last and not stops:
-            for task in (t for t in self.worker.chain if isinstance(t, Weights)):
+            for task in (t for t in self.worker.chain if isinstance(t, SyncWeights)):
                 yield from self._task(self.worker, step, task)
 
     def _tasks(self, worker: Worker, step: int) -> Communication[None]:
@@ -174,7 +174,7 @@ class AsyncComm(Comm):
         for place, task in enumerate(worker.chain):
             if place == early and self._begins_early(step + 1):
                 yield from self._begin(step + 1)
-            if chunk_of(task) is None and not (early is not None and isinstance(task, Weights)):
+            if chunk_of(task) is None and not (early is not None and isinstance(task, SyncWeights)):
                 yield from self._task(worker, step, task)
             if isinstance(task, Split):
                 yield from self._chunks(worker, step, task)
@@ -211,7 +211,7 @@ class AsyncComm(Comm):
     def _task(self, worker: Worker, step: int, task: Task) -> Communication[None]:
         if isinstance(task, Move):
             yield from self._move(worker.data, step, task)
-        elif isinstance(task, Weights):
+        elif isinstance(task, SyncWeights):
             yield from self._sync_weights(task, worker.version(step))
         worker.recorder.sent_by_thread(step, task, worker.plan, self.thread.sent)
 
@@ -223,7 +223,7 @@ class AsyncComm(Comm):
         if receives:
             self.mail.put((*key, "received"), received)
 
-    def _sync_weights(self, task: Weights, version: int) -> Communication[None]:
+    def _sync_weights(self, task: SyncWeights, version: int) -> Communication[None]:
         old, self._synced_by_thread[task.role] = self._synced_by_thread.get(task.role), version
         if old == version:
             return

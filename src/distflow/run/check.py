@@ -45,7 +45,7 @@ def _check_model(
     """Checks the model and all prompts; returns the first row whose prompt the model can read."""
     from distflow.agents.setup_check import check_environments
     from distflow.cluster.world import own_device
-    from distflow.model.lora import Adapter
+    from distflow.model.lora import LoraAdapter
     from distflow.model.memory import check_kv_cache
     from distflow.model.prompt_check import check_prompts, texts
     from distflow.model.source import DTYPES, kv_bytes, open_model
@@ -63,7 +63,7 @@ def _check_model(
         tp_styles(skeleton, layout.tp, f"placement of {node}")
     trained = ""
     if config.train.lora:
-        adapter = sum(prod(s.shape) for s in Adapter(skeleton, config.train.lora).specs)
+        adapter = sum(prod(s.shape) for s in LoraAdapter(skeleton, config.train.lora).specs)
         trained = f" and {adapter:,} of an adapter, which alone are trained"
     parameters = f"{count:,} parameters{trained}, {len(source.tokenizer)} tokens"
     yield f"model     {source.name}: {source.config.model_type}, {parameters}"

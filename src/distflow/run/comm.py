@@ -7,7 +7,7 @@ from distflow.comm.collectives import Communication
 from distflow.coordinator.coordinator import Coordinator
 from distflow.errors import ConfigError
 from distflow.observe.metrics import MetricsReducer, StepMetrics
-from distflow.plan.tasks import Move, Partition, Plan, Run, Split, Weights
+from distflow.plan.tasks import Move, Partition, Plan, RunNode, Split, SyncWeights
 from distflow.roles.role import Role, defines
 from distflow.run.versions import Versions
 
@@ -21,13 +21,13 @@ class Comm:
     def __init__(self, rank: int, plan: Plan, roles: Mapping[str, Role], versions: Versions) -> None:
         self.roles, self.versions = roles, versions
         self.keeps_weights = plan.overlaps  # engines keep their weights until others come, and copies wait for them
-        tasks = [t for t in plan.chain(rank) if isinstance(t, Weights | Run)]
-        nodes = [plan.flow.node(t.node) for t in tasks if isinstance(t, Run)]
+        tasks = [t for t in plan.chain(rank) if isinstance(t, SyncWeights | RunNode)]
+        nodes = [plan.flow.node(t.node) for t in tasks if isinstance(t, RunNode)]
         self.generating = {n.role for n in nodes if n.generates}  # the roles that this worker generates with
-        self.sending = sorted({t.role for t in tasks if isinstance(t, Weights)} - self.generating)
+        self.sending = sorted({t.role for t in tasks if isinstance(t, SyncWeights)} - self.generating)
         self.synced: dict[str, int] = {}  # role → the version that its engines have
         self._copies: dict[int, dict[str, Any]] = {}  # version → role → this worker's part of the weights
-        synced = sorted({t.role for t in tasks if isinstance(t, Weights)})
+        synced = sorted({t.role for t in tasks if isinstance(t, SyncWeights)})
         needs = [(role, "sync_weights", "a role that generates moves its weights first") for role in synced]
         if self.keeps_weights:
             needs += [
@@ -48,7 +48,7 @@ class Comm:
         """Returns the chunks in the order in which this worker's chain runs their tasks."""
         return range(len(task.parts))
 
-    def sync_weights(self, task: Weights, version: int) -> Communication[None]:
+    def sync_weights(self, task: SyncWeights, version: int) -> Communication[None]:
         """Brings a version to the engines, from a copy if the weights were trained further."""
         if not self.is_new(task.role, version):
             return

@@ -26,7 +26,7 @@ from distflow.observe.recorder import Recorder
 from distflow.observe.samples import text_of_tokens
 from distflow.observe.trackers import start_trackers
 from distflow.observe.trackers.tracker import RunInfo
-from distflow.plan import Layout, Plan, Run, Weights
+from distflow.plan import Layout, Plan, RunNode, SyncWeights
 from distflow.roles.context import RoleContext
 from distflow.roles.role import Role
 from distflow.run.async_comm import AsyncComm, CommThread
@@ -323,9 +323,9 @@ def _roles(plans: list[Plan], rank: int) -> list[str]:
     roles: dict[str, None] = {}
     for plan in plans:
         for t in plan.chain(rank):
-            if isinstance(t, Weights):
+            if isinstance(t, SyncWeights):
                 roles[t.role] = None
-            elif isinstance(t, Run) and plan.flow.node(t.node).method:
+            elif isinstance(t, RunNode) and plan.flow.node(t.node).method:
                 roles[plan.flow.node(t.node).role] = None
     return list(roles)
 

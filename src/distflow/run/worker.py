@@ -23,7 +23,7 @@ from distflow.flow.graph import Node
 from distflow.observe.metrics import StepMetrics
 from distflow.observe.recorder import NO_RECORDER, Recorder
 from distflow.plan.layout import format_ranks
-from distflow.plan.tasks import Free, Load, Merge, Move, Resample, Run, Split, Task, Weights, chunk_of
+from distflow.plan.tasks import Free, Load, Merge, Move, Resample, RunNode, Split, SyncWeights, Task, chunk_of
 from distflow.run.chunk_sender import ChunkSender
 from distflow.run.comm import Comm
 from distflow.run.rollouts import PartialRollouts, Rollout, Rollouts
@@ -67,7 +67,7 @@ class Worker:
                 self.chunk_tasks.setdefault(chunk, []).append(t)
         self.work_s = 0.0  # time in nodes in this step; all other time may be spent waiting for others
         self.functions = {
-            t.node: _bind(self.plan.flow.node(t.node), comm.roles) for t in self.chain if isinstance(t, Run)
+            t.node: _bind(self.plan.flow.node(t.node), comm.roles) for t in self.chain if isinstance(t, RunNode)
         }
 
     def steps(
@@ -139,9 +139,9 @@ class Worker:
                         self.data.load(step, task)
                     case Move():
                         yield from self.comm.move(self.data, step, task)
-                    case Weights():
+                    case SyncWeights():
                         yield from self.comm.sync_weights(task, self.version(step))
-                    case Run():
+                    case RunNode():
                         logged = metrics if chunk is None else by_chunk.setdefault(chunk, StepMetrics())
                         details.update(self.run_node(step, task, logged))
                         self.work_s += time.perf_counter() - start
@@ -166,7 +166,7 @@ class Worker:
                 for chunk in self.comm.chunk_order(self.data, step, task):
                     yield from self.chunk_tasks.get(chunk, ())
 
-    def run_node(self, step: int, task: Run, metrics: StepMetrics) -> dict[str, int]:
+    def run_node(self, step: int, task: RunNode, metrics: StepMetrics) -> dict[str, int]:
         """Calls the node's function; returns how many samples, and tokens of responses, it was given."""
         node, fn = self.plan.flow.node(task.node), self.functions[task.node]
         batch = self.data.inputs(step, task)
@@ -207,7 +207,7 @@ class Worker:
         return {"samples": len(batch), **({"tokens": int(batch[TOKENS].lengths.sum())} if TOKENS in batch else {})}
 
     def _generate(
-        self, context: Context, node: Node, task: Run, batch: Batch, metrics: StepMetrics
+        self, context: Context, node: Node, task: RunNode, batch: Batch, metrics: StepMetrics
     ) -> Mapping[str, Any]:
         """Calls a node that generates, or recalls its rollout in a resumed run; keeps rollouts ahead of training."""
         assert self.rollouts

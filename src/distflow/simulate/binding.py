@@ -10,12 +10,12 @@ from distflow.plan.field_bytes import KNOWN_FIELDS, PROMPT_TOKENS, FieldBytes
 from distflow.run.program import Program
 from distflow.simulate.costs import Costs
 
-SPREAD = 0.7  # unless it is given
+SPREAD = 0.7  # default
 
 
 @dataclass(frozen=True)
 class Assumptions:
-    """What a config does not say; None: half of what it allows."""
+    """Lengths that a config does not determine; None: half of its limit."""
 
     model: str | None = None
     prompt_tokens: float | None = None
@@ -25,7 +25,7 @@ class Assumptions:
 
 
 def parse_node_seconds(texts: Sequence[str]) -> dict[str, float]:
-    """Parses `update=81`, as often as it is given."""
+    """Parses options such as `update=81`."""
     given: dict[str, float] = {}
     for text in texts:
         node, equals, value = text.partition("=")

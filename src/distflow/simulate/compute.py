@@ -1,7 +1,6 @@
-"""How long a node computes, from a roofline: FLOPs over the device's FLOP/s, bytes over its memory's bandwidth.
+"""The compute time of nodes, by a roofline: FLOPs / the device's FLOP/s, bytes / its memory bandwidth.
 
-All functions are over the replicas of a layout at once: samples have a replica, and a replica has tp ranks that work as
-one.
+All functions work on the replicas of a layout at once; the tp ranks of a replica work as one.
 """
 
 import math
@@ -19,7 +18,7 @@ from distflow.util.arrays import Ints, position_in_run
 
 @dataclass(frozen=True)
 class Work:
-    """One node on one layout: which replica has which sample, and how long their responses are."""
+    """One node on one layout: the replica and the response length of every sample."""
 
     node: Node
     layout: Layout
@@ -31,15 +30,14 @@ class Work:
 
 @dataclass(frozen=True)
 class Times:
-    """The seconds of each replica: computing, and until it is done, which includes waiting for other replicas in
-    between."""
+    """The seconds of each replica: busy, and until it is done, including waits for other replicas."""
 
     busy: Floats
     elapsed: Floats
 
 
 def compute_times(work: Work, hardware: Hardware, costs: Costs) -> Times:
-    """Returns the times of a node: given ones, or those of the roofline; 0 where nothing is known."""
+    """Returns the times of a node: given, or by the roofline; 0 if nothing is known."""
     node, replicas = work.node, work.layout.dp
     model = costs.models.get(node.role)
     if node.id in costs.seconds:
@@ -54,7 +52,7 @@ def compute_times(work: Work, hardware: Hardware, costs: Costs) -> Times:
 
 
 def in_lockstep(work: Work, costs: Costs) -> bool:
-    """Whether the replicas wait for each other all the time: gradients are summed, sharded parameters are gathered."""
+    """Whether the replicas run in lockstep: they sum gradients or gather sharded parameters."""
     if work.node.id in costs.seconds or work.node.role not in costs.models or work.layout.dp == 1:
         return False
     return work.node.type == "train" or (not work.node.generates and shards_of(work.layout, costs) > 1)
@@ -65,7 +63,7 @@ def shards_of(layout: Layout, costs: Costs) -> int:
 
 
 def _pass_times(work: Work, hw: Hardware, costs: Costs, model: ModelShape) -> Times:
-    """A forward pass, or forward and backward: micro-batches, of which each gathers the sharded parameters."""
+    """Returns the times of a forward pass, or forward and backward, in micro-batches that gather sharded parameters."""
     train = work.node.type == "train"
     parts, epochs = (int(work.node.params.get(k, 1)) if train else 1 for k in ("mini_batches", "epochs"))
     tp, replicas = work.layout.tp, work.layout.dp
@@ -78,7 +76,7 @@ def _pass_times(work: Work, hw: Hardware, costs: Costs, model: ModelShape) -> Ti
     place = work.replica * parts + part
     compute = np.bincount(place, seconds, replicas * parts).reshape(replicas, parts)
     tokens = np.bincount(place, sequence, replicas * parts).reshape(replicas, parts)
-    micro = np.maximum(np.ceil(tokens / costs.micro_tokens), 1).max(axis=0)  # the same number on all ranks
+    micro = np.maximum(np.ceil(tokens / costs.micro_tokens), 1).max(axis=0)  # the same on all ranks
     gather = micro * _gather_seconds(work, hw, costs, model, train)
     busy = np.maximum(compute, gather)  # parameters are prefetched: the slower of the two is seen
     # The replicas wait for the slowest after every mini-batch but the last, after which the caller decides.
@@ -87,7 +85,7 @@ def _pass_times(work: Work, hw: Hardware, costs: Costs, model: ModelShape) -> Ti
 
 
 def _mini_batches(work: Work, parts: int) -> Ints:
-    """Returns the mini-batch of each sample: the step's prompts take turns."""
+    """Returns the mini-batch of each sample: the step's prompts, round-robin."""
     return np.arange(len(work.replica)) // work.repeat % parts
 
 
@@ -103,7 +101,7 @@ def _all_reduce_seconds(work: Work, hw: Hardware, costs: Costs, model: ModelShap
 def _gather_seconds(work: Work, hw: Hardware, costs: Costs, model: ModelShape, train: bool) -> float:
     """Seconds of one micro-batch for gathering the parameters, twice when training, and for scattering gradients.
 
-    One copy of what is gathered enters a host, over all of its links.
+    One copy of the parameters enters a host, over all of its links.
     """
     shards = shards_of(work.layout, costs)
     if shards == 1 and not train:
@@ -180,12 +178,12 @@ class _Decoding:
 
 
 def _expert_share(hw: Hardware, model: ModelShape) -> float:
-    """Returns what of an efficiency the model reaches: many small experts keep a device less busy than one MLP."""
+    """Returns the fraction of an efficiency that the model reaches, less than 1 with many small experts."""
     return hw.efficiency.experts if model.experts > 1 else 1.0
 
 
 def _start_steps(steps: Floats, slots: int) -> Floats:
-    """Returns the decoding step at which each sequence starts: at once, or when a slot becomes free, in their order."""
+    """Returns the decoding step at which each sequence starts: at once, or when a slot becomes free, in order."""
     begin = np.zeros_like(steps)
     free = steps[:, :slots].copy()
     rows = np.arange(len(steps))

@@ -1,33 +1,33 @@
-"""The same flow driven by one process: every field goes through its link and its memory, node after node."""
+"""The same flow with a single controller: every field goes through its link and its memory, node after node."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
-from distflow.plan.tasks import Plan, Run
+from distflow.plan.tasks import Plan, RunNode
 from distflow.simulate.costs import Costs
 from distflow.simulate.hardware import Hardware
-from distflow.simulate.result import Result
+from distflow.simulate.result import SimulatedStep
 
 
 @dataclass(frozen=True)
 class ControllerResult:
-    """A step of a single controller. Its samples are padded to the longest allowed, as such frameworks do."""
+    """A step of a single controller. Its samples are padded to the longest allowed, as is usual."""
 
     step_s: float
     data_plane_s: float
-    bytes: float  # through its link
+    bytes: float  # through the link of the driver
     memory: float  # of the driver
     largest_batch: int  # prompts that fit its memory
     node_s: Mapping[str, float]  # node → seconds in which the driver sends its inputs and receives its outputs
 
 
-def simulate_controller(plan: Plan, hardware: Hardware, costs: Costs, result: Result) -> ControllerResult:
+def simulate_controller(plan: Plan, hardware: Hardware, costs: Costs, result: SimulatedStep) -> ControllerResult:
     """Predicts the step of a driver that calls node after node; workers compute as in `result`.
 
-    For each node it encodes and sends what the node reads, and receives and decodes what it writes. The weight
-    weight sync is among the workers, and the same.
+    For each node it encodes and sends the input, and receives and decodes the output. The weight sync is peer to
+    peer, as in `result`.
     """
     driver = hardware.controller
     longest = costs.max_tokens if np.isfinite(costs.max_tokens) else costs.response_tokens
@@ -35,7 +35,7 @@ def simulate_controller(plan: Plan, hardware: Hardware, costs: Costs, result: Re
     times = {t.name: t for t in result.tasks}
     compute = sent = 0.0
     nodes: dict[str, float] = {}
-    for task in (t for t in plan.tasks if isinstance(t, Run)):
+    for task in (t for t in plan.tasks if isinstance(t, RunNode)):
         compute += times[task.name].elapsed_s
         size = float(costs.sample_bytes(plan, (*task.reads, *task.writes), lengths).sum())
         calls = 2 * len(task.ranks) * driver.call_s

@@ -1,4 +1,4 @@
-"""What the nodes of a step cost, apart from the hardware: models, lengths, bytes of fields, or measured seconds."""
+"""The costs of nodes, apart from the hardware: models, lengths, bytes of fields, or measured seconds."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,19 +13,19 @@ from distflow.plan.tasks import Plan
 
 @dataclass(frozen=True)
 class Costs:
-    """`seconds` of a node, the same on every worker, replace what the roofline says of its role's model."""
+    """`seconds` of a node, the same on every worker, replace the roofline of its role's model."""
 
     seconds: Mapping[str, float] = field(default_factory=dict)
     models: Mapping[str, ModelShape] = field(default_factory=dict)  # role → its model
     weight_bytes: Mapping[str, float] = field(default_factory=dict)  # role → bytes synced; default: its model's
-    fields: Mapping[str, FieldBytes] = field(default_factory=dict)  # others have the bytes that the plan expects
+    fields: Mapping[str, FieldBytes] = field(default_factory=dict)  # other fields have the bytes that the plan expects
     prompt_tokens: float = 0.0
     response_tokens: float = 0.0  # mean
     lengths: Sequence[int] | None = None  # of every response of the step, instead of a distribution
     max_tokens: float = float("inf")  # of a response
     spread: float = 0.0  # standard deviation of the logarithm of the response length
     seed: int = 0
-    dtype_bytes: int = 2  # of the computation, and of weights that are synced
+    dtype_bytes: int = 2  # of the computation, and of synced weights
     micro_tokens: int = 16384
     gradient_checkpointing: bool = True
     max_sequences: int = 256  # generated at the same time by one engine
@@ -44,7 +44,7 @@ class Costs:
             raise ConfigError(f"lengths: there are {len(self.lengths)}, and the plan has {plan.samples} samples")
 
     def response_lengths(self, samples: int) -> Floats:
-        """Returns the length of each response of a step: log-normal, cut at `max_tokens`, with the mean asked for."""
+        """Returns the length of each response of a step: log-normal, cut at `max_tokens`, with the given mean."""
         if self.lengths is not None:
             return np.asarray(self.lengths, np.float64)
         mean = min(self.response_tokens, self.max_tokens)
@@ -66,7 +66,7 @@ class Costs:
         return size
 
     def weights(self, role: str) -> float:
-        """Returns the bytes of a role's weights as they are synced; 0 if nothing is known of them."""
+        """Returns the bytes of a role's weights in a sync; 0 if unknown."""
         if role in self.weight_bytes:
             return self.weight_bytes[role]
         model = self.models.get(role)

@@ -14,7 +14,7 @@ FOLDER = Path(__file__).parent / "hardware"
 
 
 class Device(Section):
-    """What one worker computes with."""
+    """The device of one worker."""
 
     flops: float = Field(gt=0)  # peak, bfloat16 on GPUs
     memory: float = Field(gt=0)  # bytes
@@ -30,11 +30,11 @@ class Link(Section):
 
 
 class Cpu(Section):
-    """What communication costs the CPU. `cores` are those of a worker, of a host, or of all hosts together."""
+    """The CPU costs of communication. `cores` are those of a worker, of a host, or of all hosts together."""
 
     message_s: float = Field(ge=0)  # to send or to receive one message
     byte_s: float = Field(0.0, ge=0)  # to send or to receive one byte over a socket
-    pack_rate: float = Field(gt=0)  # of packing the samples that are sent, and copying those that stay
+    pack_rate: float = Field(gt=0)  # of packing samples to send, and copying samples that stay
     sample_s: float = Field(0.0, ge=0)  # to read a header and route one sample of the step; every rank reads all
     cores: float = Field(1.0, gt=0)
     per: Literal["worker", "host", "all"] = "worker"
@@ -51,13 +51,13 @@ class Controller(Section):
 
 
 class Efficiency(Section):
-    """Fractions of the peak that are reached, and the fixed cost of a decoding step."""
+    """Achieved fractions of the peak, and the fixed cost of a decoding step."""
 
     train: float = Field(gt=0, le=1)
     forward: float = Field(gt=0, le=1)  # log-probs, values, prefill
     decode_memory: float = Field(gt=0, le=1)
     decode_flops: float = Field(gt=0, le=1)
-    experts: float = Field(gt=0, le=1)  # of the above, what a mixture of experts reaches
+    experts: float = Field(gt=0, le=1)  # of the above, for a mixture of experts
     network: float = Field(gt=0, le=1)
     decode_step_s: float = Field(ge=0)  # scheduling, sampling and launching kernels, per decoding step
 

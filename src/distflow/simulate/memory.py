@@ -1,11 +1,11 @@
-"""Memory of a worker: what stays, and what each phase adds."""
+"""The memory of a worker: its state between steps, and the peak of each phase."""
 
 from dataclasses import dataclass
 
 from distflow.config.model_shape import ModelShape
 from distflow.errors import ConfigError
 from distflow.plan.layout import Layout
-from distflow.plan.tasks import Plan, Run
+from distflow.plan.tasks import Plan, RunNode
 from distflow.simulate.compute import shards_of
 from distflow.simulate.costs import Costs
 from distflow.simulate.hardware import Hardware
@@ -26,7 +26,7 @@ class Memory:
 
     @property
     def peak(self) -> float:
-        """Generation and training take turns: the engine's memory is released in between."""
+        """The larger of generation and training, as the engine releases its memory in between."""
         return self.state + max(self.training, self.generation)
 
 
@@ -35,7 +35,7 @@ def memory_of(plan: Plan, rank: int, costs: Costs) -> Memory:
     state = training = generation = 0.0
     seen: set[str] = set()
     trained = {n.role for n in plan.flow.nodes if n.type == "train"}
-    for task in (t for t in plan.tasks if isinstance(t, Run)):
+    for task in (t for t in plan.tasks if isinstance(t, RunNode)):
         node = plan.flow.node(task.node)
         model, layout = costs.models.get(node.role), task.partition.layout
         if model is None or node.type == "compute" or layout.replica_of(rank) is None:
@@ -60,7 +60,7 @@ def _pass_memory(model: ModelShape, layout: Layout, costs: Costs, train: bool) -
 
 
 def check_memory(plan: Plan, memories: dict[tuple[int, ...], Memory], hardware: Hardware, costs: Costs) -> None:
-    """Raises if some worker needs more than its device has, with what would fit."""
+    """Raises if a worker needs more memory than its device has, with ways to need less."""
     limit = hardware.device.memory
     ranks, memory = max(memories.items(), key=lambda item: item[1].peak)
     if memory.peak <= limit:

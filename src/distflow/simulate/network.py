@@ -1,6 +1,6 @@
-"""The network: bytes between workers take time on links and on CPUs, in the rounds that the workers' own code has.
+"""The network: bytes between workers take time on links and on CPUs, in the rounds of the workers' own code.
 
-`exchange` is the one primitive, as in `data/collectives.py`; all-gathers, trees and the weight sync are made of it.
+`exchange` is the one primitive, as in `comm/collectives.py`; all-gathers, trees and the weight sync are made of it.
 """
 
 import math
@@ -16,7 +16,7 @@ from distflow.util.arrays import Ints
 Bools = NDArray[np.bool_]
 
 
-class Network:
+class NetworkModel:
     """The links and CPUs of all workers. Counts what every worker sends, receives and spends on it."""
 
     def __init__(self, hardware: Hardware, hosts: Ints) -> None:
@@ -31,11 +31,11 @@ class Network:
     def exchange(
         self, sender: Ints, receiver: Ints, size: Floats, start: Floats, parts: int = 1, pack: bool = False
     ) -> Floats:
-        """Sends `size` bytes from each sender to its receiver; returns when each worker is done with all of its own.
+        """Sends `size` bytes from each sender to its receiver; returns when each worker is done.
 
         A worker starts at its `start`. Messages of several workers may share a link: it is then busy from the first of
-        them on, for as long as all their bytes take. The bytes go in so many `parts`, one after the other. With `pack`,
-        what is sent is first copied into one buffer.
+        them on, for the time of all their bytes. The bytes go in `parts`, one after the other. With `pack`, they are
+        first copied into one buffer.
         """
         if not len(sender):
             return start
@@ -74,7 +74,7 @@ class Network:
         return np.where(taking_part, np.maximum(end, busy[share]), end)
 
     def _on_links(self, sender: Ints, receiver: Ints, size: Floats, begin: Floats, remote: Bools, parts: int) -> Floats:
-        """Returns when each message has arrived: as the slower of its two links has carried all it was given."""
+        """Returns the arrival of each message: when the slower of its two links has carried all its bytes."""
         start = np.maximum(begin[sender], begin[receiver])
         done = start.copy()
         for link, which, scale in (
@@ -88,7 +88,7 @@ class Network:
         return done
 
     def all_gather(self, ranks: Ints, size: float, start: Floats) -> Floats:
-        """Bruck's: in round k every rank sends what it has to the rank 2^k before it."""
+        """Bruck's algorithm: in round k every rank sends its rows to the rank 2^k before it."""
         n = len(ranks)
         now = start
         for k in range(math.ceil(math.log2(n)) if n > 1 else 0):
@@ -97,7 +97,7 @@ class Network:
         return now
 
     def all_gather_by_host(self, ranks: Ints, size: float, start: Floats) -> Floats:
-        """The same with one rank of each host in these rounds, which speaks for and to the others there."""
+        """The all-gather by host leaders: one rank of each host sends and receives for all ranks of the host."""
         hosts = self._topology.by_host(ranks.tolist())
         if hosts is None:
             return self.all_gather(ranks, size, start)

@@ -1,4 +1,4 @@
-"""Everything `distflow simulate` says: a simulated step, what one controller would need, and other placements."""
+"""The report of `distflow simulate`: a simulated step, a single controller, and other placements."""
 
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -11,7 +11,7 @@ from distflow.simulate.controller import ControllerResult, simulate_controller
 from distflow.simulate.costs import Costs
 from distflow.simulate.hardware import Hardware
 from distflow.simulate.memory import check_memory
-from distflow.simulate.result import Result
+from distflow.simulate.result import SimulatedStep
 from distflow.simulate.search import Candidate, colocated_and_split, search
 from distflow.simulate.walk import simulate
 
@@ -20,12 +20,12 @@ _SHOWN = 12  # candidates of a search
 
 @dataclass(frozen=True)
 class Report:
-    """The step of a config on some hardware, and what it is compared with."""
+    """The step of a config on some hardware, and its comparisons."""
 
     plan: Plan
     hardware: Hardware
     costs: Costs
-    result: Result
+    result: SimulatedStep
     controller: ControllerResult
     alternatives: tuple[Candidate, ...]  # the same dp × tp, colocated and split
     candidates: tuple[Candidate, ...]  # of a search, the fastest first
@@ -59,7 +59,7 @@ class Report:
             **({"search": [self._candidate(c) for c in self.candidates]} if self.candidates else {}),
         }
 
-    def forecast(self, result: Result) -> float:
+    def forecast(self, result: SimulatedStep) -> float:
         return result.pipelined_s(self.overlap)
 
     def _candidate(self, c: Candidate) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What a simulation says: times of tasks, bytes on links, memory and idle time of workers."""
+"""The result of a simulation: times of tasks, bytes on links, memory and idle time of workers."""
 
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -16,8 +16,8 @@ from distflow.util.arrays import Ints
 class TaskTime:
     """When a task runs, from its first worker's start to its last one's end.
 
-    `elapsed_s` is what its slowest worker needs, without waiting for others to come to it; `mean_busy_s` what a worker
-    computes or communicates on average.
+    `elapsed_s` is the time of its slowest worker, without waits for others to start; `mean_busy_s` is the mean time of
+    computing or communicating.
     """
 
     name: str
@@ -27,11 +27,11 @@ class TaskTime:
     elapsed_s: float
     mean_busy_s: float
     bytes: float = 0.0  # payload between workers
-    network_bytes: float = 0.0  # all that crossed between hosts for it, headers included
+    network_bytes: float = 0.0  # between hosts, headers included
 
 
 @dataclass(frozen=True)
-class Span:
+class TaskSpan:
     """A task on the timeline of one rank set: done at `end_s`, and at `mean_end_s` if no worker waited for another."""
 
     name: str
@@ -43,20 +43,20 @@ class Span:
 
 @dataclass(frozen=True)
 class RankSet:
-    """Ranks with the same chain of tasks, and what share of the step they compute, communicate and wait."""
+    """Ranks with the same chain of tasks, and the fractions of the step in which they compute, communicate and wait."""
 
     ranks: tuple[int, ...]
     compute: float
     communicate: float
     idle: float
-    longest_s: float  # that one of its workers computes and communicates
-    spans: tuple[Span, ...]
+    longest_s: float  # computing and communicating, of its busiest worker
+    spans: tuple[TaskSpan, ...]
     memory: Memory
 
 
 @dataclass(frozen=True)
 class LinkBytes:
-    """Bytes of one step through the network links: those of the busiest and of the mean link, sent or received."""
+    """Bytes of one step through the network links: of the busiest and of the mean link, sent or received."""
 
     busiest: float
     mean: float
@@ -69,7 +69,7 @@ class LinkBytes:
 
 @dataclass(frozen=True)
 class TaskTimes:
-    """One task on each of its ranks: when the rank comes to it and leaves it, and how long it does not wait."""
+    """One task on each of its ranks: when the rank starts and ends it, and how long it is busy."""
 
     task: Task | None  # None: the metrics at the end of the step
     ranks: Ints
@@ -79,7 +79,7 @@ class TaskTimes:
 
 
 @dataclass(frozen=True)
-class Result:
+class SimulatedStep:
     """One simulated step."""
 
     step_s: float
@@ -112,7 +112,7 @@ class Result:
     def pipelined_s(self, staleness: float) -> float:
         """Returns a forecast of the step if rank sets worked on different steps, at most `staleness` apart.
 
-        A step then takes as long as the busiest rank set; and a sample must have gone all the way round in time.
+        A step then takes as long as the busiest rank set; and a sample must complete the cycle in time.
         """
         if not staleness or len(self.rank_sets) == 1:
             return self.step_s

@@ -1,4 +1,4 @@
-"""Proposes placements: dp × tp of generation and training, on the same ranks or on ranks of their own."""
+"""Proposes placements: dp × tp of generation and training, on the same or separate ranks."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from distflow.run.program import Program
 from distflow.simulate.costs import Costs
 from distflow.simulate.hardware import Hardware
 from distflow.simulate.memory import memory_of
-from distflow.simulate.result import Result
+from distflow.simulate.result import SimulatedStep
 from distflow.simulate.walk import simulate
 
 SHARES = (None, 25, 50, 75)  # percent of the ranks
@@ -22,12 +22,12 @@ _ROLLOUT, _TRAIN = "rollout", "train"
 
 @dataclass(frozen=True)
 class Candidate:
-    """A placement and the step predicted for it. `rollout`: percent of the ranks that only generate; None: none."""
+    """A placement and the step predicted for it. `rollout`: percent of the ranks that only generate."""
 
     rollout: int | None
     generate_tp: int
     train_tp: int
-    result: Result
+    result: SimulatedStep
 
     @property
     def name(self) -> str:
@@ -36,7 +36,7 @@ class Candidate:
 
     @property
     def placement(self) -> dict[str, object]:
-        """The `placement` section of a config that asks for it."""
+        """The `placement` section of a config for this candidate."""
         ranks = {_ROLLOUT: f"0%-{self.rollout}%", _TRAIN: f"{self.rollout}%-"} if self.rollout else {}
         generate, train = (_ROLLOUT, _TRAIN) if self.rollout else ("all", "all")
         return {
@@ -55,7 +55,7 @@ def search(program: Program, workers: int, hardware: Hardware, costs: Costs, ove
 
 
 def colocated_and_split(program: Program, plan: Plan, hardware: Hardware, costs: Costs) -> list[Candidate]:
-    """Returns the plan's own dp × tp on the same ranks and on ranks of their own, the fastest first."""
+    """Returns the plan's own dp × tp on the same and on separate ranks, the fastest first."""
     tp = {n.generates: plan.partition_of(n.id).layout.tp for n in plan.flow.nodes if n.generates or n.type == "train"}
     if len(tp) < 2:  # it does not generate, or does not train
         return []

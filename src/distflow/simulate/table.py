@@ -1,4 +1,4 @@
-"""Shows a simulation in a terminal, or as plain text when piped: tasks, rank sets, and what it is compared with."""
+"""Shows a simulation in a terminal, or as plain text when piped: tasks, rank sets, comparisons."""
 
 from rich import box
 from rich.console import Group, RenderableType

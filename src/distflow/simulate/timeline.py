@@ -7,7 +7,7 @@ from rich.cells import cell_len
 from distflow.plan.layout import ranks_text
 from distflow.plan.table import headline, rank_set_names
 from distflow.simulate.report import Report
-from distflow.simulate.result import RankSet, Span
+from distflow.simulate.result import RankSet, TaskSpan
 from distflow.util.text import clean, human_bytes, seconds
 
 _COLORS = {"run": "#2b66c4", "move": "#b56500", "weights": "#7145c2", "control": "#0d7580"}
@@ -55,7 +55,7 @@ def _lane(report: Report, rank_set: RankSet, n: int) -> str:
     return out
 
 
-def _bar(span: Span, top: float, scale: float) -> str:
+def _bar(span: TaskSpan, top: float, scale: float) -> str:
     x = _MARGIN + _LABEL + span.start_s * scale
     solid, whole = ((end - span.start_s) * scale for end in (span.mean_end_s, span.end_s))
     color = _COLORS[span.kind]

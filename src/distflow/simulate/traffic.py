@@ -1,4 +1,4 @@
-"""Which bytes a move sends from whom to whom: the routes of `data/routes.py`, for all ranks at once."""
+"""The bytes of a move between all ranks: the routes of `comm/routes.py`, for all ranks at once."""
 
 import math
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ _SCHEMA, _WORD = 8, 4  # a segment starts with 8 words of 4 bytes per field, and
 
 
 @dataclass(frozen=True)
-class Traffic:
+class MoveTraffic:
     """Payload and wire bytes from each sender to each receiver; `kept` payload bytes stay on their rank."""
 
     sender: Ints
@@ -32,8 +32,8 @@ def new_replicas(move: Move, old: Ints, weights: Floats, repeat: int) -> Ints:
     return assign_replicas(old, move.src.layout, move.dst.layout, np.rint(weights).astype(np.int64), group, balance)
 
 
-def traffic(move: Move, old: Ints, new: Ints, size: Floats, workers: int) -> Traffic:
-    """Returns who sends what: each receiving rank gets the samples that it lacks, replicas take turns in sending."""
+def traffic(move: Move, old: Ints, new: Ints, size: Floats, workers: int) -> MoveTraffic:
+    """Returns the bytes that each rank receives of the samples that it lacks; tp ranks take turns in sending."""
     src, dst = move.src.layout, move.dst.layout
     source_replicas, target_replicas = (_replica_table(layout) for layout in (src, dst))
     replica_of = np.full(workers, -1, np.int64)
@@ -49,7 +49,7 @@ def traffic(move: Move, old: Ints, new: Ints, size: Floats, workers: int) -> Tra
     payload: Floats = np.bincount(inverse, size[sample], len(pair)).astype(np.float64)
     samples = np.bincount(inverse, minlength=len(pair))
     wire: Floats = payload + 1.0 * _WORD * len(move.fields) * (_SCHEMA + samples)
-    return Traffic(pair // workers, pair % workers, payload, wire, kept_bytes)
+    return MoveTraffic(pair // workers, pair % workers, payload, wire, kept_bytes)
 
 
 def header_bytes(move: Move, samples: int, repeat: int) -> int:
@@ -59,14 +59,14 @@ def header_bytes(move: Move, samples: int, repeat: int) -> int:
 
 
 def contiguous(partition: Partition, samples: int, repeat: int) -> Ints:
-    """Returns the replica of each sample if replicas have contiguous shares, of whole groups where they are needed."""
+    """Returns the replica of each sample if replicas have contiguous shares, of whole groups if required."""
     if partition.whole_groups:
         return np.repeat(contiguous_replicas(samples // repeat, partition.layout.dp), repeat)
     return contiguous_replicas(samples, partition.layout.dp)
 
 
 def _described(partition: Partition, samples: int, repeat: int) -> int:
-    """Returns how many samples of a replica each of its ranks describes."""
+    """Returns the number of samples that each rank of a replica describes."""
     unit = repeat if partition.whole_groups else 1
     largest = -(-samples // unit // partition.layout.dp) * unit
     return math.ceil(largest / partition.layout.tp)
@@ -77,7 +77,7 @@ def _replica_table(layout: Layout) -> Ints:
 
 
 def _turns(old: Ints, new: Ints, replicas: int) -> Ints:
-    """Returns the index of each sample among those with the same old and new replica."""
+    """Returns the index of each sample among the samples with the same old and new replica."""
     key = old * replicas + new
     order = np.argsort(key, kind="stable")
     turns = np.empty_like(key)

@@ -9,13 +9,13 @@ from distflow.config.model_shape import Floats
 from distflow.errors import ConfigError
 from distflow.flow.graph import Node
 from distflow.plan.layout import Layout
-from distflow.plan.tasks import Free, Load, Move, Plan, Resample, Run, Task, Weights
+from distflow.plan.tasks import Free, Load, Move, Plan, Resample, RunNode, SyncWeights, Task
 from distflow.simulate.compute import Work, compute_times, in_lockstep, shards_of
 from distflow.simulate.costs import Costs
 from distflow.simulate.hardware import Hardware
 from distflow.simulate.memory import memory_of
-from distflow.simulate.network import Network
-from distflow.simulate.result import LinkBytes, RankSet, Result, Span, TaskTime, TaskTimes
+from distflow.simulate.network import NetworkModel
+from distflow.simulate.result import LinkBytes, RankSet, SimulatedStep, TaskSpan, TaskTime, TaskTimes
 from distflow.simulate.traffic import contiguous, header_bytes, new_replicas, traffic
 from distflow.simulate.weight_sync import sync_weights
 from distflow.util.arrays import Ints
@@ -30,7 +30,7 @@ class Hosts(Protocol):
     def hosts(self) -> tuple[int, ...]: ...
 
 
-def simulate(plan: Plan, hardware: Hardware, costs: Costs, topology: Hosts | None = None) -> Result:
+def simulate(plan: Plan, hardware: Hardware, costs: Costs, topology: Hosts | None = None) -> SimulatedStep:
     """Simulates one step. By default each host has the hardware's number of consecutive ranks."""
     if topology is not None and len(topology.hosts) != plan.workers:
         raise ConfigError(f"topology: it has {len(topology.hosts)} ranks, and the plan {plan.workers}")
@@ -43,31 +43,31 @@ def simulate(plan: Plan, hardware: Hardware, costs: Costs, topology: Hosts | Non
 
 
 class _Walk:
-    """`now[r]` is when rank r is free; a task of several ranks starts on each when it comes to it."""
+    """`now[r]` is when rank r is free and starts its next task."""
 
     def __init__(self, plan: Plan, hardware: Hardware, costs: Costs, hosts: Ints) -> None:
         self.plan, self.hardware, self.costs, self.hosts = plan, hardware, costs, hosts
-        self.network = Network(hardware, hosts)
+        self.network = NetworkModel(hardware, hosts)
         self.lengths = costs.response_lengths(plan.samples)
         self.now = np.zeros(plan.workers)
         self.computing, self.communicating = np.zeros(plan.workers), np.zeros(plan.workers)
         self.replica: dict[str, Ints] = {}  # partition → the replica of every sample
         self.times: list[TaskTime] = []
-        # A task, when it starts and ends on each rank, and what the rank does in between but waiting.
+        # Each task: its start and end on each rank, and the time in which the rank is busy.
         self.timeline: list[tuple[Task | None, Floats, Floats, Floats]] = []
         self.recorded: list[TaskTimes] = []
         self.events = 0
 
-    def run(self) -> Result:
+    def run(self) -> SimulatedStep:
         for task in self.plan.tasks:
             match task:
                 case Load():
                     self.replica[task.partition.id] = contiguous(task.partition, self.plan.samples, self.plan.repeat)
                 case Move():
                     self._communicate(task, task.name, "move", self._move)
-                case Run():
+                case RunNode():
                     self._run(task)
-                case Weights():
+                case SyncWeights():
                     self._communicate(task, task.name, "weights", self._weights)
                 case Resample():  # one round is assumed: all samples are kept
                     for src, dst, _ in task.carried:
@@ -81,12 +81,12 @@ class _Walk:
     def _communicate(
         self, task: Task | None, name: str, kind: str, function: Callable[[Task | None, Floats], tuple[Floats, float]]
     ) -> None:
-        """Runs a task that communicates; its own time is what remains if nobody had to wait for the last to come."""
+        """Runs a task that communicates; its own time excludes the wait for the last rank to start."""
         before, crossed = self.now.copy(), self.network.sent.sum()
         end, size = function(task, before)
         ranks = self._ranks(task)
         self.now = end
-        # Whoever comes early waits. From when the last has come on, it is the exchange that takes time.
+        # Early ranks wait. The exchange itself takes time only from the start of the last rank.
         own = np.minimum(end[ranks] - before[ranks], np.maximum(end[ranks] - before[ranks].max(), 0.0))
         self.communicating[ranks] += own
         network = float(self.network.sent.sum() - crossed)
@@ -115,7 +115,7 @@ class _Walk:
         return end, float(flows.payload.sum())
 
     def _weights(self, task: Task | None, start: Floats) -> tuple[Floats, float]:
-        assert isinstance(task, Weights)
+        assert isinstance(task, SyncWeights)
         source, target = self._trained(task.role), self._generates(task.role)
         size = self.costs.weights(task.role)
         if source is None or target is None or not size:
@@ -134,7 +134,7 @@ class _Walk:
     def _layout(self, wanted: Callable[[Node], bool]) -> Layout | None:
         return next((self.plan.partition_of(n.id).layout for n in self.plan.flow.order if wanted(n)), None)
 
-    def _run(self, task: Run) -> None:
+    def _run(self, task: RunNode) -> None:
         layout = task.partition.layout
         if task.partition.id not in self.replica:  # a node that reads nothing has contiguous shares
             self.replica[task.partition.id] = contiguous(task.partition, self.plan.samples, self.plan.repeat)
@@ -186,14 +186,14 @@ class _Walk:
             )
         )
 
-    def _result(self) -> Result:
+    def _result(self) -> SimulatedStep:
         step = float(self.now.max())
         network = self.network
         through = np.maximum(network.sent, network.received)
         if self.hardware.network.per == "host":
             through = np.maximum(np.bincount(self.hosts, network.sent), np.bincount(self.hosts, network.received))
         links = LinkBytes(float(through.max()), float(through.mean()), self.hardware.network.per)
-        return Result(
+        return SimulatedStep(
             step_s=step,
             tasks=tuple(self.times),
             rank_sets=tuple(self._rank_set(ranks, step) for ranks in self.plan.chains()),
@@ -218,7 +218,7 @@ class _Walk:
             if (task is None or ranks[0] in task.ranks) and time.end_s > time.start_s:
                 start, last = float(begin[index].min()), float(end[index].max())
                 mean = min(start + float(own[index].mean()), last)
-                spans.append(Span(time.name, time.kind, start, mean, last))
+                spans.append(TaskSpan(time.name, time.kind, start, mean, last))
         compute, communicate = (
             float(x[index].mean()) / step if step else 0.0 for x in (self.computing, self.communicating)
         )

@@ -1,4 +1,4 @@
-"""An exponential moving average of the weights that are trained."""
+"""An exponential moving average of the trained weights."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,7 +21,7 @@ class Ema:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Puts the average in the place of the weights, and the weights back at the end, to the bit."""
+        """Swaps the average into the weights, and restores the weights at the end, to the bit."""
         averages = list(self.shards.values())
         _swap(self._weights, averages)
         try:
@@ -32,7 +32,7 @@ class Ema:
 
 @torch.no_grad()
 def _swap(a: Sequence[Tensor], b: Sequence[Tensor]) -> None:
-    """Exchanges contents, one tensor after the other: the extra memory is that of the largest."""
+    """Exchanges contents, one tensor after the other: the extra memory is the size of the largest."""
     for x, y in zip(a, b, strict=True):
         kept = x.clone()
         x.copy_(y)

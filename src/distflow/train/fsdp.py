@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from distflow.model.tensor_parallel import REPLICATED
-from distflow.weights.shards import Spec
+from distflow.weights.shards import TensorSpec
 
 UNIT = 32 << 20  # bytes of parameters that are gathered together, at least
 
@@ -25,7 +25,7 @@ def data_parallel(mesh: DeviceMesh) -> DeviceMesh:
 
 
 def sharding(mesh: DeviceMesh) -> DeviceMesh:
-    """Returns the dimension of a mesh that parameters are cut over."""
+    """Returns the mesh dimension over which parameters are cut."""
     return mesh["shard"] if _hybrid(mesh) else mesh["dp"]
 
 
@@ -44,8 +44,8 @@ def shard(root: nn.Module, model: PreTrainedModel, mesh: DeviceMesh, compute: to
 def units(model: PreTrainedModel) -> list[list[nn.Module]]:
     """Returns layers whose parameters are gathered together, at least UNIT bytes each.
 
-    For a few small layers one exchange of everything is faster than one for each, in which workers would also wait for
-    each other: such layers are left to the root.
+    For a few small layers one exchange of everything is faster than an exchange for each, where workers would also wait
+    for each other: such layers are left to the root.
     """
     names = set(getattr(model, "_no_split_modules", None) or ())
     layers: list[list[nn.Module]] = []
@@ -64,13 +64,13 @@ def local(p: Tensor) -> Tensor:
     return p.to_local() if isinstance(p, DTensor) else p
 
 
-def local_shards(parameters: Iterable[tuple[Spec, Tensor]]) -> dict[str, Tensor]:
+def local_shards(parameters: Iterable[tuple[TensorSpec, Tensor]]) -> dict[str, Tensor]:
     return {spec.name: local(p.detach()) for spec, p in parameters}
 
 
-def grad_norm(parameters: Iterable[tuple[Spec, Tensor]], mesh: DeviceMesh) -> Tensor:
-    """Returns the norm of the whole gradient, whatever it is cut into; in float64, so that the cut hardly shows."""
-    # One sum for what tensor parallelism cuts, one for what it does not.
+def grad_norm(parameters: Iterable[tuple[TensorSpec, Tensor]], mesh: DeviceMesh) -> Tensor:
+    """Returns the norm of the whole gradient, in float64, so that it hardly depends on the sharding."""
+    # One sum for the parameters that tensor parallelism cuts, one for the others.
     squares = torch.zeros(2, dtype=torch.float64, device=mesh.device_type)
     for spec, p in parameters:
         if p.grad is not None:

@@ -1,4 +1,4 @@
-"""What FSDP wraps and the trainer calls: a model with the head that turns hidden states into one number per token."""
+"""Heads, which FSDP wraps and the trainer calls: a model that returns one number per token."""
 
 from typing import Any
 
@@ -28,7 +28,7 @@ class _WithHead(nn.Module):
 
 
 class LogprobHead(_WithHead):
-    """Computes log-prob and entropy of each token. The logits never leave it."""
+    """Computes log-prob and entropy of each token, without returning the logits."""
 
     def forward(self, pack: Pack, temperature: float) -> tuple[Tensor, ...]:
         hidden = self._hidden(pack)

@@ -9,7 +9,7 @@ from distflow.cpu import as_numpy, kernels_for
 from distflow.cpu.train_ops import add_product, linear, multiply
 
 _CHUNK = 1 << 20  # logits held at once
-_MIN_TOKENS = 128  # at once all the same: each time the whole output layer is read
+_MIN_TOKENS = 128  # tokens per chunk at least, as each chunk reads the whole output layer
 
 
 def token_logprobs(
@@ -85,7 +85,7 @@ class _Head(torch.autograd.Function):
 
 
 def _gradient(logits: Tensor, targets: Tensor, d: Tensor, d_entropy: Tensor, with_entropy: bool) -> Tensor:
-    """Returns the gradient by the logits, which are overwritten."""
+    """Returns the gradient with respect to the logits, in their memory."""
     if kernels := kernels_for(logits):
         kernels.token_logprobs_backward(*map(as_numpy, (logits, targets, d.contiguous(), d_entropy.contiguous())))
         return logits
@@ -108,7 +108,7 @@ def _parts(tokens: int, vocabulary: int) -> list[slice]:
 def _logits(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float, softcap: float | None
 ) -> tuple[Tensor, Tensor | None]:
-    """Returns logits, in float32 or wider, and the derivative of the soft cap where there is one."""
+    """Returns logits, in float32 or wider, and the derivative of the soft cap if there is one."""
     logits = linear(hidden, weight, bias)
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     slope = None

@@ -1,4 +1,4 @@
-"""The learning rate as a function of the number of updates so far: there is no state to keep."""
+"""The learning rate, a pure function of the number of updates so far."""
 
 import math
 

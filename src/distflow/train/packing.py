@@ -1,6 +1,6 @@
 """Packs samples into micro-batches, and a micro-batch into one row of tokens, without padding.
 
-The tokens of a prompt are in it once, for all of its responses. Tokens that the model did not sample are context only.
+All responses of a prompt share its tokens. Tokens that the model did not sample are only context.
 """
 
 from collections.abc import Mapping
@@ -51,7 +51,7 @@ def micro_batches(batch: Batch, index: Ints, budget: int, whole_groups: bool = F
 
 
 def prompt_ids(prompts: Ragged) -> Ints:
-    """Returns a number for each sample, the same for those that have the same prompt."""
+    """Returns a number for each sample, the same for samples of the same prompt."""
     known: dict[bytes, int] = {}
     return np.array([known.setdefault(p.numpy().tobytes(), len(known)) for p in prompts], np.int64)
 
@@ -88,7 +88,7 @@ class Pack:
 
 
 def pack(batch: Batch, index: Ints) -> Pack:
-    """Packs some samples, those of one length side by side: attention computes them together."""
+    """Packs some samples, sorted by length: attention computes equal lengths together."""
     index = index[np.argsort(-(batch[PROMPT].lengths + batch[RESPONSE].lengths)[index], kind="stable")]
     chosen = batch.select(index)
     responses: Ragged = chosen[RESPONSE]
@@ -110,7 +110,7 @@ def pack(batch: Batch, index: Ints) -> Pack:
 
 
 class _Rows:
-    """The rows of each sample that has a response: those of its prompt, and those of its response."""
+    """The rows of each sample that has a response: of its prompt, and of its response."""
 
     def __init__(self, prompts: Ragged, responses: Ragged) -> None:
         live = np.flatnonzero(responses.lengths)
@@ -177,6 +177,6 @@ def _ranges(starts: Ints, counts: Ints) -> Tensor:
 
 
 def empty_pack() -> Pack:
-    """Returns a pack without samples: a rank that has no more of them still takes part in the collectives."""
+    """Returns a pack without samples: a rank that has run out of samples still takes part in the collectives."""
     one, none = torch.zeros(1, dtype=torch.int64), torch.zeros(0, dtype=torch.int64)
     return Pack(none.numpy(), one, one, [1], None, none, none, none, {}, {}, ModelTokens(none.numpy()))

@@ -21,7 +21,7 @@ from distflow.batch.response_mask import ModelTokens
 from distflow.config.schema import LoraConfig, TrainerConfig
 from distflow.cpu.train_ops import use_cpu_modules
 from distflow.errors import ConfigError
-from distflow.model.lora import Adapter, MergedWeights, adapter_pairs, base_name
+from distflow.model.lora import LoraAdapter, MergedWeights, adapter_pairs, base_name
 from distflow.model.source import DTYPES, Read, Source
 from distflow.model.tensor_parallel import parallelize_for_training, parameter_specs, tp_styles
 from distflow.plan.layout import Layout
@@ -33,7 +33,7 @@ from distflow.train.lr_schedule import learning_rate
 from distflow.train.packing import RESPONSE, ROLLOUT, Pack, empty_pack, micro_batches, pack
 from distflow.train.update_spec import UpdateSpec
 from distflow.util.arrays import Ints
-from distflow.weights.shards import Shards, Spec, slices
+from distflow.weights.shards import Shards, TensorSpec, slices
 from distflow.weights.state import EMA, WEIGHTS, RoleState
 
 OLD = "old_logprobs"
@@ -77,7 +77,7 @@ class Trainer:
         self.specs = parameter_specs(lm, self.tp_styles)  # of the model, with or without an adapter
         self.shards = Shards(layout, fsdp.sharding(mesh).size())
         assert not (lora and layout.tp > 1)
-        self.adapter = Adapter(lm, lora, self.tp_styles) if lora else None
+        self.adapter = LoraAdapter(lm, lora, self.tp_styles) if lora else None
         parallelize_for_training(lm, self.tp_styles, mesh)
         if config.gradient_checkpointing and trainable:
             lm.gradient_checkpointing_enable({"use_reentrant": False})
@@ -97,7 +97,7 @@ class Trainer:
         """Allocates this rank's shards and reads the weights into them."""
         self.model._apply(lambda t: torch.empty_like(t, device=self.mesh.device_type) if t.is_meta else t)  # type: ignore[no-untyped-call]
         self.model.lm.tie_weights()
-        # Now, while FSDP shows its shards; during a pass, and for the root until the next, it shows whole tensors.
+        # Now, as FSDP shows whole tensors during a pass and, for the root, until the next.
         parameters = {base_name(name): p for name, p in self.model.lm.named_parameters()}
         self.base = self.trained = [(spec, parameters[spec.name]) for spec in self.specs]
         self._read(self.source.reader([s.name for s in self.specs]), rank)
@@ -111,7 +111,7 @@ class Trainer:
             fsdp.local(p).copy_(read(spec.name, slices(self.shards.box(spec, rank))))
 
     def _make_optimizer(self) -> torch.optim.AdamW:
-        # The optimiser sees this rank's shards as plain tensors, which are the same memory.
+        # The optimiser sees this rank's shards as plain tensors in the same memory.
         self.optimized = [nn.Parameter(shard) for shard in fsdp.local_shards(self.trained).values()]
         decay: dict[bool, list[nn.Parameter]] = {True: [], False: []}
         for (spec, _), shard in zip(self.trained, self.optimized, strict=True):
@@ -140,10 +140,10 @@ class Trainer:
         return self.adapter.scaled(fsdp.local_shards(self.trained))
 
     def state(self) -> RoleState:
-        """Returns what a checkpoint keeps: numbers, and this rank's shards of what is trained and of the moments."""
+        """Returns the state for a checkpoint: numbers, and this rank's shards of trained parameters and moments."""
         assert self.optimizer is not None
         tensors: dict[str, Tensor] = {}
-        specs: dict[str, Spec] = {}
+        specs: dict[str, TensorSpec] = {}
         steps = 0
         for (spec, p), shard in zip(self.trained, self.optimized, strict=True):
             shards = {WEIGHTS: fsdp.local(p.detach())}
@@ -176,7 +176,7 @@ class Trainer:
         micros, _ = self._micro_batches(batch, [np.arange(len(batch))])[0]
         for index in micros:
             packed = self._pack(batch, index)
-            count = len(packed.targets)  # a pack without a response has an output all the same
+            count = len(packed.targets)  # a pack without a response still has an output
             outputs = self.model(packed, self.temperature)[0][:count].cpu()
             for i, part in zip(packed.index, packed.model_tokens.spread(outputs), strict=True):
                 result[starts[i] : starts[i] + len(part)] = part
@@ -184,9 +184,9 @@ class Trainer:
         return Ragged.packed(result, lengths)
 
     def update(self, batch: Batch, spec: UpdateSpec, ctx: Context) -> None:
-        """Makes the optimiser steps of one step: each mini-batch of its prompts, `epochs` times over."""
+        """Makes the optimiser steps of one step: each mini-batch of its prompts, `epochs` times."""
         batch = _prepared(batch, spec)
-        # Prompts in turn: ranks hold consecutive ones, and each is to have a share of every mini-batch.
+        # Round-robin: ranks hold consecutive prompts, and each should have a share of every mini-batch.
         mini_batch = np.searchsorted(ctx.groups, batch.groups) % spec.mini_batches
         minis = [np.flatnonzero(mini_batch == m) for m in range(spec.mini_batches)]
         agreed = self._micro_batches(batch, minis, spec.whole_groups)
@@ -228,7 +228,7 @@ class Trainer:
         outputs, *more = self.model(packed, self.temperature)
         count = len(packed.targets)
         if not count:
-            (0.0 * outputs.sum()).backward()  # this rank takes part in the collectives all the same
+            (0.0 * outputs.sum()).backward()  # this rank still takes part in the collectives
             return
         entropy = more[0] if more else None
         tokens = Tokens(outputs, packed.responses, packed.per_token, packed.per_sample, entropy)
@@ -289,7 +289,7 @@ def make_trainer(role: RoleContext, source: Source, layout: Layout, options: Tra
 
 
 def _prepared(batch: Batch, spec: UpdateSpec) -> Batch:
-    """Adds what the loss sees besides the fields of the node: the old log-probs, and which samples are compared."""
+    """Adds fields for the loss: the old log-probs, and the pairs of samples to compare."""
     columns = dict(batch.columns)
     old = spec.old_logprobs or (ROLLOUT if spec.several else OLD)
     if OLD not in batch and (spec.old_logprobs or old in batch):
@@ -300,7 +300,7 @@ def _prepared(batch: Batch, spec: UpdateSpec) -> Batch:
 
 
 def _checked(loss: Any, tokens: int) -> Loss:
-    """Refuses anything but one value per token: one number for all would pass as that of every token."""
+    """Refuses anything but one value per token: a single number would broadcast to every token."""
     if not isinstance(loss, Loss):
         raise ConfigError(f"the loss returned a {type(loss).__name__}; return distflow.Loss(per_token, metrics)")
     if loss.per_token.shape != (tokens,):

@@ -1,4 +1,4 @@
-"""What an update node asks for: the loss, how it is aggregated, and how a step is divided into optimiser steps."""
+"""The parameters of an update node: the loss, its aggregation, and the optimiser steps of a step."""
 
 import inspect
 from collections.abc import Callable, Mapping
@@ -30,7 +30,7 @@ PARAMS = (
 
 @dataclass(frozen=True)
 class UpdateSpec:
-    """`loss` gives a value per token, `aggregate` says how they become one number."""
+    """`loss` returns a value per token; `aggregate` reduces them to one number."""
 
     loss: Callable[..., Loss]
     constants: Mapping[str, Any]  # of the loss
@@ -39,13 +39,13 @@ class UpdateSpec:
     total_updates: int  # optimiser steps of the whole run, for the learning-rate schedule
     mini_batches: int = 1
     epochs: int = 1
-    whole_groups: bool = False  # the loss compares the samples of a prompt: they are in one micro-batch
+    whole_groups: bool = False  # the loss compares the samples of a prompt, so they are in one micro-batch
     correction: Correction | None = None  # off-policy correction by the rollout's log-probs
     old_logprobs: str | None = None  # the field that the loss sees as `old_logprobs`, if it has another name
 
     @property
     def several(self) -> bool:
-        """Whether later updates of a step are off-policy: the weights are no longer those that generated."""
+        """Whether later updates of a step are off-policy: the weights have changed since the rollout."""
         return self.mini_batches * self.epochs > 1
 
 
@@ -63,7 +63,7 @@ def update_spec(
     whole_groups: bool = False,
     **constants: Any,
 ) -> UpdateSpec:
-    """Reads the parameters of an update node; those it does not know are constants of the loss."""
+    """Reads the parameters of an update node; unknown ones are constants of the loss."""
     return UpdateSpec(
         find_loss(loss, f"{role.name}.update: loss", role.base, constants),
         constants,
@@ -79,7 +79,7 @@ def update_spec(
 
 
 def check_losses(flow: Flow, base: Path) -> None:
-    """Raises if a node of a flow names a loss that is not there, or that does not take its constants."""
+    """Raises if a node of a flow names an unknown loss, or a loss that does not take its constants."""
     for node in (n for n in flow.nodes if n.type == "train"):
         assert node.fn is not None
         parameter = inspect.signature(node.fn).parameters.get("loss")
@@ -91,7 +91,7 @@ def check_losses(flow: Flow, base: Path) -> None:
 def find_loss(name: str, where: str, base: Path, params: Mapping[str, Any] = MappingProxyType({})) -> Any:
     """Returns a built-in loss by its name, any other as `package.module:name` or `file.py:name`.
 
-    `params` are those of the update node: each has to be a parameter of the update or of the loss, and to fit its type.
+    `params` of the update node must be parameters of the update or of the loss, and fit their types.
     """
     function = load(name if ":" in name else f"distflow.algo.losses:{name}", where, base)
     if not callable(function):

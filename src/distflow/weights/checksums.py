@@ -1,7 +1,7 @@
-"""Checksums of parameters that can be added up: those of a parameter's parts make that of the whole, however it is cut.
+"""Additive checksums: the checksums of a parameter's parts add up to that of the parameter, however it is cut.
 
-A rank reads its own share. The bits of an element count with an odd number for its row times one for its column, modulo
-2^64: no single element can change unnoticed, and one that is in the wrong place is noticed.
+Each rank reads only its own part. The bits of an element are weighted by an odd number for its row times one for its
+column, modulo 2^64: this detects a change of any single element, and an element in the wrong place.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from distflow.util.seeds import mix
-from distflow.weights.shards import Box, Shards, Spec
+from distflow.weights.shards import Box, Shards, TensorSpec
 
-_BLOCK = 1 << 18  # elements that are worked on at once, so that they stay in a cache
+_BLOCK = 1 << 18  # elements per pass, so that they stay in a cache
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # by bytes
 
 
@@ -28,7 +28,7 @@ def checksum(part: Tensor, box: Box) -> Tensor:
     rows = max(1, _BLOCK // max(1, prod(part.shape[1:])))
     for first in range(0, len(part) if outer else 1, rows):
         block = bits[first : first + rows] if outer else bits
-        # Half as wide, which is twice as fast: a product modulo 2^32 is another one for all other bits.
+        # Products modulo 2^32 suffice, as odd factors are invertible, and are twice as fast.
         block = (block.to(torch.int32) * last.to(torch.int32)).sum(-1, dtype=torch.int64)
         for factor in reversed(outer[1:]):
             block = (block * factor).sum(-1)
@@ -37,18 +37,18 @@ def checksum(part: Tensor, box: Box) -> Tensor:
 
 
 def checksums(
-    specs: Sequence[Spec], shards: Shards, rank: int, parts: Mapping[str, Tensor], dtype: torch.dtype
+    specs: Sequence[TensorSpec], shards: Shards, rank: int, parts: Mapping[str, Tensor], dtype: torch.dtype
 ) -> Tensor:
     """Returns the checksums, [specs], of this rank's parts of the parameters, in `dtype`."""
     sums = [checksum(parts[spec.name].to(dtype), shards.box(spec, rank)) for spec in specs]
     return torch.stack(sums).cpu() if sums else torch.empty(0, dtype=torch.int64)
 
 
-def counted(specs: Sequence[Spec], shards: Shards, rank: int) -> list[bool]:
-    """Returns whose checksums, added up over the ranks of one copy, are those of the whole parameters."""
+def counted(specs: Sequence[TensorSpec], shards: Shards, rank: int) -> list[bool]:
+    """Returns, for each parameter, whether this rank's checksum counts; over a replica each element counts once."""
     replica = shards.layout.replica_of(rank)
     assert replica is not None
-    first = shards.layout.replicas[replica][0] == rank  # has also what tensor parallelism does not cut
+    first = shards.layout.replicas[replica][0] == rank  # counts what tensor parallelism does not cut
     return [(first or shards.cuts(s)) and bool(s.shape or replica % shards.shard == 0) for s in specs]
 
 

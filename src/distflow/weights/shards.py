@@ -1,6 +1,6 @@
-"""Which part of a model's parameters each rank has.
+"""The part of each parameter that a rank has.
 
-Tensor parallelism cuts a parameter along one dimension, or not at all; FSDP cuts what is left along the first one.
+Tensor parallelism cuts a parameter along one dimension, or not at all; FSDP cuts the result along the first one.
 """
 
 from collections.abc import Mapping
@@ -13,8 +13,8 @@ Box = tuple[tuple[int, int], ...]  # [from, to) in each dimension
 
 
 @dataclass(frozen=True)
-class Spec:
-    """A parameter: its name, its whole shape, and the dimension that tensor parallelism cuts."""
+class TensorSpec:
+    """A parameter: its name, its global shape and the dimension that tensor parallelism cuts."""
 
     name: str
     shape: tuple[int, ...]
@@ -23,11 +23,12 @@ class Spec:
 
 @dataclass(frozen=True)
 class Shards:
-    """Which part of a parameter each rank of a layout has.
+    """How the ranks of a layout shard parameters.
 
-    FSDP cuts it over `shard` consecutive dp ranks and replicates it beyond (hybrid sharding): with `shard == layout.dp`
-    every rank has a part of its own, with `shard == 1` every replica has it all. `blocks` names parameters that tensor
-    parallelism cuts by so many rows in this layout alone, although `tp_dim` is None; the last ranks may have none.
+    FSDP cuts a parameter over `shard` consecutive dp ranks and replicates the shards (hybrid sharding): with
+    `shard == layout.dp` every rank has a part of its own, with `shard == 1` every replica has a copy. `blocks` maps
+    parameters that only this layout cuts, although `tp_dim` is None, to the rows per tensor-parallel rank; the last
+    ranks may have none.
     """
 
     layout: Layout
@@ -35,14 +36,15 @@ class Shards:
     blocks: Mapping[str, int] = field(default_factory=dict, hash=False)
 
     @property
-    def replicas(self) -> int:
+    def copies(self) -> int:
+        """The number of full copies of the parameters in this layout."""
         return self.layout.dp // self.shard
 
-    def cuts(self, spec: Spec) -> bool:
+    def cuts(self, spec: TensorSpec) -> bool:
         """Returns whether the ranks of a replica have different parts of a parameter."""
         return spec.tp_dim is not None or spec.name in self.blocks
 
-    def box(self, spec: Spec, rank: int) -> Box:
+    def box(self, spec: TensorSpec, rank: int) -> Box:
         """Returns the part of a parameter that this rank has."""
         d = self.layout.replica_of(rank)
         assert d is not None
@@ -53,7 +55,7 @@ class Shards:
 
 
 def part_of(shape: tuple[int, ...], tp_dim: int | None, t: int, tp: int, s: int, shard: int) -> Box:
-    """Returns part t of `tp` along `tp_dim` (None: all), and of that chunk s of `shard` along the first dimension."""
+    """Returns chunk s of `shard`, along the first dimension, of part t of `tp` along `tp_dim` (None: not cut)."""
     box = [(0, n) for n in shape]
     if tp_dim is not None:
         size = shape[tp_dim] // tp
@@ -71,17 +73,18 @@ def block_of(rows: int, block: int, t: int) -> tuple[int, int]:
 
 
 def overlap(a: Box, b: Box) -> Box | None:
+    """Returns the intersection of two boxes, None if it is empty."""
     both = tuple((max(x[0], y[0]), min(x[1], y[1])) for x, y in zip(a, b, strict=True))
     return both if all(lo < hi for lo, hi in both) else None
 
 
 def within(box: Box, inner: Box) -> tuple[slice, ...]:
-    """Returns the place of `inner` in a tensor that holds `box`."""
+    """Returns the index of `inner` in a tensor that holds `box`."""
     return tuple(slice(lo - first, hi - first) for (lo, hi), (first, _) in zip(inner, box, strict=True))
 
 
 def slices(box: Box) -> tuple[slice, ...]:
-    """Returns its place in the whole parameter."""
+    """Returns the index of a box in the whole parameter."""
     return tuple(slice(lo, hi) for lo, hi in box)
 
 

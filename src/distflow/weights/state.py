@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from distflow.errors import CheckpointError, shown
-from distflow.weights.shards import Box, Shards, Spec
+from distflow.weights.shards import Box, Shards, TensorSpec
 
 WEIGHTS, EMA = "weights.", "ema."  # prefixes of the names of a model's parameters, and of their moving averages
 
@@ -20,7 +20,7 @@ class RoleState:
 
     values: Any  # plain JSON
     tensors: Mapping[str, Tensor] = field(default_factory=dict)  # this worker's parts; whole where there is no spec
-    specs: Mapping[str, Spec] = field(default_factory=dict)  # of the tensors that are cut as `shards` says
+    specs: Mapping[str, TensorSpec] = field(default_factory=dict)  # of the tensors that are cut as `shards` says
     shards: Shards | None = None
     describe: Callable[[Path], None] = lambda folder: None  # writes what else it takes to use the tensors
 

@@ -1,12 +1,12 @@
 """The weight sync from one layout to another, peer to peer, in a number of messages that grows as log N.
 
-Everybody derives from specs and layouts alone, once, what it sends and what it receives: nothing is negotiated.
+Every rank derives from specs and layouts alone, once, what it sends and receives: nothing is negotiated.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
-from itertools import cycle
+from itertools import cycle, pairwise
 from math import prod
 
 import numpy as np
@@ -15,10 +15,10 @@ from torch import Tensor
 
 from distflow.comm.collectives import Range, SendReceive, all_gather_pieces
 from distflow.plan.topology import Topology
-from distflow.weights.columns import Route, Zone
-from distflow.weights.pieces import Arrival, Cut, Cuts, Part, Segment
-from distflow.weights.relay import Write, collect, pieces_per_message
-from distflow.weights.shards import Shards, Spec
+from distflow.weights.gather import Write, pieces_per_message, tree_gather
+from distflow.weights.pieces import GatheredPart, Part, PieceFormat, Resharding, Sharding
+from distflow.weights.shards import Shards, TensorSpec
+from distflow.weights.sync_group import GatherOrder, SyncGroup
 
 # Bytes that a weight sync takes on a rank beside the weights, at most: half is packed while the other half is read.
 # They stay in a CPU's cache, and a half takes milliseconds to copy, against which the latency of a message is small.
@@ -26,239 +26,231 @@ _BUCKET = 1 << 24
 _HOST_RADIX, _LOCAL_RADIX = 2, 8  # ranks of a host all read the same memory; a link carries a copy for each
 
 Parts = tuple[Part, ...]
-Window = tuple[int, int]  # rows [from, to) of every giver's chunk
+Window = tuple[int, int]  # rows [from, to) of the chunk of every source rank
 
 
 @dataclass(frozen=True)
-class _Given:
-    """The part of which a rank gives pieces to a column, to whom, and all who send to these; `kept`: also to itself."""
+class _Outgoing:
+    """What this rank sends to a dp group: the part, its receivers, and all senders to those receivers."""
 
     part: Part
-    takers: Sequence[int]
+    receivers: Sequence[int]
     senders: Sequence[int]
-    kept: bool
+    own: bool  # this rank also needs the piece itself
 
 
 @dataclass(frozen=True)
-class _Relay:
-    """Pieces of all `parts` come to a taker: some from `senders`, as their entry, the rest from other takers."""
+class _Gather:
+    """Pieces of all `parts` come to a destination rank: some from `senders`, as their relay, the rest by all-gather."""
 
     parts: Parts
     senders: Sequence[int]
-    route: Route
+    order: GatherOrder
 
 
-_Direct = Mapping[int, tuple[Part, int]]  # giver → the part of which it has a piece, and its shard
+_Direct = Mapping[int, tuple[Part, int]]  # source rank → the part and the shard of its piece
 
 
 @dataclass(frozen=True, slots=True)
-class _Share:
-    """What a taker gets of a bucket, how, and of which part it gives the pieces itself."""
+class _Incoming:
+    """What a destination rank receives of a bucket, and how."""
 
-    segment: Segment
-    kept: Part | None
-    way: _Direct | _Relay
+    format: PieceFormat
+    own: Part | None  # the part of the piece that this rank has itself
+    path: _Direct | _Gather
 
     @property
-    def size(self) -> int:
-        """Returns the elements that come, or are kept to be passed on."""
-        pieces = self.way.route.total if isinstance(self.way, _Relay) else len(self.way)
-        return pieces * self.segment.size
+    def bytes(self) -> int:
+        """The size of the buffer: of all pieces, or of those that come from other ranks."""
+        return (self.path.order.total if isinstance(self.path, _Gather) else len(self.path)) * self.format.bytes
+
+    def ranges(self) -> dict[int, Range]:
+        """Returns which bytes of the buffer each rank sends."""
+        if isinstance(self.path, _Gather):
+            senders, first = list(self.path.senders), int(self.own is not None)
+            width = pieces_per_message(len(senders))
+        else:
+            senders, first, width = list(self.path), 0, 1
+        ends = [(first + k) * self.format.bytes for k in (*range(0, len(senders), width), len(senders))]
+        return dict(zip(senders[::width], pairwise(ends), strict=True))
 
 
 @dataclass(frozen=True, slots=True)
 class _Bucket:
-    specs: Sequence[Spec]
-    gifts: Sequence[tuple[Segment, _Given]]
-    share: _Share | None
+    specs: Sequence[TensorSpec]
+    outgoing: Sequence[tuple[PieceFormat, _Outgoing]]
+    incoming: _Incoming | None
 
     @property
-    def gives(self) -> bool:
-        return bool(self.gifts or (self.share and self.share.kept))
+    def reads(self) -> bool:
+        """Whether this rank needs its weights in the source layout."""
+        return bool(self.outgoing or (self.incoming and self.incoming.own))
 
 
 class WeightSync:
-    """Moves weights from the ranks of `source` to those of `target`, which are not sharded. All of them drive `run`."""
+    """Moves weights from the ranks of `source` to those of `destination`, which are not sharded; all drive `run`."""
 
     def __init__(
         self,
-        specs: Sequence[Spec],
+        specs: Sequence[TensorSpec],
         source: Shards,
-        target: Shards,
+        destination: Shards,
         rank: int,
         dtype: torch.dtype,
         topology: Topology,
     ) -> None:
-        assert target.shard == 1
-        self.rank, self.dtype, self.target = rank, dtype, target
-        self.zone, self.cuts = Zone.of(rank, source, target.layout, topology), Cuts.of(source, target)
-        self._columns_of, self._way_of = cache(self._columns), cache(self._way)
-        self._arrivals_on = cache(self._arrivals)
+        assert destination.shard == 1
+        self.rank, self.dtype, self.destination = rank, dtype, destination
+        self.group = SyncGroup.of(rank, source, destination.layout, topology)
+        self.resharding = Resharding.of(source, destination)
+        self.shard = (self.group.source_index or 0) // self.resharding.source_tp  # of a source rank
+        self._routes_of, self._path_of = cache(self._routes), cache(self._path)
+        self._gathered_on = cache(self._gathered)
         self.buckets = list(self._buckets(specs))
 
     def run(self, held: Mapping[str, Tensor], filled: Mapping[str, Tensor]) -> Iterator[SendReceive]:
-        """Fills `filled`, this rank's parameters in the target layout, from everybody's `held` in the source layout.
+        """Fills `filled`, this rank's parameters in the destination layout, from all ranks' `held` in the source's.
 
         A tensor of `held` is looked up when the first of it is sent, and once: it may be computed then.
         """
         given: dict[str, Tensor] = {}
         memory = torch.empty(0, dtype=torch.uint8)
         if filled:  # one memory for all buckets: to fault its pages in costs as much as to fill it
-            size = max((b.share.size for b in self.buckets if b.share), default=0)
+            size = max((b.incoming.bytes for b in self.buckets if b.incoming), default=0)
             device = next(iter(filled.values())).device
-            memory = torch.empty(size * self.dtype.itemsize, dtype=torch.uint8, device=device)
+            memory = torch.empty(size, dtype=torch.uint8, device=device)
         for bucket in self.buckets:
             given = {spec.name: given[spec.name] for spec in bucket.specs if spec.name in given}
-            if bucket.gives:
+            if bucket.reads:
                 given |= {spec.name: held[spec.name] for spec in bucket.specs if spec.name not in given}
-            if bucket.gives or bucket.share:
+            if bucket.reads or bucket.incoming:
                 yield from self._move(bucket, given, filled, memory)
-
-    def _divide(self, specs: Sequence[Spec]) -> Iterator[tuple[Cut, list[Spec], list[Window]]]:
-        """Yields parameters that are sent together, and which rows of the givers' chunks: large ones go in several.
-
-        They are cut alike: so their pieces have the same size on all givers.
-        """
-        # Where takers pass weights on, they have them in memory that is received, and in memory that is sent.
-        limit = _BUCKET // (2 if all(c.direct for c in self.zone.columns if c) else 4)
-        limit = max(1, limit * min(8, max(1, len(self.zone.givers) // 128)))  # of many givers nobody sends crumbs
-        alike: dict[Cut, list[Spec]] = {}
-        for spec in specs:
-            if prod(spec.shape):
-                alike.setdefault(Cut.of(spec, self.target), []).append(spec)
-        for cut, group in alike.items():
-            chunk, bucket, size = self.cuts.chunk(cut), list[Spec](), 0
-            copies = self.cuts.target_tp if cut.replicated and not cut.block else 1
-            for spec in group:
-                whole = prod(spec.shape) * self.dtype.itemsize * copies
-                if bucket and size + whole > limit:
-                    yield cut, bucket, [(0, chunk)]
-                    bucket, size = [], 0
-                if whole > limit:
-                    rows = -(-chunk // -(-whole // limit))
-                    yield cut, [spec], [(row, min(row + rows, chunk)) for row in range(0, chunk, rows)]
-                else:
-                    bucket.append(spec)
-                    size += whole
-            if bucket:
-                yield cut, bucket, [(0, chunk)]
-
-    def _buckets(self, specs: Sequence[Spec]) -> Iterator[_Bucket]:
-        turns = cycle(range(self.cuts.source_tp))  # replicas of the source take turns, bucket by bucket
-        for cut, together, windows in self._divide(specs):
-            offsets = [self.cuts.row_offsets(together, t) for t in range(len(self.zone.columns))]
-            for window, turn in zip(windows, turns, strict=False):
-                gifts, share = [], None
-                for t, given, way in self._columns_of(cut, turn):
-                    segment = Segment(together, self.cuts, t, window, offsets[t])
-                    if given and given.takers:
-                        gifts.append((segment, given))
-                    if way is not None:
-                        share = _Share(segment, given.part if given and given.kept else None, way)
-                yield _Bucket(together, gifts, share)
-
-    def _columns(self, cut: Cut, turn: int) -> list[tuple[int, _Given | None, _Direct | _Relay | None]]:
-        """Returns the columns that this rank gives to or is in: what it gives, and how pieces come to it."""
-        found: list[tuple[int, _Given | None, _Direct | _Relay | None]] = []
-        for t, column in enumerate(self.zone.columns):
-            parts = self.cuts.parts(cut, t, turn) if column else ()
-            given = self._given(t, parts) if parts else None
-            if given or (parts and t == self.zone.column):
-                found.append((t, given, self._way_of(parts) if t == self.zone.column else None))
-        return found
-
-    def _given(self, t: int, parts: Parts) -> _Given | None:
-        """Returns what this rank gives to a column: to all of its takers, or to the entry."""
-        column, place = self.zone.columns[t], self.zone.place
-        active = self.cuts.active(parts)
-        if column is None or place is None or not active[place]:
-            return None
-        part = next(p for p in parts if p.tp_index == place % self.cuts.source_tp)
-        if column.direct:
-            takers, senders = column.takers.tolist(), [self.rank]
-        else:
-            takers, senders = [column.entry_of(place)], column.senders(int(column.entries[place]), active)
-        return _Given(part, [r for r in takers if r != self.rank], senders, self.rank in takers)
-
-    def _way(self, parts: Parts) -> _Direct | _Relay:
-        """Returns how pieces come to this rank, a taker."""
-        active, column = self.cuts.active(parts), self.zone.own_column
-        if not column.direct:
-            host, slot = column.place_of(self.rank)
-            senders = column.senders(host * column.lanes + slot, active) if slot < column.lanes else []
-            return _Relay(parts, senders, column.route(self.rank, active))
-        by_index, tp = {part.tp_index: part for part in parts}, self.cuts.source_tp
-        givers = {int(self.zone.givers[i]): (by_index[i % tp], i // tp) for i in np.flatnonzero(active).tolist()}
-        return {rank: piece for rank, piece in givers.items() if rank != self.rank}
-
-    def _arrivals(self, parts: Parts, device: torch.device) -> list[Arrival]:
-        way = self._way_of(parts)
-        assert isinstance(way, _Relay)
-        return [self.cuts.arrival(part, way.route.position, device) for part in parts]
 
     def _move(
         self, bucket: _Bucket, held: Mapping[str, Tensor], filled: Mapping[str, Tensor], memory: Tensor
     ) -> Iterator[SendReceive]:
-        share, take, receive = bucket.share, None, dict[int, Range]()
+        incoming, receive, take = bucket.incoming, dict[int, Range](), None
         device = next(iter((held or filled).values())).device
-        data = memory[: share.size * self.dtype.itemsize] if share else torch.empty(0, dtype=torch.uint8, device=device)
-        if share:
-            receive = self._expect(share)
-            if isinstance(share.way, Mapping):
-                take = partial(self._take, share.segment, share.way, filled)
-                if share.kept:
-                    share.segment.keep(share.kept, self._shard, held, filled)
-            elif share.kept:
-                self._pack(share.segment, share.kept, held, data[: self._bytes(share.segment)])
+        data = memory[: incoming.bytes] if incoming else torch.empty(0, dtype=torch.uint8, device=device)
+        if incoming:
+            receive, own = incoming.ranges(), incoming.own
+            if isinstance(incoming.path, Mapping):
+                take = partial(_unpack, incoming.format, incoming.path, filled)
+                if own:
+                    incoming.format.copy(own, self.shard, held, filled)
+            elif own:
+                incoming.format.pack(own, self.shard, held, data[: incoming.format.bytes])
         size, send, writes = 0, dict[int, Range](), list[tuple[int, int, Write]]()
-        for segment, given in bucket.gifts:
-            unit, place = self._bytes(segment), given.senders.index(self.rank)
-            write = partial(self._pack, segment, given.part, held)
-            collected = yield from collect(given.senders, place, unit, write, device)
+        for format_, out in bucket.outgoing:
+            write = partial(format_.pack, out.part, self.shard, held)
+            place = out.senders.index(self.rank)
+            collected = yield from tree_gather(out.senders, place, format_.bytes, write, device)
             if collected:
-                end = size + collected[0] * unit
-                send |= dict.fromkeys(given.takers, (size, end))
+                end = size + collected[0] * format_.bytes
+                send |= dict.fromkeys(out.receivers, (size, end))
                 writes.append((size, end, collected[1]))
                 size = end
         if send or receive:
             yield SendReceive(size, partial(_write_all, writes), send, data, receive, take)
-        if share and isinstance(share.way, _Relay):
-            yield from self._spread(share.segment, share.way.route, data)
-            segments = data.view(self.dtype).view(share.way.route.total, -1)
-            share.segment.unpack(self._arrivals_on(share.way.parts, device), segments, filled)
+        if incoming and isinstance(incoming.path, _Gather):
+            unit, order = incoming.format.bytes, incoming.path.order
+            yield from self._all_gather(order, unit, data)
+            parts = self._gathered_on(incoming.path.parts, device)
+            incoming.format.unpack_all(parts, data.view(order.total, unit), filled)
 
-    def _expect(self, share: _Share) -> dict[int, Range]:
-        """Returns who sends which bytes to this rank."""
-        unit = self._bytes(share.segment)
-        if isinstance(share.way, _Relay):
-            senders, first = list(share.way.senders), int(share.kept is not None)
-            width = pieces_per_message(len(senders))
+    def _all_gather(self, order: GatherOrder, unit: int, data: Tensor) -> Iterator[SendReceive]:
+        """Gathers the pieces that other ranks of the dp group have, first from other hosts, then within the host."""
+        group = self.group.own_dp_group
+        host, local = group.host_and_local_rank(self.rank)
+        if local < group.rails:
+            yield from all_gather_pieces(group.rail_ranks(local), host, order.rail, unit, data, _HOST_RADIX)
+        yield from all_gather_pieces(group.host_ranks(host), local, order.host, unit, data, _LOCAL_RADIX)
+
+    def _gathered(self, parts: Parts, device: torch.device) -> list[GatheredPart]:
+        path = self._path_of(parts)
+        assert isinstance(path, _Gather)
+        return [self.resharding.gathered(part, path.order.position, device) for part in parts]
+
+    def _buckets(self, specs: Sequence[TensorSpec]) -> Iterator[_Bucket]:
+        numbers = cycle(range(self.resharding.source_tp))
+        for sharding, together, windows in self._divide(specs):
+            offsets = [self.resharding.row_offsets(together, t) for t in range(len(self.group.dp_groups))]
+            for window, number in zip(windows, numbers, strict=False):
+                outgoing, incoming = [], None
+                for t, out, path in self._routes_of(sharding, number):
+                    format_ = PieceFormat(together, self.dtype, self.resharding, t, window, offsets[t])
+                    if out and out.receivers:
+                        outgoing.append((format_, out))
+                    if path is not None:
+                        incoming = _Incoming(format_, out.part if out and out.own else None, path)
+                yield _Bucket(together, outgoing, incoming)
+
+    def _divide(self, specs: Sequence[TensorSpec]) -> Iterator[tuple[Sharding, list[TensorSpec], list[Window]]]:
+        """Yields the parameters of each bucket and the windows of their rows: large parameters go in several.
+
+        The parameters of a bucket are cut alike, so all source ranks have pieces of the same size.
+        """
+        # A gather needs memory for what is received and for what is passed on.
+        limit = _BUCKET // (2 if all(g.direct for g in self.group.dp_groups if g) else 4)
+        limit = max(1, limit * min(8, max(1, len(self.group.sources) // 128)))  # avoids tiny messages of many senders
+        alike: dict[Sharding, list[TensorSpec]] = {}
+        for spec in specs:
+            if prod(spec.shape):
+                alike.setdefault(Sharding.of(spec, self.destination), []).append(spec)
+        for sharding, specs_alike in alike.items():
+            chunk, bucket, size = self.resharding.chunk(sharding), list[TensorSpec](), 0
+            copies = self.resharding.destination_tp if sharding.replicated and not sharding.block else 1
+            for spec in specs_alike:
+                whole = prod(spec.shape) * self.dtype.itemsize * copies
+                if bucket and size + whole > limit:
+                    yield sharding, bucket, [(0, chunk)]
+                    bucket, size = [], 0
+                if whole > limit:
+                    rows = -(-chunk // -(-whole // limit))
+                    yield sharding, [spec], [(row, min(row + rows, chunk)) for row in range(0, chunk, rows)]
+                else:
+                    bucket.append(spec)
+                    size += whole
+            if bucket:
+                yield sharding, bucket, [(0, chunk)]
+
+    def _routes(self, sharding: Sharding, bucket: int) -> list[tuple[int, _Outgoing | None, _Direct | _Gather | None]]:
+        """Returns, for each dp group that this rank sends to or is in, what it sends and how pieces come to it."""
+        found: list[tuple[int, _Outgoing | None, _Direct | _Gather | None]] = []
+        for t, group in enumerate(self.group.dp_groups):
+            parts = self.resharding.parts(sharding, t, bucket) if group else ()
+            outgoing = self._outgoing(t, parts) if parts else None
+            if outgoing or (parts and t == self.group.tp_rank):
+                found.append((t, outgoing, self._path_of(parts) if t == self.group.tp_rank else None))
+        return found
+
+    def _outgoing(self, t: int, parts: Parts) -> _Outgoing | None:
+        """Returns what this rank sends to a dp group: to all of its ranks, or to the relay."""
+        group, index = self.group.dp_groups[t], self.group.source_index
+        active = self.resharding.active(parts)
+        if group is None or index is None or not active[index]:
+            return None
+        part = next(p for p in parts if p.source_tp_rank == index % self.resharding.source_tp)
+        if group.direct:
+            receivers, senders = group.ranks.tolist(), [self.rank]
         else:
-            senders, first, width = list(share.way), 0, 1
-        ends = [first + k for k in (*range(0, len(senders), width), len(senders))]
-        return {s: (a * unit, b * unit) for s, a, b in zip(senders[::width], ends, ends[1:], strict=False)}
+            receivers, senders = [group.relay_of(index)], group.senders(int(group.relays[index]), active)
+        return _Outgoing(part, [r for r in receivers if r != self.rank], senders, self.rank in receivers)
 
-    def _take(self, segment: Segment, way: _Direct, filled: Mapping[str, Tensor], giver: int, memory: Tensor) -> None:
-        segment.take(*way[giver], memory.view(self.dtype), filled)
+    def _path(self, parts: Parts) -> _Direct | _Gather:
+        """Returns how pieces come to this rank, a destination rank."""
+        active, group = self.resharding.active(parts), self.group.own_dp_group
+        if not group.direct:
+            host, local = group.host_and_local_rank(self.rank)
+            senders = group.senders(host * group.rails + local, active) if local < group.rails else []
+            return _Gather(parts, senders, group.gather_order(self.rank, active))
+        by_tp_rank, tp = {part.source_tp_rank: part for part in parts}, self.resharding.source_tp
+        pieces = {int(self.group.sources[i]): (by_tp_rank[i % tp], i // tp) for i in np.flatnonzero(active).tolist()}
+        return {rank: piece for rank, piece in pieces.items() if rank != self.rank}
 
-    def _spread(self, segment: Segment, route: Route, data: Tensor) -> Iterator[SendReceive]:
-        """Gathers the pieces that other takers of this column have, first from other hosts, then within the host."""
-        column, unit = self.zone.own_column, self._bytes(segment)
-        host, slot = column.place_of(self.rank)
-        if slot < column.lanes:
-            yield from all_gather_pieces(column.lane_ranks(slot), host, route.lane, unit, data, _HOST_RADIX)
-        yield from all_gather_pieces(column.host_ranks(host), slot, route.host, unit, data, _LOCAL_RADIX)
 
-    @property
-    def _shard(self) -> int:
-        assert self.zone.place is not None
-        return self.zone.place // self.cuts.source_tp
-
-    def _bytes(self, segment: Segment) -> int:
-        return segment.size * self.dtype.itemsize
-
-    def _pack(self, segment: Segment, part: Part, held: Mapping[str, Tensor], out: Tensor) -> None:
-        segment.pack(part, self._shard, held, out.view(self.dtype))
+def _unpack(format_: PieceFormat, path: _Direct, filled: Mapping[str, Tensor], source: int, memory: Tensor) -> None:
+    format_.unpack(*path[source], memory, filled)
 
 
 def _write_all(writes: Sequence[tuple[int, int, Write]], out: Tensor) -> None:

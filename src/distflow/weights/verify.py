@@ -1,4 +1,4 @@
-"""Checks that rollout engines have the weights that were trained: of the version that the plan says, and bit by bit."""
+"""Checks that rollout engines have the trained weights: the version that the plan says, bit by bit."""
 
 from collections.abc import Mapping, Sequence
 
@@ -8,30 +8,30 @@ from torch import Tensor
 from distflow.comm.collectives import Communication, all_reduce
 from distflow.errors import WeightsError
 from distflow.weights.checksums import checksums, counted
-from distflow.weights.shards import Shards, Spec
+from distflow.weights.shards import Shards, TensorSpec
 
 
 class WeightCheck:
-    """The check of one rank; all ranks of both layouts take part. Costs log N small messages and one's own share."""
+    """The check on one rank; all ranks of both layouts take part. It costs log N small messages."""
 
-    def __init__(self, source: Shards, target: Shards, rank: int, dtype: torch.dtype) -> None:
-        self.source, self.target, self.rank, self.dtype = source, target, rank, dtype
-        self.ranks = sorted({*source.layout.ranks, *target.layout.ranks})
+    def __init__(self, source: Shards, destination: Shards, rank: int, dtype: torch.dtype) -> None:
+        self.source, self.destination, self.rank, self.dtype = source, destination, rank, dtype
+        self.ranks = sorted({*source.layout.ranks, *destination.layout.ranks})
 
     def agree(self, version: int) -> Communication[None]:
-        """Raises on all ranks unless they sync the same version: the one that each has, or expects."""
+        """Raises on all ranks unless all of them send or expect the same version."""
         both = torch.tensor([version, -version])
         newest, oldest = (yield from all_reduce(self.rank, self.ranks, both, torch.maximum)).tolist()
         if newest != -oldest:
             raise WeightsError(
-                f"rank {self.rank} hands weights of version {version} over, and others versions {-oldest} to {newest};"
+                f"rank {self.rank} syncs weights of version {version}, and others versions {-oldest} to {newest};"
                 " the workers are not at the same step: restart the run from its newest checkpoint"
             )
 
     def compare(
-        self, specs: Sequence[Spec], given: Mapping[str, Tensor], held: Mapping[str, Tensor], version: int
+        self, specs: Sequence[TensorSpec], given: Mapping[str, Tensor], held: Mapping[str, Tensor], version: int
     ) -> Communication[None]:
-        """Raises where an engine's `held` weights are not those that the trainer has `given`."""
+        """Raises if the engine's `held` weights differ from the weights that the trainer has `given`."""
         trained = torch.zeros(len(specs), dtype=torch.int64)
         replica = self.source.layout.replica_of(self.rank)
         if replica is not None and replica < self.source.shard:  # of replicas, one is enough
@@ -39,12 +39,12 @@ class WeightCheck:
             some = [spec for spec, yes in zip(specs, mine.tolist(), strict=True) if yes]
             trained[mine] = checksums(some, self.source, self.rank, given, self.dtype)
         trained = yield from all_reduce(self.rank, self.ranks, trained, torch.add)
-        place = self.target.layout.replica_of(self.rank)
+        place = self.destination.layout.replica_of(self.rank)
         if place is None:
             return
-        own = checksums(specs, self.target, self.rank, held, self.dtype)
-        cut = torch.tensor([self.target.cuts(spec) for spec in specs])
-        together = yield from all_reduce(self.rank, self.target.layout.replicas[place], own * cut, torch.add)
+        own = checksums(specs, self.destination, self.rank, held, self.dtype)
+        cut = torch.tensor([self.destination.cuts(spec) for spec in specs])
+        together = yield from all_reduce(self.rank, self.destination.layout.replicas[place], own * cut, torch.add)
         generates = torch.where(cut, together, own)
         wrong = [spec.name for spec, same in zip(specs, (trained == generates).tolist(), strict=True) if not same]
         if wrong:

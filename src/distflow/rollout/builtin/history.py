@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 @dataclass(eq=False)
 class History:
-    """The pages of a sample whose requests are kept; used by one sequence at a time, others run without it."""
+    """KV pages kept between the turns of a conversation; used by one sequence at a time."""
 
     pages: list[int] = field(default_factory=list)  # its own from its first sequence to its end
     tokens: Tokens[int] = ()  # whose keys and values are in the pages, from the first position on

@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from distflow.cpu import prefers_transposed
 from distflow.model.llama_family import fused_weights
-from distflow.weights.shards import Shards, Spec
+from distflow.weights.shards import Shards, TensorSpec
 
 
 class WeightBuffers:
@@ -18,7 +18,7 @@ class WeightBuffers:
     def __init__(
         self,
         model: PreTrainedModel,
-        specs: Sequence[Spec],
+        specs: Sequence[TensorSpec],
         shards: Shards,
         rank: int,
         dtype: torch.dtype,

@@ -21,7 +21,6 @@ from torch import Tensor, nn
 
 from distflow.config.schema import LoraConfig, RolloutConfig
 from distflow.errors import ConfigError
-from distflow.model.lora import Adapter
 from distflow.model.source import Source, kv_bytes
 from distflow.model.tensor_parallel import parameter_specs, tp_styles
 from distflow.plan.layout import Layout
@@ -30,7 +29,7 @@ from distflow.rollout.vllm.sampler import make_sampler
 from distflow.rollout.vllm.support import LORA_RANKS, architecture, check_head_size, check_vllm
 from distflow.rollout.vllm.undisturbed import undisturbed_process
 from distflow.util.text import human_bytes
-from distflow.weights.shards import Shards, Spec, size
+from distflow.weights.shards import Shards, TensorSpec, size
 
 _PADDING = 64  # vLLM pads a vocabulary to a multiple of it
 _BLOCK = 32  # tokens of KV cache that are allocated together, and shared by requests that begin alike
@@ -51,7 +50,7 @@ def supported_head_sizes() -> list[int]:
     return sizes
 
 
-def cut_rows(specs: Sequence[Spec], tp: int) -> dict[str, int]:
+def cut_rows(specs: Sequence[TensorSpec], tp: int) -> dict[str, int]:
     """Returns embedding → rows of each tensor-parallel rank: vLLM cuts embeddings, and the last rows are padding."""
     embeddings = [s for s in specs if s.name.endswith(("embed_tokens.weight", "lm_head.weight"))]
     return {s.name: -(-s.shape[0] // _PADDING) * _PADDING // tp for s in embeddings if tp > 1}
@@ -72,7 +71,7 @@ class VllmEngine(RolloutEngine):
             check_head_size(source, supported_head_sizes())
 
     @classmethod
-    def shards(cls, specs: Sequence[Spec], layout: Layout) -> Shards:
+    def shards(cls, specs: Sequence[TensorSpec], layout: Layout) -> Shards:
         return Shards(layout, 1, cut_rows(specs, layout.tp))
 
     def __init__(self, setup: EngineSetup) -> None:
@@ -82,7 +81,7 @@ class VllmEngine(RolloutEngine):
         skeleton = source.skeleton()
         styles = tp_styles(skeleton, layout.tp, "placement.nodes.actor.generate")
         self.weight_specs = parameter_specs(skeleton, styles)
-        self.adapter_specs = Adapter(skeleton, lora, styles).specs if lora else []
+        self.adapter_specs = LoraAdapter(skeleton, lora, styles).specs if lora else []
         self._requests: dict[str, Request] = {}  # unfinished ones, by vLLM's id
         self._logprobs: dict[int, list[float]] = {}  # id of a request → those of its response so far
         cache_bytes = int(config.kv_cache_gb * (1 << 30))
@@ -222,7 +221,7 @@ class VllmEngine(RolloutEngine):
             )
 
 
-def _view(modules: Mapping[str, Any], fused: Mapping[str, tuple[str, int]], spec: Spec) -> Tensor:
+def _view(modules: Mapping[str, Any], fused: Mapping[str, tuple[str, int]], spec: TensorSpec) -> Tensor:
     """Returns what vLLM holds of a parameter of transformers, or of a matrix of PEFT's adapter, as a view."""
     layer, _, matrix = spec.name.partition(".lora_")
     layer, _, kind = (layer, "", "") if matrix else layer.rpartition(".")

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from distflow.comm.collectives import Communication, SendReceive
-from distflow.weights.columns import FAN_IN
+from distflow.weights.sync_group import FAN_IN
 
 Write = Callable[[Tensor], None]  # fills the memory that is sent
 
@@ -19,12 +19,12 @@ def pieces_per_message(n: int) -> int:
     return width
 
 
-def collect(
+def tree_gather(
     ranks: Sequence[int], place: int, unit: int, write: Write, device: torch.device
 ) -> Communication[tuple[int, Write] | None]:
-    """Collects a piece of `unit` bytes from each of `ranks` on the few that send to the root.
+    """Gathers a piece of `unit` bytes from each of `ranks` on the few of them that send to the root.
 
-    Returns how many pieces this rank is to send, and what writes them; None if another rank sends them.
+    Returns how many pieces this rank is to send and the function that writes them; None if another rank sends them.
     """
     n, width = len(ranks), 1
     while n > width * FAN_IN:
