@@ -15,7 +15,7 @@ from distflow.agents.loaded import Loaded
 from distflow.agents.spec import Description, EnvironmentSetupError, EnvironmentSpec
 from distflow.errors import DistflowError, shown, suggest
 from distflow.flow.importing import load
-from distflow.userproc.user_process import describe_exit
+from distflow.userproc.server_process import describe_exit
 
 _KNOWN = (
     "a TRL environment (class with `reset` whose public methods are tools, or a dict of such), a list of tools, a"

@@ -9,7 +9,7 @@ from distflow.agents.spec import Description, EnvironmentSpec
 
 if TYPE_CHECKING:
     from distflow.agents.adapters.tools import Tool
-    from distflow.agents.child import ChildSession, Result
+    from distflow.agents.child import ChildSession, Outcome
 
 
 class Adapter(Protocol):
@@ -20,7 +20,7 @@ class Adapter(Protocol):
         """Runs once, in the process that children are forked from; raises if the environment cannot work."""
 
     @staticmethod
-    def drive(environment: "Loaded", start: Mapping[str, Any], session: "ChildSession") -> "Result":
+    def drive(environment: "Loaded", start: Mapping[str, Any], session: "ChildSession") -> "Outcome":
         """Runs one conversation, in its child."""
 
 

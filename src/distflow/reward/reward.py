@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from distflow.flow import node
 from distflow.reward.errors import RewardError
 from distflow.reward.function import RewardFunction, parse_functions
-from distflow.reward.pool import Call, Pool
+from distflow.reward.pool import Pool, RewardCall
 from distflow.reward.scores import Scores
 from distflow.reward.signature import Failure, Result, Score
 
@@ -123,17 +123,17 @@ class Reward:
         totals = [self._total(row, on_failure) for row in zip(*results, strict=True)]
         return Scores(totals, results, [f.name for f in self.functions])
 
-    def _calls(self, samples: "Samples", state: Mapping[str, Any]) -> tuple[list[Call], list[int]]:
+    def _calls(self, samples: "Samples", state: Mapping[str, Any]) -> tuple[list[RewardCall], list[int]]:
         """Returns the calls, those for many samples first, and the first sample of each."""
-        batched: list[tuple[Call, int]] = []
-        single: list[tuple[Call, int]] = []
+        batched: list[tuple[RewardCall, int]] = []
+        single: list[tuple[RewardCall, int]] = []
         for f, signature in enumerate(self.pool.signatures):
             if signature.kind == "trl":
                 arguments = samples.trl_arguments(signature, self._where(f), state)
-                batched += [(Call(f, arguments, len(samples)), 0)] if len(samples) else []
+                batched += [(RewardCall(f, arguments, len(samples)), 0)] if len(samples) else []
             else:
                 each = samples.verl_arguments(signature, self._where(f), self.answer)
-                single += [(Call(f, values), i) for i, values in enumerate(each)]
+                single += [(RewardCall(f, values), i) for i, values in enumerate(each)]
         calls = batched + single
         return [call for call, _ in calls], [first for _, first in calls]
 

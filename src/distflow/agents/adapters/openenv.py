@@ -8,11 +8,12 @@ import json
 from collections.abc import Mapping
 from typing import Any, get_args
 
-from distflow.agents.adapters.tools import Counts, call_tools
+from distflow.agents.adapters.tools import ToolCounts, call_tools
 from distflow.agents.adapters.trl import with_observation
-from distflow.agents.child import ChildSession, EnvironmentFault, Result, Turn
+from distflow.agents.child import ChildSession, EnvironmentFault, Outcome
 from distflow.agents.loaded import Loaded
 from distflow.agents.reward_functions import as_messages
+from distflow.agents.session import AssistantMessage
 from distflow.agents.spec import Description, EnvironmentSetupError
 from distflow.errors import cut
 
@@ -42,7 +43,7 @@ def describe(environment: Loaded) -> Description:
     return Description("openenv", {"": [_tool_schema("step", action.__doc__ or "", schema)]}, gives_reward=True)
 
 
-def drive(environment: Loaded, start: Mapping[str, Any], session: ChildSession) -> Result:
+def drive(environment: Loaded, start: Mapping[str, Any], session: ChildSession) -> Outcome:
     """Plays one episode."""
     with _connect(environment) as client:
         result = session.run(client.reset(**_reset_arguments(start)))
@@ -50,8 +51,8 @@ def drive(environment: Loaded, start: Mapping[str, Any], session: ChildSession) 
         return _play(environment, client, session, result)
 
 
-def _play(environment: Loaded, client: Any, session: ChildSession, result: Any) -> Result:
-    counts, total, lists = Counts(), 0.0, _lists_tools(environment.target)
+def _play(environment: Loaded, client: Any, session: ChildSession, result: Any) -> Outcome:
+    counts, total, lists = ToolCounts(), 0.0, _lists_tools(environment.target)
     action_class = None if lists else _action_class(environment)
     messages: list[dict[str, Any]] = []
 
@@ -75,10 +76,10 @@ def _play(environment: Loaded, client: Any, session: ChildSession, result: Any) 
             messages = [{"role": "user", "content": _act_by_text(turn, act, action_class, counts)}]
         if result is not before:
             total += session.turn_reward(result.reward or 0.0)
-    return Result(total, metrics=counts.metrics, environment=client)
+    return Outcome(total, metrics=counts.metrics, environment=client)
 
 
-def _act_by_text(turn: Turn, act: Any, action_class: Any, counts: Counts) -> str:
+def _act_by_text(turn: AssistantMessage, act: Any, action_class: Any, counts: ToolCounts) -> str:
     """Takes the model's text as the action's only field; if it is none, or the server refuses it, the model is told."""
     (name,) = _fields(action_class)
     counts.calls += 1

@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
-from distflow.agents.adapters.skyrl import numbers_of, reward_spec
-from distflow.agents.child import ChildSession, EnvironmentFault, Result, check_reward
+from distflow.agents.adapters.skyrl import reward_spec
+from distflow.agents.child import ChildSession, EnvironmentFault, Outcome, check_reward, numbers_of
 from distflow.agents.loaded import Loaded
 from distflow.agents.spec import Description
 
@@ -14,7 +14,7 @@ def describe(environment: Loaded) -> Description:
     return Description("openrlhf", gives_reward=True)
 
 
-def drive(environment: Loaded, start: Mapping[str, Any], session: ChildSession) -> Result:
+def drive(environment: Loaded, start: Mapping[str, Any], session: ChildSession) -> Outcome:
     """Lets the model continue the text until `step` says that it is done."""
     row, prompt = start["row"], start["prompt"]
     if not isinstance(prompt, str):
@@ -25,7 +25,7 @@ def drive(environment: Loaded, start: Mapping[str, Any], session: ChildSession) 
     text = _get(states, "observation", "reset")
     tokens = session.encode(text, special=True)
     sampling = SimpleNamespace(**start.get("sampling") or {})
-    result = Result(0.0)
+    result = Outcome(0.0)
     while (reply := session.generate(tokens)) is not None:
         action = session.decode(reply["token_ids"])
         states = {"observation_text": text, "action_text": action, "label": label, "sampling_params": sampling}

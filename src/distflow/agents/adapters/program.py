@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Mapping
 from typing import IO, Any
 
-from distflow.agents.child import ChildSession, EnvironmentFault, Result, check_reward
+from distflow.agents.child import ChildSession, EnvironmentFault, Outcome, check_reward
 from distflow.agents.loaded import Loaded
 from distflow.agents.spec import Description, EnvironmentSetupError
 from distflow.errors import shown
@@ -54,7 +54,7 @@ def describe(environment: Loaded) -> Description:
     return Description("program", gives_reward=True, needs_endpoint=True)
 
 
-def drive(environment: Loaded, start: Mapping[str, Any], session: ChildSession) -> Result:
+def drive(environment: Loaded, start: Mapping[str, Any], session: ChildSession) -> Outcome:
     variables = _variables(start["session"])
     if environment.spec.command:
         return read_result(_run(environment, start, {**os.environ, **variables}))
@@ -66,15 +66,15 @@ def drive(environment: Loaded, start: Mapping[str, Any], session: ChildSession) 
     return read_result(session.run(environment.target(**given)))
 
 
-def read_result(value: Any) -> Result:
+def read_result(value: Any) -> Outcome:
     """Reads what an agent returned or printed: nothing, a reward, or an object with `reward` and `metrics`."""
     if not isinstance(value, Mapping):
-        return Result(None if value is None else check_reward(value))
+        return Outcome(None if value is None else check_reward(value))
     reward, metrics = value.get("reward"), value.get("metrics") or {}
     if not isinstance(metrics, Mapping):
         raise EnvironmentFault(f"gave {shown(metrics, 60)} as metrics; give an object of numbers")
     numbers = {str(name): check_reward(number) for name, number in metrics.items()}
-    return Result(None if reward is None else check_reward(reward), metrics=numbers)
+    return Outcome(None if reward is None else check_reward(reward), metrics=numbers)
 
 
 def _run(environment: Loaded, start: Mapping[str, Any], variables: dict[str, str]) -> Any:

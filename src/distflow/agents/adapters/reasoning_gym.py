@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from distflow.agents.child import ChildSession, Result, check_reward
+from distflow.agents.child import ChildSession, Outcome, check_reward
 from distflow.agents.loaded import Loaded
 from distflow.agents.reward_functions import as_messages
 from distflow.agents.spec import Description
@@ -23,13 +23,13 @@ def describe(environment: Loaded) -> Description:
     return Description("reasoning_gym", gives_reward=True)
 
 
-def drive(environment: Loaded, start: Mapping[str, Any], session: ChildSession) -> Result:
+def drive(environment: Loaded, start: Mapping[str, Any], session: ChildSession) -> Outcome:
     row = start["row"]
     if isinstance(info := row.get("extra_info"), Mapping) and "metadata" in info:
         session.begin(as_messages(start["prompt"]))
         turn = session.turn()
         value = score(environment.target, turn.text, row.get("answer"), info) if turn else 0.0
-        return Result(check_reward(value))
+        return Outcome(check_reward(value))
     dataset = _task(environment, start["seed"] % 2**31)
     entry = dataset[0]
     *before, last = as_messages(start["prompt"])
@@ -37,7 +37,7 @@ def drive(environment: Loaded, start: Mapping[str, Any], session: ChildSession) 
     turn = session.turn()
     tagged = _TAGGED.findall(turn.text) if turn else []
     answer = (tagged[-1] if tagged else turn.text if turn else "").strip()
-    return Result(check_reward(dataset.score_answer(answer, entry)))
+    return Outcome(check_reward(dataset.score_answer(answer, entry)))
 
 
 def _task(environment: Loaded, seed: int) -> Any:

@@ -2,11 +2,10 @@
 
 import contextlib
 import inspect
-import numbers
 from collections.abc import Mapping
 from typing import Any
 
-from distflow.agents.child import ChildSession, EnvironmentFault, Result
+from distflow.agents.child import ChildSession, EnvironmentFault, Outcome, numbers_of
 from distflow.agents.loaded import Loaded
 from distflow.agents.reward_functions import as_messages
 from distflow.agents.settings import Settings
@@ -19,7 +18,7 @@ def describe(environment: Loaded) -> Description:
     return Description("skyrl", gives_reward=True)
 
 
-def drive(environment: Loaded, start: Mapping[str, Any], session: ChildSession) -> Result:
+def drive(environment: Loaded, start: Mapping[str, Any], session: ChildSession) -> Outcome:
     """Steps the environment with every turn until it is done. Tokens stay as they were sampled, whatever
     `postprocessed_action` says."""
     extras = {k: v for k, v in start["row"].items() if k != "prompt"}
@@ -38,7 +37,7 @@ def drive(environment: Loaded, start: Mapping[str, Any], session: ChildSession) 
         if step["done"]:
             break
         observations = step.get("observations") or []
-    result = Result(reward, metrics=numbers_of(env.get_metrics() if hasattr(env, "get_metrics") else {}))
+    result = Outcome(reward, metrics=numbers_of(env.get_metrics() if hasattr(env, "get_metrics") else {}))
     if hasattr(env, "close"):  # a class of the user's own may have nothing to give back
         env.close()
     result.environment = env
@@ -50,12 +49,6 @@ def reward_spec(row: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(row.get("reward_model"), Mapping):
         return dict(row["reward_model"])
     return next(({"method": "rule", "ground_truth": row[c]} for c in _ANSWERS if c in row), {})
-
-
-def numbers_of(metrics: Any) -> dict[str, float]:
-    """Keeps what can be averaged."""
-    items = metrics.items() if isinstance(metrics, Mapping) else ()
-    return {str(k): float(v) for k, v in items if isinstance(v, numbers.Real)}
 
 
 def _construct(target: Any, config: Settings, extras: Mapping[str, Any]) -> Any:

@@ -5,8 +5,8 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from distflow.agents.adapters.mcp_tools import connect
-from distflow.agents.adapters.tools import Counts, Tool, call_tools, function_tool, json_schemas
-from distflow.agents.child import ChildSession, EnvironmentFault, Result, check_reward
+from distflow.agents.adapters.tools import Tool, ToolCounts, call_tools, function_tool, json_schemas
+from distflow.agents.child import ChildSession, EnvironmentFault, Outcome, check_reward
 from distflow.agents.loaded import Loaded
 from distflow.agents.reward_functions import as_messages
 from distflow.agents.spec import Description, EnvironmentSetupError, EnvironmentSpec
@@ -31,7 +31,7 @@ def describe(environment: Loaded) -> Description:
     return Description("trl", schemas, rewards, tuple(sorted(columns)))
 
 
-def drive(environment: Loaded, start: Mapping[str, Any], session: ChildSession) -> Result:
+def drive(environment: Loaded, start: Mapping[str, Any], session: ChildSession) -> Outcome:
     """Lets the model call tools until it calls none, or the worker takes no further turn."""
     with connect(environment.spec) as served:
         return _drive(environment, {t.name: t.call for t in [*environment.tools, *served]}, start, session)
@@ -39,7 +39,7 @@ def drive(environment: Loaded, start: Mapping[str, Any], session: ChildSession) 
 
 def _drive(
     environment: Loaded, tools: dict[str, Callable[..., Any]], start: Mapping[str, Any], session: ChildSession
-) -> Result:
+) -> Outcome:
     row, messages = start["row"], as_messages(start["prompt"])
     choice, env = "", None
     if environment.target is not None:
@@ -52,7 +52,7 @@ def _drive(
         given = {k: v for k, v in row.items() if not (choice and k == "environment")}
         observation = session.run(env.reset(**_accepted(env.reset, given)))
         messages = with_observation(messages, observation)
-    counts = Counts()
+    counts = ToolCounts()
     for tool in environment.tools:
         if tool.start:
             session.run(tool.start(_create_arguments(row, tool)))
@@ -60,7 +60,7 @@ def _drive(
     turn = session.turn()
     while turn is not None and (turn.tool_calls or turn.errors):
         turn = session.turn(call_tools(turn, tools, session, counts))
-    result = Result(metrics=counts.metrics, environment=env)
+    result = Outcome(metrics=counts.metrics, environment=env)
     if any(t.finish for t in environment.tools) or counts.rewards:
         result.reward = sum(counts.rewards) + sum(session.run(t.finish()) for t in environment.tools if t.finish)
     if env is not None and callable(getattr(env, "get_reward", None)):

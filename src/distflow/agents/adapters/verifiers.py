@@ -12,8 +12,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from distflow.agents.adapters.skyrl import numbers_of
-from distflow.agents.child import ChildSession, EnvironmentFault, Result, check_reward
+from distflow.agents.child import ChildSession, EnvironmentFault, Outcome, check_reward, numbers_of
 from distflow.agents.loaded import Loaded
 from distflow.agents.settings import merge
 from distflow.agents.spec import Description, EnvironmentSetupError
@@ -46,7 +45,7 @@ def describe(environment: Loaded) -> Description:
     return Description("verifiers", gives_reward=True, columns=("task",), needs_endpoint=True)
 
 
-def drive(environment: Loaded, start: Mapping[str, Any], session: ChildSession) -> Result:
+def drive(environment: Loaded, start: Mapping[str, Any], session: ChildSession) -> Outcome:
     """Runs one episode; the first agent's trace, or that of `args.trained`, has the reward."""
     args = dict(environment.spec.args)
     trained = args.pop("trained", None)
@@ -69,7 +68,7 @@ def drive(environment: Loaded, start: Mapping[str, Any], session: ChildSession) 
         raise EnvironmentFault(f"failed before the first turn: {cut(said[0], 300)}")
     trace = traces[0]
     metrics = {**numbers_of(trace.metrics), "errors": float(len(trace.errors))}
-    return Result(check_reward(trace.reward), metrics=metrics, environment=env)
+    return Outcome(check_reward(trace.reward), metrics=metrics, environment=env)
 
 
 def make(taskset: Any, args: Mapping[str, Any]) -> Any:

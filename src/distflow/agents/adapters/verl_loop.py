@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
-from distflow.agents.adapters.skyrl import numbers_of
-from distflow.agents.child import ChildSession, EnvironmentFault, Result, check_reward
+from distflow.agents.child import ChildSession, EnvironmentFault, Outcome, check_reward, numbers_of
 from distflow.agents.loaded import Loaded
 from distflow.agents.reward_functions import as_messages
 from distflow.agents.settings import Settings, merge
@@ -43,7 +42,7 @@ def describe(environment: Loaded) -> Description:
     return Description("verl_loop", gives_reward=True)
 
 
-def drive(environment: Loaded, start: Mapping[str, Any], session: ChildSession) -> Result:
+def drive(environment: Loaded, start: Mapping[str, Any], session: ChildSession) -> Outcome:
     """Runs the loop. Trained are the tokens of its calls of `generate`, as they were sampled."""
     config = Settings(merge(_CONFIG, environment.spec.args))
     given = {
@@ -69,7 +68,7 @@ def drive(environment: Loaded, start: Mapping[str, Any], session: ChildSession) 
     score = _field(output, "reward_score")
     extra = _field(output, "extra_fields") or {}
     metrics = {"num_turns": _field(output, "num_turns"), **numbers_of(extra)}
-    return Result(None if score is None else check_reward(score), metrics=numbers_of(metrics))
+    return Outcome(None if score is None else check_reward(score), metrics=numbers_of(metrics))
 
 
 def _field(output: Any, name: str) -> Any:
