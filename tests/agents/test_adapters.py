@@ -248,7 +248,7 @@ def made(*specs: EnvironmentSpec, **options: Any) -> Iterator[EnvPool]:
         (EnvironmentSpec("e", f"{FILE}:Counter", kind="trll"), "kind 'trll' is not known; did you mean 'trl'?"),
         (
             EnvironmentSpec("e", f"{FILE}:Guess", tools=[f"{FILE}:multiply"]),
-            "`tools` is for environments of the kinds 'trl', 'tools', 'verl_loop', and this is of 'skyrl'; remove it",
+            "`tools` is for environments of the kinds 'tools', 'trl', 'verl_loop', and this is of 'skyrl'; remove it",
         ),
         (
             EnvironmentSpec("e", f"{FILE}:UsesTools", tools=[f"{FILE}:multiply"]),

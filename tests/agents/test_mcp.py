@@ -115,7 +115,7 @@ def test_a_url_is_a_server_for_all() -> None:
         (EnvironmentSpec("gone", mcp={"gone": {"command": ["/no/such/server"]}}), "trouble with its MCP server 'gone'"),
         (
             spec("other", call="user_environments.py:Guess"),
-            "of the kinds 'trl', 'tools', and this is of 'skyrl'; remove it",
+            "of the kinds 'tools', 'trl', and this is of 'skyrl'; remove it",
         ),
     ],
 )

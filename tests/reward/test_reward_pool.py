@@ -15,16 +15,16 @@ from typing import Any
 import pytest
 
 from distflow.reward.errors import RewardError
-from distflow.reward.function import RewardFunction
+from distflow.reward.function import RewardSpec
 from distflow.reward.pool import Pool, RewardCall
-from distflow.reward.signature import Failure, Result, Score
+from distflow.reward.signature import NoScore, Result, Score
 from reward.helpers import FILE, HERE, children_of, gone, pids_in, wait_for
 
-BEHAVE = RewardFunction(f"{FILE}:behave")
+BEHAVE = RewardSpec(f"{FILE}:behave")
 
 
 @contextmanager
-def pool_of(*functions: RewardFunction, processes: int = 1, time_limit_s: float = 60.0, **more: Any) -> Iterator[Pool]:
+def pool_of(*functions: RewardSpec, processes: int = 1, time_limit_s: float = 60.0, **more: Any) -> Iterator[Pool]:
     with closing(Pool(functions or (BEHAVE,), processes, time_limit_s, HERE, **more)) as pool:
         yield pool
 
@@ -40,7 +40,7 @@ def run(pool: Pool, *texts: str) -> list[Result]:
 
 
 def reason(result: Result) -> str:
-    assert isinstance(result, Failure), result
+    assert isinstance(result, NoScore), result
     return result.reason
 
 
@@ -186,11 +186,11 @@ def test_order_is_kept_with_many_samples_and_processes() -> None:
 PARENT = """
 import sys, threading, time
 from pathlib import Path
-from distflow.reward.function import RewardFunction
+from distflow.reward.function import RewardSpec
 from distflow.reward.pool import Pool, RewardCall
 
 base, text, pids = sys.argv[1:]
-pool = Pool([RewardFunction("user_rewards.py:behave")], 2, 1000.0, Path(base))
+pool = Pool([RewardSpec("user_rewards.py:behave")], 2, 1000.0, Path(base))
 threading.Thread(target=time.sleep, args=(1000,), daemon=True).start()
 list(pool.run([RewardCall(0, {"data_source": "", "solution_str": "fine", "ground_truth": None})] * 2))
 Path(pids + ".new").write_text(" ".join(map(str, pool.pids)))
@@ -229,7 +229,7 @@ def test_processes_live_on_when_the_thread_that_started_them_ends() -> None:
 
 def test_functions_that_do_not_load_are_named(tmp_path: Path) -> None:
     def message(ref: str, **options: Any) -> str:
-        with pool_of(RewardFunction(ref), **options) as pool, pytest.raises(RewardError) as e:
+        with pool_of(RewardSpec(ref), **options) as pool, pytest.raises(RewardError) as e:
             _ = pool.signatures
         return str(e.value)
 

@@ -105,7 +105,7 @@ class Agent(Actor):
 
         rollout, text, descriptions = self.role.rollout, self.policy.text, self.env_pool.describe()
         self._runtimes = make_runtimes(self.environments, descriptions, text, rollout.max_tokens)
-        if any(p.needs_endpoint for p in self._runtimes):
+        if any(r.needs_endpoint for r in self._runtimes):
             from distflow.agents.endpoint import Endpoint
 
             host = next(iter(self.environments.values())).endpoint_host  # all have the same
@@ -181,8 +181,8 @@ class Agent(Actor):
             ratios = [e.ratio for e in self.environments.values()]
             chosen = choose_environments(names, ratios, batch.groups, seed, named)
         return [
-            Sample(int(sample), runtime, row["prompt"], row, group_seed(seed, int(group)))
-            for sample, group, row, runtime in zip(batch.ids, batch.groups, rows, chosen, strict=True)
+            Sample(int(sample), index, row["prompt"], row, group_seed(seed, int(group)))
+            for sample, group, row, index in zip(batch.ids, batch.groups, rows, chosen, strict=True)
         ]
 
     def _check_failure(self, record: "ConversationRecord", ctx: "Context") -> "ConversationRecord":

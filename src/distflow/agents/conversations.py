@@ -46,7 +46,7 @@ class Sample:
     """A row to have a conversation about."""
 
     id: int
-    runtime: int
+    environment: int  # its index
     prompt: Any  # text or messages
     row: Mapping[str, Any]
     seed: int  # of whatever is random in the environment; samples of a prompt share it
@@ -93,7 +93,7 @@ class Conversations:
     ) -> None:
         self.runtimes, self.env_pool, self.params, self.seed, self.version = runtimes, env_pool, params, seed, version
         self.endpoint, self.trainer_state = endpoint, dict(trainer_state or {})
-        self._waiting = [[s for s in samples if s.runtime == i][::-1] for i in range(len(runtimes))]
+        self._waiting = [[s for s in samples if s.environment == i][::-1] for i in range(len(runtimes))]
         self._open: dict[int, _Conversation] = {}  # by sample id
         self._of_request: dict[int, _Conversation] = {}
         self._actions, self._last_request = Actions(), -1
@@ -137,7 +137,7 @@ class Conversations:
 
     def _start(self) -> None:
         for i, (runtime, waiting) in enumerate(zip(self.runtimes, self._waiting, strict=True)):
-            running = sum(c.sample.runtime == i for c in self._open.values())
+            running = sum(c.sample.environment == i for c in self._open.values())
             for _ in range(min(len(waiting), runtime.concurrent - running)):
                 self._begin(waiting.pop(), runtime)
 
@@ -158,7 +158,7 @@ class Conversations:
         if self.endpoint is not None and runtime.needs_endpoint:
             key, url = self.endpoint.open(sample.id, sample.id), self.endpoint.session_url(sample.id)
             start["session"] = {"base_url": url, "api_key": key, "model": self.endpoint.model}
-        self.env_pool.start(sample.id, sample.runtime, start)
+        self.env_pool.start(sample.id, sample.environment, start)
 
     def _handle(self, event: Event) -> None:
         conversation = self._open.get(event.key)
@@ -166,7 +166,7 @@ class Conversations:
             return
         if isinstance(event, Failed):
             # An agent may fail where a limit ends its conversation: the endpoint refuses its call, which is no fault.
-            runtime, branches = self.runtimes[conversation.sample.runtime], conversation.session.branches
+            runtime, branches = self.runtimes[conversation.sample.environment], conversation.session.branches
             refused = runtime.needs_endpoint and any(b.ended for b in branches)
             self._end(conversation, {}, None if refused else event.reason)
             return
@@ -288,7 +288,7 @@ class Conversations:
 
     def _end(self, conversation: _Conversation, done: Mapping[str, Any], failure: str | None = None) -> None:
         sample, session = conversation.sample, conversation.session
-        runtime = self.runtimes[sample.runtime]
+        runtime = self.runtimes[sample.environment]
         if runtime.needs_endpoint and failure is None and not session.generations:
             failure = "never called the model; it has to use the `base_url` and `api_key` it is given"
         for number, (branch, _) in conversation.requests.items():

@@ -1,7 +1,7 @@
 """The HTTP side of the endpoint: starlette and uvicorn in a thread, on a free port.
 
 What a client can make this process hold is bounded: connections, seconds until a request and its body have come,
-bytes of a body. Whoever is refused waits a little for the reply, so that a flood is a slow one.
+bytes of a body. A refusal is sent after a short wait, to throttle floods.
 """
 
 import asyncio
@@ -49,8 +49,6 @@ class ServerThread:
         app = make_app(endpoint, NAMES if host in (LOOPBACK, "localhost") else ["*"])
         try:
             import uvicorn
-
-            from distflow.agents.endpoint_connection import Connection
         except ImportError:
             raise ConfigError(f"the server uvicorn is not installed; {INSTALL}") from None
         self._socket = _listen(host)
@@ -59,7 +57,7 @@ class ServerThread:
         self._server = uvicorn.Server(
             uvicorn.Config(
                 app,
-                http=Connection,
+                http=_bounded_connection(),
                 ws="none",
                 lifespan="off",
                 log_config=None,
@@ -160,6 +158,29 @@ def _outward_address(family: int) -> str:
         except OSError:  # it reaches nobody: there is no route
             return "::1" if family == socket.AF_INET6 else LOOPBACK
         return str(s.getsockname()[0])
+
+
+def _bounded_connection() -> "type[asyncio.Protocol]":
+    """Returns uvicorn's protocol with a limited number of connections, and of seconds until the first request."""
+    from uvicorn.protocols.http.h11_impl import H11Protocol
+
+    class BoundedConnection(H11Protocol):
+        def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+            if len(self.connections) >= MAX_CONNECTIONS:
+                transport.abort()
+                return
+            super().connection_made(transport)
+            self.loop.call_later(BODY_S, self._close_if_silent)
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            if self in self.connections:
+                super().connection_lost(exc)
+
+        def _close_if_silent(self) -> None:
+            if getattr(self, "cycle", None) is None and not self.transport.is_closing():
+                self.transport.close()
+
+    return BoundedConnection
 
 
 def make_app(endpoint: "Endpoint", hosts: list[str]) -> "Starlette":

@@ -58,8 +58,3 @@ def load_functions(functions: Sequence[Mapping[str, Any]], base: Path) -> list[E
             )
         loaded.append(EndFunction(f["name"], function, f.get("args", {})))
     return loaded
-
-
-def as_messages(prompt: Any) -> list[dict[str, Any]]:
-    """Returns a prompt as messages: a text is what the user says."""
-    return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [dict(m) for m in prompt]

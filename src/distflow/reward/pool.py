@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from distflow.reward.errors import RewardError
-from distflow.reward.function import RewardFunction
-from distflow.reward.signature import Failure, Result, Score, Signature
+from distflow.reward.function import RewardSpec
+from distflow.reward.signature import NoScore, Result, Score, Signature
 from distflow.userproc.channel import BrokenChannelError
 from distflow.userproc.processes import Failed, Message, Processes
 from distflow.userproc.server_process import Program
@@ -65,7 +65,7 @@ class Pool:
 
     def __init__(
         self,
-        functions: Sequence[RewardFunction],
+        functions: Sequence[RewardSpec],
         processes: int,
         time_limit_s: float,
         base: Path = Path(),
@@ -121,14 +121,14 @@ class Pool:
                         self._seconds[call.function] = outcome.seconds
                         results = outcome.results
                         if len(results) != call.samples:
-                            results = [Failure(_FOREIGN_MESSAGE)] * call.samples
+                            results = [NoScore(_FOREIGN_MESSAGE)] * call.samples
                     else:
                         pending.extendleft(reversed(outcome.queued))
                         deaths[outcome.call] += outcome.died
                         if outcome.died and deaths[outcome.call] < _ATTEMPTS:
                             pending.appendleft(outcome.call)
                             continue
-                        results = [Failure(outcome.reason)] * call.samples
+                        results = [NoScore(outcome.reason)] * call.samples
                     remaining -= 1
                     yield outcome.call, results
         finally:
@@ -181,7 +181,7 @@ class Pool:
                 raise RewardError(error)
             case {"results": results, "seconds": seconds} if worker.calls:
                 call = worker.calls.popleft()
-                return [_Finished(call, [Failure(r) if isinstance(r, str) else Score(*r) for r in results], seconds)]
+                return [_Finished(call, [NoScore(r) if isinstance(r, str) else Score(*r) for r in results], seconds)]
         return []
 
     def _handle_failure(self, failed: Failed) -> list[_Lost]:

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from distflow.flow import node
 from distflow.reward.errors import RewardError
-from distflow.reward.function import RewardFunction, parse_functions
+from distflow.reward.function import RewardSpec, parse_functions
 from distflow.reward.pool import Pool, RewardCall
 from distflow.reward.scores import Scores
-from distflow.reward.signature import Failure, Result, Score
+from distflow.reward.signature import NoScore, Result, Score
 
 if TYPE_CHECKING:  # flows are planned without torch
     from distflow.batch.batch import Batch
@@ -37,7 +37,7 @@ class Reward:
 
     def __init__(
         self,
-        functions: Sequence[RewardFunction | Mapping[str, Any]],
+        functions: Sequence[RewardSpec | Mapping[str, Any]],
         processes: int = 2,
         time_limit_s: float = 30.0,
         on_failure: Literal["error"] | float = "error",
@@ -117,7 +117,7 @@ class Reward:
             for i, call_results in finished:
                 function, first = calls[i].function, firsts[i]
                 results[function][first : first + len(call_results)] = call_results
-                failed = [(first + k, r.reason) for k, r in enumerate(call_results) if isinstance(r, Failure)]
+                failed = [(first + k, r.reason) for k, r in enumerate(call_results) if isinstance(r, NoScore)]
                 if failed and on_failure == "error":
                     raise self._error(samples, failed, function)
         totals = [self._total(row, on_failure) for row in zip(*results, strict=True)]
@@ -140,7 +140,7 @@ class Reward:
     def _total(self, row: Iterable[Result], on_failure: Literal["error"] | float) -> float:
         total = 0.0
         for function, result in zip(self.functions, row, strict=True):
-            if isinstance(result, Failure):
+            if isinstance(result, NoScore):
                 return float(on_failure)
             total += function.weight * (result.value or 0.0)
         return total

@@ -15,7 +15,7 @@ from typing import Any
 from distflow.errors import DistflowError, describe_error
 from distflow.flow.importing import load
 from distflow.reward.reward_log import RewardLog
-from distflow.reward.signature import Failure, Function, Result, Signature, parse_results, parse_signature
+from distflow.reward.signature import Function, NoScore, Result, Signature, parse_results, parse_signature
 from distflow.userproc.channel import encode
 
 
@@ -42,7 +42,7 @@ class Scorer:
                 value = self._loop.run(_await(value))
             return log.add_to(parse_results(signature, value, samples))
         except BaseException as e:  # sys.exit() in a function is a failure, too, and must not end the process
-            return [Failure(f"raised {_describe(e, fn)}")] * samples
+            return [NoScore(f"raised {_describe(e, fn)}")] * samples
 
 
 def _with_state(arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -89,4 +89,4 @@ def serve(shared: None, channel: socket.socket) -> None:
 
 
 def _to_json(result: Result) -> str | list[Any]:
-    return result.reason if isinstance(result, Failure) else [result.value, result.extra, result.columns]
+    return result.reason if isinstance(result, NoScore) else [result.value, result.extra, result.columns]

@@ -17,8 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import distflow
-from distflow.errors import DistflowError
+from distflow.errors import PACKAGE, DistflowError
 from distflow.userproc.channel import Channel, encode
 
 _EXIT_S = 2.0  # how long it may take to exit after it closed its channel or was killed
@@ -130,6 +129,6 @@ def _variables(python: str) -> dict[str, str]:
     """Code that iterates over sets of strings does the same on every worker and in every run."""
     variables = {"PYTHONHASHSEED": "0", **os.environ}
     if python != sys.executable:  # as if its virtual environment were activated, and we were installed there
-        variables["PYTHONPATH"] = str(Path(distflow.__file__).parent.parent)
+        variables["PYTHONPATH"] = str(Path(PACKAGE).parent)
         variables["PATH"] = f"{Path(python).parent}{os.pathsep}{variables.get('PATH', os.defpath)}"
     return variables

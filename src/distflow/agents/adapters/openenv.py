@@ -8,11 +8,11 @@ import json
 from collections.abc import Mapping
 from typing import Any, get_args
 
+from distflow.agents.adapter import EnvironmentAdapter, LoadedEnvironment
+from distflow.agents.adapters.looks import derives_from
 from distflow.agents.adapters.tools import ToolCounts, call_tools
-from distflow.agents.adapters.trl import with_observation
 from distflow.agents.child import ChildSession, EnvironmentFault, Outcome
-from distflow.agents.loaded import Loaded
-from distflow.agents.reward_functions import as_messages
+from distflow.agents.rows import as_messages, with_observation
 from distflow.agents.session import AssistantMessage
 from distflow.agents.spec import Description, EnvironmentSetupError
 from distflow.errors import cut
@@ -21,7 +21,7 @@ _NOT_SAID = ("reward", "done", "metadata")  # fields of an observation that the 
 _OWN = ("metadata",)  # fields that every action has
 
 
-def describe(environment: Loaded) -> Description:
+def describe(environment: LoadedEnvironment) -> Description:
     """Asks the server for its tools, if it has any: it has to run before training starts."""
     spec, target = environment.spec, environment.target
     if "base_url" not in spec.args:
@@ -43,7 +43,7 @@ def describe(environment: Loaded) -> Description:
     return Description("openenv", {"": [_tool_schema("step", action.__doc__ or "", schema)]}, gives_reward=True)
 
 
-def drive(environment: Loaded, start: Mapping[str, Any], session: ChildSession) -> Outcome:
+def drive(environment: LoadedEnvironment, start: Mapping[str, Any], session: ChildSession) -> Outcome:
     """Plays one episode."""
     with _connect(environment) as client:
         result = session.run(client.reset(**_reset_arguments(start)))
@@ -51,7 +51,7 @@ def drive(environment: Loaded, start: Mapping[str, Any], session: ChildSession) 
         return _play(environment, client, session, result)
 
 
-def _play(environment: Loaded, client: Any, session: ChildSession, result: Any) -> Outcome:
+def _play(environment: LoadedEnvironment, client: Any, session: ChildSession, result: Any) -> Outcome:
     counts, total, lists = ToolCounts(), 0.0, _lists_tools(environment.target)
     action_class = None if lists else _action_class(environment)
     messages: list[dict[str, Any]] = []
@@ -104,7 +104,7 @@ def say(result: Any) -> str | None:
     return json.dumps(told, ensure_ascii=False, default=str) if told else None
 
 
-def _connect(environment: Loaded) -> Any:
+def _connect(environment: LoadedEnvironment) -> Any:
     client = environment.target(**environment.spec.args)
     return client.sync() if hasattr(client, "sync") else client
 
@@ -121,7 +121,7 @@ def _lists_tools(target: Any) -> bool:
     return callable(getattr(target, "list_tools", None)) and callable(getattr(target, "call_tool", None))
 
 
-def _action_class(environment: Loaded) -> Any:
+def _action_class(environment: LoadedEnvironment) -> Any:
     """Finds the class of actions in `EnvClient[Action, Observation, State]`."""
     for cls in inspect.getmro(environment.target):
         for base in getattr(cls, "__orig_bases__", ()):
@@ -142,3 +142,8 @@ def _tool_schema(name: str, description: str, parameters: Mapping[str, Any]) -> 
         "type": "function",
         "function": {"name": name, "description": description, "parameters": dict(parameters)},
     }
+
+
+ADAPTER = EnvironmentAdapter(
+    describe, drive, lambda t: derives_from(t, "EnvClient", "HTTPEnvClient"), "an OpenEnv client"
+)

@@ -17,8 +17,9 @@ from collections import deque
 from collections.abc import Mapping
 from typing import IO, Any
 
+from distflow.agents.adapter import EnvironmentAdapter, LoadedEnvironment
+from distflow.agents.adapters.looks import parameters_of, required_parameters
 from distflow.agents.child import ChildSession, EnvironmentFault, Outcome, check_reward
-from distflow.agents.loaded import Loaded
 from distflow.agents.spec import Description, EnvironmentSetupError
 from distflow.errors import shown
 
@@ -27,12 +28,7 @@ _LINE = 1 << 20  # bytes of the last line of a program's output; more of it is n
 _LOCAL = "127.0.0.1,localhost"
 
 
-def matches(target: Any) -> bool:
-    """Whether it is a function or an object to call that takes `base_url`."""
-    return callable(target) and not inspect.isclass(target) and "base_url" in _parameters(target)
-
-
-def describe(environment: Loaded) -> Description:
+def describe(environment: LoadedEnvironment) -> Description:
     """Finds out before the first step that a program is not there, or that a function wants what nobody has."""
     spec = environment.spec
     if spec.command:
@@ -44,9 +40,8 @@ def describe(environment: Loaded) -> Description:
             )
         return Description("program", gives_reward=True, needs_endpoint=True)
     known = {*GIVEN, *spec.args}
-    for name, parameter in _parameters(environment.target).items():
-        required = parameter.default is parameter.empty and parameter.kind not in _STARRED
-        if required and name not in known:
+    for name in required_parameters(environment.target):
+        if name not in known:
             raise EnvironmentSetupError(
                 f"{spec.where}: the agent has a parameter '{name}' that nobody gives; it is given"
                 f" {', '.join(GIVEN)}, and `environment.args`"
@@ -54,13 +49,13 @@ def describe(environment: Loaded) -> Description:
     return Description("program", gives_reward=True, needs_endpoint=True)
 
 
-def drive(environment: Loaded, start: Mapping[str, Any], session: ChildSession) -> Outcome:
+def drive(environment: LoadedEnvironment, start: Mapping[str, Any], session: ChildSession) -> Outcome:
     variables = _variables(start["session"])
     if environment.spec.command:
         return read_result(_run(environment, start, {**os.environ, **variables}))
     os.environ.update(variables)
     given = {name: start.get(name) for name in GIVEN[3:]} | start["session"] | dict(environment.spec.args)
-    parameters = _parameters(environment.target)
+    parameters = parameters_of(environment.target)
     if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         given = {name: value for name, value in given.items() if name in parameters}
     return read_result(session.run(environment.target(**given)))
@@ -77,7 +72,7 @@ def read_result(value: Any) -> Outcome:
     return Outcome(None if reward is None else check_reward(reward), metrics=numbers)
 
 
-def _run(environment: Loaded, start: Mapping[str, Any], variables: dict[str, str]) -> Any:
+def _run(environment: LoadedEnvironment, start: Mapping[str, Any], variables: dict[str, str]) -> Any:
     """Runs the program to its end; returns the JSON of its last line, None if that is something else."""
     try:
         process = subprocess.Popen(
@@ -143,11 +138,11 @@ def _path() -> str:
     return os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)])
 
 
-_STARRED = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+def _matches(target: Any) -> bool:
+    """Whether it is a function or an object to call that takes `base_url`."""
+    return callable(target) and not inspect.isclass(target) and "base_url" in parameters_of(target)
 
 
-def _parameters(target: Any) -> Mapping[str, inspect.Parameter]:
-    try:
-        return inspect.signature(target).parameters
-    except (TypeError, ValueError):
-        return {}
+ADAPTER = EnvironmentAdapter(
+    describe, drive, _matches, "an agent `fn(base_url, api_key, row)`", tested_with=("openai", "smolagents")
+)

@@ -3,22 +3,23 @@
 import contextlib
 import inspect
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
+from distflow.agents.adapter import EnvironmentAdapter, LoadedEnvironment
+from distflow.agents.adapters.looks import derives_from, has_methods
 from distflow.agents.child import ChildSession, EnvironmentFault, Outcome, numbers_of
-from distflow.agents.loaded import Loaded
-from distflow.agents.reward_functions import as_messages
+from distflow.agents.rows import as_messages, reward_spec
 from distflow.agents.settings import Settings
 from distflow.agents.spec import Description
+from distflow.flow.importing import load
 
-_ANSWERS = ("ground_truth", "answer", "solution", "label")  # columns of a row without `reward_spec`
 
-
-def describe(environment: Loaded) -> Description:
+def describe(environment: LoadedEnvironment) -> Description:
     return Description("skyrl", gives_reward=True)
 
 
-def drive(environment: Loaded, start: Mapping[str, Any], session: ChildSession) -> Outcome:
+def drive(environment: LoadedEnvironment, start: Mapping[str, Any], session: ChildSession) -> Outcome:
     """Steps the environment with every turn until it is done. Tokens stay as they were sampled, whatever
     `postprocessed_action` says."""
     extras = {k: v for k, v in start["row"].items() if k != "prompt"}
@@ -44,16 +45,25 @@ def drive(environment: Loaded, start: Mapping[str, Any], session: ChildSession) 
     return result
 
 
-def reward_spec(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns where skyrl-gym finds the ground truth, from a row as verl or TRL have it."""
-    if isinstance(row.get("reward_model"), Mapping):
-        return dict(row["reward_model"])
-    return next(({"method": "rule", "ground_truth": row[c]} for c in _ANSWERS if c in row), {})
-
-
 def _construct(target: Any, config: Settings, extras: Mapping[str, Any]) -> Any:
     names = set()
     with contextlib.suppress(TypeError, ValueError):
         names = set(inspect.signature(target).parameters)
     given = {"env_config": config, "extras": dict(extras)}
     return target(**(given if names & {"args", "kwargs"} else {k: v for k, v in given.items() if k in names}))
+
+
+def _by_name(name: str, where: str) -> Any:
+    """Returns what makes a registered environment, None if the name is not registered."""
+    registry = load("skyrl_gym.envs.registration:registry", where)
+    return partial(load("skyrl_gym:make", where), registry[name]) if name in registry else None
+
+
+ADAPTER = EnvironmentAdapter(
+    describe,
+    drive,
+    lambda t: derives_from(t, "BaseTextEnv") or (has_methods(t, "init", "step") and not has_methods(t, "reset")),
+    "a skyrl-gym BaseTextEnv (`init`, `step`)",
+    package="skyrl_gym",
+    by_name=_by_name,
+)

@@ -4,18 +4,19 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from distflow.agents.adapter import EnvironmentAdapter, LoadedEnvironment
+from distflow.agents.adapters.looks import has_methods, required_parameters
 from distflow.agents.adapters.mcp_tools import connect
 from distflow.agents.adapters.tools import Tool, ToolCounts, call_tools, function_tool, json_schemas
 from distflow.agents.child import ChildSession, EnvironmentFault, Outcome, check_reward
-from distflow.agents.loaded import Loaded
-from distflow.agents.reward_functions import as_messages
+from distflow.agents.rows import as_messages, with_observation
 from distflow.agents.spec import Description, EnvironmentSetupError, EnvironmentSpec
 from distflow.errors import shown, suggest
 
 _NO_TOOLS = ("reset", "get_reward")
 
 
-def describe(environment: Loaded) -> Description:
+def describe(environment: LoadedEnvironment) -> Description:
     """Reads the methods of the class; only the object of a factory function is made for that."""
     spec, common = environment.spec, [*environment.tools, *_served(environment.spec)]
     if environment.target is None:  # nothing but tools
@@ -31,14 +32,17 @@ def describe(environment: Loaded) -> Description:
     return Description("trl", schemas, rewards, tuple(sorted(columns)))
 
 
-def drive(environment: Loaded, start: Mapping[str, Any], session: ChildSession) -> Outcome:
+def drive(environment: LoadedEnvironment, start: Mapping[str, Any], session: ChildSession) -> Outcome:
     """Lets the model call tools until it calls none, or the worker takes no further turn."""
     with connect(environment.spec) as served:
         return _drive(environment, {t.name: t.call for t in [*environment.tools, *served]}, start, session)
 
 
 def _drive(
-    environment: Loaded, tools: dict[str, Callable[..., Any]], start: Mapping[str, Any], session: ChildSession
+    environment: LoadedEnvironment,
+    tools: dict[str, Callable[..., Any]],
+    start: Mapping[str, Any],
+    session: ChildSession,
 ) -> Outcome:
     row, messages = start["row"], as_messages(start["prompt"])
     choice, env = "", None
@@ -75,21 +79,6 @@ def _served(spec: EnvironmentSpec) -> list[Tool]:
             return tools
     except EnvironmentFault as e:
         raise EnvironmentSetupError(f"{spec.where}: {e}") from e
-
-
-def with_observation(messages: list[dict[str, Any]], observation: Any) -> list[dict[str, Any]]:
-    """Appends what `reset` returned to the last message, as text or as content blocks."""
-    if observation is None:
-        return messages
-    *before, last = messages or [{"role": "user", "content": ""}]
-    content = last["content"]
-    if isinstance(content, str) and isinstance(observation, list):
-        content = [{"type": "text", "text": content}]
-    elif isinstance(content, list) and not isinstance(observation, list):
-        observation = [{"type": "text", "text": str(observation)}]
-    elif not isinstance(observation, list):
-        observation = str(observation)
-    return [*before, {**last, "content": content + observation}]
 
 
 def _factories(target: Any) -> Mapping[str, Callable[..., Any]]:
@@ -143,3 +132,29 @@ def _create_arguments(row: Mapping[str, Any], tool: Tool) -> Mapping[str, Any]:
     given = row.get("tools_kwargs") or (info.get("tools_kwargs") if isinstance(info, Mapping) else None) or {}
     arguments: Mapping[str, Any] = given.get(tool.name, {}).get("create_kwargs", {})
     return arguments
+
+
+def _is_tools(target: Any) -> bool:
+    if isinstance(target, list | tuple):
+        return bool(target)
+    return has_methods(target, "create", "execute", "release") or hasattr(target, "tool_schema")
+
+
+def _is_trl(target: Any) -> bool:
+    if isinstance(target, dict):
+        return bool(target) and all(map(callable, target.values()))
+    if inspect.isclass(target) or not callable(target):
+        return has_methods(target, "reset")
+    return not required_parameters(target)  # a factory: `describe` makes one and looks
+
+
+ADAPTER = EnvironmentAdapter(
+    describe,
+    drive,
+    _is_trl,
+    "a TRL environment (class with `reset` whose public methods are tools, or a dict of such)",
+    takes=("tools", "mcp"),
+)
+TOOLS = EnvironmentAdapter(
+    describe, drive, _is_tools, "a list of tools, a verl BaseTool", tested_with=("mcp",), takes=("tools", "mcp")
+)

@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
+from distflow.agents.adapter import EnvironmentAdapter, LoadedEnvironment
+from distflow.agents.adapters.looks import derives_from, has_methods, parameters_of
 from distflow.agents.child import ChildSession, EnvironmentFault, Outcome, check_reward, numbers_of
-from distflow.agents.loaded import Loaded
-from distflow.agents.reward_functions import as_messages
+from distflow.agents.rows import as_messages
 from distflow.agents.settings import Settings, merge
 from distflow.agents.spec import Description, EnvironmentSetupError
 
@@ -32,7 +33,7 @@ _CONFIG = {
 }
 
 
-def describe(environment: Loaded) -> Description:
+def describe(environment: LoadedEnvironment) -> Description:
     for tool in environment.tools:
         if tool.source is None:
             raise EnvironmentSetupError(
@@ -42,7 +43,7 @@ def describe(environment: Loaded) -> Description:
     return Description("verl_loop", gives_reward=True)
 
 
-def drive(environment: Loaded, start: Mapping[str, Any], session: ChildSession) -> Outcome:
+def drive(environment: LoadedEnvironment, start: Mapping[str, Any], session: ChildSession) -> Outcome:
     """Runs the loop. Trained are the tokens of its calls of `generate`, as they were sampled."""
     config = Settings(merge(_CONFIG, environment.spec.args))
     given = {
@@ -145,3 +146,12 @@ class Tokenizer:
 
 def _plain(sampling: Mapping[str, Any]) -> dict[str, Any]:
     return {k: v for k, v in sampling.items() if isinstance(v, bool | int | float | str | list | None)}
+
+
+ADAPTER = EnvironmentAdapter(
+    describe,
+    drive,
+    lambda t: derives_from(t, "AgentLoopBase") or (has_methods(t, "run") and "sampling_params" in parameters_of(t.run)),
+    "a verl AgentLoopBase",
+    takes=("tools",),
+)
