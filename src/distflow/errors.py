@@ -1,5 +1,6 @@
 """Errors that a user can fix: each message names the thing, the place and the way out."""
 
+import importlib
 import traceback
 from collections.abc import Callable, Iterable
 from difflib import get_close_matches
@@ -7,6 +8,7 @@ from pathlib import Path
 from unicodedata import category
 
 PACKAGE = str(Path(__file__).parent)  # where our own code is
+_NO_PLACE = (PACKAGE, "<frozen", str(Path(importlib.__file__).parent))  # files that say nothing to a user
 
 
 class DistflowError(Exception):
@@ -78,13 +80,13 @@ def shown(value: object, length: int = 80) -> str:
 def describe_error(error: BaseException, is_own: Callable[[str], bool] = lambda file: True) -> str:
     """Returns type, message and place of an error in users' code, on one line.
 
-    The place is the last line in a file that `is_own`, even if a library raised the error; else the last that is not
-    in this package.
+    The place is the last line in a file that `is_own`, even if a library raised the error; else the last of all, but
+    for those of this package.
     """
     name = type(error).__name__
     if isinstance(error, SyntaxError):
         return f"{name}: {error.msg} ({error.filename or '?'}:{error.lineno})"
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith((PACKAGE, "<frozen"))]
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(_NO_PLACE)]
     own = [f for f in frames if is_own(f.filename)] or frames
     place = f" ({own[-1].filename}:{own[-1].lineno})" if own else ""
     try:
@@ -92,6 +94,12 @@ def describe_error(error: BaseException, is_own: Callable[[str], bool] = lambda 
     except Exception:  # `__str__` of a user's exception may raise
         message = ""
     return f"{name}{': ' * bool(message)}{message}{place}"
+
+
+def short_reason(error: BaseException) -> str:
+    """Returns the reason of the system's or a library's error: its first line, without type and place."""
+    text = (error.strerror if isinstance(error, OSError) else "") or str(error).strip() or type(error).__name__
+    return text.splitlines()[0].rstrip(".;: ")
 
 
 # Keys and arguments that have another name now.

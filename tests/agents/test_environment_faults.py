@@ -2,6 +2,7 @@
 
 import os
 import re
+import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -117,6 +118,29 @@ def test_a_template_that_dies_is_replaced(pool: EnvPool) -> None:
     assert pool.restarts == restarts + 1
     (good,) = converse(pool, [start_message()], SAY)
     assert good.result
+
+
+def test_a_fork_of_the_worker_keeps_no_conversation_alive(pool: EnvPool, tmp_path: Path) -> None:
+    """A fork has the worker's descriptors, with that whose closing kills the process of a conversation."""
+    pool.start(7, 0, start_message({"what": "note_and_hang", "at": "reset", "note": str(tmp_path / "pid")}))
+    note = tmp_path / "pid"
+    until = time.monotonic() + 60
+    while not note.exists() or not note.read_text():
+        assert time.monotonic() < until
+        pool.poll(0.1)
+    (pid,) = map(int, note.read_text().split())
+    fork = os.fork()
+    if fork == 0:
+        signal.pause()
+    try:
+        pool.kill(7)
+        until = time.monotonic() + 30
+        while _runs(pid):
+            assert time.monotonic() < until, "it still runs"
+            pool.poll(0.1)
+    finally:
+        os.kill(fork, signal.SIGKILL)
+        os.waitpid(fork, 0)
 
 
 def test_everything_ends_with_the_worker(tmp_path: Path) -> None:

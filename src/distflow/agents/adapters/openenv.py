@@ -15,7 +15,7 @@ from distflow.agents.child import ChildSession, EnvironmentFault, Outcome
 from distflow.agents.rows import as_messages, with_observation
 from distflow.agents.session import AssistantMessage
 from distflow.agents.spec import Description, EnvironmentSetupError
-from distflow.errors import cut
+from distflow.errors import cut, describe_error
 
 _NOT_SAID = ("reward", "done", "metadata")  # fields of an observation that the model is not told
 _OWN = ("metadata",)  # fields that every action has
@@ -32,7 +32,7 @@ def describe(environment: LoadedEnvironment) -> Description:
                 tools = [_tool_schema(t.name, t.description, t.input_schema) for t in client.list_tools()]
         except Exception as e:
             raise EnvironmentSetupError(
-                f"{spec.where}: no server answers at {spec.args['base_url']}: {type(e).__name__}: {cut(str(e), 200)};"
+                f"{spec.where}: no server answers at {spec.args['base_url']}: {describe_error(e)};"
                 " start it first, on every host"
             ) from e
         return Description("openenv", {"": tools}, gives_reward=True)

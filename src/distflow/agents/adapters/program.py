@@ -22,6 +22,7 @@ from distflow.agents.adapters.looks import parameters_of, required_parameters
 from distflow.agents.child import ChildSession, EnvironmentFault, Outcome, check_reward
 from distflow.agents.spec import Description, EnvironmentSetupError
 from distflow.errors import shown
+from distflow.userproc.server_process import describe_exit
 
 GIVEN = ("base_url", "api_key", "model", "row", "prompt", "sample_id", "seed")
 _LINE = 1 << 20  # bytes of the last line of a program's output; more of it is no result
@@ -90,8 +91,7 @@ def _run(environment: LoadedEnvironment, start: Mapping[str, Any], variables: di
     writer.start()
     last = _last_line(process.stdout)
     if code := process.wait():
-        how = f"exited with {code}" if code > 0 else f"was killed by signal {-code}"
-        raise EnvironmentFault(f"{how}; what it wrote to stderr is in the log of the run")
+        raise EnvironmentFault(f"{describe_exit(code)}; what it wrote to stderr is in the log of the run")
     try:
         value = json.loads(last)
     except ValueError:

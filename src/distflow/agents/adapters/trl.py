@@ -11,7 +11,7 @@ from distflow.agents.adapters.tools import Tool, ToolCounts, call_tools, functio
 from distflow.agents.child import ChildSession, EnvironmentFault, Outcome, check_reward
 from distflow.agents.rows import as_messages, with_observation
 from distflow.agents.spec import Description, EnvironmentSetupError, EnvironmentSpec
-from distflow.errors import shown, suggest
+from distflow.errors import describe_error, suggest
 
 _NO_TOOLS = ("reset", "get_reward")
 
@@ -93,8 +93,7 @@ def _prototype(factory: Callable[..., Any], args: Mapping[str, Any], where: str)
             prototype = factory(**args)
         except Exception as e:
             raise EnvironmentSetupError(
-                f"{where}: the factory raised {type(e).__name__}: {shown(str(e), 200)}; it has to work"
-                " with nothing but `environment.args`"
+                f"{where}: the factory raised {describe_error(e)}; it has to work with nothing but `environment.args`"
             ) from e
     if not callable(getattr(prototype, "reset", None)):
         raise EnvironmentSetupError(f"{where}: has no method `reset`; TRL's environments have `reset(self, **row)`")

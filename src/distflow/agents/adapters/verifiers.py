@@ -17,7 +17,7 @@ from distflow.agents.adapter import EnvironmentAdapter, LoadedEnvironment
 from distflow.agents.child import ChildSession, EnvironmentFault, Outcome, check_reward, numbers_of
 from distflow.agents.settings import merge
 from distflow.agents.spec import Description, EnvironmentSetupError
-from distflow.errors import cut
+from distflow.errors import cut, describe_error
 
 _KEY = "DISTFLOW_API_KEY"
 # An agent runs here, and has no tools but its task's, unless `environment.args` say otherwise.
@@ -44,7 +44,7 @@ def describe(environment: LoadedEnvironment) -> Description:
         make(environment.target, environment.spec.args)
     except Exception as e:
         raise EnvironmentSetupError(
-            f"{environment.spec.where}: verifiers cannot make it: {type(e).__name__}: {cut(str(e), 300)}; check its"
+            f"{environment.spec.where}: verifiers cannot make it: {describe_error(e)}; check its"
             " id and `environment.args`, which are its EnvConfig"
         ) from e
     return Description("verifiers", gives_reward=True, columns=("task",), needs_endpoint=True)
