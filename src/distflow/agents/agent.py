@@ -75,7 +75,7 @@ class Agent(Actor):
         temperature: float | None = None,
         held_out: bool = False,
     ) -> dict[str, Any]:
-        """Does the same with one of several environments; by default with those that rows or ratios choose."""
+        """Does the same with one of several environments; by default rows or ratios choose them."""
         return self._converse(batch, ctx, temperature, held_out, environment)
 
     def check_fields(self, fields: Iterable[str], where: str = "") -> None:

@@ -72,7 +72,7 @@ class _Conversation:
     sample: Sample
     session: Session
     start: float  # when, in seconds
-    branches: list[Branch] = field(default_factory=list)  # that the child began, by their numbers
+    branches: list[Branch] = field(default_factory=list)  # by the numbers that the process knows them by
     requests: dict[int, tuple[Branch, Reply]] = field(default_factory=dict)  # that the engine works on, by id
     tool_errors: int = 0
 
@@ -117,7 +117,7 @@ class Conversations:
                 return actions
 
     def complete(self, completion: Completion) -> None:
-        """Passes a turn of the model on to whoever asked for it."""
+        """Passes a turn of the model on to the process or the call that asked for it."""
         conversation = self._of_request.pop(completion.request_id, None)
         if conversation is None:
             return
@@ -178,7 +178,7 @@ class Conversations:
             self.env_pool.send(event.key, reply)
 
     def _operate(self, conversation: _Conversation, message: Message) -> dict[str, Any] | None:
-        """Does what a child asks for; returns the answer, None if that comes later or never."""
+        """Does what a process asks for; returns the answer, None if that comes later or never."""
         session, body, key = conversation.session, message.body, message.key
         renderer = session.renderer
         match body["op"]:

@@ -16,7 +16,7 @@ from distflow.rollout.engine import Completion, Request, RolloutEngine, Sampling
 
 
 class ReplicaGroup:
-    """The ranks that generate together. The first one decides, the others hear of it."""
+    """The ranks of a tensor-parallel replica, which generate together: the first one decides and tells the others."""
 
     def __init__(self, group: Any = None, first: int = 0, device: torch.device | None = None) -> None:
         self.group, self.first, self.device = group, first, device or torch.device("cpu")

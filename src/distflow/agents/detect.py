@@ -57,7 +57,7 @@ def _load_target(spec: EnvironmentSpec, base: Path) -> tuple[Any, str | None]:
 
 def describe_all(environments: Sequence[LoadedEnvironment]) -> None:
     """Describes environments in a process that ends thereafter: what describing them imports, and the objects it
-    makes, would make every child slower to fork."""
+    makes, would slow down every later fork."""
     reading, writing = os.pipe()
     pid = os.fork()
     if pid == 0:

@@ -28,7 +28,7 @@ WITHOUT_REPLY: dict[str, Literal["note", "end"]] = {"turn_reward": "note", "done
 class EnvPool(Processes):
     """Forks a process per conversation. It has the time limit of its environment for each message that it owes.
 
-    `reward_functions` (name, call, args) are those that take `environments`: a process calls them at its end.
+    `reward_functions` (name, call, args) take `environments`: each process calls them at its end.
     """
 
     def __init__(

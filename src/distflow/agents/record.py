@@ -1,4 +1,4 @@
-"""What a conversation leaves behind, and the columns of a batch that are made of such records."""
+"""The record of a conversation that has ended, and the columns of a batch that are made of such records."""
 
 import math
 from collections.abc import Mapping, Sequence

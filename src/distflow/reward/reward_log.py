@@ -1,4 +1,4 @@
-"""What a reward function with TRL's signature logs beside its scores: `log_metric` and `log_extra`."""
+"""The log of a reward function with TRL's signature logs beside its scores: `log_metric` and `log_extra`."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace

@@ -30,7 +30,7 @@ _LOCAL = "127.0.0.1,localhost"
 
 
 def describe(environment: LoadedEnvironment) -> Description:
-    """Finds out before the first step that a program is not there, or that a function wants what nobody has."""
+    """Raises before the first step if a program is missing, or a function has a parameter that is never given."""
     spec = environment.spec
     if spec.command:
         program = spec.command[0]
