@@ -9,7 +9,7 @@ from typing import Any, Literal
 from distflow.agents.spec import Description, EnvironmentSetupError, EnvironmentSpec
 from distflow.userproc.channel import BrokenChannelError
 from distflow.userproc.processes import Event, Failed, Processes
-from distflow.userproc.server_process import Program
+from distflow.userproc.server_process import UserCode
 
 # What a process may ask for, each with the fields that it must have; no answer follows to those in WITHOUT_REPLY.
 OPERATIONS: dict[str, dict[str, type | tuple[type, ...]]] = {
@@ -53,7 +53,7 @@ class EnvPool(Processes):
                 "reward_functions": [dict(f) for f in reward_functions],
             }
             names = ", ".join(self.environments[i].where for i in group)
-            programs.append(Program("distflow.agents.process", arguments, names, "check `environment.python`", python))
+            programs.append(UserCode("distflow.agents.process", arguments, names, "check `environment.python`", python))
         super().__init__(
             programs, check_message, EnvironmentSetupError, "environment.time_limit_s", load_limit_s=load_limit_s
         )

@@ -13,7 +13,7 @@ from distflow.reward.function import RewardSpec
 from distflow.reward.signature import NoScore, Result, Score, Signature
 from distflow.userproc.channel import BrokenChannelError
 from distflow.userproc.processes import Failed, Message, Processes
-from distflow.userproc.server_process import Program
+from distflow.userproc.server_process import UserCode
 
 _FAST_S = 0.005  # calls that take less are sent in batches
 _BATCH = 16  # fast calls a process may hold at once
@@ -83,7 +83,7 @@ class Pool:
             "base": str(base.absolute()),
             "functions": [{"name": f.name, "call": f.call, "args": dict(f.args)} for f in functions],
         }
-        self._program = Program("distflow.reward.server", {}, names, "lower `reward.processes`")
+        self._program = UserCode("distflow.reward.server", {}, names, "lower `reward.processes`")
         self._processes = Processes(
             [self._program], _check_message, RewardError, "reward.time_limit_s", load_limit_s, _LARGEST
         )

@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from distflow.errors import DistflowError
 from distflow.userproc.channel import LINE_LIMIT, BrokenChannelError, Channel
-from distflow.userproc.server_process import Program, ServerProcess
+from distflow.userproc.server_process import ServerProcess, UserCode
 
 _EXIT_S = 5.0  # how long we wait to hear how a process ended that has closed its channel
 _FAILED_STARTS = 3  # servers that may die in a row while loading
@@ -85,7 +85,7 @@ class Processes:
 
     def __init__(
         self,
-        programs: Sequence[Program],
+        programs: Sequence[UserCode],
         check: Check,
         error: type[DistflowError],
         setting: str,
@@ -182,7 +182,7 @@ class Processes:
         """Kills all processes and fork servers."""
         self._finalizer()
 
-    def late_start(self, program: Program) -> DistflowError:
+    def late_start(self, program: UserCode) -> DistflowError:
         return self._error(
             f"{program.names} did not load within {self.load_limit_s:g} s;"
             " check what the code waits for when it is imported"
@@ -265,7 +265,7 @@ class Processes:
         self.kill(process.key)
         return Failed(process.key, reason, cause)
 
-    def _start_server(self, program: Program) -> ServerProcess:
+    def _start_server(self, program: UserCode) -> ServerProcess:
         server = ServerProcess(program, self.load_limit_s, self._error)
         self._owned.servers.append(server)
         self._selector.register(server.control, selectors.EVENT_READ, server)

@@ -24,7 +24,7 @@ _EXIT_S = 2.0  # how long it may take to exit after it closed its channel or was
 
 
 @dataclass(frozen=True)
-class Program:
+class UserCode:
     """Users' code, and the module of ours that runs it.
 
     In the fork server, `module.prepare(arguments)` returns what all processes share, and an answer for the worker. In
@@ -44,7 +44,7 @@ class ServerProcess:
     Raises `error` if it cannot be started.
     """
 
-    def __init__(self, program: Program, load_limit_s: float, error: type[DistflowError]) -> None:
+    def __init__(self, program: UserCode, load_limit_s: float, error: type[DistflowError]) -> None:
         self.program, self.deadline, self.ready = program, time.monotonic() + load_limit_s, False
         self._forks: deque[tuple[bytes, int, int]] = deque()
         self.control, theirs = socket.socketpair()
