@@ -6,7 +6,7 @@
 The model (4M parameters, see talker.py) says some words and calls a tool in every turn; the tool takes 50 ms in the
 middle and 1 s one time in twenty (peers/slow_environment.py). All conversations of a round begin at once; a round ends
 with the last of them. Latencies are the same for all drivers in the same round.
-  ours      the loop of a worker: children, sessions, the built-in engine
+  ours      the loop of a worker: processes, sessions, the built-in engine
   lockstep  the same engine, children and sessions; a turn is generated when all environments have answered, and
             environments, which answer all at once, are asked when all turns are generated
   trl       GRPOTrainer's tool loop, same model and environment, in DIR/trl; null if that is not there. Each turn
@@ -47,11 +47,11 @@ class Ours:
     def __init__(self, model: str, conversations: int, turns: int, history: int, keep: bool = True) -> None:
         from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-        from distflow.agents.conversations import Partner
+        from distflow.agents.env_pool import EnvPool
         from distflow.agents.rendering import Renderer
-        from distflow.agents.session import Limits
+        from distflow.agents.runtime import EnvironmentRuntime
+        from distflow.agents.session import ConversationLimits
         from distflow.agents.spec import EnvironmentSpec
-        from distflow.agents.template_process import Children
         from distflow.model import attention
         from distflow.model.llama_family import fused_weights
         from distflow.model.source import Source, kv_bytes
@@ -75,10 +75,10 @@ class Ours:
         text = Text(Source("talker", AutoConfig.from_pretrained(model), tokenizer), 512 + history)
         self.longest = 512 + history + turns * PER_TURN
         self.params = SamplingParams(turns * PER_TURN, stop=frozenset([tokenizer.eos_token_id]))
-        partner_limits = Limits(turns, turns * PER_TURN, TURN_TOKENS)
-        self.partners = [Partner("slow", Renderer(text), partner_limits, conversations)]
-        self.children = Children([EnvironmentSpec("slow", "slow_environment.py:Slow")], HERE / "peers")
-        self.children.describe()
+        limits_of_runtime = ConversationLimits(turns, turns * PER_TURN, TURN_TOKENS)
+        self.runtimes = [EnvironmentRuntime("slow", Renderer(text), limits_of_runtime, conversations)]
+        self.env_pool = EnvPool([EnvironmentSpec("slow", "slow_environment.py:Slow")], HERE / "peers")
+        self.env_pool.describe()
         self.rounds = 0
 
     def samples(self) -> list[Any]:
@@ -92,7 +92,7 @@ class Ours:
     def loop(self, samples: list[Any]) -> Any:
         from distflow.agents.conversations import Conversations
 
-        return Conversations(samples, self.partners, self.children, self.params, 0, 0)
+        return Conversations(samples, self.runtimes, self.env_pool, self.params, 0, 0)
 
     def run(self) -> Row:
         from distflow.agents.converse import converse

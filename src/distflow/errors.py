@@ -1,8 +1,14 @@
 """Errors that a user can fix: each message names the thing, the place and the way out."""
 
-from collections.abc import Iterable
+import importlib
+import traceback
+from collections.abc import Callable, Iterable
 from difflib import get_close_matches
+from pathlib import Path
 from unicodedata import category
+
+PACKAGE = str(Path(__file__).parent)  # where our own code is
+_NO_PLACE = (PACKAGE, "<frozen", str(Path(importlib.__file__).parent))  # files that say nothing to a user
 
 
 class DistflowError(Exception):
@@ -69,6 +75,31 @@ def shown(value: object, length: int = 80) -> str:
         return cut(repr(value), length)
     except Exception:  # a class may have a `repr` that fails, and an integer more digits than Python converts
         return f"a {type(value).__name__}"
+
+
+def describe_error(error: BaseException, is_own: Callable[[str], bool] = lambda file: True) -> str:
+    """Returns type, message and place of an error in users' code, on one line.
+
+    The place is the last line in a file that `is_own`, even if a library raised the error; else the last of all, but
+    for those of this package.
+    """
+    name = type(error).__name__
+    if isinstance(error, SyntaxError):
+        return f"{name}: {error.msg} ({error.filename or '?'}:{error.lineno})"
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(_NO_PLACE)]
+    own = [f for f in frames if is_own(f.filename)] or frames
+    place = f" ({own[-1].filename}:{own[-1].lineno})" if own else ""
+    try:
+        message = cut(str(error), 300)
+    except Exception:  # `__str__` of a user's exception may raise
+        message = ""
+    return f"{name}{': ' * bool(message)}{message}{place}"
+
+
+def short_reason(error: BaseException) -> str:
+    """Returns the reason of the system's or a library's error: its first line, without type and place."""
+    text = (error.strerror if isinstance(error, OSError) else "") or str(error).strip() or type(error).__name__
+    return text.splitlines()[0].rstrip(".;: ")
 
 
 # Keys and arguments that have another name now.

@@ -1,12 +1,12 @@
-"""A model that says what a test has written down, for conversations of `Children` without an engine."""
+"""A model that says what a test has written down, for conversations of `EnvPool` without an engine."""
 
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from distflow.agents.spec import Event, Failed, Message
-from distflow.agents.template_process import Children
+from distflow.agents.env_pool import EnvPool
+from distflow.userproc.processes import Event, Failed, Message
 
 Say = Callable[[list[dict[str, Any]]], str | None]  # the conversation so far → the next turn, None: no further turn
 _CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
@@ -33,7 +33,7 @@ def start_message(row: Mapping[str, Any] | None = None, prompt: Any = "Go.", sam
 
 
 def converse(
-    children: Children,
+    pool: EnvPool,
     starts: Sequence[Mapping[str, Any]],
     say: Say | Sequence[str],
     environment: int = 0,
@@ -44,17 +44,17 @@ def converse(
 
     conversations = [Conversation() for _ in starts]
     for key, start in enumerate(starts):
-        children.start(key, environment, start)
+        pool.start(key, environment, start)
     until = time.monotonic() + seconds
     while any(c.result is None and c.failure is None for c in conversations):
         assert time.monotonic() < until, "conversations did not end"
-        for event in children.poll(1.0):
+        for event in pool.poll(1.0):
             if event.key < len(conversations):
-                answer(children, event, conversations[event.key], say)
+                answer(pool, event, conversations[event.key], say)
     return conversations
 
 
-def answer(children: Children, event: Event, conversation: Conversation, say: Say | Sequence[str]) -> None:
+def answer(pool: EnvPool, event: Event, conversation: Conversation, say: Say | Sequence[str]) -> None:
     if isinstance(event, Failed):
         conversation.failure = event.reason
         return
@@ -64,26 +64,26 @@ def answer(children: Children, event: Event, conversation: Conversation, say: Sa
         case "begin":
             conversation.messages += body["messages"]
             conversation.tools = body["tools"]
-            children.send(event.key, {"branch": 0})
+            pool.send(event.key, {"branch": 0})
         case "turn":
             conversation.messages += body["messages"]
             said = sum(m["role"] == "assistant" for m in conversation.messages)
             text = say(conversation.messages) if callable(say) else (say[said] if said < len(say) else None)
-            children.send(event.key, {"ended": "max_turns"} if text is None else _turn(conversation, text))
+            pool.send(event.key, {"ended": "max_turns"} if text is None else _turn(conversation, text))
         case "generate":
             conversation.generated.append(body["token_ids"])
             text = say([]) if callable(say) else say[len(conversation.generated) - 1]
             tokens = [ord(c) for c in text or ""]
             reply = {"token_ids": tokens, "logprobs": [-1.0] * len(tokens), "finish_reason": "stop"}
-            children.send(event.key, reply)
+            pool.send(event.key, reply)
         case "encode":
-            children.send(event.key, {"token_ids": [ord(c) for c in body["text"]]})
+            pool.send(event.key, {"token_ids": [ord(c) for c in body["text"]]})
         case "decode":
-            children.send(event.key, {"text": "".join(map(chr, body["token_ids"]))})
+            pool.send(event.key, {"text": "".join(map(chr, body["token_ids"]))})
         case "apply_chat_template":
             text = "".join(f"[{m['role']}]{m['content']}" for m in body["messages"])
             text += "|" * body["generation_prompt"]
-            children.send(event.key, {"token_ids": [ord(c) for c in text]})
+            pool.send(event.key, {"token_ids": [ord(c) for c in text]})
         case "turn_reward":
             conversation.turn_rewards.append(body["reward"])
         case "done":

@@ -59,6 +59,10 @@ class Bad(Good):
         while True:
             time.sleep(60)
 
+    def _note_and_hang(self) -> None:
+        Path(self._row["note"]).write_text(str(os.getpid()))
+        time.sleep(3600)
+
     def _raise(self) -> None:
         raise RuntimeError("the server is on fire")
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from agents.families import ADD, WITH_TOOLS, renderer, sampled, tokenizer, written
-from distflow.agents.session import AssistantMessage, Branch, Limits, Session, TurnRequest
+from distflow.agents.session import AssistantMessage, Branch, ConversationLimits, Session, TurnRequest
 from distflow.errors import DataError
 
 Message = dict[str, Any]
@@ -54,7 +54,7 @@ def play(seed: int, families: Sequence[str] = WITH_TOOLS, max_tokens: int = 1200
     """Returns a conversation and the generator that plays it: it yields requests, and is sent replies."""
     rng = random.Random(seed)
     family = families[seed % len(families)]
-    limits = Limits(rng.randint(1, 6), max_tokens, rng.choice([None, 20, 200]))
+    limits = ConversationLimits(rng.randint(1, 6), max_tokens, rng.choice([None, 20, 200]))
     played = Played(family, Session(seed, renderer(family), limits))
     style = _histories if rng.random() < 0.5 else _straight
     return played, style(rng, played)

@@ -7,18 +7,20 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from agents.families import renderer, sampled
-from distflow.agents.endpoint import Call, Endpoint, Violation
+from distflow.agents.endpoint import Endpoint, EndpointCall, Violation
 from distflow.agents.endpoint_protocol import CallError
-from distflow.agents.session import Ended, Limits, Session
+from distflow.agents.session import ConversationLimits, Ended, Session
 
-Say = Callable[[Call], str]
+Say = Callable[[EndpointCall], str]
 
 
 class ScriptedLoop:
     """Opens sessions, and answers their calls in a thread: each with what `say` returns for it."""
 
-    def __init__(self, say: Say, family: str = "qwen", limits: Limits | None = None, **options: Any) -> None:
-        self.family, self.say, self.limits = family, say, limits or Limits(100, 3000)
+    def __init__(
+        self, say: Say, family: str = "qwen", limits: ConversationLimits | None = None, **options: Any
+    ) -> None:
+        self.family, self.say, self.limits = family, say, limits or ConversationLimits(100, 3000)
         self.renderer = renderer(family)
         self.endpoint = Endpoint("tiny", len(self.renderer.tokenizer), **options)
         self.sessions: dict[int, Session] = {}
@@ -46,7 +48,7 @@ class ScriptedLoop:
         except BaseException as e:
             self.error = e
 
-    def _answer(self, call: Call) -> None:
+    def _answer(self, call: EndpointCall) -> None:
         session = self.sessions[call.key]
         try:
             branch = call.branch(session)

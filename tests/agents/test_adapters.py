@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from agents.fake_model import Conversation, converse, start_message
+from distflow.agents.env_pool import EnvPool
 from distflow.agents.spec import Description, EnvironmentSetupError, EnvironmentSpec
-from distflow.agents.template_process import Children
 from distflow.errors import DistflowError
 
 BASE = Path(__file__).parent
@@ -39,23 +39,21 @@ def call(name: str, **arguments: Any) -> str:
 
 
 @pytest.fixture(scope="module")
-def children() -> Iterator[Children]:
+def pool() -> Iterator[EnvPool]:
     functions = [{"name": "count", "call": f"{FILE}:count_of", "args": {}}]
-    children = Children(list(SPECS.values()), BASE, time_limit_s=60, reward_functions=functions)
-    yield children
-    children.close()
+    pool = EnvPool(list(SPECS.values()), BASE, time_limit_s=60, reward_functions=functions)
+    yield pool
+    pool.close()
 
 
 @pytest.fixture(scope="module")
-def descriptions(children: Children) -> dict[str, Description]:
-    return dict(zip(SPECS, children.describe(), strict=True))
+def descriptions(pool: EnvPool) -> dict[str, Description]:
+    return dict(zip(SPECS, pool.describe(), strict=True))
 
 
-def play(
-    children: Children, environment: str, row: dict[str, Any], say: list[str], prompt: Any = "Go."
-) -> Conversation:
+def play(pool: EnvPool, environment: str, row: dict[str, Any], say: list[str], prompt: Any = "Go.") -> Conversation:
     start = {**start_message(row, prompt), "reward_functions": []}
-    (conversation,) = converse(children, [start], say, list(SPECS).index(environment))
+    (conversation,) = converse(pool, [start], say, list(SPECS).index(environment))
     return conversation
 
 
@@ -101,9 +99,9 @@ def test_trl_describes_methods_as_tools(descriptions: dict[str, Description]) ->
     assert names == ["multiply", "increment", "slow_increment"]
 
 
-def test_trl_environment(children: Children) -> None:
+def test_trl_environment(pool: EnvPool) -> None:
     say = [call("increment", times=3), call("slow_increment") + call("slow_increment"), "done"]
-    conversation = play(children, "counter", {"start": 4, "other": "x"}, say)
+    conversation = play(pool, "counter", {"start": 4, "other": "x"}, say)
     assert said(conversation, "user") == ["Go. Count from 4."]
     assert said(conversation, "tool")[0] == "10"
     assert ended(conversation)["reward"] == 1.2
@@ -111,13 +109,13 @@ def test_trl_environment(children: Children) -> None:
     assert [t["function"]["name"] for t in conversation.tools] == ["increment", "slow_increment"]
 
 
-def test_trl_factory(children: Children) -> None:
-    assert ended(play(children, "factory", {"start": 0}, [call("increment", times=2), ""]))["reward"] == 1.0
+def test_trl_factory(pool: EnvPool) -> None:
+    assert ended(play(pool, "factory", {"start": 0}, [call("increment", times=2), ""]))["reward"] == 1.0
 
 
-def test_trl_errors_are_told_to_the_model(children: Children) -> None:
+def test_trl_errors_are_told_to_the_model(pool: EnvPool) -> None:
     say = [call("increment", times="a"), call("decrement"), call("increment"), "<tool_call>{</tool_call>", "done"]
-    conversation = play(children, "counter", {"start": 4}, say)
+    conversation = play(pool, "counter", {"start": 4}, say)
     texts = said(conversation, "tool")
     assert [t.startswith("{'error': ") for t in texts] == [True] * 4
     assert "there is no tool 'decrement'; did you mean 'increment'?" in texts[1]
@@ -125,69 +123,69 @@ def test_trl_errors_are_told_to_the_model(children: Children) -> None:
     assert ended(conversation)["reward"] == 0.4
 
 
-def test_the_row_chooses_the_environment(children: Children) -> None:
-    conversation = play(children, "several", {"environment": "echo"}, [call("echo", text="héllo"), "done"])
+def test_the_row_chooses_the_environment(pool: EnvPool) -> None:
+    conversation = play(pool, "several", {"environment": "echo"}, [call("echo", text="héllo"), "done"])
     assert said(conversation, "tool") == ["héllo"]
     assert ended(conversation)["reward"] is None
-    assert ended(play(children, "several", {"environment": "counter", "start": 1}, ["done"]))["reward"] == 0.1
-    unknown = play(children, "several", {"environment": "ecko"}, ["done"])
+    assert ended(play(pool, "several", {"environment": "counter", "start": 1}, ["done"]))["reward"] == 0.1
+    unknown = play(pool, "several", {"environment": "ecko"}, ["done"])
     assert unknown.failure is not None
     assert "has no environment 'ecko'; did you mean 'echo'?" in unknown.failure
 
 
-def test_tools_alone(children: Children) -> None:
+def test_tools_alone(pool: EnvPool) -> None:
     say = [call("multiply", a=6, b=7) + call("divide", a=1, b=0), "42"]
-    conversation = play(children, "tools", {}, say, [{"role": "user", "content": "6 × 7?"}])
+    conversation = play(pool, "tools", {}, say, [{"role": "user", "content": "6 × 7?"}])
     assert said(conversation, "tool") == ["42", "{'error': 'division by zero'}"]
     assert ended(conversation)["reward"] is None
 
 
-def test_limits_of_the_worker_end_the_conversation(children: Children) -> None:
-    conversation = play(children, "counter", {"start": 0}, [call("increment", times=1)] * 3)
+def test_limits_of_the_worker_end_the_conversation(pool: EnvPool) -> None:
+    conversation = play(pool, "counter", {"start": 0}, [call("increment", times=1)] * 3)
     assert ended(conversation)["reward"] == 0.6
 
 
-def test_content_blocks_get_the_observation(children: Children) -> None:
+def test_content_blocks_get_the_observation(pool: EnvPool) -> None:
     prompt = [{"role": "user", "content": [{"type": "text", "text": "Go."}]}]
-    conversation = play(children, "counter", {"start": 0}, ["done"], prompt)
+    conversation = play(pool, "counter", {"start": 0}, ["done"], prompt)
     assert conversation.messages[0]["content"] == [
         {"type": "text", "text": "Go."},
         {"type": "text", "text": " Count from 0."},
     ]
 
 
-def test_skyrl(children: Children) -> None:
-    conversation = play(children, "skyrl", {"answer": "b"}, ["a", "c", "b"])
+def test_skyrl(pool: EnvPool) -> None:
+    conversation = play(pool, "skyrl", {"answer": "b"}, ["a", "c", "b"])
     assert conversation.roles == ["system", "user", "assistant", "user", "assistant", "user", "assistant"]
     assert conversation.turn_rewards == [-0.25, -0.25, 1.0]
     assert ended(conversation)["reward"] == 0.5
     assert ended(conversation)["metrics"] == {"length": 3.0}
 
 
-def test_verl_base_tool(children: Children) -> None:
+def test_verl_base_tool(pool: EnvPool) -> None:
     row = {"extra_info": {"tools_kwargs": {"search": {"create_kwargs": {"answer": "cat"}}}}}
-    conversation = play(children, "search", row, [call("search", query="dog"), call("search", query="cat"), "done"])
+    conversation = play(pool, "search", row, [call("search", query="dog"), call("search", query="cat"), "done"])
     assert said(conversation, "tool") == ["local: dog", "local: cat"]
     assert conversation.turn_rewards == [0.25, 0.25]
     assert ended(conversation)["reward"] == 1.5
 
 
-def test_an_agent_loop_of_verl_has_the_tools_beside_it(children: Children) -> None:
-    conversation = play(children, "tool_loop", {}, ["cat", "done"])
+def test_an_agent_loop_of_verl_has_the_tools_beside_it(pool: EnvPool) -> None:
+    conversation = play(pool, "tool_loop", {}, ["cat", "done"])
     assert ended(conversation)["reward"] == 0.25
     assert conversation.generated[1] == [ord(c) for c in "[user]Go.|cat[tool]local: cat|"]
 
 
-def test_verl_agent_loop(children: Children) -> None:
-    conversation = play(children, "loop", {"answer": "yes"}, ["no", "yes"])
+def test_verl_agent_loop(pool: EnvPool) -> None:
+    conversation = play(pool, "loop", {"answer": "yes"}, ["no", "yes"])
     first, second = ("".join(map(chr, tokens)) for tokens in conversation.generated)
     assert (first, second) == ("[user]Go.|", "[user]Go.|no<NO>")
     assert ended(conversation)["reward"] == 1.0
     assert ended(conversation)["metrics"] == {"num_turns": 4.0}
 
 
-def test_openrlhf(children: Children) -> None:
-    conversation = play(children, "openrlhf", {"label": "b"}, ["a", "b"], [{"role": "user", "content": "Go."}])
+def test_openrlhf(pool: EnvPool) -> None:
+    conversation = play(pool, "openrlhf", {"label": "b"}, ["a", "b"], [{"role": "user", "content": "Go."}])
     first, second = ("".join(map(chr, tokens)) for tokens in conversation.generated)
     assert (first, second) == ("[user]Go.|?", "[user]Go.|?a\nAgain:")
     assert conversation.turn_rewards == [0.0, 1.0]
@@ -195,9 +193,9 @@ def test_openrlhf(children: Children) -> None:
     assert ended(conversation)["metrics"] == {"rounds": 2.0, "scores": 2.0}
 
 
-def test_openenv_action_of_one_field_is_text(children: Children, descriptions: dict[str, Description]) -> None:
+def test_openenv_action_of_one_field_is_text(pool: EnvPool, descriptions: dict[str, Description]) -> None:
     assert descriptions["walk"].tools == {"": []}
-    conversation = play(children, "walk", {"reset_kwargs": {"x": 1}}, ["one", " 1 ", "1"])
+    conversation = play(pool, "walk", {"reset_kwargs": {"x": 1}}, ["one", " 1 ", "1"])
     assert said(conversation, "user")[0] == 'Go.{"x": 1}'
     assert "{'error':" in said(conversation, "user")[1]
     assert conversation.turn_rewards == [0.0, 1.0]
@@ -205,28 +203,28 @@ def test_openenv_action_of_one_field_is_text(children: Children, descriptions: d
     assert ended(conversation)["metrics"] == {"tool_calls": 3, "tool_errors": 1}
 
 
-def test_openenv_action_of_several_fields_is_a_tool(children: Children, descriptions: dict[str, Description]) -> None:
+def test_openenv_action_of_several_fields_is_a_tool(pool: EnvPool, descriptions: dict[str, Description]) -> None:
     (tool,) = descriptions["farther"].tools[""]
     assert tool["function"]["name"] == "step"
     assert tool["function"]["parameters"]["required"] == ["steps", "direction"]
     say = [call("step", steps=1, direction="left"), call("step", steps=4, direction="right")]
-    assert ended(play(children, "farther", {}, say))["reward"] == 1.0
+    assert ended(play(pool, "farther", {}, say))["reward"] == 1.0
 
 
-def test_reward_functions_that_take_environments(children: Children) -> None:
+def test_reward_functions_that_take_environments(pool: EnvPool) -> None:
     start = {**start_message({"start": 3}), "reward_functions": ["count"]}
-    (conversation,) = converse(children, [start], [call("increment", times=1), "done"])
+    (conversation,) = converse(pool, [start], [call("increment", times=1), "done"])
     assert ended(conversation)["rewards"] == {"count": 6.5}
     assert ended(conversation)["reward"] == 0.5
 
 
 @contextmanager
-def made(*specs: EnvironmentSpec, **options: Any) -> Iterator[Children]:
-    children = Children(specs, BASE, **options)
+def made(*specs: EnvironmentSpec, **options: Any) -> Iterator[EnvPool]:
+    pool = EnvPool(specs, BASE, **options)
     try:
-        yield children
+        yield pool
     finally:
-        children.close()
+        pool.close()
 
 
 @pytest.mark.parametrize(
@@ -250,7 +248,7 @@ def made(*specs: EnvironmentSpec, **options: Any) -> Iterator[Children]:
         (EnvironmentSpec("e", f"{FILE}:Counter", kind="trll"), "kind 'trll' is not known; did you mean 'trl'?"),
         (
             EnvironmentSpec("e", f"{FILE}:Guess", tools=[f"{FILE}:multiply"]),
-            "`tools` is for environments of the kinds 'trl', 'tools', 'verl_loop', and this is of 'skyrl'; remove it",
+            "`tools` is for environments of the kinds 'tools', 'trl', 'verl_loop', and this is of 'skyrl'; remove it",
         ),
         (
             EnvironmentSpec("e", f"{FILE}:UsesTools", tools=[f"{FILE}:multiply"]),
@@ -261,8 +259,8 @@ def made(*specs: EnvironmentSpec, **options: Any) -> Iterator[Children]:
 )
 def test_bad_input_is_refused_before_training(spec: EnvironmentSpec, message: str) -> None:
     def load() -> None:
-        with made(spec) as children:
-            children.describe()
+        with made(spec) as pool:
+            pool.describe()
 
     with pytest.raises(EnvironmentSetupError, match=message.replace("?", "\\?").replace("\\\\?", "\\?")):
         load()
@@ -275,9 +273,9 @@ def test_reasoning_gym() -> None:
     from distflow.reward.reasoning_gym import rows
 
     (row,) = rows("chain_sum", 1, seed=3)
-    with made(EnvironmentSpec("sums", "reasoning_gym:chain_sum", args={"max_terms": 2})) as children:
+    with made(EnvironmentSpec("sums", "reasoning_gym:chain_sum", args={"max_terms": 2})) as pool:
         own, written = converse(
-            children, [start_message(), start_message(row, row["prompt"])], lambda m: f"<answer>{_sum(m)}</answer>"
+            pool, [start_message(), start_message(row, row["prompt"])], lambda m: f"<answer>{_sum(m)}</answer>"
         )
     assert ended(own)["reward"] == ended(written)["reward"] == 1.0
 
@@ -290,8 +288,8 @@ def _sum(messages: list[dict[str, Any]]) -> int:
 def test_skyrl_gym() -> None:
     """A registered name, with a row as TRL has it."""
     pytest.importorskip("skyrl_gym")
-    with made(EnvironmentSpec("gsm8k", "skyrl_gym:gsm8k")) as children:
-        assert children.describe()[0].kind == "skyrl"
+    with made(EnvironmentSpec("gsm8k", "skyrl_gym:gsm8k")) as pool:
+        assert pool.describe()[0].kind == "skyrl"
         starts = [start_message({"answer": answer}) for answer in ("42", "43")]
-        right, wrong = converse(children, starts, ["So it is #### 42"])
+        right, wrong = converse(pool, starts, ["So it is #### 42"])
     assert (ended(right)["reward"], ended(wrong)["reward"]) == (1.0, 0.0)

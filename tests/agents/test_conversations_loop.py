@@ -9,13 +9,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from agents.fake_children import FakeChildren, Script
+from agents.fake_env_pool import FakeEnvPool, Script
 from distflow.agents.choice import choose_environments, group_seed
-from distflow.agents.conversations import Conversations, Partner, Sample
+from distflow.agents.conversations import Conversations, Sample
 from distflow.agents.converse import _decode, _encode, converse
-from distflow.agents.record import Record, columns
+from distflow.agents.record import ConversationRecord, columns
 from distflow.agents.rendering import Renderer
-from distflow.agents.session import Limits
+from distflow.agents.runtime import EnvironmentRuntime
+from distflow.agents.session import ConversationLimits
 from distflow.cpu import kernels_for
 from distflow.errors import DataError, WeightsError
 from distflow.model.source import Source
@@ -27,7 +28,7 @@ from rollout.plain_loop import generator_for, passes
 from tiny import config_of, randomize_weights
 
 VERSION, SEED = 3, 5
-LIMITS = Limits(max_turns=4, max_tokens=48, turn_tokens=6)
+LIMITS = ConversationLimits(max_turns=4, max_tokens=48, turn_tokens=6)
 
 
 @cache
@@ -89,22 +90,22 @@ def have(
     delay: Callable[[int, int], int] = lambda key, number: 0,
     concurrent: int = 64,
     engine: FakeEngine | None = None,
-    limits: Limits = LIMITS,
+    limits: ConversationLimits = LIMITS,
     **options: Any,
-) -> tuple[dict[int, Record], FakeEngine, FakeChildren]:
-    engine, children = engine or FakeEngine(), FakeChildren(script, delay)
-    partner = Partner("echo", Renderer(text()), limits, concurrent)
+) -> tuple[dict[int, ConversationRecord], FakeEngine, FakeEnvPool]:
+    engine, pool = engine or FakeEngine(), FakeEnvPool(script, delay)
+    runtime = EnvironmentRuntime("echo", Renderer(text()), limits, concurrent)
     rows = [Sample(i, 0, f"prompt {i // 2}", {"more": "so" * (i % 3)}, group_seed(SEED, i)) for i in samples]
     stop = frozenset({text().tokenizer.eos_token_id, 70, 71, 72, 73, 74, 75})
     params = SamplingParams(limits.max_tokens, stop=stop)
-    conversations = Conversations(rows, [partner], children, params, SEED, VERSION, **options)
+    conversations = Conversations(rows, [runtime], pool, params, SEED, VERSION, **options)
     records, _ = converse(cast(Any, engine), conversations, list(samples), 200, concurrent)
     assert not engine.generator.has_unfinished
-    assert not children.running
-    return records, engine, children
+    assert not pool.running
+    return records, engine, pool
 
 
-def content(record: Record) -> tuple[Any, ...]:
+def content(record: ConversationRecord) -> tuple[Any, ...]:
     return record.prompt, record.tokens, record.mask, record.turn_rewards, record.messages, record.reward, record.turns
 
 
@@ -123,8 +124,8 @@ def test_a_sample_has_the_same_conversation_whatever_the_others_do() -> None:
     assert engine.woken  # requests came while others were decoding
     assert {r.turns for r in together.values()} > {3}
     late, *_ = have(delay=lambda key, number: (key * 7 + number * 3) % 11)
-    few, _, children = have(concurrent=2, engine=FakeEngine(max_sequences=1))
-    assert children.most == 2
+    few, _, pool = have(concurrent=2, engine=FakeEngine(max_sequences=1))
+    assert pool.most == 2
     alone = {i: have(samples=range(i, i + 1))[0][i] for i in range(7)}
     for other in (late, few, alone):
         for i, record in together.items():
@@ -171,9 +172,9 @@ def test_a_turn_computes_what_is_new_since_the_last_one(concurrent: int, late: i
 
 
 def test_limits_end_a_conversation() -> None:
-    turns, *_ = have(limits=Limits(2, 48, 6))
+    turns, *_ = have(limits=ConversationLimits(2, 48, 6))
     assert all(r.turns == 2 and not r.finished for r in turns.values())
-    tokens, *_ = have(limits=Limits(9, 20, 6))
+    tokens, *_ = have(limits=ConversationLimits(9, 20, 6))
     assert all(len(r.tokens) <= 20 for r in tokens.values())
     assert any(r.turns > 1 for r in tokens.values())
 

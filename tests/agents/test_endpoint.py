@@ -15,9 +15,9 @@ import pytest
 
 from agents.families import ADD, sampled, tokenizer, written
 from agents.scripted_loop import ScriptedLoop, scripted
-from distflow.agents.endpoint import MAX_REFUSED, Call, Endpoint
+from distflow.agents.endpoint import MAX_REFUSED, Endpoint, EndpointCall
 from distflow.agents.endpoint_protocol import cut_at_stop
-from distflow.agents.session import Limits
+from distflow.agents.session import ConversationLimits
 from distflow.errors import ConfigError
 
 TOOLS: Any = [ADD]
@@ -71,7 +71,7 @@ def test_a_conversation_goes_on_in_one_branch() -> None:
 def test_tool_calls_come_as_the_client_knows_them_and_go_back() -> None:
     call = {"name": "add", "arguments": {"a": 1, "b": 2}}
 
-    def say(request: Call) -> str:
+    def say(request: EndpointCall) -> str:
         messages = request.body.messages or []
         return written("qwen", "adding", [call]) if messages[-1]["role"] == "user" else "3"
 
@@ -185,7 +185,7 @@ def test_cut_at_stop_keeps_the_token_that_completes_the_string() -> None:
 def test_sessions_are_apart() -> None:
     """Calls of many sessions at once: each is recorded in its own, whether its key or its URL names it."""
 
-    def say(call: Call) -> str:
+    def say(call: EndpointCall) -> str:
         return f"answer {call.key}"
 
     def ask(key: int) -> str | None:
@@ -275,7 +275,7 @@ def test_a_call_that_waits_when_its_sample_ends_is_answered() -> None:
 
 
 def test_limits_of_the_session_end_it_without_retries() -> None:
-    with scripted(limits=Limits(1, 3000)) as loop:
+    with scripted(limits=ConversationLimits(1, 3000)) as loop:
         agent = openai.OpenAI(base_url=loop.endpoint.base_url, api_key=loop.open(0, sample_id=17))
         agent.chat.completions.create(model="m", messages=HELLO)
         with pytest.raises(openai.BadRequestError, match=r"sample 17 has reached its limit environment\.max_turns"):
@@ -287,7 +287,7 @@ def test_a_flood_is_bounded_and_nobody_else_notices() -> None:
     """One session sends calls without waiting: few are taken, the rest is refused, then it is named."""
     hold = threading.Event()
 
-    def say(call: Call) -> str:
+    def say(call: EndpointCall) -> str:
         if call.key == 1:
             assert hold.wait(60)
         return "four"
@@ -395,7 +395,7 @@ def test_an_agent_library_runs_unmodified() -> None:
         """
         return a + b
 
-    def say(call: Call) -> str:
+    def say(call: EndpointCall) -> str:
         messages = call.body.messages or []
         if messages[-1]["role"] == "user" and "Observation" in str(messages[-1]):
             return written("qwen", "", [{"name": "final_answer", "arguments": {"answer": "five"}}])

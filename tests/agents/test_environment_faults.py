@@ -2,6 +2,7 @@
 
 import os
 import re
+import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from agents.fake_model import Conversation, converse, start_message
+from distflow.agents.env_pool import EnvPool
 from distflow.agents.spec import EnvironmentSpec
-from distflow.agents.template_process import Children
 
 BASE = Path(__file__).parent
 CALL = '<tool_call>{"name": "add", "arguments": {"step": 2}}</tool_call>'
@@ -42,27 +43,27 @@ FAULTS = {
 
 
 @pytest.fixture(scope="module")
-def children() -> Iterator[Children]:
+def pool() -> Iterator[EnvPool]:
     environments = [EnvironmentSpec("bad", "hostile.py:Bad"), EnvironmentSpec("good", "hostile.py:Good")]
-    children = Children(environments, BASE, time_limit_s=LIMIT_S)
-    children.describe()
-    yield children
-    children.close()
+    pool = EnvPool(environments, BASE, time_limit_s=LIMIT_S)
+    pool.describe()
+    yield pool
+    pool.close()
 
 
 @pytest.fixture(scope="module")
-def together(children: Children) -> dict[tuple[str, str], Conversation]:
+def together(pool: EnvPool) -> dict[tuple[str, str], Conversation]:
     """All faults at once, each beside a conversation in which nothing goes wrong."""
     rows = [
         {"what": what, "at": at} for pair in zip(FAULTS, [("none", "")] * len(FAULTS), strict=True) for what, at in pair
     ]
-    return _converse(children, rows)
+    return _converse(pool, rows)
 
 
-def _converse(children: Children, rows: list[dict[str, str]]) -> dict[tuple[str, str], Conversation]:
-    template, restarts = children.pids, children.restarts
-    conversations = converse(children, [start_message(r, sample_id=i) for i, r in enumerate(rows)], SAY)
-    assert (children.pids, children.restarts) == (template, restarts)
+def _converse(pool: EnvPool, rows: list[dict[str, str]]) -> dict[tuple[str, str], Conversation]:
+    template, restarts = pool.pids, pool.restarts
+    conversations = converse(pool, [start_message(r, sample_id=i) for i, r in enumerate(rows)], SAY)
+    assert (pool.pids, pool.restarts) == (template, restarts)
     for row, conversation in zip(rows, conversations, strict=True):
         if row["what"] == "none":
             assert conversation.failure is None
@@ -80,43 +81,66 @@ def test_it_costs_its_own_conversation(together: dict[tuple[str, str], Conversat
     assert re.search(FAULTS[what, at], bad.failure), bad.failure
 
 
-def test_a_tool_that_raises_is_told_to_the_model(children: Children) -> None:
-    bad = _converse(children, [{"what": "raise", "at": "add"}])["raise", "add"]
+def test_a_tool_that_raises_is_told_to_the_model(pool: EnvPool) -> None:
+    bad = _converse(pool, [{"what": "raise", "at": "add"}])["raise", "add"]
     assert bad.failure is None
     assert [m["content"] for m in bad.messages if m["role"] == "tool"] == ["{'error': 'the server is on fire'}"] * 2
     assert bad.result
     assert bad.result["metrics"] == {"tool_calls": 2, "tool_errors": 2}
 
 
-def test_a_fork_that_comes_back_does_not_speak(children: Children) -> None:
-    bad = _converse(children, [{"what": "fork", "at": "add"}, {"what": "none", "at": ""}])["fork", "add"]
+def test_a_fork_that_comes_back_does_not_speak(pool: EnvPool) -> None:
+    bad = _converse(pool, [{"what": "fork", "at": "add"}, {"what": "none", "at": ""}])["fork", "add"]
     assert bad.failure is None
     assert bad.result
     assert bad.result["reward"] == 4.0
     assert bad.roles.count("tool") == 2
 
 
-def test_what_an_environment_started_ends_with_it(children: Children, tmp_path: Path) -> None:
+def test_what_an_environment_started_ends_with_it(pool: EnvPool, tmp_path: Path) -> None:
     note = tmp_path / "pids"
     row = {"what": "start_processes", "at": "add", "note": str(note)}
-    assert _converse(children, [row])["start_processes", "add"].failure is None
+    assert _converse(pool, [row])["start_processes", "add"].failure is None
     pids = list(map(int, note.read_text().split()))
     assert len(pids) == 3
     until = time.monotonic() + 60
     while alive := [p for p in pids if _runs(p)]:
         assert time.monotonic() < until, f"{alive} still run"
-        children.poll(0.1)
+        pool.poll(0.1)
 
 
-def test_a_template_that_dies_is_replaced(children: Children) -> None:
-    (template,), restarts = children.pids, children.restarts
-    (bad,) = converse(children, [start_message({"what": "kill_parent", "at": "add"})], SAY)
+def test_a_template_that_dies_is_replaced(pool: EnvPool) -> None:
+    (template,), restarts = pool.pids, pool.restarts
+    (bad,) = converse(pool, [start_message({"what": "kill_parent", "at": "add"})], SAY)
     assert bad.failure is not None
     assert "lost the process it was forked from, which was killed by SIGKILL" in bad.failure
-    assert children.pids != [template]
-    assert children.restarts == restarts + 1
-    (good,) = converse(children, [start_message()], SAY)
+    assert pool.pids != [template]
+    assert pool.restarts == restarts + 1
+    (good,) = converse(pool, [start_message()], SAY)
     assert good.result
+
+
+def test_a_fork_of_the_worker_keeps_no_conversation_alive(pool: EnvPool, tmp_path: Path) -> None:
+    """A fork has the worker's descriptors, with that whose closing kills the process of a conversation."""
+    pool.start(7, 0, start_message({"what": "note_and_hang", "at": "reset", "note": str(tmp_path / "pid")}))
+    note = tmp_path / "pid"
+    until = time.monotonic() + 60
+    while not note.exists() or not note.read_text():
+        assert time.monotonic() < until
+        pool.poll(0.1)
+    (pid,) = map(int, note.read_text().split())
+    fork = os.fork()
+    if fork == 0:
+        signal.pause()
+    try:
+        pool.kill(7)
+        until = time.monotonic() + 30
+        while _runs(pid):
+            assert time.monotonic() < until, "it still runs"
+            pool.poll(0.1)
+    finally:
+        os.kill(fork, signal.SIGKILL)
+        os.waitpid(fork, 0)
 
 
 def test_everything_ends_with_the_worker(tmp_path: Path) -> None:
@@ -125,15 +149,15 @@ def test_everything_ends_with_the_worker(tmp_path: Path) -> None:
     worker = os.fork()
     if worker == 0:  # a worker that dies while a conversation hangs
         try:
-            children = Children([EnvironmentSpec("bad", "hostile.py:Bad")], BASE, time_limit_s=600)
-            children.describe()
+            pool = EnvPool([EnvironmentSpec("bad", "hostile.py:Bad")], BASE, time_limit_s=600)
+            pool.describe()
             row = {"what": "start_processes", "at": "add", "note": str(note)}
-            converse(children, [start_message(row)], [CALL])
-            children.start(1, 0, start_message({"what": "hang", "at": "reset"}))
-            children.start(2, 0, start_message())
-            while not any(e.key == 2 for e in children.poll(1.0)):
+            converse(pool, [start_message(row)], [CALL])
+            pool.start(1, 0, start_message({"what": "hang", "at": "reset"}))
+            pool.start(2, 0, start_message())
+            while not any(e.key == 2 for e in pool.poll(1.0)):
                 pass
-            os.write(writing, str(children.pids[0]).encode())
+            os.write(writing, str(pool.pids[0]).encode())
         finally:
             os._exit(0)
     os.close(writing)

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from agents.fake_model import Conversation, converse, start_message
+from distflow.agents.env_pool import EnvPool
 from distflow.agents.spec import EnvironmentSetupError, EnvironmentSpec
-from distflow.agents.template_process import Children
 
 pytest.importorskip("mcp", reason="the extra `mcp` is not installed here")
 
@@ -33,42 +33,42 @@ def call(name: str, **arguments: Any) -> str:
 
 
 @pytest.fixture(scope="module")
-def children() -> Iterator[Children]:
+def pool() -> Iterator[EnvPool]:
     specs = [spec("counter"), spec("short", time_limit_s=10.0), spec("both", tools=["user_environments.py:multiply"])]
-    children = Children(specs, BASE)
-    yield children
-    children.close()
+    pool = EnvPool(specs, BASE)
+    yield pool
+    pool.close()
 
 
-def play(children: Children, environment: int, *say: str, starts: int = 1) -> list[Conversation]:
-    return converse(children, [start_message(sample_id=i) for i in range(starts)], list(say), environment)
+def play(pool: EnvPool, environment: int, *say: str, starts: int = 1) -> list[Conversation]:
+    return converse(pool, [start_message(sample_id=i) for i in range(starts)], list(say), environment)
 
 
 def told(conversation: Conversation) -> list[str]:
     return [m["content"] for m in conversation.messages if m["role"] == "tool"]
 
 
-def test_tools_of_a_server_are_the_models(children: Children) -> None:
-    described = children.describe()
+def test_tools_of_a_server_are_the_models(pool: EnvPool) -> None:
+    described = pool.describe()
     names = [[t["function"]["name"] for t in d.tools[""]] for d in described]
     assert names == [["add", "fail", "crash", "hang"]] * 2 + [["multiply", "add", "fail", "crash", "hang"]]
     schema = described[0].tools[""][0]["function"]
     assert (schema["description"], schema["parameters"]["required"]) == ("Adds to the counter.", ["amount"])
 
 
-def test_every_conversation_has_a_server_of_its_own(children: Children) -> None:
-    for conversation in play(children, 0, call("add", amount=2), call("add", amount=3), "done", starts=2):
+def test_every_conversation_has_a_server_of_its_own(pool: EnvPool) -> None:
+    for conversation in play(pool, 0, call("add", amount=2), call("add", amount=3), "done", starts=2):
         assert conversation.failure is None
         assert told(conversation) == ["now at 2", "now at 5"]
 
 
-def test_functions_are_tools_beside_those_of_a_server(children: Children) -> None:
-    (conversation,) = play(children, 2, call("multiply", a=2, b=3) + call("add", amount=1), "done")
+def test_functions_are_tools_beside_those_of_a_server(pool: EnvPool) -> None:
+    (conversation,) = play(pool, 2, call("multiply", a=2, b=3) + call("add", amount=1), "done")
     assert told(conversation) == ["6", "now at 1"]
 
 
-def test_the_model_is_told_of_its_own_mistakes(children: Children) -> None:
-    (conversation,) = play(children, 0, call("fail"), call("add", amount="x"), call("subtract"), "done")
+def test_the_model_is_told_of_its_own_mistakes(pool: EnvPool) -> None:
+    (conversation,) = play(pool, 0, call("fail"), call("add", amount="x"), call("subtract"), "done")
     failed, wrong, unknown = told(conversation)
     assert "Error executing tool fail" in failed
     assert "amount" in wrong
@@ -84,8 +84,8 @@ def test_the_model_is_told_of_its_own_mistakes(children: Children) -> None:
         ("hang", "waited longer than 8 s for its MCP server 'short'"),
     ],
 )
-def test_a_server_that_fails_costs_the_sample_and_is_named(children: Children, tool: str, reason: str) -> None:
-    (conversation,) = play(children, 1, call(tool))
+def test_a_server_that_fails_costs_the_sample_and_is_named(pool: EnvPool, tool: str, reason: str) -> None:
+    (conversation,) = play(pool, 1, call(tool))
     assert conversation.failure is not None
     assert conversation.failure.startswith(reason)
 
@@ -99,10 +99,10 @@ def test_a_url_is_a_server_for_all() -> None:
             assert process.poll() is None
             time.sleep(0.05)
         server = {"command": [], "url": f"http://127.0.0.1:{port}/mcp"}
-        children = Children([EnvironmentSpec("url", mcp={"url": server}, time_limit_s=60)], BASE)
-        with closing(children):
-            assert told(play(children, 0, call("add", amount=1), "done")[0]) == ["now at 1"]
-            assert told(play(children, 0, call("add", amount=1), "done")[0]) == ["now at 2"]
+        pool = EnvPool([EnvironmentSpec("url", mcp={"url": server}, time_limit_s=60)], BASE)
+        with closing(pool):
+            assert told(play(pool, 0, call("add", amount=1), "done")[0]) == ["now at 1"]
+            assert told(play(pool, 0, call("add", amount=1), "done")[0]) == ["now at 2"]
     finally:
         process.kill()
         process.wait()
@@ -115,10 +115,10 @@ def test_a_url_is_a_server_for_all() -> None:
         (EnvironmentSpec("gone", mcp={"gone": {"command": ["/no/such/server"]}}), "trouble with its MCP server 'gone'"),
         (
             spec("other", call="user_environments.py:Guess"),
-            "of the kinds 'trl', 'tools', and this is of 'skyrl'; remove it",
+            "of the kinds 'tools', 'trl', and this is of 'skyrl'; remove it",
         ),
     ],
 )
 def test_a_server_that_cannot_work_is_said_before_the_first_step(environment: EnvironmentSpec, words: str) -> None:
-    with closing(Children([environment], BASE)) as children, pytest.raises(EnvironmentSetupError, match=words):
-        children.describe()
+    with closing(EnvPool([environment], BASE)) as pool, pytest.raises(EnvironmentSetupError, match=words):
+        pool.describe()

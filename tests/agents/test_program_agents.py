@@ -11,12 +11,13 @@ import numpy as np
 import pytest
 
 from agents.families import renderer, sampled
-from distflow.agents.conversations import Conversations, Partner, Sample
+from distflow.agents.conversations import Conversations, Sample
 from distflow.agents.endpoint import Endpoint
-from distflow.agents.record import Record
-from distflow.agents.session import Limits
+from distflow.agents.env_pool import EnvPool
+from distflow.agents.record import ConversationRecord
+from distflow.agents.runtime import EnvironmentRuntime
+from distflow.agents.session import ConversationLimits
 from distflow.agents.spec import EnvironmentSetupError, EnvironmentSpec
-from distflow.agents.template_process import Children
 from distflow.rollout.engine import Completion, Request, SamplingParams
 
 BASE = Path(__file__).parent
@@ -31,23 +32,26 @@ VERSION = 3
 
 
 class Worker:
-    """Children and an endpoint, as a worker keeps them; a model that says the same always."""
+    """EnvPool and an endpoint, as a worker keeps them; a model that says the same always."""
 
     def __init__(self) -> None:
         self.renderer = renderer("qwen")
-        self.children = Children(SPECS, BASE, time_limit_s=60.0)
-        self.descriptions = self.children.describe()
+        self.env_pool = EnvPool(SPECS, BASE, time_limit_s=60.0)
+        self.descriptions = self.env_pool.describe()
         self.endpoint = Endpoint("tiny", len(self.renderer.tokenizer), max_calls=4)
 
     def converse(
-        self, rows: Sequence[Mapping[str, Any]], environment: int, limits: Limits | None = None
-    ) -> list[Record]:
-        partners = [Partner(s.name, self.renderer, limits or Limits(8, 400), 64, needs_endpoint=True) for s in SPECS]
+        self, rows: Sequence[Mapping[str, Any]], environment: int, limits: ConversationLimits | None = None
+    ) -> list[ConversationRecord]:
+        runtimes = [
+            EnvironmentRuntime(s.name, self.renderer, limits or ConversationLimits(8, 400), 64, needs_endpoint=True)
+            for s in SPECS
+        ]
         hangs = [row.get("what") == "hang" for row in rows]
         samples = [Sample(100 + i, environment + hangs[i], "Go.", row, seed=i) for i, row in enumerate(rows)]
         params = SamplingParams(400)
-        loop = Conversations(samples, partners, self.children, params, 0, VERSION, self.endpoint)
-        records: dict[int, Record] = {}
+        loop = Conversations(samples, runtimes, self.env_pool, params, 0, VERSION, self.endpoint)
+        records: dict[int, ConversationRecord] = {}
         until = time.monotonic() + 120
         while len(records) < len(samples):
             assert time.monotonic() < until, "conversations did not end"
@@ -59,7 +63,7 @@ class Worker:
         return [records[s.id] for s in samples]
 
     def close(self) -> None:
-        self.children.close()
+        self.env_pool.close()
         self.endpoint.stop()
 
 
@@ -127,7 +131,7 @@ def test_faults_of_agents_cost_their_own_samples(
 
 
 def test_an_agent_that_fails_at_a_limit_is_no_failure(worker: Worker) -> None:
-    for limits, turns in ((Limits(2, 400), 2), (Limits(9, 16), 1)):
+    for limits, turns in ((ConversationLimits(2, 400), 2), (ConversationLimits(9, 16), 1)):
         [record] = worker.converse([{"number": 1, "turns": 9}], 0, limits)
         assert (record.failure, record.turns, record.finished) == (None, turns, False)
 
@@ -143,15 +147,15 @@ def test_an_agent_that_fails_at_a_limit_is_no_failure(worker: Worker) -> None:
 def test_what_cannot_work_is_said_before_the_first_step(spec: EnvironmentSpec, words: str, tmp_path: Path) -> None:
     (tmp_path / "bad_agents.py").write_text("def wants(base_url, api_key, database): ...\n")
     (tmp_path / "scripted_agents.py").write_text((BASE / "scripted_agents.py").read_text())
-    children = Children([spec], tmp_path)
+    pool = EnvPool([spec], tmp_path)
     try:
         if words:
             with pytest.raises(EnvironmentSetupError, match=words):
-                children.describe()
+                pool.describe()
         else:
-            assert children.describe()[0].kind == "program"
+            assert pool.describe()[0].kind == "program"
     finally:
-        children.close()
+        pool.close()
 
 
 def test_read_result() -> None:

@@ -5,13 +5,13 @@ from typing import Any
 import pytest
 
 from agents.families import ADD, FAMILIES, WITH_TOOLS, renderer, sampled, tokenizer, written
-from distflow.agents.session import Branch, Ended, Limits, Session, TurnRequest
+from distflow.agents.session import Branch, ConversationLimits, Ended, Session, TurnRequest
 from distflow.errors import DataError
 
-LIMITS = Limits(max_turns=10, max_tokens=2000)
+LIMITS = ConversationLimits(max_turns=10, max_tokens=2000)
 
 
-def session(family: str = "qwen", limits: Limits = LIMITS) -> Session:
+def session(family: str = "qwen", limits: ConversationLimits = LIMITS) -> Session:
     return Session(7, renderer(family), limits)
 
 
@@ -70,7 +70,7 @@ def test_tool_calls_are_read_and_their_results_appended(family: str) -> None:
 
 
 def test_limits_end_a_conversation_with_their_name() -> None:
-    s = session(limits=Limits(max_turns=2, max_tokens=100, turn_tokens=5))
+    s = session(limits=ConversationLimits(max_turns=2, max_tokens=100, turn_tokens=5))
     b = s.begin("go")
     request = s.next_request(b)
     assert isinstance(request, TurnRequest)

@@ -13,7 +13,7 @@ from distflow.coordinator.coordinator import Coordinator
 from distflow.dataset.loader import Loader
 from distflow.flow import Flow, Node
 from distflow.observe.metrics import MetricsReducer, StepMetrics
-from distflow.plan import Free, Move, Place, Placement, Plan, Workload
+from distflow.plan import Free, Move, Place, Placement, Plan, RunNode, Workload
 from distflow.plan import plan as make_plan
 from simulate import Traffic, simulate
 

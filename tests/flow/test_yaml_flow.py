@@ -260,15 +260,16 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         (
             "imports_on_path:f",
             "'imports_on_path:f' does not import: ModuleNotFoundError: No module named 'no_such_module'"
-            " (imports_on_path.py:2); check the name and that it is installed",
+            " ({folder}/imports_on_path.py:2); check the name and that it is installed",
         ),
         ("test_yaml_flow:scroe", "'test_yaml_flow:scroe' has no 'scroe'; did you mean 'score'?"),
         ("missing.py:f", "'missing.py:f' does not import: there is no file {folder}/missing.py"),
-        ("raises.py:f", "'raises.py:f' does not import: ValueError: boom and more (raises.py:3)"),
-        ("syntax.py:f", "'syntax.py:f' does not import: SyntaxError: invalid syntax (syntax.py:2)"),
+        ("raises.py:f", "'raises.py:f' does not import: ValueError: boom and more ({folder}/raises.py:3)"),
+        ("syntax.py:f", "'syntax.py:f' does not import: SyntaxError: invalid syntax ({folder}/syntax.py:2)"),
         (
             "imports.py:f",
-            "'imports.py:f' does not import: ModuleNotFoundError: No module named 'no_such_module' (imports.py:2)",
+            "'imports.py:f' does not import: ModuleNotFoundError: No module named 'no_such_module'"
+            " ({folder}/imports.py:2)",
         ),
         ("good.py:ff", "'good.py:ff' has no 'ff'; did you mean 'fff'?"),
         ("good.py:Box.pt", "'good.py:Box.pt' has no 'pt'; did you mean 'put'?"),

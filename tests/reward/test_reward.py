@@ -13,7 +13,7 @@ import torch
 from distflow import Batch, Ragged, flow
 from distflow.errors import DistflowError
 from distflow.reward.errors import RewardError
-from distflow.reward.function import RewardFunction
+from distflow.reward.function import RewardSpec
 from distflow.reward.reward import Reward
 from reward.helpers import FILE, HERE, batch_of, context, metrics_of, rewarding, score, totals_of
 
@@ -88,8 +88,8 @@ def test_an_object_may_be_the_function() -> None:
 
 def test_several_rewards_add_up_by_weight_and_are_logged_apart() -> None:
     functions = [
-        RewardFunction(f"{FILE}:detailed", weight=2.0, name="math", args={"bonus": 0.25}),
-        RewardFunction(f"{FILE}:only_some"),
+        RewardSpec(f"{FILE}:detailed", weight=2.0, name="math", args={"bonus": 0.25}),
+        RewardSpec(f"{FILE}:only_some"),
     ]
     batch = batch_of(["a", "skip", "b"], answer=["a", "skip", "a"], data_source=["x", "y", "math"])
     reward = Reward(functions, base=HERE)

@@ -15,22 +15,22 @@ from typing import Any
 import pytest
 
 from distflow.reward.errors import RewardError
-from distflow.reward.function import RewardFunction
-from distflow.reward.pool import Call, Pool
-from distflow.reward.signature import Failure, Result, Score
+from distflow.reward.function import RewardSpec
+from distflow.reward.pool import Pool, RewardCall
+from distflow.reward.signature import NoScore, Result, Score
 from reward.helpers import FILE, HERE, children_of, gone, pids_in, wait_for
 
-BEHAVE = RewardFunction(f"{FILE}:behave")
+BEHAVE = RewardSpec(f"{FILE}:behave")
 
 
 @contextmanager
-def pool_of(*functions: RewardFunction, processes: int = 1, time_limit_s: float = 60.0, **more: Any) -> Iterator[Pool]:
+def pool_of(*functions: RewardSpec, processes: int = 1, time_limit_s: float = 60.0, **more: Any) -> Iterator[Pool]:
     with closing(Pool(functions or (BEHAVE,), processes, time_limit_s, HERE, **more)) as pool:
         yield pool
 
 
-def call(text: str) -> Call:
-    return Call(0, {"data_source": "", "solution_str": text, "ground_truth": None})
+def call(text: str) -> RewardCall:
+    return RewardCall(0, {"data_source": "", "solution_str": text, "ground_truth": None})
 
 
 def run(pool: Pool, *texts: str) -> list[Result]:
@@ -40,7 +40,7 @@ def run(pool: Pool, *texts: str) -> list[Result]:
 
 
 def reason(result: Result) -> str:
-    assert isinstance(result, Failure), result
+    assert isinstance(result, NoScore), result
     return result.reason
 
 
@@ -100,15 +100,15 @@ def test_a_stopped_process_does_not_hold_up_the_pool() -> None:
     [
         ("exit", "ended its process in both attempts: it exited with 7"),
         ("crash", "ended its process in both attempts: it was killed by SIGSEGV"),
-        ("interfere rubbish", "ended its process in both attempts: it broke the channel to the pool"),
-        ("interfere strange", "ended its process in both attempts: it broke the channel to the pool"),
+        ("interfere rubbish", "ended its process in both attempts: it wrote something other than JSON to the channel"),
+        ("interfere strange", "ended its process in both attempts: it wrote to the channel of its process; write only"),
         ("close", "ended its process in both attempts: it "),
     ],
 )
 def test_only_the_sample_that_kills_its_process_fails(
     behaviour: str, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("distflow.userproc.user_process._EXIT_S", 0.3)
+    monkeypatch.setattr("distflow.userproc.processes._EXIT_S", 0.3)
     with pool_of(processes=2) as pool:
         results = run(pool, *["fine"] * 20, behaviour, *["fine"] * 20)
         assert pool.restarts == 2
@@ -186,17 +186,17 @@ def test_order_is_kept_with_many_samples_and_processes() -> None:
 PARENT = """
 import sys, threading, time
 from pathlib import Path
-from distflow.reward.function import RewardFunction
-from distflow.reward.pool import Call, Pool
+from distflow.reward.function import RewardSpec
+from distflow.reward.pool import Pool, RewardCall
 
 base, text, pids = sys.argv[1:]
-pool = Pool([RewardFunction("user_rewards.py:behave")], 2, 1000.0, Path(base))
+pool = Pool([RewardSpec("user_rewards.py:behave")], 2, 1000.0, Path(base))
 threading.Thread(target=time.sleep, args=(1000,), daemon=True).start()
-list(pool.run([Call(0, {"data_source": "", "solution_str": "fine", "ground_truth": None})] * 2))
+list(pool.run([RewardCall(0, {"data_source": "", "solution_str": "fine", "ground_truth": None})] * 2))
 Path(pids + ".new").write_text(" ".join(map(str, pool.pids)))
 Path(pids + ".new").rename(pids)
 if text:
-    list(pool.run([Call(0, {"data_source": "", "solution_str": text, "ground_truth": None})]))
+    list(pool.run([RewardCall(0, {"data_source": "", "solution_str": text, "ground_truth": None})]))
 time.sleep(1000)
 """
 
@@ -229,7 +229,7 @@ def test_processes_live_on_when_the_thread_that_started_them_ends() -> None:
 
 def test_functions_that_do_not_load_are_named(tmp_path: Path) -> None:
     def message(ref: str, **options: Any) -> str:
-        with pool_of(RewardFunction(ref), **options) as pool, pytest.raises(RewardError) as e:
+        with pool_of(RewardSpec(ref), **options) as pool, pytest.raises(RewardError) as e:
             _ = pool.signatures
         return str(e.value)
 
@@ -249,7 +249,7 @@ def test_functions_that_do_not_load_are_named(tmp_path: Path) -> None:
 
 def test_data_that_cannot_be_passed_is_named() -> None:
     with pool_of() as pool:
-        bad = Call(0, {"solution_str": "fine", "extra_info": {"day": date(2025, 1, 1)}})
+        bad = RewardCall(0, {"solution_str": "fine", "extra_info": {"day": date(2025, 1, 1)}})
         with pytest.raises(RewardError, match=r"reward 'behave': column 'extra_info' cannot be passed to it: .*date"):
             list(pool.run([bad]))
         assert run(pool, "fine") == [ONE]

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from distflow.reward.errors import RewardError
-from distflow.reward.signature import Failure, Score, Signature, parse_results, parse_signature
+from distflow.reward.signature import NoScore, Score, Signature, parse_results, parse_signature
 
 VERL = Signature("verl", ("solution_str",), ("solution_str",), False)
 TRL = Signature("trl", ("completions",), ("completions",), False)
@@ -103,14 +103,14 @@ def test_further_numbers_are_kept_and_the_rest_of_a_dict_is_not() -> None:
 )
 def test_a_value_that_is_no_score_is_a_failure(value: Any, message: str) -> None:
     (result,) = parse_results(VERL, value, 1)
-    assert isinstance(result, Failure)
+    assert isinstance(result, NoScore)
     assert re.search(re.escape(message), result.reason), result.reason
 
 
 def test_in_a_list_only_the_invalid_scores_fail() -> None:
     results = parse_results(TRL, [1, None, math.nan, "a"], 4)
     assert results[:2] == [Score(1.0, {}), Score(None, {})]
-    assert all(isinstance(r, Failure) for r in results[2:])
+    assert all(isinstance(r, NoScore) for r in results[2:])
     assert parse_results(TRL, torch.tensor([1.0, 2.0]), 2) == [Score(1.0, {}), Score(2.0, {})]
     assert parse_results(TRL, (0.5,), 1) == [Score(0.5, {})]
 
@@ -125,4 +125,4 @@ def test_a_list_of_another_length_fails_for_all() -> None:
     ):
         results = parse_results(TRL, value, 2)
         assert len(results) == 2
-        assert all(isinstance(r, Failure) and message in r.reason for r in results), results
+        assert all(isinstance(r, NoScore) and message in r.reason for r in results), results

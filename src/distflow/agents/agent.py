@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from distflow.agents.choice import choose_environments, group_seed
-from distflow.agents.setup_check import COLUMN, check_columns, check_rows, start_children
+from distflow.agents.setup_check import COLUMN, check_columns, check_rows, start_env_pool
 from distflow.agents.spec import EnvironmentSetupError
 from distflow.config.schema import EnvironmentConfig
 from distflow.flow.trace import node
@@ -20,10 +20,11 @@ from distflow.roles.role import Role
 from distflow.util.seeds import eval_seed
 
 if TYPE_CHECKING:
-    from distflow.agents.conversations import Partner, Sample
+    from distflow.agents.conversations import Sample
     from distflow.agents.endpoint import Endpoint
-    from distflow.agents.record import Record
-    from distflow.agents.template_process import Children
+    from distflow.agents.env_pool import EnvPool
+    from distflow.agents.record import ConversationRecord
+    from distflow.agents.runtime import EnvironmentRuntime
     from distflow.batch.batch import Batch
     from distflow.batch.context import Context
     from distflow.dataset.view import DatasetView
@@ -51,12 +52,12 @@ class Agent(Actor):
     ) -> None:
         self.environments = {name: EnvironmentConfig.model_validate(e) for name, e in environments.items()}
         self.log = log
-        self.children: Children | None = None  # where conversations are led
+        self.env_pool: EnvPool | None = None  # where conversations are led
         self.endpoint: Endpoint | None = None  # if an agent needs one
-        self._partners: list[Partner] = []
+        self._runtimes: list[EnvironmentRuntime] = []
         layout = role.layout("generate", "converse")
         if layout and any(replica[0] == role.rank for replica in layout.replicas):
-            self.children = start_children(self.environments, role.base)  # they import while models load
+            self.env_pool = start_env_pool(self.environments, role.base)  # they import while models load
         super().__init__(role)
 
     @node(type="inference", writes=CONVERSATION, generates=True, whole_rows=True)
@@ -75,37 +76,37 @@ class Agent(Actor):
         temperature: float | None = None,
         held_out: bool = False,
     ) -> dict[str, Any]:
-        """Does the same with one of several environments; by default with those that rows or ratios choose."""
+        """Does the same with one of several environments; by default rows or ratios choose them."""
         return self._converse(batch, ctx, temperature, held_out, environment)
 
     def check_fields(self, fields: Iterable[str], where: str = "") -> None:
         """Loads the environments, and raises if one needs a column that its rows do not have."""
         fields = list(fields)
-        if self.children is None or "prompt" not in fields:  # of a node that has no conversations
+        if self.env_pool is None or "prompt" not in fields:  # of a node that has no conversations
             return
-        check_columns(list(self.environments), self.children.describe(), fields, where)
+        check_columns(list(self.environments), self.env_pool.describe(), fields, where)
         self._prepare()
 
     def check_rows(self, rows: "DatasetView", rank: int, workers: int) -> None:
         """Raises if a row names an environment that there is not."""
-        if self.children is not None:
-            check_rows(list(self.environments), self.children.describe(), rows, rank, workers)
+        if self.env_pool is not None:
+            check_rows(list(self.environments), self.env_pool.describe(), rows, rank, workers)
 
     def close(self) -> None:
-        if self.children is not None:
-            self.children.close()
+        if self.env_pool is not None:
+            self.env_pool.close()
         if self.endpoint is not None:
             self.endpoint.stop()
 
     def _prepare(self) -> None:
         """Makes what conversations with each environment have in common, once they are loaded."""
-        if self._partners or self.children is None:
+        if self._runtimes or self.env_pool is None:
             return
-        from distflow.agents.partners import make_partners
+        from distflow.agents.runtime import make_runtimes
 
-        rollout, text, descriptions = self.role.rollout, self.policy.text, self.children.describe()
-        self._partners = make_partners(self.environments, descriptions, text, rollout.max_tokens)
-        if any(p.needs_endpoint for p in self._partners):
+        rollout, text, descriptions = self.role.rollout, self.policy.text, self.env_pool.describe()
+        self._runtimes = make_runtimes(self.environments, descriptions, text, rollout.max_tokens)
+        if any(r.needs_endpoint for r in self._runtimes):
             from distflow.agents.endpoint import Endpoint
 
             host = next(iter(self.environments.values())).endpoint_host  # all have the same
@@ -115,7 +116,7 @@ class Agent(Actor):
         self, batch: "Batch", ctx: "Context", temperature: float | None, held_out: bool, environment: str | None
     ) -> dict[str, Any]:
         from distflow.agents.conversations import Conversations
-        from distflow.agents.converse import Replica, converse
+        from distflow.agents.converse import ReplicaGroup, converse
         from distflow.agents.metrics import log_conversations
         from distflow.agents.record import columns
         from distflow.rollout.engine_load import EngineLoad
@@ -125,16 +126,16 @@ class Agent(Actor):
         assert policy.engine is not None
         seed = eval_seed(ctx.seed) if held_out else ctx.seed
         conversations = None
-        if self.children is not None:
+        if self.env_pool is not None:
             samples = self._samples(batch, seed, environment)
             state = {"global_step": ctx.step if ctx.held_out else ctx.step - 1, "max_steps": ctx.steps}
-            where = self._partners, self.children, params, seed, policy.weight_version
+            where = self._runtimes, self.env_pool, params, seed, policy.weight_version
             conversations = Conversations(samples, *where, self.endpoint, state)
-        ended: dict[int, Record] = {}
+        ended: dict[int, ConversationRecord] = {}
         load, ids = EngineLoad(), [int(i) for i in batch.ids]
         waiting = {i: [ids[k] for k in places] for i, places in enumerate(ctx.chunks.parts)} if ctx.chunks else {}
 
-        def on_ended(records: list["Record"]) -> list["Record"]:
+        def on_ended(records: list["ConversationRecord"]) -> list["ConversationRecord"]:
             records = [self._check_failure(r, ctx) for r in records]
             ended.update((r.sample_id, r) for r in records)
             load.add(len(batch) - len(ended))
@@ -147,7 +148,7 @@ class Agent(Actor):
         concurrent = sum(e.concurrent for e in self.environments.values())
         with ctx.record.call("engine") as details:
             load.add(len(batch))
-            replica = self._replica(Replica, ctx)
+            replica = self._replica(ReplicaGroup, ctx)
             records, use = converse(policy.engine, conversations, ids, longest, concurrent, replica, on_ended)
             details["left"] = load.points()
         policy.release_engine_memory()
@@ -181,11 +182,11 @@ class Agent(Actor):
             ratios = [e.ratio for e in self.environments.values()]
             chosen = choose_environments(names, ratios, batch.groups, seed, named)
         return [
-            Sample(int(sample), partner, row["prompt"], row, group_seed(seed, int(group)))
-            for sample, group, row, partner in zip(batch.ids, batch.groups, rows, chosen, strict=True)
+            Sample(int(sample), index, row["prompt"], row, group_seed(seed, int(group)))
+            for sample, group, row, index in zip(batch.ids, batch.groups, rows, chosen, strict=True)
         ]
 
-    def _check_failure(self, record: "Record", ctx: "Context") -> "Record":
+    def _check_failure(self, record: "ConversationRecord", ctx: "Context") -> "ConversationRecord":
         """Gives a failed conversation its score, or ends the run; it is named in the log and by a warning."""
         if record.failure is None:
             return record

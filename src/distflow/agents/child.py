@@ -1,59 +1,29 @@
-"""The child of one conversation: drives the user's environment, and asks the worker for the model's turns."""
+"""The worker, as the process of a conversation sees it, and checks of what environments give to it."""
 
 import asyncio
 import inspect
 import json
+import numbers
 import os
-import random
 import socket
-import sys
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from distflow.agents.session import AssistantMessage
+from distflow.agents.tool_calls import ToolCall
 from distflow.errors import shown
 from distflow.reward.signature import to_float
-from distflow.userproc.channel import LINE_LIMIT
-from distflow.userproc.user_process import PACKAGE, describe_error
-
-if TYPE_CHECKING:
-    from distflow.agents.loaded import Loaded
-    from distflow.agents.reward_functions import EndFunction
+from distflow.userproc.channel import LINE_LIMIT, encode
 
 
 class EnvironmentFault(Exception):  # noqa: N818 - the environment's, not ours
     """What an environment did wrong in this conversation; completes a sentence whose subject is the environment."""
 
 
-@dataclass(frozen=True)
-class ToolCall:
-    id: str
-    name: str
-    arguments: dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Turn:
-    """What the model said; `errors` are tool calls that could not be parsed."""
-
-    content: str
-    tool_calls: tuple[ToolCall, ...]
-    errors: tuple[str, ...]
-    finish_reason: str
-    text: str  # as sampled, with tool calls in it
-
-    @property
-    def message(self) -> dict[str, Any]:
-        calls = [
-            {"id": c.id, "type": "function", "function": {"name": c.name, "arguments": c.arguments}}
-            for c in self.tool_calls
-        ]
-        return {"role": "assistant", "content": self.content} | ({"tool_calls": calls} if calls else {})
-
-
 @dataclass
-class Result:
+class Outcome:
     """How a conversation ended. `reward` is for the whole conversation; rewards of its turns are a part of it."""
 
     reward: float | None = None
@@ -84,7 +54,7 @@ class ChildSession:
 
     def turn(
         self, messages: Sequence[Mapping[str, Any]] = (), branch: int = 0, sampling: Mapping[str, Any] | None = None
-    ) -> Turn | None:
+    ) -> AssistantMessage | None:
         """Says `messages` to the model and returns its turn."""
         checked = check_messages(messages)
         reply = self.request({"op": "turn", "branch": branch, "messages": checked, "sampling": dict(sampling or {})})
@@ -92,9 +62,10 @@ class ChildSession:
         if self._note_end(reply):
             return None
         said = reply["message"]
-        calls = tuple(ToolCall(c["id"], c["name"], c["arguments"]) for c in said["tool_calls"])
-        turn = Turn(said["content"], calls, tuple(said["errors"]), reply["finish_reason"], reply["text"])
-        self.messages.append(turn.message)
+        calls = [ToolCall(c["name"], c["arguments"], c["id"]) for c in said["tool_calls"]]
+        rest = reply["finish_reason"], reply["text"], reply["tokens"]
+        turn = AssistantMessage(said["content"], calls, said["errors"], *rest)
+        self.messages.append(turn.message())
         return turn
 
     def generate(self, token_ids: Sequence[int], sampling: Mapping[str, Any] | None = None) -> dict[str, Any] | None:
@@ -153,9 +124,9 @@ class ChildSession:
         start: dict[str, Any] = json.loads(line)
         return start
 
-    def done(self, result: Result, error: str | None = None) -> None:
-        message = {"op": "done", "reward": result.reward, "rewards": result.rewards, "metrics": result.metrics}
-        self._send({**message, "extra": result.extra, "error": error})
+    def done(self, outcome: Outcome, error: str | None = None) -> None:
+        message = {"op": "done", "reward": outcome.reward, "rewards": outcome.rewards, "metrics": outcome.metrics}
+        self._send({**message, "extra": outcome.extra, "error": error})
 
     def _note_end(self, reply: Mapping[str, Any]) -> bool:
         self.ended = reply.get("ended")
@@ -165,7 +136,7 @@ class ChildSession:
         if os.getpid() != self._pid:  # a fork of the environment came back here
             os._exit(1)
         try:
-            line = json.dumps(message).encode() + b"\n"
+            line = encode(message)
         except (TypeError, ValueError) as e:
             raise EnvironmentFault(f"gave something that is not text, numbers, or lists and dicts of these: {e}") from e
         if len(line) > LINE_LIMIT:
@@ -204,44 +175,7 @@ def check_reward(reward: Any) -> float:
     return number
 
 
-def _is_own(filename: str) -> bool:
-    """Whether a file is the user's: neither ours nor of a library."""
-    return not filename.startswith((PACKAGE, sys.prefix, sys.base_prefix, "<"))
-
-
-def run_child(descriptor: int, pipe: int, environment: "Loaded", functions: Sequence["EndFunction"]) -> None:
-    """Runs one conversation and tells the worker how it ended."""
-
-    def close_inherited() -> None:  # an environment's fork must not speak for it, nor keep the channel open
-        os.close(descriptor)
-        os.close(pipe)
-
-    os.register_at_fork(after_in_child=close_inherited)
-    session = ChildSession(socket.socket(fileno=descriptor))
-    start = session.first_message()
-    _seed(start["seed"])
-    result, error = Result(), None
-    try:
-        result = environment.adapter.drive(environment, start, session)
-        wanted = start.get("reward_functions")  # of this environment; None: all
-        for function in [f for f in functions if wanted is None or f.name in wanted]:
-            result.rewards[function.name] = function.score(start, session, result.environment)
-    except EnvironmentFault as e:
-        error = str(e)
-    except BaseException as e:  # sys.exit() in an environment, too
-        error = f"raised {describe_error(e, _is_own)}"
-    try:
-        session.done(result, error)
-    except EnvironmentFault as e:
-        session.done(Result(), str(e))
-    sys.stderr.flush()
-    os._exit(0)
-
-
-def _seed(seed: int) -> None:
-    """Seeds the global generators by the sample: forks of one process would all draw the same numbers."""
-    random.seed(seed)
-    if numpy := sys.modules.get("numpy"):
-        numpy.random.seed(seed % 2**32)
-    if torch := sys.modules.get("torch"):
-        torch.manual_seed(seed % 2**63)
+def numbers_of(metrics: Any) -> dict[str, float]:
+    """Keeps what can be averaged."""
+    items = metrics.items() if isinstance(metrics, Mapping) else ()
+    return {str(k): float(v) for k, v in items if isinstance(v, numbers.Real)}

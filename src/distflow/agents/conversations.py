@@ -1,7 +1,7 @@
 """The conversations of one worker's samples, all at once, against its rollout engine.
 
 Whatever a conversation waits for, its environment or the model, the others go on. The first rank of a tensor-parallel
-replica has the children and the sessions; it tells the others which requests to make, so that all make the same calls
+replica has the processes and the sessions; it tells the others which requests to make, so that all make the same calls
 of the engine in the same order.
 """
 
@@ -11,19 +11,19 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol
 
-from distflow.agents.record import Record, make_record
-from distflow.agents.rendering import Renderer
-from distflow.agents.session import AssistantMessage, Branch, Ended, Limits, Session
-from distflow.agents.spec import Event, Failed, Message
+from distflow.agents.record import ConversationRecord, make_record
+from distflow.agents.runtime import EnvironmentRuntime
+from distflow.agents.session import AssistantMessage, Branch, Ended, Session
 from distflow.errors import DataError
 from distflow.rollout.engine import Completion, Request, SamplingParams
+from distflow.userproc.processes import Event, Failed, Message
 
-_IDLE_S = 1.0  # how long one waits for children at a time, while the engine has nothing to do
+_IDLE_S = 1.0  # how long one waits for environments at a time, while the engine has nothing to do
 _IDLE_WITH_ENDPOINT_S = 0.005  # whose calls come from another thread
 
 
-class ChildProcesses(Protocol):
-    """What the loop needs of `template_process.Children`."""
+class ConversationProcesses(Protocol):
+    """What the loop needs of an `EnvPool`."""
 
     def start(self, key: int, environment: int, start: Mapping[str, Any]) -> None: ...
 
@@ -41,23 +41,11 @@ class ChildProcesses(Protocol):
 
 
 @dataclass(frozen=True)
-class Partner:
-    """An environment, and the limits of conversations with it."""
-
-    name: str
-    renderer: Renderer
-    limits: Limits
-    concurrent: int
-    reward_weights: Mapping[str, float] = field(default_factory=dict)  # of functions that score at the end
-    needs_endpoint: bool = False
-
-
-@dataclass(frozen=True)
 class Sample:
     """A row to have a conversation about."""
 
     id: int
-    partner: int
+    environment: int  # its index
     prompt: Any  # text or messages
     row: Mapping[str, Any]
     seed: int  # of whatever is random in the environment; samples of a prompt share it
@@ -69,7 +57,7 @@ class Actions:
 
     requests: list[Request] = field(default_factory=list)
     aborted: list[int] = field(default_factory=list)  # ids of requests
-    ended: list[Record] = field(default_factory=list)
+    ended: list[ConversationRecord] = field(default_factory=list)
 
     def __bool__(self) -> bool:
         return bool(self.requests or self.aborted or self.ended)
@@ -83,7 +71,7 @@ class _Conversation:
     sample: Sample
     session: Session
     start: float  # when, in seconds
-    branches: list[Branch] = field(default_factory=list)  # that the child began, by their numbers
+    branches: list[Branch] = field(default_factory=list)  # by the numbers that the process knows them by
     requests: dict[int, tuple[Branch, Reply]] = field(default_factory=dict)  # that the engine works on, by id
     tool_errors: int = 0
 
@@ -94,30 +82,30 @@ class Conversations:
     def __init__(
         self,
         samples: Sequence[Sample],
-        partners: Sequence[Partner],
-        children: ChildProcesses,
+        runtimes: Sequence[EnvironmentRuntime],
+        env_pool: ConversationProcesses,
         params: SamplingParams,
         seed: int,
         version: int,
         endpoint: Any = None,
         trainer_state: Mapping[str, Any] | None = None,
     ) -> None:
-        self.partners, self.children, self.params, self.seed, self.version = partners, children, params, seed, version
+        self.runtimes, self.env_pool, self.params, self.seed, self.version = runtimes, env_pool, params, seed, version
         self.endpoint, self.trainer_state = endpoint, dict(trainer_state or {})
-        self._waiting = [[s for s in samples if s.partner == i][::-1] for i in range(len(partners))]
+        self._waiting = [[s for s in samples if s.environment == i][::-1] for i in range(len(runtimes))]
         self._open: dict[int, _Conversation] = {}  # by sample id
         self._of_request: dict[int, _Conversation] = {}
         self._actions, self._last_request = Actions(), -1
 
     def has_events(self) -> bool:
         """Whether `collect` has something to do: the engine asks after every decoding step."""
-        return self.children.has_events() or (self.endpoint is not None and self.endpoint.has_events())
+        return self.env_pool.has_events() or (self.endpoint is not None and self.endpoint.has_events())
 
     def collect(self, wait: bool) -> Actions:
         """Returns what there is to do now; if the engine has nothing to do, it waits until there is something."""
         while True:
             self._start()
-            events = self.children.poll(self._patience() if wait and not self._actions else 0.0)
+            events = self.env_pool.poll(self._patience() if wait and not self._actions else 0.0)
             for event in events:
                 self._handle(event)
             for call in self.endpoint.poll() if self.endpoint is not None else ():
@@ -128,7 +116,7 @@ class Conversations:
                 return actions
 
     def complete(self, completion: Completion) -> None:
-        """Passes a turn of the model on to whoever asked for it."""
+        """Passes a turn of the model on to the process or the call that asked for it."""
         conversation = self._of_request.pop(completion.request_id, None)
         if conversation is None:
             return
@@ -137,9 +125,9 @@ class Conversations:
         reply(completion)
 
     def close(self) -> None:
-        """Ends the children of conversations that are not over, after an error."""
+        """Ends the processes of conversations that are not over, after an error."""
         for key in list(self._open):
-            self.children.kill(key)
+            self.env_pool.kill(key)
             if self.endpoint is not None:
                 self.endpoint.close(key)
 
@@ -147,29 +135,29 @@ class Conversations:
         return _IDLE_S if self.endpoint is None else _IDLE_WITH_ENDPOINT_S
 
     def _start(self) -> None:
-        for i, (partner, waiting) in enumerate(zip(self.partners, self._waiting, strict=True)):
-            running = sum(c.sample.partner == i for c in self._open.values())
-            for _ in range(min(len(waiting), partner.concurrent - running)):
-                self._begin(waiting.pop(), partner)
+        for i, (runtime, waiting) in enumerate(zip(self.runtimes, self._waiting, strict=True)):
+            running = sum(c.sample.environment == i for c in self._open.values())
+            for _ in range(min(len(waiting), runtime.concurrent - running)):
+                self._begin(waiting.pop(), runtime)
 
-    def _begin(self, sample: Sample, partner: Partner) -> None:
-        session = Session(sample.id, partner.renderer, partner.limits)
+    def _begin(self, sample: Sample, runtime: EnvironmentRuntime) -> None:
+        session = Session(sample.id, runtime.renderer, runtime.limits)
         self._open[sample.id] = _Conversation(sample, session, time.perf_counter())
         start = {
             "row": dict(sample.row),
             "prompt": sample.prompt,
             "sample_id": sample.id,
             "seed": sample.seed,
-            "environment": partner.name,
-            "max_turns": partner.limits.max_turns,
+            "environment": runtime.name,
+            "max_turns": runtime.limits.max_turns,
             "trainer_state": self.trainer_state,
-            "sampling": {"temperature": self.params.temperature, "max_tokens": partner.limits.max_tokens},
-            "reward_functions": list(partner.reward_weights),
+            "sampling": {"temperature": self.params.temperature, "max_tokens": runtime.limits.max_tokens},
+            "reward_functions": list(runtime.reward_weights),
         }
-        if self.endpoint is not None and partner.needs_endpoint:
+        if self.endpoint is not None and runtime.needs_endpoint:
             key, url = self.endpoint.open(sample.id, sample.id), self.endpoint.session_url(sample.id)
             start["session"] = {"base_url": url, "api_key": key, "model": self.endpoint.model}
-        self.children.start(sample.id, sample.partner, start)
+        self.env_pool.start(sample.id, sample.environment, start)
 
     def _handle(self, event: Event) -> None:
         conversation = self._open.get(event.key)
@@ -177,8 +165,8 @@ class Conversations:
             return
         if isinstance(event, Failed):
             # An agent may fail where a limit ends its conversation: the endpoint refuses its call, which is no fault.
-            partner, branches = self.partners[conversation.sample.partner], conversation.session.branches
-            refused = partner.needs_endpoint and any(b.ended for b in branches)
+            runtime, branches = self.runtimes[conversation.sample.environment], conversation.session.branches
+            refused = runtime.needs_endpoint and any(b.ended for b in branches)
             self._end(conversation, {}, None if refused else event.reason)
             return
         try:
@@ -186,10 +174,10 @@ class Conversations:
         except (DataError, IndexError) as e:  # the fault of the environment, which it is told
             reply = {"error": str(e)}
         if reply is not None:
-            self.children.send(event.key, reply)
+            self.env_pool.send(event.key, reply)
 
     def _operate(self, conversation: _Conversation, message: Message) -> dict[str, Any] | None:
-        """Does what a child asks for; returns the answer, None if that comes later or never."""
+        """Does what a process asks for; returns the answer, None if that comes later or never."""
         session, body, key = conversation.session, message.body, message.key
         renderer = session.renderer
         match body["op"]:
@@ -258,13 +246,13 @@ class Conversations:
         calls = [{"id": c.id, "name": c.name, "arguments": c.arguments} for c in said.tool_calls]
         message = {"content": said.content, "tool_calls": calls, "errors": said.errors}
         rest = {"finish_reason": said.finish_reason, "tokens": said.token_count, "text": said.text}
-        self.children.send(key, {"message": message, **rest})
+        self.env_pool.send(key, {"message": message, **rest})
 
     def _reply_tokens(self, key: int, branch: Branch, completion: Completion) -> None:
         said = self._sampled(key, branch, completion)
         tokens, logprobs = completion.tokens.tolist(), completion.logprobs.tolist()
         reason = "stop" if completion.finished else "length"
-        self.children.send(key, {"token_ids": tokens, "logprobs": logprobs, "finish_reason": reason, "text": said.text})
+        self.env_pool.send(key, {"token_ids": tokens, "logprobs": logprobs, "finish_reason": reason, "text": said.text})
 
     def _handle_call(self, call: Any) -> None:
         """Answers a call of the endpoint, or ends the conversation of an agent that misuses it."""
@@ -275,7 +263,7 @@ class Conversations:
         if conversation is None:
             return
         if isinstance(call, Violation):
-            self.children.kill(call.key)
+            self.env_pool.kill(call.key)
             self._end(conversation, {}, call.reason)
             return
         session = conversation.session
@@ -286,21 +274,21 @@ class Conversations:
             return
 
         def reply(completion: Completion) -> None:
-            self.children.release(call.key)
+            self.env_pool.release(call.key)
             sampled = completion.tokens.tolist(), completion.logprobs.tolist()
             said = call.answer(session, branch, *sampled, completion.finished, completion.weight_version)
             conversation.tool_errors += len(said.errors)
 
-        self.children.hold(call.key)
+        self.env_pool.hold(call.key)
         ended = self._generate(conversation, branch, call.max_tokens, call.stop_token_ids or (), reply)
         if ended:
-            self.children.release(call.key)
+            self.env_pool.release(call.key)
             call.ended(ended.reason)
 
     def _end(self, conversation: _Conversation, done: Mapping[str, Any], failure: str | None = None) -> None:
         sample, session = conversation.sample, conversation.session
-        partner = self.partners[sample.partner]
-        if partner.needs_endpoint and failure is None and not session.generations:
+        runtime = self.runtimes[sample.environment]
+        if runtime.needs_endpoint and failure is None and not session.generations:
             failure = "never called the model; it has to use the `base_url` and `api_key` it is given"
         for number, (branch, _) in conversation.requests.items():
             session.abandon(branch)
@@ -310,13 +298,13 @@ class Conversations:
             self.endpoint.close(sample.id)
         del self._open[sample.id]
         seconds = time.perf_counter() - conversation.start
-        prompt = partner.renderer.text.encode(sample.prompt) if not any(b.turns for b in session.branches) else ()
+        prompt = runtime.renderer.text.encode(sample.prompt) if not any(b.turns for b in session.branches) else ()
         record = make_record(
             session,
-            partner.name,
+            runtime.name,
             prompt,
             done,
-            partner.reward_weights,
+            runtime.reward_weights,
             self.version,
             seconds,
             conversation.tool_errors,

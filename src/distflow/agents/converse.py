@@ -11,12 +11,12 @@ import torch
 import torch.distributed as dist
 
 from distflow.agents.conversations import Actions, Conversations
-from distflow.agents.record import Record
+from distflow.agents.record import ConversationRecord
 from distflow.rollout.engine import Completion, Request, RolloutEngine, SamplingParams
 
 
-class Replica:
-    """The ranks that generate together. The first one decides, the others hear of it."""
+class ReplicaGroup:
+    """The ranks of a tensor-parallel replica, which generate together: the first one decides and tells the others."""
 
     def __init__(self, group: Any = None, first: int = 0, device: torch.device | None = None) -> None:
         self.group, self.first, self.device = group, first, device or torch.device("cpu")
@@ -76,15 +76,15 @@ def converse(
     samples: Sequence[int],
     longest: int,
     concurrent: int,
-    replica: Replica | None = None,
-    on_ended: Callable[[list[Record]], list[Record]] = lambda records: records,
-) -> tuple[dict[int, Record], EngineUse]:
+    replica: ReplicaGroup | None = None,
+    on_ended: Callable[[list[ConversationRecord]], list[ConversationRecord]] = lambda records: records,
+) -> tuple[dict[int, ConversationRecord], EngineUse]:
     """Has all conversations, and returns their records by sample id, and how well the engine was used.
 
     `conversations` is None on all ranks of a replica but the first. `samples` are their ids; `on_ended` sees records as
     they end, and may return others for them.
     """
-    replica, records, use = replica or Replica(), dict[int, Record](), EngineUse()
+    replica, records, use = replica or ReplicaGroup(), dict[int, ConversationRecord](), EngineUse()
     wake = conversations.has_events if conversations else lambda: False
     try:
         with engine.serving(min(concurrent, len(samples)), longest):
@@ -131,4 +131,4 @@ def _decode(data: bytes) -> Actions:
         if key not in known:
             known[key] = SamplingParams(**{**r["params"], "stop": frozenset(r["params"]["stop"])})
         requests.append(Request(**{**r, "prompt": tuple(r["prompt"]), "params": known[key]}))
-    return Actions(requests, message["aborted"], [Record(**r) for r in message["ended"]])
+    return Actions(requests, message["aborted"], [ConversationRecord(**r) for r in message["ended"]])

@@ -54,10 +54,10 @@ class _Open:
     api_key: str
     waiting: int = 0
     refused: int = 0
-    calls: "set[Call]" = field(default_factory=set)  # that the loop owes an answer
+    calls: "set[EndpointCall]" = field(default_factory=set)  # that the loop owes an answer
 
 
-class Call:
+class EndpointCall:
     """A call that waits for the model. The worker's loop answers it exactly once."""
 
     def __init__(self, endpoint: "Endpoint", session: _Open, body: CallBody, reply: "asyncio.Future[Reply]") -> None:
@@ -134,7 +134,7 @@ class Endpoint:
         self._open: dict[str, _Open] = {}  # by the key that the agent has
         self._keys: dict[int, _Open] = {}
         self._ended: OrderedDict[str, int] = OrderedDict()  # sample ids by the keys of sessions that are over
-        self._queue: deque[Call | Violation] = deque()
+        self._queue: deque[EndpointCall | Violation] = deque()
         self._readable, self._writable = socket.socketpair()
         self._readable.setblocking(False)
         self._writable.setblocking(False)
@@ -186,7 +186,7 @@ class Endpoint:
     def has_events(self) -> bool:
         return bool(self._queue)
 
-    def poll(self) -> list[Call | Violation]:
+    def poll(self) -> list[EndpointCall | Violation]:
         """Returns what has come since the last time."""
         with contextlib.suppress(BlockingIOError):
             while self._readable.recv(4096):
@@ -246,7 +246,7 @@ class Endpoint:
             self._count_refused(session, str(e))
             raise
         future: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
-        call = Call(self, session, body, future)
+        call = EndpointCall(self, session, body, future)
         with self._lock:
             if session.api_key not in self._open:
                 self.counts["late"] += 1

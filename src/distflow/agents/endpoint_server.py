@@ -1,7 +1,7 @@
 """The HTTP side of the endpoint: starlette and uvicorn in a thread, on a free port.
 
 What a client can make this process hold is bounded: connections, seconds until a request and its body have come,
-bytes of a body. Refusals are delayed a little, to throttle floods.
+bytes of a body. A refusal is sent after a short wait, to throttle floods.
 """
 
 import asyncio
@@ -50,8 +50,6 @@ class ServerThread:
         app = make_app(endpoint, NAMES if host in (LOOPBACK, "localhost") else ["*"])
         try:
             import uvicorn
-
-            from distflow.agents.endpoint_connection import Connection
         except ImportError:
             raise ConfigError(f"the server uvicorn is not installed; {INSTALL}") from None
         self._socket = _listen(host)
@@ -60,7 +58,7 @@ class ServerThread:
         self._server = uvicorn.Server(
             uvicorn.Config(
                 app,
-                http=Connection,
+                http=_bounded_connection(),
                 ws="none",
                 lifespan="off",
                 log_config=None,
@@ -154,6 +152,29 @@ def _url(sock: socket.socket) -> str:
         )
         address = address_towards(documentation) or loopback
     return f"http://[{address}]:{port}" if ":" in address else f"http://{address}:{port}"
+
+
+def _bounded_connection() -> "type[asyncio.Protocol]":
+    """Returns uvicorn's protocol with a limited number of connections, and of seconds until the first request."""
+    from uvicorn.protocols.http.h11_impl import H11Protocol
+
+    class BoundedConnection(H11Protocol):
+        def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+            if len(self.connections) >= MAX_CONNECTIONS:
+                transport.abort()
+                return
+            super().connection_made(transport)
+            self.loop.call_later(BODY_S, self._close_if_silent)
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            if self in self.connections:
+                super().connection_lost(exc)
+
+        def _close_if_silent(self) -> None:
+            if getattr(self, "cycle", None) is None and not self.transport.is_closing():
+                self.transport.close()
+
+    return BoundedConnection
 
 
 def make_app(endpoint: "Endpoint", hosts: list[str]) -> "Starlette":

@@ -2,11 +2,11 @@
 
 from collections.abc import Iterable
 
-from distflow.agents.record import Record
+from distflow.agents.record import ConversationRecord
 from distflow.batch.context import MetricLog
 
 
-def log_conversations(records: Iterable[Record], metrics: MetricLog, prefix: str = "") -> None:
+def log_conversations(records: Iterable[ConversationRecord], metrics: MetricLog, prefix: str = "") -> None:
     """Logs `env/<name>/…`; `prefix` is `val/` for held-out samples."""
     for r in records:
         of = f"{prefix}env/{r.environment}"

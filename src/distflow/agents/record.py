@@ -1,4 +1,4 @@
-"""What a conversation leaves behind, and the columns of a batch that are made of such records."""
+"""The record of a conversation that has ended, and the columns of a batch that are made of such records."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -16,7 +16,7 @@ _METRICS = 16  # of an environment's own, at most
 
 
 @dataclass(frozen=True)
-class Record:
+class ConversationRecord:
     """One conversation at its end. `tokens`, `mask`, `logprobs` and `turn_rewards` are those of the trained branch."""
 
     sample_id: int
@@ -51,14 +51,14 @@ def make_record(
     version: int,
     seconds: float,
     tool_errors: int,
-) -> Record:
+) -> ConversationRecord:
     """Returns the record of a conversation. `done`: its result; `weights`: those of reward functions at its end.
 
     `prompt` stands for that of a conversation that never began. Malformed tool calls that the worker has counted are
     `tool_errors`, unless the environment has counted for itself.
     """
     if not any(b.turns for b in session.branches):
-        return Record(session.sample_id, environment, list(prompt), weight_version=version, seconds=seconds)
+        return ConversationRecord(session.sample_id, environment, list(prompt), weight_version=version, seconds=seconds)
     branch = session.trained_branch()
     end = _end(branch)
     turn_rewards = [0.0] * end
@@ -69,7 +69,7 @@ def make_record(
     total += sum(weights.get(name, 0.0) * value for name, value in (done.get("rewards") or {}).items())
     own = {str(k): float(v) for k, v in (done.get("metrics") or {}).items() if _is_number(v)}
     branches, tokens = session.untrained()
-    return Record(
+    return ConversationRecord(
         sample_id=session.sample_id,
         environment=environment,
         prompt=branch.prompt,
@@ -100,7 +100,7 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and math.isfinite(value)
 
 
-def columns(records: Sequence[Record], text: Text) -> dict[str, Any]:
+def columns(records: Sequence[ConversationRecord], text: Text) -> dict[str, Any]:
     """Returns the fields that a conversation writes, of records in the order of the batch."""
     tokens = ragged([r.tokens for r in records])
 

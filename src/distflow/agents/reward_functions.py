@@ -1,4 +1,4 @@
-"""TRL's reward functions that take `environments`: they run in the child, where the environment is."""
+"""TRL's reward functions that take `environments`: they run in the process of a conversation."""
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -47,7 +47,7 @@ class EndFunction:
 
 
 def load_functions(functions: Sequence[Mapping[str, Any]], base: Path) -> list[EndFunction]:
-    """Imports the functions; an error names the one that asks for what a child does not have."""
+    """Imports the functions; raises if one asks for tokens, which are not in the process of a conversation."""
     loaded = []
     for f in functions:
         function = load(f["call"], f"reward '{f['name']}'", base)
@@ -58,8 +58,3 @@ def load_functions(functions: Sequence[Mapping[str, Any]], base: Path) -> list[E
             )
         loaded.append(EndFunction(f["name"], function, f.get("args", {})))
     return loaded
-
-
-def as_messages(prompt: Any) -> list[dict[str, Any]]:
-    """Returns a prompt as messages: a text is what the user says."""
-    return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [dict(m) for m in prompt]

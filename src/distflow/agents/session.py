@@ -19,7 +19,7 @@ Message = dict[str, Any]  # {role, content, …} as in the chat API; arguments o
 
 
 @dataclass(frozen=True)
-class Limits:
+class ConversationLimits:
     max_turns: int  # generations of a session, in all branches
     max_tokens: int  # response tokens of a branch: sampled ones and the environment's
     turn_tokens: int | None = None  # sampled tokens of one turn
@@ -104,7 +104,7 @@ class AssistantMessage:
 class Session:
     """The branches of one sample."""
 
-    def __init__(self, sample_id: int, renderer: "Renderer", limits: Limits) -> None:
+    def __init__(self, sample_id: int, renderer: "Renderer", limits: ConversationLimits) -> None:
         self.sample_id, self.renderer, self.limits = sample_id, renderer, limits
         self.branches: list[Branch] = []
         self.generations = 0

@@ -10,15 +10,15 @@ from distflow.dataset.view import DatasetView
 from distflow.errors import ConfigError, DataError, shown, suggest
 
 if TYPE_CHECKING:
-    from distflow.agents.template_process import Children
+    from distflow.agents.env_pool import EnvPool
     from distflow.model.text import Text
 
 COLUMN = "environment"  # of the data: names the environment of a row
 
 
-def start_children(environments: Mapping[str, EnvironmentConfig], base: Path) -> "Children":
+def start_env_pool(environments: Mapping[str, EnvironmentConfig], base: Path) -> "EnvPool":
     """Starts the processes that import the environments' code."""
-    from distflow.agents.template_process import Children
+    from distflow.agents.env_pool import EnvPool
 
     specs = [
         EnvironmentSpec(name, e.call, e.tools, e.command, e.args, e.kind, e.python, e.time_limit_s, _plain(e.mcp))
@@ -26,7 +26,7 @@ def start_children(environments: Mapping[str, EnvironmentConfig], base: Path) ->
     ]
     functions = {f.name or f.call: f for e in environments.values() for f in e.rewards}
     given = [{"name": name, "call": f.call, "args": f.args} for name, f in functions.items()]
-    return Children(specs, base, reward_functions=given)
+    return EnvPool(specs, base, reward_functions=given)
 
 
 def _plain(servers: Mapping[str, McpServer]) -> dict[str, dict[str, Any]]:
@@ -72,17 +72,17 @@ def check_environments(
     data: Sequence[DatasetView],
 ) -> Iterator[str]:
     """Does all of it in one process, as `distflow check` does; yields a line for each environment."""
-    from distflow.agents.partners import make_partners
+    from distflow.agents.runtime import make_runtimes
 
-    children = start_children(environments, base)
+    env_pool = start_env_pool(environments, base)
     try:
-        descriptions = children.describe()
+        descriptions = env_pool.describe()
     finally:
-        children.close()
+        env_pool.close()
     for rows, where in zip(data, ("", "eval: "), strict=False):
         check_columns(list(environments), descriptions, rows.column_names, where)
         check_rows(list(environments), descriptions, rows)
-    make_partners(environments, descriptions, text, max_tokens)
+    make_runtimes(environments, descriptions, text, max_tokens)
     for (name, e), description in zip(environments.items(), descriptions, strict=True):
         tools = sorted({_tool_name(t) for tools in description.tools.values() for t in tools})
         listed = f", tools {', '.join(tools)}" if tools else ""

@@ -1,4 +1,4 @@
-"""An environment as a config names it, what its code turned out to be, and what its conversations report."""
+"""An environment as a config names it, and what its code turned out to be."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,7 +22,7 @@ class EnvironmentSpec:
     args: Mapping[str, Any] = field(default_factory=dict)
     kind: str = "auto"
     python: str | None = None  # interpreter of another virtual environment, where its packages are installed
-    time_limit_s: float | None = None  # for its next message; None: that of `Children`
+    time_limit_s: float | None = None  # for its next message; None: that of `EnvPool`
     mcp: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # name → `command` or `url` of a server
 
     @property
@@ -52,22 +52,3 @@ class Description:
     def choices(self) -> tuple[str, ...]:
         """The values of the column `environment`, or nothing if the environment does not read it."""
         return () if set(self.tools) == {""} else tuple(self.tools)
-
-
-@dataclass(frozen=True)
-class Message:
-    """A request of a conversation's child, or its result (`op` is "done")."""
-
-    key: int
-    body: dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Failed:
-    """A conversation whose child is gone; `reason` completes a sentence whose subject is the environment."""
-
-    key: int
-    reason: str
-
-
-Event = Message | Failed

@@ -10,14 +10,13 @@ from safetensors.torch import save_file
 
 from distflow.checkpoint.model import find_role, open_checkpoint
 from distflow.checkpoint.store import (
-    describe_error,
     foreign_file,
     format_problem,
     list_checkpoints,
     load_full_tensors,
     verify,
 )
-from distflow.errors import ConfigError, cut
+from distflow.errors import ConfigError, cut, short_reason
 from distflow.model.description import ADAPTER, MODEL
 from distflow.model.lora import peft_name
 from distflow.run_folder import CHECKPOINTS, checkpoint_dir
@@ -75,7 +74,7 @@ def _reading(folder: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RuntimeError) as e:
-        raise ConfigError(f"{folder}: cannot be exported: {cut(describe_error(e), 400)}; use another checkpoint") from e
+        raise ConfigError(f"{folder}: cannot be exported: {cut(short_reason(e), 400)}; use another checkpoint") from e
 
 
 def export_adapter(run: Path, out: Path, step: int | None = None, role: str | None = None, ema: bool = False) -> Path:

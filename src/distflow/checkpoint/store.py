@@ -21,7 +21,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from distflow.checkpoint.tensor_index import Piece, TensorIndex, file_name
-from distflow.errors import CheckpointError, cut
+from distflow.errors import CheckpointError, cut, short_reason
 from distflow.run_folder import CHECKPOINTS, checkpoint_dir
 from distflow.util.files import PARTIAL
 from distflow.weights.shards import Box, within
@@ -92,7 +92,7 @@ def verify(path: Path, share: int = 0, shares: int = 1) -> str | None:
             return f"{path / COMPLETE} has changed since it was written"
         files = {name: (int(size), str(checksum)) for name, (size, checksum) in contents["files"].items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
-        return f"{path}: its list of files cannot be read ({describe_error(e)})"
+        return f"{path}: its list of files cannot be read ({short_reason(e)})"
     if RUN_STATE not in files:
         return f"{path}: its list of files is not complete"
     for name in files:
@@ -145,7 +145,7 @@ def _file_problem(file: Path, size: int, checksum: str) -> str | None:
             return f"{file} has {file.stat().st_size} bytes of {size}"
         return f"{file} has changed since it was written" if sha256(file) != checksum else None
     except (OSError, ValueError) as e:
-        return f"{file} cannot be read ({describe_error(e)})"
+        return f"{file} cannot be read ({short_reason(e)})"
 
 
 def read_state(path: Path, *keys: str) -> dict[str, Any]:
@@ -166,7 +166,7 @@ def _read_json(file: Path) -> Any:
     try:
         return json.loads(file.read_text())
     except (OSError, ValueError, RecursionError) as e:
-        raise CheckpointError(f"{file} cannot be read ({describe_error(e)}); use another checkpoint") from e
+        raise CheckpointError(f"{file} cannot be read ({short_reason(e)}); use another checkpoint") from e
 
 
 def load_tensors(folder: Path, state: RoleState, rank: int) -> None:
@@ -258,7 +258,7 @@ def _reading(folder: Path) -> Iterator[None]:
         yield
     except (SafetensorError, OSError, ValueError, LookupError, TypeError, RuntimeError, MemoryError) as e:
         raise CheckpointError(
-            f"{folder / TENSORS}: cannot be read: {cut(describe_error(e), 400)};"
+            f"{folder / TENSORS}: cannot be read: {cut(short_reason(e), 400)};"
             " use another checkpoint, or the model that this one was trained from"
         ) from e
 
@@ -285,9 +285,3 @@ def archive_checkpoints(folder: Path) -> None:
 def sha256(path: Path) -> str:
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def describe_error(error: BaseException) -> str:
-    if isinstance(error, OSError) and error.strerror:
-        return error.strerror
-    return str(error) or type(error).__name__

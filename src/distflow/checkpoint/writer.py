@@ -25,13 +25,12 @@ from distflow.checkpoint.store import (
     RUN_STATE,
     TENSORS,
     VALUES,
-    describe_error,
     file_list,
     sha256,
 )
 from distflow.checkpoint.tensor_index import TensorIndex, file_name
 from distflow.comm.collectives import Communication, all_gather, all_reduce
-from distflow.errors import CheckpointError, DistflowError
+from distflow.errors import CheckpointError, DistflowError, short_reason
 from distflow.run_folder import LATEST, checkpoint_dir
 from distflow.util.files import PARTIAL, fsync, write_atomically
 from distflow.weights.state import RoleState
@@ -153,7 +152,7 @@ class CheckpointWriter:
         if failed:
             if self.rank == 0:
                 shutil.rmtree(partial, ignore_errors=True)
-            reason = describe_error(error) if error else "another worker could not write its files"
+            reason = short_reason(error) if error else "another worker could not write its files"
             raise CheckpointError(f"{path}: could not be written: {reason}") from error
 
     def _commit(self, partial: Path, path: Path, step: int, rows: Tensor) -> None:

@@ -29,7 +29,7 @@ from distflow.dataset.loader import Loader
 from distflow.errors import DataError, cut, suggest
 from distflow.flow.graph import SOURCE
 from distflow.plan.layout import contiguous_share
-from distflow.plan.tasks import Free, Load, Merge, Move, Partition, Plan, Resample, Split
+from distflow.plan.tasks import Free, Load, Merge, Move, Partition, Plan, Resample, RunNode, Split
 from distflow.plan.topology import Topology
 from distflow.util.arrays import Ints
 

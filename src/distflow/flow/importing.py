@@ -3,12 +3,11 @@
 import importlib
 import importlib.util
 import sys
-import traceback
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from distflow.errors import FlowError, cut, suggest
+from distflow.errors import FlowError, cut, describe_error, suggest
 
 _modules: dict[Path, ModuleType] = {}
 _FILE = "__distflow_file__"  # set in modules that were loaded from a file
@@ -56,7 +55,7 @@ def _import(name: str, ref: str, where: str) -> ModuleType:
         return importlib.import_module(name)
     except (Exception, SystemExit) as e:
         raise FlowError(
-            f"{where}: '{cut(ref)}' does not import: {reason(e)}; check the name and that it is installed"
+            f"{where}: '{cut(ref)}' does not import: {describe_error(e)}; check the name and that it is installed"
         ) from e
 
 
@@ -80,17 +79,8 @@ def _from_file(path: Path, ref: str, where: str) -> ModuleType:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as e:
         del sys.modules[name]
-        raise FlowError(f"{where}: '{cut(ref)}' does not import: {reason(e)}") from e
+        raise FlowError(f"{where}: '{cut(ref)}' does not import: {describe_error(e)}") from e
     finally:
         _loading.remove(path)
     _modules[path] = module
     return module
-
-
-def reason(error: BaseException) -> str:
-    """Formats an error on one line, with the file and line that raised it."""
-    if isinstance(error, SyntaxError):
-        return f"SyntaxError: {error.msg} ({Path(error.filename or '?').name}:{error.lineno})"
-    frame = traceback.extract_tb(error.__traceback__)[-1]
-    place = "" if frame.filename.startswith("<frozen") else f" ({Path(frame.filename).name}:{frame.lineno})"
-    return f"{type(error).__name__}: {cut(str(error), 300)}{place}"

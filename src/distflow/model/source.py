@@ -27,7 +27,7 @@ from transformers import (
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from distflow.config.schema import ModelConfig
-from distflow.errors import ConfigError, cut, suggest
+from distflow.errors import ConfigError, cut, short_reason, suggest
 from distflow.model import attention
 from distflow.model.tokenizer import train_tokenizer
 
@@ -143,7 +143,7 @@ def open_model(given: ModelConfig, texts: Callable[[], Iterator[str]], base: Pat
         config = AutoConfig.from_pretrained(folder, trust_remote_code=given.trust_remote_code)
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=given.trust_remote_code)
     except (OSError, ValueError) as e:
-        raise ConfigError(f"model: '{given.path}' cannot be loaded: {_first_line(e)}") from None
+        raise ConfigError(f"model: '{given.path}' cannot be loaded: {short_reason(e)}") from None
     _without_dropout(config)
     if tokenizer.eos_token_id is None:
         raise ConfigError(f"model: the tokenizer of '{given.path}' has no eos_token; responses could not end")
@@ -174,7 +174,7 @@ def _fresh(given: ModelConfig, texts: Callable[[], Iterator[str]], seed: int) ->
             pad_token_id=tokenizer.pad_token_id,
         )
     except Exception as e:  # each architecture has its own way to refuse
-        raise ConfigError(f"model.arch: a small '{given.arch}' cannot be built: {_first_line(e)}") from None
+        raise ConfigError(f"model.arch: a small '{given.arch}' cannot be built: {short_reason(e)}") from None
     _without_dropout(config)
     return Source(f"{given.arch} with random weights", config, tokenizer, seed=seed)
 
@@ -198,7 +198,7 @@ def find_folder(name: str, base: Path) -> Path:
         )
     except Exception as e:  # the hub's client has many errors: not found, no access, no network, no cache
         raise ConfigError(
-            f"model: '{name}' is neither a directory ({path}) nor a model that the hub gives us: {_first_line(e)};"
+            f"model: '{name}' is neither a directory ({path}) nor a model that the hub gives us: {short_reason(e)};"
             " check the name, your access (HF_TOKEN) and the network, or give a directory"
         ) from None
 
@@ -208,11 +208,6 @@ def _without_dropout(config: PreTrainedConfig) -> None:
     for key, value in config.to_dict().items():
         if "dropout" in key and isinstance(value, float):
             setattr(config, key, 0.0)
-
-
-def _first_line(error: Exception) -> str:
-    text = str(error).strip() or type(error).__name__
-    return text.splitlines()[0].rstrip(".;: ")
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from distflow.reward.errors import RewardError
 
 
 @dataclass(frozen=True)
-class RewardFunction:
+class RewardSpec:
     """`call` is `package.module:name` or `path/to/file.py:name`; `args` are passed by name with every call."""
 
     call: str
@@ -29,9 +29,9 @@ class RewardFunction:
             raise RewardError(f"reward '{self.name}': args must be plain values, as in YAML: {e}") from None
 
 
-def parse_functions(entries: Sequence[RewardFunction | Mapping[str, Any]]) -> tuple[RewardFunction, ...]:
+def parse_functions(entries: Sequence[RewardSpec | Mapping[str, Any]]) -> tuple[RewardSpec, ...]:
     """Reads the entries of `reward.functions`; their names must be unique."""
-    functions = tuple(e if isinstance(e, RewardFunction) else _parse_function(e, i) for i, e in enumerate(entries))
+    functions = tuple(e if isinstance(e, RewardSpec) else _parse_function(e, i) for i, e in enumerate(entries))
     if not functions:
         raise RewardError("reward.functions is empty; add at least one entry such as `call: path/to/file.py:name`")
     names = [f.name for f in functions]
@@ -41,11 +41,11 @@ def parse_functions(entries: Sequence[RewardFunction | Mapping[str, Any]]) -> tu
     return functions
 
 
-def _parse_function(entry: Mapping[str, Any], i: int) -> RewardFunction:
-    known = [f.name for f in fields(RewardFunction)]
+def _parse_function(entry: Mapping[str, Any], i: int) -> RewardSpec:
+    known = [f.name for f in fields(RewardSpec)]
     for key in entry:
         if key not in known:
             raise RewardError(f"reward.functions[{i}]: unknown key '{key}'{suggest(str(key), known)}")
     if not isinstance(entry.get("call"), str):
         raise RewardError(f"reward.functions[{i}]: has no `call`; add `call: path/to/file.py:name`")
-    return RewardFunction(**entry)
+    return RewardSpec(**entry)

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from distflow.flow import node
 from distflow.reward.errors import RewardError
-from distflow.reward.function import RewardFunction, parse_functions
-from distflow.reward.pool import Call, Pool
+from distflow.reward.function import RewardSpec, parse_functions
+from distflow.reward.pool import Pool, RewardCall
 from distflow.reward.scores import Scores
-from distflow.reward.signature import Failure, Result, Score
+from distflow.reward.signature import NoScore, Result, Score
 from distflow.roles.role import Role
 from distflow.run_folder import SUSPICIOUS
 
@@ -39,7 +39,7 @@ class Reward(Role):
 
     def __init__(
         self,
-        functions: Sequence[RewardFunction | Mapping[str, Any]],
+        functions: Sequence[RewardSpec | Mapping[str, Any]],
         processes: int = 2,
         time_limit_s: float = 30.0,
         on_failure: Literal["error"] | float = "error",
@@ -119,30 +119,30 @@ class Reward(Role):
             for i, call_results in finished:
                 function, first = calls[i].function, firsts[i]
                 results[function][first : first + len(call_results)] = call_results
-                failed = [(first + k, r.reason) for k, r in enumerate(call_results) if isinstance(r, Failure)]
+                failed = [(first + k, r.reason) for k, r in enumerate(call_results) if isinstance(r, NoScore)]
                 if failed and on_failure == "error":
                     raise self._error(samples, failed, function)
         totals = [self._total(row, on_failure) for row in zip(*results, strict=True)]
         return Scores(totals, results, [f.name for f in self.functions])
 
-    def _calls(self, samples: "Samples", state: Mapping[str, Any]) -> tuple[list[Call], list[int]]:
+    def _calls(self, samples: "Samples", state: Mapping[str, Any]) -> tuple[list[RewardCall], list[int]]:
         """Returns the calls, those for many samples first, and the first sample of each."""
-        batched: list[tuple[Call, int]] = []
-        single: list[tuple[Call, int]] = []
+        batched: list[tuple[RewardCall, int]] = []
+        single: list[tuple[RewardCall, int]] = []
         for f, signature in enumerate(self.pool.signatures):
             if signature.kind == "trl":
                 arguments = samples.trl_arguments(signature, self._where(f), state)
-                batched += [(Call(f, arguments, len(samples)), 0)] if len(samples) else []
+                batched += [(RewardCall(f, arguments, len(samples)), 0)] if len(samples) else []
             else:
                 each = samples.verl_arguments(signature, self._where(f), self.answer)
-                single += [(Call(f, values), i) for i, values in enumerate(each)]
+                single += [(RewardCall(f, values), i) for i, values in enumerate(each)]
         calls = batched + single
         return [call for call, _ in calls], [first for _, first in calls]
 
     def _total(self, row: Iterable[Result], on_failure: Literal["error"] | float) -> float:
         total = 0.0
         for function, result in zip(self.functions, row, strict=True):
-            if isinstance(result, Failure):
+            if isinstance(result, NoScore):
                 return float(on_failure)
             total += function.weight * (result.value or 0.0)
         return total

@@ -1,11 +1,11 @@
-"""What a reward function with TRL's signature logs beside its scores: `log_metric` and `log_extra`."""
+"""The log of a reward function with TRL's signature logs beside its scores: `log_metric` and `log_extra`."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from distflow.errors import shown
-from distflow.reward.signature import Failure, Result, Signature, to_float
+from distflow.reward.signature import NoScore, Result, Signature, to_float
 
 
 class RewardLog:
@@ -41,7 +41,7 @@ class RewardLog:
         return [self._with_log(r, i, metrics) for i, r in enumerate(results)]
 
     def _with_log(self, result: Result, i: int, metrics: Mapping[str, float]) -> Result:
-        if isinstance(result, Failure):
+        if isinstance(result, NoScore):
             return result
         columns = {name: values[i] for name, values in self._columns.items()}
         return replace(result, extra={**metrics, **result.extra}, columns=columns)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from distflow.batch.scores import log_scores
-from distflow.reward.signature import SUSPICIOUS, Failure, Result, Score
+from distflow.reward.signature import SUSPICIOUS, NoScore, Result, Score
 
 if TYPE_CHECKING:  # flows are planned without torch
     from distflow.batch.context import MetricLog
@@ -23,7 +23,7 @@ class Scores:
 
     def failures(self) -> list[tuple[int, int, str]]:
         """Returns (sample, function, reason) of every failure, in order of samples."""
-        return [(i, f, r.reason) for i, row in self._rows() for f, r in enumerate(row) if isinstance(r, Failure)]
+        return [(i, f, r.reason) for i, row in self._rows() for f, r in enumerate(row) if isinstance(r, NoScore)]
 
     def not_applicable(self) -> list[int]:
         """Returns the samples for which every function returned None."""

@@ -1,14 +1,10 @@
-"""The process that runs reward functions: loads them once, then serves calls. `python -m distflow.reward.server`.
-
-Messages are lines of JSON over a socket; whatever the functions print goes to stderr.
-"""
+"""A process that runs reward functions: loads them once, then serves calls. `userproc` forks it."""
 
 import asyncio
 import inspect
 import json
 import os
 import socket
-import sys
 import time
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -16,12 +12,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from distflow.errors import DistflowError
+from distflow.errors import DistflowError, describe_error
 from distflow.flow.importing import load
 from distflow.reward.reward_log import RewardLog
-from distflow.reward.signature import Failure, Function, Result, Signature, parse_results, parse_signature
-from distflow.userproc.die_with_parent import die_with_parent
-from distflow.userproc.user_process import describe_error
+from distflow.reward.signature import Function, NoScore, Result, Signature, parse_results, parse_signature
+from distflow.userproc.channel import encode
 
 
 class Scorer:
@@ -47,7 +42,7 @@ class Scorer:
                 value = self._loop.run(_await(value))
             return log.add_to(parse_results(signature, value, samples))
         except BaseException as e:  # sys.exit() in a function is a failure, too, and must not end the process
-            return [Failure(f"raised {_describe(e, fn)}")] * samples
+            return [NoScore(f"raised {_describe(e, fn)}")] * samples
 
 
 def _with_state(arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -67,21 +62,25 @@ def _describe(error: BaseException, fn: Function) -> str:
     return describe_error(error, lambda filename: filename == file)
 
 
-def serve(channel: socket.socket) -> None:
+def prepare(arguments: Any) -> tuple[None, None]:
+    """Loads nothing: each process does that for itself."""
+    return None, None
+
+
+def serve(shared: None, channel: socket.socket) -> None:
     """Loads the functions and answers calls until the pool closes the channel."""
     lines = channel.makefile("rb")
 
     def send(message: dict[str, Any]) -> None:
-        channel.sendall(json.dumps(message).encode() + b"\n")
+        channel.sendall(encode(message))
 
     setup = json.loads(next(lines))
-    sys.path[:] = setup["path"]  # import what the parent can import
     try:
         scorer = Scorer(setup["functions"], Path(setup["base"]))
     except DistflowError as e:
         send({"load_error": str(e)})
         return
-    send({"ready": [asdict(signature) for _, signature, _ in scorer.functions]})
+    send({"ready": [asdict(signature) for _, signature, _ in scorer.functions], "pid": os.getpid()})
     for line in lines:
         call = json.loads(line)
         start = time.perf_counter()
@@ -90,20 +89,4 @@ def serve(channel: socket.socket) -> None:
 
 
 def _to_json(result: Result) -> str | list[Any]:
-    return result.reason if isinstance(result, Failure) else [result.value, result.extra, result.columns]
-
-
-def main() -> None:
-    channel, pipe, parent = map(int, sys.argv[1:])
-    die_with_parent(pipe, parent)
-
-    def close_inherited() -> None:  # a function's fork must not answer calls, nor keep the channel open after our death
-        os.close(channel)
-        os.close(pipe)
-
-    os.register_at_fork(after_in_child=close_inherited)
-    serve(socket.socket(fileno=channel))
-
-
-if __name__ == "__main__":
-    main()
+    return result.reason if isinstance(result, NoScore) else [result.value, result.extra, result.columns]

@@ -52,13 +52,13 @@ class Score:
 
 
 @dataclass(frozen=True)
-class Failure:
+class NoScore:
     """Why a sample has no score; `reason` completes a sentence whose subject is the function."""
 
     reason: str
 
 
-Result = Score | Failure
+Result = Score | NoScore
 
 
 def parse_signature(fn: Any, where: str, args: Iterable[str] = ()) -> Signature:
@@ -97,10 +97,10 @@ def parse_results(signature: Signature, value: Any, samples: int) -> list[Result
     if callable(getattr(value, "tolist", None)):  # an array or a tensor
         value = value.tolist()
     if not isinstance(value, list | tuple):
-        return [Failure(f"returned {_describe(value)}; return a list with one number per sample")] * samples
+        return [NoScore(f"returned {_describe(value)}; return a list with one number per sample")] * samples
     if len(value) != samples:
         reason = f"returned {len(value)} scores for {samples} samples; return one per sample, in order"
-        return [Failure(reason)] * samples
+        return [NoScore(reason)] * samples
     return [Score(None, {}) if v is None else _parse_score(v) for v in value]
 
 
@@ -108,7 +108,7 @@ def _parse_verl(value: Any) -> Result:
     if not isinstance(value, Mapping):
         return _parse_score(value)
     if "score" not in value:
-        return Failure(f"returned a dict without 'score'{suggest('score', map(str, value))}")
+        return NoScore(f"returned a dict without 'score'{suggest('score', map(str, value))}")
     # Only numbers can be averaged; verl's functions also return text such as the extracted prediction.
     extra = {str(k): to_float(v) for k, v in value.items() if k not in ("score", SUSPICIOUS)}
     numbers = {k: v for k, v in extra.items() if v is not None and _is_finite(v)}
@@ -121,9 +121,9 @@ def _parse_score(
 ) -> Result:
     number = to_float(value)
     if number is None:
-        return Failure(f"returned {_describe(value)} as a score; return a number")
+        return NoScore(f"returned {_describe(value)} as a score; return a number")
     if not _is_finite(number):
-        return Failure(f"returned {number:g}; return a finite score that fits in float32")
+        return NoScore(f"returned {number:g}; return a finite score that fits in float32")
     return Score(number, extra or {}, columns or {})
 
 

@@ -1,4 +1,4 @@
-"""The channel between a worker and the child of a conversation: one JSON object a line, bounded, over a socket."""
+"""The channel between a worker and a process of users' code: one JSON object a line, bounded, over a socket."""
 
 import contextlib
 import json
@@ -9,19 +9,6 @@ from typing import Any
 LINE_LIMIT = 8 << 20  # bytes of a message
 _CHUNK = 1 << 18
 
-# Operations of a child, each with the fields it must have; a reply follows unless it is in WITHOUT_REPLY.
-OPERATIONS: dict[str, dict[str, type | tuple[type, ...]]] = {
-    "begin": {"messages": list},
-    "turn": {"messages": list},
-    "generate": {"token_ids": list},
-    "encode": {"text": str},
-    "decode": {"token_ids": list},
-    "apply_chat_template": {"messages": list},
-    "turn_reward": {"reward": (int, float)},
-    "done": {"rewards": dict, "metrics": dict, "extra": dict},
-}
-WITHOUT_REPLY = frozenset({"turn_reward", "done"})
-
 
 class BrokenChannelError(Exception):
     """The other side is gone (`ended`), or sent something other than a valid message; the text says which."""
@@ -31,17 +18,8 @@ class BrokenChannelError(Exception):
         self.ended = ended
 
 
-def encode(message: dict[str, Any]) -> bytes:
+def encode(message: Any) -> bytes:
     return json.dumps(message).encode() + b"\n"
-
-
-def check_message(message: Any) -> dict[str, Any]:
-    """Returns the message of a child if it is an operation with its fields; whatever else comes from foreign code."""
-    fields = OPERATIONS.get(str(message.get("op"))) if isinstance(message, dict) else None
-    if fields is not None and all(isinstance(message.get(name), kind) for name, kind in fields.items()):
-        checked: dict[str, Any] = message
-        return checked
-    raise BrokenChannelError("wrote to the channel of its process; write only to files that it has opened itself")
 
 
 class Channel:
@@ -56,7 +34,7 @@ class Channel:
     def sending(self) -> bool:
         return bool(self._out)
 
-    def send(self, message: dict[str, Any]) -> None:
+    def send(self, message: Any) -> None:
         self._out += encode(message)
         self.flush()
 

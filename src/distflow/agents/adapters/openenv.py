@@ -8,19 +8,20 @@ import json
 from collections.abc import Mapping
 from typing import Any, get_args
 
-from distflow.agents.adapters.tools import Counts, call_tools
-from distflow.agents.adapters.trl import with_observation
-from distflow.agents.child import ChildSession, EnvironmentFault, Result, Turn
-from distflow.agents.loaded import Loaded
-from distflow.agents.reward_functions import as_messages
+from distflow.agents.adapter import EnvironmentAdapter, LoadedEnvironment
+from distflow.agents.adapters.looks import derives_from
+from distflow.agents.adapters.tools import ToolCounts, call_tools
+from distflow.agents.child import ChildSession, EnvironmentFault, Outcome
+from distflow.agents.rows import as_messages, with_observation
+from distflow.agents.session import AssistantMessage
 from distflow.agents.spec import Description, EnvironmentSetupError
-from distflow.errors import cut
+from distflow.errors import cut, describe_error
 
 _NOT_SAID = ("reward", "done", "metadata")  # fields of an observation that the model is not told
 _OWN = ("metadata",)  # fields that every action has
 
 
-def describe(environment: Loaded) -> Description:
+def describe(environment: LoadedEnvironment) -> Description:
     """Asks the server for its tools, if it has any: it has to run before training starts."""
     spec, target = environment.spec, environment.target
     if "base_url" not in spec.args:
@@ -31,7 +32,7 @@ def describe(environment: Loaded) -> Description:
                 tools = [_tool_schema(t.name, t.description, t.input_schema) for t in client.list_tools()]
         except Exception as e:
             raise EnvironmentSetupError(
-                f"{spec.where}: no server answers at {spec.args['base_url']}: {type(e).__name__}: {cut(str(e), 200)};"
+                f"{spec.where}: no server answers at {spec.args['base_url']}: {describe_error(e)};"
                 " start it first, on every host"
             ) from e
         return Description("openenv", {"": tools}, gives_reward=True)
@@ -42,7 +43,7 @@ def describe(environment: Loaded) -> Description:
     return Description("openenv", {"": [_tool_schema("step", action.__doc__ or "", schema)]}, gives_reward=True)
 
 
-def drive(environment: Loaded, start: Mapping[str, Any], session: ChildSession) -> Result:
+def drive(environment: LoadedEnvironment, start: Mapping[str, Any], session: ChildSession) -> Outcome:
     """Plays one episode."""
     with _connect(environment) as client:
         result = session.run(client.reset(**_reset_arguments(start)))
@@ -50,8 +51,8 @@ def drive(environment: Loaded, start: Mapping[str, Any], session: ChildSession) 
         return _play(environment, client, session, result)
 
 
-def _play(environment: Loaded, client: Any, session: ChildSession, result: Any) -> Result:
-    counts, total, lists = Counts(), 0.0, _lists_tools(environment.target)
+def _play(environment: LoadedEnvironment, client: Any, session: ChildSession, result: Any) -> Outcome:
+    counts, total, lists = ToolCounts(), 0.0, _lists_tools(environment.target)
     action_class = None if lists else _action_class(environment)
     messages: list[dict[str, Any]] = []
 
@@ -75,10 +76,10 @@ def _play(environment: Loaded, client: Any, session: ChildSession, result: Any) 
             messages = [{"role": "user", "content": _act_by_text(turn, act, action_class, counts)}]
         if result is not before:
             total += session.turn_reward(result.reward or 0.0)
-    return Result(total, metrics=counts.metrics, environment=client)
+    return Outcome(total, metrics=counts.metrics, environment=client)
 
 
-def _act_by_text(turn: Turn, act: Any, action_class: Any, counts: Counts) -> str:
+def _act_by_text(turn: AssistantMessage, act: Any, action_class: Any, counts: ToolCounts) -> str:
     """Takes the model's text as the action's only field; if it is none, or the server refuses it, the model is told."""
     (name,) = _fields(action_class)
     counts.calls += 1
@@ -103,7 +104,7 @@ def say(result: Any) -> str | None:
     return json.dumps(told, ensure_ascii=False, default=str) if told else None
 
 
-def _connect(environment: Loaded) -> Any:
+def _connect(environment: LoadedEnvironment) -> Any:
     client = environment.target(**environment.spec.args)
     return client.sync() if hasattr(client, "sync") else client
 
@@ -120,7 +121,7 @@ def _lists_tools(target: Any) -> bool:
     return callable(getattr(target, "list_tools", None)) and callable(getattr(target, "call_tool", None))
 
 
-def _action_class(environment: Loaded) -> Any:
+def _action_class(environment: LoadedEnvironment) -> Any:
     """Finds the class of actions in `EnvClient[Action, Observation, State]`."""
     for cls in inspect.getmro(environment.target):
         for base in getattr(cls, "__orig_bases__", ()):
@@ -141,3 +142,8 @@ def _tool_schema(name: str, description: str, parameters: Mapping[str, Any]) -> 
         "type": "function",
         "function": {"name": name, "description": description, "parameters": dict(parameters)},
     }
+
+
+ADAPTER = EnvironmentAdapter(
+    describe, drive, lambda t: derives_from(t, "EnvClient", "HTTPEnvClient"), "an OpenEnv client"
+)

@@ -4,17 +4,18 @@ from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
-from distflow.agents.adapters.skyrl import numbers_of, reward_spec
-from distflow.agents.child import ChildSession, EnvironmentFault, Result, check_reward
-from distflow.agents.loaded import Loaded
+from distflow.agents.adapter import EnvironmentAdapter, LoadedEnvironment
+from distflow.agents.adapters.looks import derives_from, has_methods, parameters_of
+from distflow.agents.child import ChildSession, EnvironmentFault, Outcome, check_reward, numbers_of
+from distflow.agents.rows import reward_spec
 from distflow.agents.spec import Description
 
 
-def describe(environment: Loaded) -> Description:
+def describe(environment: LoadedEnvironment) -> Description:
     return Description("openrlhf", gives_reward=True)
 
 
-def drive(environment: Loaded, start: Mapping[str, Any], session: ChildSession) -> Result:
+def drive(environment: LoadedEnvironment, start: Mapping[str, Any], session: ChildSession) -> Outcome:
     """Lets the model continue the text until `step` says that it is done."""
     row, prompt = start["row"], start["prompt"]
     if not isinstance(prompt, str):
@@ -25,7 +26,7 @@ def drive(environment: Loaded, start: Mapping[str, Any], session: ChildSession) 
     text = _get(states, "observation", "reset")
     tokens = session.encode(text, special=True)
     sampling = SimpleNamespace(**start.get("sampling") or {})
-    result = Result(0.0)
+    result = Outcome(0.0)
     while (reply := session.generate(tokens)) is not None:
         action = session.decode(reply["token_ids"])
         states = {"observation_text": text, "action_text": action, "label": label, "sampling_params": sampling}
@@ -53,3 +54,15 @@ def _get(values: Any, name: str, method: str) -> Any:
 def _number(value: Any) -> Any:
     """Reads a tensor of one element, of any shape."""
     return value.item() if hasattr(value, "item") else value
+
+
+def _takes_states(target: Any) -> bool:
+    return bool({"states", "state_dict"} & set(parameters_of(target.step)))
+
+
+ADAPTER = EnvironmentAdapter(
+    describe,
+    drive,
+    lambda t: derives_from(t, "AgentInstanceBase") or (has_methods(t, "reset", "step") and _takes_states(t)),
+    "an OpenRLHF AgentInstanceBase",
+)

@@ -17,23 +17,20 @@ from collections import deque
 from collections.abc import Mapping
 from typing import IO, Any
 
-from distflow.agents.child import ChildSession, EnvironmentFault, Result, check_reward
-from distflow.agents.loaded import Loaded
+from distflow.agents.adapter import EnvironmentAdapter, LoadedEnvironment
+from distflow.agents.adapters.looks import parameters_of, required_parameters
+from distflow.agents.child import ChildSession, EnvironmentFault, Outcome, check_reward
 from distflow.agents.spec import Description, EnvironmentSetupError
 from distflow.errors import shown
+from distflow.userproc.server_process import describe_exit
 
 GIVEN = ("base_url", "api_key", "model", "row", "prompt", "sample_id", "seed")
 _LINE = 1 << 20  # bytes of the last line of a program's output; more of it is no result
 _LOCAL = "127.0.0.1,localhost"
 
 
-def matches(target: Any) -> bool:
-    """Whether it is a function or an object to call that takes `base_url`."""
-    return callable(target) and not inspect.isclass(target) and "base_url" in _parameters(target)
-
-
-def describe(environment: Loaded) -> Description:
-    """Finds out before the first step that a program is not there, or that a function wants what nobody has."""
+def describe(environment: LoadedEnvironment) -> Description:
+    """Raises before the first step if a program is missing, or a function has a parameter that is never given."""
     spec = environment.spec
     if spec.command:
         program = spec.command[0]
@@ -44,9 +41,8 @@ def describe(environment: Loaded) -> Description:
             )
         return Description("program", gives_reward=True, needs_endpoint=True)
     known = {*GIVEN, *spec.args}
-    for name, parameter in _parameters(environment.target).items():
-        required = parameter.default is parameter.empty and parameter.kind not in _STARRED
-        if required and name not in known:
+    for name in required_parameters(environment.target):
+        if name not in known:
             raise EnvironmentSetupError(
                 f"{spec.where}: the agent has a parameter '{name}' that nobody gives; it is given"
                 f" {', '.join(GIVEN)}, and `environment.args`"
@@ -54,30 +50,30 @@ def describe(environment: Loaded) -> Description:
     return Description("program", gives_reward=True, needs_endpoint=True)
 
 
-def drive(environment: Loaded, start: Mapping[str, Any], session: ChildSession) -> Result:
+def drive(environment: LoadedEnvironment, start: Mapping[str, Any], session: ChildSession) -> Outcome:
     variables = _variables(start["session"])
     if environment.spec.command:
         return read_result(_run(environment, start, {**os.environ, **variables}))
     os.environ.update(variables)
     given = {name: start.get(name) for name in GIVEN[3:]} | start["session"] | dict(environment.spec.args)
-    parameters = _parameters(environment.target)
+    parameters = parameters_of(environment.target)
     if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         given = {name: value for name, value in given.items() if name in parameters}
     return read_result(session.run(environment.target(**given)))
 
 
-def read_result(value: Any) -> Result:
+def read_result(value: Any) -> Outcome:
     """Reads what an agent returned or printed: nothing, a reward, or an object with `reward` and `metrics`."""
     if not isinstance(value, Mapping):
-        return Result(None if value is None else check_reward(value))
+        return Outcome(None if value is None else check_reward(value))
     reward, metrics = value.get("reward"), value.get("metrics") or {}
     if not isinstance(metrics, Mapping):
         raise EnvironmentFault(f"gave {shown(metrics, 60)} as metrics; give an object of numbers")
     numbers = {str(name): check_reward(number) for name, number in metrics.items()}
-    return Result(None if reward is None else check_reward(reward), metrics=numbers)
+    return Outcome(None if reward is None else check_reward(reward), metrics=numbers)
 
 
-def _run(environment: Loaded, start: Mapping[str, Any], variables: dict[str, str]) -> Any:
+def _run(environment: LoadedEnvironment, start: Mapping[str, Any], variables: dict[str, str]) -> Any:
     """Runs the program to its end; returns the JSON of its last line, None if that is something else."""
     try:
         process = subprocess.Popen(
@@ -95,8 +91,7 @@ def _run(environment: Loaded, start: Mapping[str, Any], variables: dict[str, str
     writer.start()
     last = _last_line(process.stdout)
     if code := process.wait():
-        how = f"exited with {code}" if code > 0 else f"was killed by signal {-code}"
-        raise EnvironmentFault(f"{how}; what it wrote to stderr is in the log of the run")
+        raise EnvironmentFault(f"{describe_exit(code)}; what it wrote to stderr is in the log of the run")
     try:
         value = json.loads(last)
     except ValueError:
@@ -143,11 +138,11 @@ def _path() -> str:
     return os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)])
 
 
-_STARRED = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+def _matches(target: Any) -> bool:
+    """Whether it is a function or an object to call that takes `base_url`."""
+    return callable(target) and not inspect.isclass(target) and "base_url" in parameters_of(target)
 
 
-def _parameters(target: Any) -> Mapping[str, inspect.Parameter]:
-    try:
-        return inspect.signature(target).parameters
-    except (TypeError, ValueError):
-        return {}
+ADAPTER = EnvironmentAdapter(
+    describe, drive, _matches, "an agent `fn(base_url, api_key, row)`", tested_with=("openai", "smolagents")
+)

@@ -4,37 +4,47 @@ A row that `distflow.reward.reasoning_gym` has written is asked and scored as it
 seed counts, gets a task of its own.
 """
 
+import importlib
 from collections.abc import Mapping
 from typing import Any
 
-from distflow.agents.child import ChildSession, Result, check_reward
-from distflow.agents.loaded import Loaded
-from distflow.agents.reward_functions import as_messages
+from distflow.agents.adapter import EnvironmentAdapter, LoadedEnvironment
+from distflow.agents.child import ChildSession, Outcome, check_reward
+from distflow.agents.rows import as_messages
 from distflow.agents.spec import Description
-from distflow.reward.reasoning_gym import create_dataset, last_answer, score
 
 
-def describe(environment: Loaded) -> Description:
+def describe(environment: LoadedEnvironment) -> Description:
     """Generates a task, so that a wrong option is an error before training."""
     _task(environment, 0)
     return Description("reasoning_gym", gives_reward=True)
 
 
-def drive(environment: Loaded, start: Mapping[str, Any], session: ChildSession) -> Result:
+def drive(environment: LoadedEnvironment, start: Mapping[str, Any], session: ChildSession) -> Outcome:
     row = start["row"]
     if isinstance(info := row.get("extra_info"), Mapping) and "metadata" in info:
         session.begin(as_messages(start["prompt"]))
         turn = session.turn()
-        value = score(environment.target, turn.text, row.get("answer"), info) if turn else 0.0
-        return Result(check_reward(value))
+        value = _package().score(environment.target, turn.text, row.get("answer"), info) if turn else 0.0
+        return Outcome(check_reward(value))
     dataset = _task(environment, start["seed"] % 2**31)
     entry = dataset[0]
     *before, last = as_messages(start["prompt"])
     session.begin([*before, {**last, "content": f"{last['content']}{entry['question']}"}])
     turn = session.turn()
-    answer = last_answer(turn.text) if turn else ""
-    return Result(check_reward(dataset.score_answer(answer, entry)))
+    answer = _package().last_answer(turn.text) if turn else ""
+    return Outcome(check_reward(dataset.score_answer(answer, entry)))
 
 
-def _task(environment: Loaded, seed: int) -> Any:
-    return create_dataset(environment.target, {**environment.spec.args, "size": 1, "seed": seed})
+def _task(environment: LoadedEnvironment, seed: int) -> Any:
+    return _package().create_dataset(environment.target, {**environment.spec.args, "size": 1, "seed": seed})
+
+
+def _package() -> Any:
+    """Imports the package, which is optional; its error names the way out."""
+    return importlib.import_module("distflow.reward.reasoning_gym")
+
+
+ADAPTER = EnvironmentAdapter(
+    describe, drive, lambda target: False, "a data set `reasoning_gym:name`", package="reasoning_gym", prepare=_package
+)

@@ -2,24 +2,24 @@
 
 import contextlib
 import inspect
-import numbers
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
-from distflow.agents.child import ChildSession, EnvironmentFault, Result
-from distflow.agents.loaded import Loaded
-from distflow.agents.reward_functions import as_messages
+from distflow.agents.adapter import EnvironmentAdapter, LoadedEnvironment
+from distflow.agents.adapters.looks import derives_from, has_methods
+from distflow.agents.child import ChildSession, EnvironmentFault, Outcome, numbers_of
+from distflow.agents.rows import as_messages, reward_spec
 from distflow.agents.settings import Settings
 from distflow.agents.spec import Description
+from distflow.flow.importing import load
 
-_ANSWERS = ("ground_truth", "answer", "solution", "label")  # columns of a row without `reward_spec`
 
-
-def describe(environment: Loaded) -> Description:
+def describe(environment: LoadedEnvironment) -> Description:
     return Description("skyrl", gives_reward=True)
 
 
-def drive(environment: Loaded, start: Mapping[str, Any], session: ChildSession) -> Result:
+def drive(environment: LoadedEnvironment, start: Mapping[str, Any], session: ChildSession) -> Outcome:
     """Steps the environment with every turn until it is done. Tokens stay as they were sampled, whatever
     `postprocessed_action` says."""
     extras = {k: v for k, v in start["row"].items() if k != "prompt"}
@@ -38,24 +38,11 @@ def drive(environment: Loaded, start: Mapping[str, Any], session: ChildSession) 
         if step["done"]:
             break
         observations = step.get("observations") or []
-    result = Result(reward, metrics=numbers_of(env.get_metrics() if hasattr(env, "get_metrics") else {}))
+    result = Outcome(reward, metrics=numbers_of(env.get_metrics() if hasattr(env, "get_metrics") else {}))
     if hasattr(env, "close"):  # a class of the user's own may have nothing to give back
         env.close()
     result.environment = env
     return result
-
-
-def reward_spec(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns where skyrl-gym finds the ground truth, from a row as verl or TRL have it."""
-    if isinstance(row.get("reward_model"), Mapping):
-        return dict(row["reward_model"])
-    return next(({"method": "rule", "ground_truth": row[c]} for c in _ANSWERS if c in row), {})
-
-
-def numbers_of(metrics: Any) -> dict[str, float]:
-    """Keeps what can be averaged."""
-    items = metrics.items() if isinstance(metrics, Mapping) else ()
-    return {str(k): float(v) for k, v in items if isinstance(v, numbers.Real)}
 
 
 def _construct(target: Any, config: Settings, extras: Mapping[str, Any]) -> Any:
@@ -64,3 +51,19 @@ def _construct(target: Any, config: Settings, extras: Mapping[str, Any]) -> Any:
         names = set(inspect.signature(target).parameters)
     given = {"env_config": config, "extras": dict(extras)}
     return target(**(given if names & {"args", "kwargs"} else {k: v for k, v in given.items() if k in names}))
+
+
+def _by_name(name: str, where: str) -> Any:
+    """Returns what makes a registered environment, None if the name is not registered."""
+    registry = load("skyrl_gym.envs.registration:registry", where)
+    return partial(load("skyrl_gym:make", where), registry[name]) if name in registry else None
+
+
+ADAPTER = EnvironmentAdapter(
+    describe,
+    drive,
+    lambda t: derives_from(t, "BaseTextEnv") or (has_methods(t, "init", "step") and not has_methods(t, "reset")),
+    "a skyrl-gym BaseTextEnv (`init`, `step`)",
+    package="skyrl_gym",
+    by_name=_by_name,
+)

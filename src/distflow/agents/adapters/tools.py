@@ -6,8 +6,10 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from distflow.agents.child import ChildSession, EnvironmentFault, ToolCall, Turn
+from distflow.agents.child import ChildSession, EnvironmentFault
+from distflow.agents.session import AssistantMessage
 from distflow.agents.spec import EnvironmentSetupError
+from distflow.agents.tool_calls import ToolCall
 from distflow.errors import cut, suggest
 
 _CURE = "write a type hint for every parameter, and a Google docstring with an `Args:` section"
@@ -36,7 +38,7 @@ class Response:
 
 
 @dataclass
-class Counts:
+class ToolCounts:
     """What happened in the tool calls of a conversation."""
 
     calls: int = 0
@@ -86,7 +88,9 @@ def _json_schema(tool: Tool, where: str) -> dict[str, Any]:
     return schema
 
 
-def call_tools(turn: Turn, tools: Mapping[str, Callable[..., Any]], session: ChildSession, counts: Counts) -> list[Any]:
+def call_tools(
+    turn: AssistantMessage, tools: Mapping[str, Callable[..., Any]], session: ChildSession, counts: ToolCounts
+) -> list[Any]:
     """Calls what the model asked for; returns the tool messages. An exception is told to the model."""
     pending = [(call.name, call.id, _call(call, tools)) for call in turn.tool_calls]
     values = session.run(_gather([value for *_, value in pending]))

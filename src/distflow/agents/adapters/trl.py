@@ -4,18 +4,19 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from distflow.agents.adapter import EnvironmentAdapter, LoadedEnvironment
+from distflow.agents.adapters.looks import has_methods, required_parameters
 from distflow.agents.adapters.mcp_tools import connect
-from distflow.agents.adapters.tools import Counts, Tool, call_tools, function_tool, json_schemas
-from distflow.agents.child import ChildSession, EnvironmentFault, Result, check_reward
-from distflow.agents.loaded import Loaded
-from distflow.agents.reward_functions import as_messages
+from distflow.agents.adapters.tools import Tool, ToolCounts, call_tools, function_tool, json_schemas
+from distflow.agents.child import ChildSession, EnvironmentFault, Outcome, check_reward
+from distflow.agents.rows import as_messages, with_observation
 from distflow.agents.spec import Description, EnvironmentSetupError, EnvironmentSpec
-from distflow.errors import shown, suggest
+from distflow.errors import describe_error, suggest
 
 _NO_TOOLS = ("reset", "get_reward")
 
 
-def describe(environment: Loaded) -> Description:
+def describe(environment: LoadedEnvironment) -> Description:
     """Reads the methods of the class; only the object of a factory function is made for that."""
     spec, common = environment.spec, [*environment.tools, *_served(environment.spec)]
     if environment.target is None:  # nothing but tools
@@ -31,15 +32,18 @@ def describe(environment: Loaded) -> Description:
     return Description("trl", schemas, rewards, tuple(sorted(columns)))
 
 
-def drive(environment: Loaded, start: Mapping[str, Any], session: ChildSession) -> Result:
+def drive(environment: LoadedEnvironment, start: Mapping[str, Any], session: ChildSession) -> Outcome:
     """Lets the model call tools until it calls none, or the worker takes no further turn."""
     with connect(environment.spec) as served:
         return _drive(environment, {t.name: t.call for t in [*environment.tools, *served]}, start, session)
 
 
 def _drive(
-    environment: Loaded, tools: dict[str, Callable[..., Any]], start: Mapping[str, Any], session: ChildSession
-) -> Result:
+    environment: LoadedEnvironment,
+    tools: dict[str, Callable[..., Any]],
+    start: Mapping[str, Any],
+    session: ChildSession,
+) -> Outcome:
     row, messages = start["row"], as_messages(start["prompt"])
     choice, env = "", None
     if environment.target is not None:
@@ -52,7 +56,7 @@ def _drive(
         given = {k: v for k, v in row.items() if not (choice and k == "environment")}
         observation = session.run(env.reset(**_accepted(env.reset, given)))
         messages = with_observation(messages, observation)
-    counts = Counts()
+    counts = ToolCounts()
     for tool in environment.tools:
         if tool.start:
             session.run(tool.start(_create_arguments(row, tool)))
@@ -60,7 +64,7 @@ def _drive(
     turn = session.turn()
     while turn is not None and (turn.tool_calls or turn.errors):
         turn = session.turn(call_tools(turn, tools, session, counts))
-    result = Result(metrics=counts.metrics, environment=env)
+    result = Outcome(metrics=counts.metrics, environment=env)
     if any(t.finish for t in environment.tools) or counts.rewards:
         result.reward = sum(counts.rewards) + sum(session.run(t.finish()) for t in environment.tools if t.finish)
     if env is not None and callable(getattr(env, "get_reward", None)):
@@ -77,21 +81,6 @@ def _served(spec: EnvironmentSpec) -> list[Tool]:
         raise EnvironmentSetupError(f"{spec.where}: {e}") from e
 
 
-def with_observation(messages: list[dict[str, Any]], observation: Any) -> list[dict[str, Any]]:
-    """Appends what `reset` returned to the last message, as text or as content blocks."""
-    if observation is None:
-        return messages
-    *before, last = messages or [{"role": "user", "content": ""}]
-    content = last["content"]
-    if isinstance(content, str) and isinstance(observation, list):
-        content = [{"type": "text", "text": content}]
-    elif isinstance(content, list) and not isinstance(observation, list):
-        observation = [{"type": "text", "text": str(observation)}]
-    elif not isinstance(observation, list):
-        observation = str(observation)
-    return [*before, {**last, "content": content + observation}]
-
-
 def _factories(target: Any) -> Mapping[str, Callable[..., Any]]:
     return {str(k): v for k, v in target.items()} if isinstance(target, Mapping) else {"": target}
 
@@ -104,8 +93,7 @@ def _prototype(factory: Callable[..., Any], args: Mapping[str, Any], where: str)
             prototype = factory(**args)
         except Exception as e:
             raise EnvironmentSetupError(
-                f"{where}: the factory raised {type(e).__name__}: {shown(str(e), 200)}; it has to work"
-                " with nothing but `environment.args`"
+                f"{where}: the factory raised {describe_error(e)}; it has to work with nothing but `environment.args`"
             ) from e
     if not callable(getattr(prototype, "reset", None)):
         raise EnvironmentSetupError(f"{where}: has no method `reset`; TRL's environments have `reset(self, **row)`")
@@ -143,3 +131,29 @@ def _create_arguments(row: Mapping[str, Any], tool: Tool) -> Mapping[str, Any]:
     given = row.get("tools_kwargs") or (info.get("tools_kwargs") if isinstance(info, Mapping) else None) or {}
     arguments: Mapping[str, Any] = given.get(tool.name, {}).get("create_kwargs", {})
     return arguments
+
+
+def _is_tools(target: Any) -> bool:
+    if isinstance(target, list | tuple):
+        return bool(target)
+    return has_methods(target, "create", "execute", "release") or hasattr(target, "tool_schema")
+
+
+def _is_trl(target: Any) -> bool:
+    if isinstance(target, dict):
+        return bool(target) and all(map(callable, target.values()))
+    if inspect.isclass(target) or not callable(target):
+        return has_methods(target, "reset")
+    return not required_parameters(target)  # a factory: `describe` makes one and looks
+
+
+ADAPTER = EnvironmentAdapter(
+    describe,
+    drive,
+    _is_trl,
+    "a TRL environment (class with `reset` whose public methods are tools, or a dict of such)",
+    takes=("tools", "mcp"),
+)
+TOOLS = EnvironmentAdapter(
+    describe, drive, _is_tools, "a list of tools, a verl BaseTool", tested_with=("mcp",), takes=("tools", "mcp")
+)

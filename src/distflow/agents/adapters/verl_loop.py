@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
-from distflow.agents.adapters.skyrl import numbers_of
-from distflow.agents.child import ChildSession, EnvironmentFault, Result, check_reward
-from distflow.agents.loaded import Loaded
-from distflow.agents.reward_functions import as_messages
+from distflow.agents.adapter import EnvironmentAdapter, LoadedEnvironment
+from distflow.agents.adapters.looks import derives_from, has_methods, parameters_of
+from distflow.agents.child import ChildSession, EnvironmentFault, Outcome, check_reward, numbers_of
+from distflow.agents.rows import as_messages
 from distflow.agents.settings import Settings, merge
 from distflow.agents.spec import Description, EnvironmentSetupError
 
@@ -33,7 +33,7 @@ _CONFIG = {
 }
 
 
-def describe(environment: Loaded) -> Description:
+def describe(environment: LoadedEnvironment) -> Description:
     for tool in environment.tools:
         if tool.source is None:
             raise EnvironmentSetupError(
@@ -43,7 +43,7 @@ def describe(environment: Loaded) -> Description:
     return Description("verl_loop", gives_reward=True)
 
 
-def drive(environment: Loaded, start: Mapping[str, Any], session: ChildSession) -> Result:
+def drive(environment: LoadedEnvironment, start: Mapping[str, Any], session: ChildSession) -> Outcome:
     """Runs the loop. Trained are the tokens of its calls of `generate`, as they were sampled."""
     config = Settings(merge(_CONFIG, environment.spec.args))
     given = {
@@ -69,7 +69,7 @@ def drive(environment: Loaded, start: Mapping[str, Any], session: ChildSession) 
     score = _field(output, "reward_score")
     extra = _field(output, "extra_fields") or {}
     metrics = {"num_turns": _field(output, "num_turns"), **numbers_of(extra)}
-    return Result(None if score is None else check_reward(score), metrics=numbers_of(metrics))
+    return Outcome(None if score is None else check_reward(score), metrics=numbers_of(metrics))
 
 
 def _field(output: Any, name: str) -> Any:
@@ -146,3 +146,12 @@ class Tokenizer:
 
 def _plain(sampling: Mapping[str, Any]) -> dict[str, Any]:
     return {k: v for k, v in sampling.items() if isinstance(v, bool | int | float | str | list | None)}
+
+
+ADAPTER = EnvironmentAdapter(
+    describe,
+    drive,
+    lambda t: derives_from(t, "AgentLoopBase") or (has_methods(t, "run") and "sampling_params" in parameters_of(t.run)),
+    "a verl AgentLoopBase",
+    takes=("tools",),
+)

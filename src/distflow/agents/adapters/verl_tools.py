@@ -8,7 +8,7 @@ from typing import Any
 
 from distflow.agents.adapters.tools import Response, Tool, function_tool
 from distflow.agents.spec import EnvironmentSetupError
-from distflow.errors import cut, shown
+from distflow.errors import describe_error, shown
 
 
 def as_tools(target: Any, where: str, args: Mapping[str, Any]) -> list[Tool]:
@@ -40,7 +40,7 @@ def base_tool(target: Any, where: str, args: Mapping[str, Any]) -> Tool:
             target = _construct(target, config=dict(args.get("config", {})), tool_schema=schema)
         except Exception as e:
             raise EnvironmentSetupError(
-                f"{where}: {target.__name__}(config=…, tool_schema=…) raised {type(e).__name__}: {cut(str(e), 200)};"
+                f"{where}: {target.__name__}(config=…, tool_schema=…) raised {describe_error(e)};"
                 " set `args.config` and `args.tool_schema` as in verl's tool config"
             ) from e
     get_schema = getattr(target, "get_openai_tool_schema", None)

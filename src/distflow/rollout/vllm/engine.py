@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from distflow.config.schema import LoraConfig, RolloutConfig
 from distflow.errors import ConfigError
+from distflow.model.lora import LoraAdapter
 from distflow.model.source import Source, kv_bytes
 from distflow.model.tensor_parallel import parameter_specs, tp_styles
 from distflow.plan.layout import Layout

@@ -1,15 +1,15 @@
-"""Children without processes: environments as generators, which answer after a number of polls of their own."""
+"""An EnvPool without processes: environments as generators, which answer after a number of polls of their own."""
 
 from collections.abc import Callable, Generator, Mapping
 from typing import Any
 
-from distflow.agents.spec import Event, Failed, Message
+from distflow.userproc.processes import Event, Failed, Message
 
 Script = Callable[[Mapping[str, Any]], Generator[dict[str, Any], dict[str, Any], None]]
 WITHOUT_REPLY = ("turn_reward", "done")
 
 
-class FakeChildren:
+class FakeEnvPool:
     """`script(start)` yields messages to the worker and is sent the answers; to fail, it raises RuntimeError.
 
     `delay(key, message number)` says after how many polls a message comes.

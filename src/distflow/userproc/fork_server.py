@@ -1,11 +1,12 @@
-"""The process that children are forked from: imports the environments' code once, then forks.
+"""The process that others are forked from: loads users' code once, then forks a process per request.
 
-`python -m distflow.agents.fork_server`; whatever environments print goes to stderr.
+`python -m distflow.userproc.fork_server`; whatever users' code prints goes to stderr.
 """
 
 import contextlib
 import ctypes
 import gc
+import importlib
 import json
 import os
 import select
@@ -13,34 +14,30 @@ import signal
 import socket
 import sys
 import threading
+import traceback
 from collections import deque
-from dataclasses import asdict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from distflow.agents.child import run_child
-from distflow.agents.detect import describe_all, load_environment
-from distflow.agents.loaded import Loaded
-from distflow.agents.reward_functions import EndFunction, load_functions
-from distflow.agents.spec import EnvironmentSpec
 from distflow.errors import DistflowError
 from distflow.userproc.die_with_parent import die_with_parent
-from distflow.userproc.user_process import describe_exit
+from distflow.userproc.server_process import describe_exit
 
 _PR_SET_CHILD_SUBREAPER = 36
 
 
 class ForkServer:
-    """Forks a child per request, reaps it, and kills what it leaves behind."""
+    """Forks a child per request, in which `run` serves the worker; reaps it, and kills what it leaves behind."""
 
-    def __init__(self, control: socket.socket, environments: dict[int, Loaded], functions: list[EndFunction]) -> None:
-        self._control, self._environments, self._functions = control, environments, functions
+    def __init__(self, control: socket.socket, run: Callable[[socket.socket], None]) -> None:
+        self._control, self._run = control, run
         self._serials: dict[int, int] = {}  # pid of a child → its serial number
         self._lines, self._descriptors = b"", deque[int]()
         gc.collect()
         gc.freeze()  # children write to no page only because they collect garbage
         _adopt_orphans()
-        self._own = set(_children())  # processes that the environments' modules have started
+        self._own = set(_children())  # processes that the users' modules have started
         self._wake, wake = socket.socketpair()
         for end in (self._wake, wake):
             end.setblocking(False)
@@ -66,19 +63,23 @@ class ForkServer:
                 for line in lines:
                     request = json.loads(line)
                     channel, pipe = self._descriptors.popleft(), self._descriptors.popleft()
-                    self._fork(request["fork"], request["environment"], channel, pipe)
+                    self._fork(request["fork"], channel, pipe)
 
-    def _fork(self, serial: int, environment: int, channel: int, pipe: int) -> None:
+    def _fork(self, serial: int, channel: int, pipe: int) -> None:
         parent = os.getpid()
         try:
             pid = os.fork()
         except OSError as e:
-            self._send({"exited": serial, "how": f"could not be forked: {e}; lower `environment.concurrent`"})
+            self._send({"exited": serial, "how": f"could not be forked: {e}; run fewer at once, or free memory"})
             pid = -1
         if pid == 0:
             try:
-                self._become_child(pipe, parent)
-                run_child(channel, pipe, self._environments[environment], self._functions)
+                self._become_child(channel, pipe, parent)
+                self._run(socket.socket(fileno=channel))
+                sys.stderr.flush()
+                os._exit(0)
+            except BaseException:
+                traceback.print_exc()
             finally:
                 os._exit(1)
         os.close(channel)
@@ -86,7 +87,7 @@ class ForkServer:
         if pid > 0:
             self._serials[pid] = serial
 
-    def _become_child(self, pipe: int, parent: int) -> None:
+    def _become_child(self, channel: int, pipe: int, parent: int) -> None:
         os.setsid()  # whatever it starts is killed with its process group
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -96,6 +97,12 @@ class ForkServer:
             os.close(descriptor)
         die_with_parent(pipe, parent)
         _adopt_orphans()  # so that the server adopts none of a living child's
+
+        def close_inherited() -> None:  # a fork of the user's code must not speak for it, nor keep the channel open
+            os.close(channel)
+            os.close(pipe)
+
+        os.register_at_fork(after_in_child=close_inherited)
 
     def _reap(self) -> None:
         for pid in list(self._serials):
@@ -138,20 +145,15 @@ def main() -> None:
     setup = json.loads(_read_line(control))
     if setup["path"]:
         sys.path[:] = setup["path"]
-    base = Path(setup["base"])
+    module = importlib.import_module(setup["module"])
     try:
-        specs = [(i, EnvironmentSpec(**fields)) for i, fields in setup["environments"]]
-        environments = {i: load_environment(spec, base) for i, spec in specs}
-        describe_all(list(environments.values()))
-        functions = load_functions(setup["reward_functions"], base)
+        shared, answer = module.prepare(setup["arguments"])
     except DistflowError as e:
-        reply: dict[str, Any] = {"load_error": str(e)}
-    else:
-        reply = {"ready": [[i, asdict(e.description)] for i, e in environments.items()]}
-    server = ForkServer(control, environments, functions) if "ready" in reply else None
-    control.sendall(json.dumps(reply).encode() + b"\n")
-    if server:
-        server.serve()
+        control.sendall(json.dumps({"load_error": str(e)}).encode() + b"\n")
+        return
+    server = ForkServer(control, lambda channel: module.serve(shared, channel))
+    control.sendall(json.dumps({"ready": answer}).encode() + b"\n")
+    server.serve()
 
 
 def _read_line(control: socket.socket) -> bytes:

@@ -2,10 +2,10 @@
 
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
-from distflow.agents.conversations import Partner
 from distflow.agents.rendering import Renderer
-from distflow.agents.session import Limits
+from distflow.agents.session import ConversationLimits
 from distflow.agents.spec import Description
 from distflow.config.schema import EnvironmentConfig
 from distflow.model.text import Text
@@ -13,17 +13,29 @@ from distflow.model.text import Text
 logger = logging.getLogger(__name__)
 
 
-def make_partners(
+@dataclass(frozen=True)
+class EnvironmentRuntime:
+    """An environment, and the limits of conversations with it."""
+
+    name: str
+    renderer: Renderer
+    limits: ConversationLimits
+    concurrent: int
+    reward_weights: Mapping[str, float] = field(default_factory=dict)  # of functions that score at the end
+    needs_endpoint: bool = False
+
+
+def make_runtimes(
     environments: Mapping[str, EnvironmentConfig], descriptions: Sequence[Description], text: Text, max_tokens: int
-) -> list[Partner]:
+) -> list[EnvironmentRuntime]:
     """Checks the chat template against each environment; raises if it cannot continue conversations with it."""
-    partners = []
+    runtimes = []
     for (name, e), description in zip(environments.items(), descriptions, strict=True):
         renderer = Renderer(text, e.tool_parser)
         for tools in description.tools.values():
             for warning in renderer.check(tools):
                 logger.warning("environment '%s': %s", name, warning)
         weights = {f.name or f.call: f.weight for f in e.rewards}
-        limits = Limits(e.max_turns, max_tokens, e.turn_tokens)
-        partners.append(Partner(name, renderer, limits, e.concurrent, weights, description.needs_endpoint))
-    return partners
+        limits = ConversationLimits(e.max_turns, max_tokens, e.turn_tokens)
+        runtimes.append(EnvironmentRuntime(name, renderer, limits, e.concurrent, weights, description.needs_endpoint))
+    return runtimes

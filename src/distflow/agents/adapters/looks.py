@@ -1,0 +1,29 @@
+"""What an object looks like: adapters tell their environments by names and methods, without importing a package."""
+
+import inspect
+from typing import Any
+
+_STARRED = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+
+
+def has_methods(target: Any, *names: str) -> bool:
+    return all(callable(getattr(target, n, None)) for n in names)
+
+
+def derives_from(target: Any, *names: str) -> bool:
+    """Whether it is a class, or an object of one, with a base of one of these names."""
+    cls = target if inspect.isclass(target) else type(target)
+    return any(c.__name__ in names for c in cls.__mro__)
+
+
+def parameters_of(target: Any) -> dict[str, inspect.Parameter]:
+    """Returns the parameters by name; none if they cannot be inspected."""
+    try:
+        return dict(inspect.signature(target).parameters)
+    except (TypeError, ValueError):
+        return {}
+
+
+def required_parameters(target: Any) -> list[str]:
+    """Returns the names of parameters that a call must give."""
+    return [n for n, p in parameters_of(target).items() if p.default is p.empty and p.kind not in _STARRED]
