@@ -18,6 +18,7 @@ from distflow.agents.loaded import Loaded
 from distflow.agents.settings import merge
 from distflow.agents.spec import Description, EnvironmentSetupError
 from distflow.errors import cut
+from distflow.util.extras import how_to_install
 
 try:
     _vf: Any = importlib.import_module("verifiers.v1")
@@ -25,7 +26,7 @@ try:
     _agents: Any = importlib.import_module("verifiers.v1.configs.agent")
 except ImportError as e:
     raise EnvironmentSetupError(
-        f"verifiers is not installed in {sys.executable} ({e}); pip install 'distflow-rl[verifiers]', or install it in"
+        f"verifiers is not installed in {sys.executable} ({e}); {how_to_install('verifiers')}, or install it in"
         " a virtual environment of its own and set `environment.python` to its interpreter"
     ) from e
 
