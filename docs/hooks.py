@@ -40,7 +40,7 @@ def source(path: str) -> str:
     """Returns a page that shows a file, or lists a folder."""
     if (ROOT / path).is_dir():
         names = sorted(p.name for p in (ROOT / path).iterdir() if p.name[0] not in "._")
-        return f"# {path}\n\n" + "".join(f"- [{name}]({Path(path).name}/{name})\n" for name in names)
+        return f"# {path}\n\n" + "".join(f"- `{name}`\n" for name in names)
     language = _LANGUAGES.get(Path(path).suffix, "")
     return f"# {path}\n\n````{language}\n{(ROOT / path).read_text()}````\n"
 

@@ -1,4 +1,4 @@
-"""The README's own flow, word for word, works."""
+"""The README: its own flow runs word for word, its GRPO is ours, and it stays short."""
 
 import json
 import re
@@ -6,13 +6,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+from distflow.flow.importing import load
+
 ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
 
 
 def test_the_flow_in_the_readme_runs(tmp_path: Path) -> None:
-    text = (ROOT / "README.md").read_text()
     for kind, name in (("python", "flow.py"), ("yaml", "mine.yaml")):
-        block = re.search(rf"```{kind}\n# {name}\n(.*?)```", text, re.S)
+        block = re.search(rf"```{kind}\n# {name}.*?\n(.*?)```", README, re.S)
         assert block, name
         (tmp_path / name).write_text(block[1])
     (tmp_path / "prompts.jsonl").write_text("\n".join(json.dumps({"prompt": "hello"}) for _ in range(8)))
@@ -22,3 +24,27 @@ def test_the_flow_in_the_readme_runs(tmp_path: Path) -> None:
         assert done.returncode == 0, done.stderr
     lines = [json.loads(line) for line in (tmp_path / "runs/mine/metrics.jsonl").read_text().splitlines()]
     assert [m["length/mean"] for m in lines] == [6.0, 6.0, 6.0]
+
+
+def test_grpo_in_the_readme_is_the_one_that_is_built_in(tmp_path: Path) -> None:
+    file = ROOT / "src/distflow/flows/grpo.py"
+    assert f"a file of {len(file.read_text().splitlines())} lines" in README
+    imports = "\n".join(re.findall(r"^from .*", file.read_text(), re.M))
+    block = re.search(r"```python\n(@flow.*?)```", README, re.S)
+    assert block
+    (tmp_path / "shown.py").write_text(f"{imports}\n\n\n{block[1]}")
+    shown, ours = load("shown.py:grpo", "test", tmp_path), load("distflow.flows.grpo:grpo", "test")
+    assert [_node(n) for n in shown.graph({}).nodes] == [_node(n) for n in ours.graph({}).nodes]
+
+
+def _node(node: object) -> tuple[object, ...]:
+    return tuple(getattr(node, name) for name in ("id", "call", "reads", "writes"))
+
+
+def test_it_is_short() -> None:
+    assert len(README.splitlines()) <= 120
+
+
+def test_its_picture_is_small() -> None:
+    for picture in (ROOT / "docs/images").iterdir():
+        assert picture.stat().st_size < 300_000, picture.name
