@@ -44,7 +44,7 @@ def test_without_ray_one_error_says_how_to_install_it(tmp_path: Path, capsys: py
         main(["run", str(write_config(tmp_path)), "--launcher", "ray"])
     assert ended.value.code == 2
     assert re.search(
-        r"^distflow: --launcher ray: Ray is not installed \(.*\); pip install -e '\.\[ray\]' in your clone of DistFlow$",
+        r"^distflow: --launcher ray: Ray is not installed \(.*\); pip install -e '\.\[ray\]' in your clone.*$",
         capsys.readouterr().err,
     )
 
