@@ -21,6 +21,10 @@ test-vllm: .venv-vllm/ready  ## the real vLLM, for CPU, in an environment of its
 slow: setup  ## the tests that take minutes
 	$(BIN)/pytest -m slow
 
+.PHONY: docs
+docs: setup  ## the documentation as a site, in build/site; links are checked
+	$(BIN)/mkdocs build --strict
+
 bench: setup  ## each prints one JSON object as its last line
 	$(BIN)/python bench/routes.py
 	$(BIN)/python bench/scale.py
