@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import distflow
@@ -51,3 +52,10 @@ def test_it_is_short() -> None:
 def test_its_picture_is_small() -> None:
     for picture in (ROOT / "docs/images").iterdir():
         assert picture.stat().st_size < 300_000, picture.name
+
+
+def test_it_asks_for_the_versions_that_the_package_does() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    (torch,) = [d.removeprefix("torch>=") for d in project["dependencies"] if d.startswith("torch>=")]
+    python = project["requires-python"].removeprefix(">=")
+    assert f"Python ≥ {python}, PyTorch ≥ {torch}" in README
