@@ -24,7 +24,7 @@ def test_the_flow_in_the_readme_runs(tmp_path: Path) -> None:
         done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=90)
         assert done.returncode == 0, done.stderr
     lines = [json.loads(line) for line in (tmp_path / "runs/mine/metrics.jsonl").read_text().splitlines()]
-    assert [m["length/mean"] for m in lines] == [6.0, 6.0, 6.0]
+    assert [m["length/mean"] for m in lines] == [5.0, 5.0]
 
 
 def test_grpo_in_the_readme_is_the_one_that_is_built_in(tmp_path: Path) -> None:
