@@ -21,10 +21,6 @@ test-vllm: .venv-vllm/ready  ## the real vLLM, for CPU, in an environment of its
 slow: setup  ## the tests that take minutes
 	$(BIN)/pytest -m slow
 
-.PHONY: docs
-docs: setup  ## the documentation as a site, in build/site; links are checked
-	$(BIN)/mkdocs build --strict
-
 bench: setup  ## each prints one JSON object as its last line
 	$(BIN)/python bench/routes.py
 	$(BIN)/python bench/scale.py
@@ -51,6 +47,10 @@ setup: .venv/ready
 	$(BIN)/pip install --quiet --constraint constraints.txt torch
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	touch $@
+
+.PHONY: docs
+docs: setup  ## the documentation as a site, in build/site; links are checked
+	$(BIN)/mkdocs build --strict
 
 # vLLM for CPU pins versions of its own, and asks for packages of which there is no build for CPUs: nothing is resolved.
 .venv-vllm/ready: requirements-vllm.txt pyproject.toml
