@@ -80,6 +80,10 @@ clean:  ## removes the environments, caches and runs
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	touch $@
 
+.PHONY: docs
+docs: setup  ## the documentation as a site, in build/site; links are checked
+	$(BIN)/mkdocs build --strict
+
 # vLLM for CPU pins versions of its own, and asks for packages of which there is no build for CPUs: nothing is resolved.
 .venv-vllm/ready: requirements-vllm.txt pyproject.toml
 	$(PY) -m venv .venv-vllm

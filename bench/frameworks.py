@@ -4,7 +4,6 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass, field
@@ -12,12 +11,16 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import pyarrow
 import yaml
+from pyarrow import parquet
+from transformers import AutoTokenizer
 
 import tree
 from assets import make_assets
 
 WORKERS, PROMPTS, SAMPLES, WARM_UP, KL = 2, 8, 8, 2, 0.04
+SCRIPTS = Path(__file__).resolve().parent / "peers"
 REWARD = '''\
 def reward(completions, answer, **_):
     """1 for an answer that begins as it should; otherwise a little less than 0 for every word too many or too few."""
@@ -65,28 +68,27 @@ class Runs:
 
 @dataclass(frozen=True)
 class Peer:
-    """A framework with a script of its own; `kl` is what asks it for a reference model."""
+    """A framework with a script in bench/peers and an environment of its own."""
 
     environment: str
     script: str
-    kl: tuple[str, ...] = ("--kl",)
-    ragged: tuple[str, ...] | None = None  # None: it has no way to let responses end
+    ragged: bool = False  # whether its responses may end before the longest
     torchrun: bool = False
     variants: tuple[dict[str, str], ...] = ({},)
 
-    def command(self, python: Path, script: Path, work: Work, words: list[str]) -> list[str]:
+    def command(self, python: Path, work: Work, words: list[str]) -> list[str]:
         launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(WORKERS)]
-        world = [] if self.torchrun else ["--world", str(WORKERS)]
-        more = [*(self.kl if work.kl else ()), *((self.ragged or ()) if work.ragged else ())]
-        begin = [str(python), *(launch if self.torchrun else []), str(script)]
-        return [*begin, *words, *world, "--response", str(work.tokens), *more]
+        size = ["--prompts", PROMPTS, "--samples", SAMPLES, "--workers", WORKERS, "--response", work.tokens]
+        more = [*(("--kl", KL) if work.kl else ()), *(("--ragged",) if work.ragged else ())]
+        begin = [str(python), *(launch if self.torchrun else []), str(SCRIPTS / self.script)]
+        return [*begin, *words, *map(str, size), *map(str, more)]
 
 
-SYNC = ({"SHIM_NOSYNC": "0"}, {"SHIM_NOSYNC": "1"})
+SYNC = ({"PEER_NO_SYNC": "0"}, {"PEER_NO_SYNC": "1"})
 PEERS = {
-    "trl": Peer("trl", "trl_grpo_cpu.py", kl=("--beta", str(KL)), ragged=("--ragged",), torchrun=True),
-    "verl": Peer("verl05", "verl_grpo_cpu.py", variants=SYNC),
-    "siirl": Peer("siirl", "siirl_grpo_cpu.py", variants=SYNC),
+    "trl": Peer("trl", "trl_step.py", ragged=True, torchrun=True),
+    "verl": Peer("verl05", "verl_step.py", variants=SYNC),
+    "siirl": Peer("siirl", "siirl_step.py", variants=SYNC),
 }
 
 
@@ -114,14 +116,13 @@ def run_peer(name: str, work: Work, assets: Path, args: argparse.Namespace) -> d
     """One run of each variant; a variant that fails is absent."""
     peer, found = PEERS[name], {}
     python = args.peers.absolute() / peer.environment / "bin" / "python"
-    script = args.scripts.absolute() / peer.script
     for variant in peer.variants:
         for attempt in range(2):  # Ray does not always start at the first attempt
             with tempfile.TemporaryDirectory(prefix="b", ignore_cleanup_errors=True) as place:
                 folder = Path(place)  # holds no folder `trl`, which TRL would take for itself
                 out = folder / "result.json"
                 words = ["--assets", str(assets), "--steps", str(WARM_UP + args.steps), "--out", str(out)]
-                command = peer.command(python, script, work, words)
+                command = peer.command(python, work, words)
                 ran = tree.run(command, environment(folder) | variant, folder, args.limit_s)
                 if out.exists():
                     label = " ".join(f"{k}={v}" for k, v in variant.items())
@@ -134,11 +135,9 @@ def run_peer(name: str, work: Work, assets: Path, args: argparse.Namespace) -> d
 
 
 def _read_peer(row: dict[str, Any]) -> Runs:
-    packages = ("trl", "verl", "siirl", "transformers", "ray", "torch")
-    versions = ", ".join(f"{p} {row[p]}" for p in packages if p in row)
-    tokens = row.get("real_tokens_per_step", row["global_rollouts"] * row["response_tokens"])
-    phases = row.get("phases_s_median") or row.get("spans_s_per_step")
-    return Runs(row["steps_s"][WARM_UP:], [row["step_cpu_s_median"]], [tokens], [{"phases_s": phases}], versions)
+    versions = ", ".join(f"{package} {number}" for package, number in row["versions"].items())
+    steps, tokens = row["steps_s"][WARM_UP:], [row["tokens_per_step"]]
+    return Runs(steps, [row["step_cpu_s_median"]], tokens, [{"phases_s": row["phases_s"]}], versions)
 
 
 def run_ours(work: Work, assets: Path, seed: int, args: argparse.Namespace) -> Runs:
@@ -194,32 +193,30 @@ def _our_versions() -> str:
 def absent(name: str, work: Work, args: argparse.Namespace) -> str | None:
     """Why a peer does not run."""
     peer = PEERS[name]
-    if not args.scripts or not (args.scripts / peer.script).exists():
-        return "no script of it: give --scripts"
     if not (args.peers / peer.environment / "bin" / "python").exists():
         return f"not installed in {args.peers.name}/{peer.environment}"
-    if work.ragged and peer.ragged is None:
+    if work.ragged and not peer.ragged:
         return "its script makes every response as long as the longest allowed"
     return None
 
 
-def prepare(folder: Path, chars: bool, args: argparse.Namespace) -> float:
-    """Model, tokenizer and prompts, by the peers' script where there is one; mean tokens of a prompt, as we see them.
-
-    The older transformers of verl and siiRL cannot read a tokenizer that a newer one wrote, so theirs come first. They
-    also split numbers otherwise, with 9 tokens a prompt where we and TRL have 13: a little less work for them.
-    """
-    pythons = [args.peers.absolute() / e / "bin" / "python" for e in ("verl05", "siirl", "trl")]
-    python = next((p for p in pythons if p.exists()), None)
-    if args.scripts and python and (args.scripts / "tiny_assets.py").exists():
-        script = [str(args.scripts.absolute() / "tiny_assets.py"), str(folder)]
-        command = [str(python), *script, "--hidden", "256", "--layers", "4", "--vocab", "1024"]
-        env = environment(folder.parent)
-        subprocess.run([*command, *(["--chars"] if chars else [])], check=True, env=env, capture_output=True)
-    else:
-        make_assets(folder, chars)
-    from transformers import AutoTokenizer
-
+def prepare(folder: Path, chars: bool) -> float:
+    """Makes model, tokenizer and prompts for ours and all peers; returns the mean tokens of a prompt."""
+    make_assets(folder, chars)
+    config = folder / "tokenizer_config.json"
+    # The older transformers of verl and siiRL know the tokenizer by this name; they want a chat template as well.
+    template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    named = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": template}
+    config.write_text(json.dumps(json.loads(config.read_text()) | named))
+    rows = [json.loads(line) for line in (folder / "prompts.jsonl").read_text().splitlines()]
+    parquet.write_table(pyarrow.Table.from_pylist([_for_verl(row) for row in rows]), folder / "prompts.parquet")
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    lines = (folder / "prompts.jsonl").read_text().splitlines()
-    return statistics.mean(len(tokenizer(json.loads(line)["prompt"])["input_ids"]) for line in lines)
+    return statistics.mean(len(tokenizer(row["prompt"])["input_ids"]) for row in rows)
+
+
+def _for_verl(row: dict[str, str]) -> dict[str, Any]:
+    return {
+        "data_source": "sums",
+        "prompt": [{"role": "user", "content": row["prompt"]}],
+        "reward_model": {"style": "rule", "ground_truth": row["answer"]},
+    }

@@ -37,8 +37,8 @@ def svg(charts: Sequence[Chart]) -> str:
     for name in names:
         dashes = any(name in c.dashed for c in charts)
         parts.append(_line([(x, HEIGHT + 14), (x + 24, HEIGHT + 14)], color[name], dashes))
-        parts.append(_text(x + 30, HEIGHT + 18, name, 12, INK))
-        x += 30 + 6.6 * len(name) + 22
+        parts.append(_text(x + 30, HEIGHT + 18, name, 11, INK))
+        x += 30 + 6 * len(name) + 10
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 

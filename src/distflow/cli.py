@@ -14,6 +14,7 @@ from distflow.errors import ConfigError, DistflowError, cut, printable
 from distflow.observe.logs import set_up_logging
 from distflow.page.commands import add_commands
 from distflow.run_folder import AUTO, NEWEST
+from distflow.util.extras import how_to_install
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -49,7 +50,7 @@ class _PrintCompletion(argparse.Action):
         try:
             import shtab
         except ImportError as e:
-            parser.exit(2, f"distflow: shtab is not installed ({e}); pip install 'distflow-rl[completion]'\n")
+            parser.exit(2, f"distflow: shtab is not installed ({e}); {how_to_install('completion')}\n")
         (commands,) = (a for a in parser._actions if isinstance(a, argparse._SubParsersAction))
         for action in (a for command in commands.choices.values() for a in command._actions):
             if action.metavar in ("CONFIG", "RUN", "OUT", "FILE", "DIR", "PATH"):

@@ -22,7 +22,7 @@ try:
 except Exception:  # Ray is an extra
     ray_launcher = None  # type: ignore[assignment]
 
-needs_ray = pytest.mark.skipif(ray_launcher is None, reason="Ray is not installed (pip install 'distflow-rl[ray]')")
+needs_ray = pytest.mark.skipif(ray_launcher is None, reason="Ray is not installed (pip install -e '.[ray]')")
 reason = why_not()
 needs_hosts = pytest.mark.skipif(reason is not None, reason=str(reason))
 # Ray's own default for what it starts is 15.
@@ -44,7 +44,7 @@ def test_without_ray_one_error_says_how_to_install_it(tmp_path: Path, capsys: py
         main(["run", str(write_config(tmp_path)), "--launcher", "ray"])
     assert ended.value.code == 2
     assert re.search(
-        r"^distflow: --launcher ray: Ray is not installed \(.*\); pip install 'distflow-rl\[ray\]'$",
+        r"^distflow: --launcher ray: Ray is not installed \(.*\); pip install -e '\.\[ray\]' in your clone.*$",
         capsys.readouterr().err,
     )
 

@@ -95,7 +95,7 @@ def test_a_tracker_that_is_slow_is_not_waited_for(warned: list[str], monkeypatch
 
 def test_a_package_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("distflow.observe.trackers.find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"track: wandb is not installed; pip install 'distflow-rl\[wandb\]'"):
+    with pytest.raises(ConfigError, match=r"track: wandb is not installed; pip install -e '\.\[wandb\]'"):
         check_installed(["wandb"])
 
 

@@ -299,7 +299,7 @@ def test_an_adapter_says_what_to_install(
 ) -> None:
     monkeypatch.setitem(sys.modules, adapter, None)  # as if it were not installed
     monkeypatch.delitem(sys.modules, f"distflow.reward.{adapter}", raising=False)
-    with pytest.raises(RewardError, match=rf"{package} is not installed .*pip install 'distflow-rl\[{extra}\]'"):
+    with pytest.raises(RewardError, match=rf"{package} is not installed .*pip install -e '\.\[{extra}\]'"):
         importlib.import_module(f"distflow.reward.{adapter}")
 
 

@@ -31,7 +31,7 @@ def install(monkeypatch: pytest.MonkeyPatch, version: str | None) -> None:
 
 def test_it_says_how_to_get_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, None)
-    with pytest.raises(ConfigError, match=r"vLLM is not installed; pip install 'distflow-rl\[vllm\]'.*engine: builtin"):
+    with pytest.raises(ConfigError, match=r"vLLM is not installed; pip install -e '\.\[vllm\]'.*engine: builtin"):
         check_vllm(source("qwen2"), None)
 
 

@@ -138,7 +138,7 @@ def test_peft_is_needed_only_for_adapters(folder: Path, capsys: Output, monkeypa
     assert distflow(folder, "check", "train.lora={}") == 2
     message = error(capsys)
     assert message.startswith("train.lora: PEFT is not installed (")
-    assert message.endswith("; pip install 'distflow-rl[lora]'")
+    assert message.endswith("; pip install -e '.[lora]' in your clone of DistFlow")
 
 
 @pytest.mark.parametrize(

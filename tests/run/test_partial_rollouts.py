@@ -128,7 +128,7 @@ def test_what_is_carried_on_comes_back_to_the_replica_that_has_the_sample_now(
         for replica in range(old):
             coordinator = make_worker(replica, before).data
             task = next(t for t in before.tasks if t.name == "generate")
-            begun = coordinator.ahead(step, task, 100)
+            begun = coordinator.ahead(step, task, 100)  # type: ignore[arg-type]
             rollouts = Rollouts(before)
             rollouts.carry(step, Batch(begun.ids, begun.groups, {"far": torch.from_numpy(begun.ids)}))
             want |= dict.fromkeys(begun.ids.tolist(), replica)

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from distflow.agents.endpoint_protocol import CallError, Json, Kind
 from distflow.errors import ConfigError, cut
 from distflow.util.addresses import address_towards
+from distflow.util.extras import how_to_install
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette
@@ -31,7 +32,7 @@ MAX_CONNECTIONS = 512
 BODY_S = 30.0  # for a body, and for the first request of a connection
 DRAIN_S = 5.0  # for the rest of a body that is refused
 REFUSAL_S = 0.05  # before a refusal is sent
-INSTALL = "install it with `pip install 'distflow-rl[agents]'`"
+INSTALL = f"install it: {how_to_install('agents')}"
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,7 @@ from distflow.liveness.failures import Failure, find_cause
 from distflow.liveness.heartbeat import LAUNCHER_FOLDER
 from distflow.plan import format_ranks
 from distflow.plan.placement import ALL, Placement
+from distflow.util.extras import how_to_install
 
 try:
     import ray
@@ -34,7 +35,7 @@ try:
     from ray.util.placement_group import placement_group, remove_placement_group
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 except ImportError as e:
-    raise ConfigError(f"--launcher ray: Ray is not installed ({e}); pip install 'distflow-rl[ray]'") from None
+    raise ConfigError(f"--launcher ray: Ray is not installed ({e}); {how_to_install('ray')}") from None
 
 logger = logging.getLogger(__name__)
 GRACE_S = 10.0  # in which the others notice that a worker has failed, and report it

@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from distflow.config.schema import ALL_LINEAR, LoraConfig
 from distflow.errors import ConfigError, suggest
 from distflow.model.source import Read
+from distflow.util.extras import how_to_install
 from distflow.weights.shards import TensorSpec
 
 _A, _B, _WEIGHT = ".lora_A.default.weight", ".lora_B.default.weight", ".weight"
@@ -155,5 +156,5 @@ def _peft() -> ModuleType:
     try:
         import peft
     except ImportError as e:
-        raise ConfigError(f"train.lora: PEFT is not installed ({e}); pip install 'distflow-rl[lora]'") from None
+        raise ConfigError(f"train.lora: PEFT is not installed ({e}); {how_to_install('lora')}") from None
     return peft

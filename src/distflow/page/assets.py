@@ -5,13 +5,14 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from distflow.errors import ConfigError
+from distflow.util.extras import how_to_install
 
 OWN = Path(__file__).parent / "static"
 VIEWS = ("overview.js", "plan.js", "timeline.js", "traffic.js", "curves.js", "samples.js", "tokens.js")
 SCRIPTS = ("core.js", "charts.js", *VIEWS, "main.js")
 STYLES = ("page.css",)
 LIBRARY_SCRIPT, LIBRARY_STYLE = "uPlot.iife.js", "uPlot.min.css"
-INSTALL = "install what the page needs: pip install 'distflow-rl[page]'"
+INSTALL = f"install what the page needs: {how_to_install('page')}"
 
 
 @cache

@@ -4,11 +4,12 @@ import importlib
 from typing import Any
 
 from distflow.reward.errors import RewardError
+from distflow.util.extras import how_to_install
 
 try:
     _verifier: Any = importlib.import_module("math_verify")
 except ImportError as e:
-    raise RewardError(f"math-verify is not installed ({e}); pip install 'distflow-rl[math]'") from e
+    raise RewardError(f"math-verify is not installed ({e}); {how_to_install('math')}") from e
 
 
 def score(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None) -> float:

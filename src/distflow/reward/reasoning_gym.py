@@ -8,11 +8,12 @@ from functools import cache
 from typing import Any
 
 from distflow.reward.errors import RewardError
+from distflow.util.extras import how_to_install
 
 try:
     _gym: Any = importlib.import_module("reasoning_gym")
 except ImportError as e:
-    raise RewardError(f"reasoning-gym is not installed ({e}); pip install 'distflow-rl[gym]'") from e
+    raise RewardError(f"reasoning-gym is not installed ({e}); {how_to_install('gym')}") from e
 
 _TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 _TUPLE, _PAIRS = "__tuple__", "__pairs__"  # JSON has neither, and some scorers compare by type

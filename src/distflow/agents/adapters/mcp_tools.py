@@ -15,8 +15,9 @@ from distflow.agents.adapters.tools import Tool
 from distflow.agents.child import EnvironmentFault
 from distflow.agents.spec import EnvironmentSetupError, EnvironmentSpec
 from distflow.errors import cut
+from distflow.util.extras import how_to_install
 
-_INSTALL = "install it with `pip install 'distflow-rl[mcp]'`, or set `environment.python` to where it is installed"
+_INSTALL = f"install it: {how_to_install('mcp')}, or set `environment.python` to where it is installed"
 _SHARE = 0.8  # of the time that the environment has: so a server that takes longer can be named
 _DEFAULT_S = 30.0
 _CLOSE_S = 1.0

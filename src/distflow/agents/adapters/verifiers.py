@@ -32,8 +32,8 @@ def _modules() -> tuple[Any, Any, Any]:
         package, loaders, agents = (importlib.import_module(f"verifiers.v1{name}") for name in names)
     except ImportError as e:
         raise EnvironmentSetupError(
-            f"verifiers is not installed in {sys.executable} ({e}); pip install 'distflow-rl[verifiers]', or install it"
-            " in a virtual environment of its own and set `environment.python` to its interpreter"
+            f"verifiers is not installed in {sys.executable} ({e}); {how_to_install('verifiers')}, or install it in"
+            " a virtual environment of its own and set `environment.python` to its interpreter"
         ) from e
     return package, loaders, agents
 

@@ -8,6 +8,7 @@ from importlib.util import find_spec
 from distflow.errors import ConfigError
 from distflow.observe.trackers.thread import TrackerThread
 from distflow.observe.trackers.tracker import RunInfo, Tracker
+from distflow.util.extras import how_to_install
 
 NAMES = ("tensorboard", "wandb", "mlflow", "trackio")
 
@@ -16,7 +17,7 @@ def check_installed(names: Sequence[str]) -> None:
     """Refuses trackers whose package is not installed."""
     for name in names:
         if find_spec(name) is None:
-            raise ConfigError(f"track: {name} is not installed; pip install 'distflow-rl[{name}]', or remove it")
+            raise ConfigError(f"track: {name} is not installed; {how_to_install(name)}, or remove it")
 
 
 def start_trackers(names: Sequence[str], run: RunInfo) -> list[TrackerThread]:

@@ -6,6 +6,7 @@ from importlib.metadata import PackageNotFoundError, version
 from distflow.config.schema import LoraConfig
 from distflow.errors import ConfigError
 from distflow.model.source import Source
+from distflow.util.extras import how_to_install
 
 VERSIONS = (0, 32), (0, 33)  # [from, to) that vllm.py is written for
 ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")  # that are tested
@@ -19,7 +20,7 @@ def check_vllm(source: Source, lora: LoraConfig | None) -> None:
     low, high = (".".join(map(str, v)) for v in VERSIONS)
     if installed is None:
         raise ConfigError(
-            "rollout.engine: vLLM is not installed; pip install 'distflow-rl[vllm]' (for CUDA; docs/engines.md says how"
+            f"rollout.engine: vLLM is not installed; {how_to_install('vllm')} (for CUDA; docs/engines.md says how"
             f" to get it for a CPU), {_INSTEAD}"
         )
     if not VERSIONS[0] <= tuple(int(n) for n in installed.split(".")[:2] if n.isdigit()) < VERSIONS[1]:
