@@ -18,6 +18,7 @@ from distflow.agents.child import ChildSession, EnvironmentFault, Outcome, check
 from distflow.agents.settings import merge
 from distflow.agents.spec import Description, EnvironmentSetupError
 from distflow.errors import cut, describe_error
+from distflow.util.extras import how_to_install
 
 _KEY = "DISTFLOW_API_KEY"
 # An agent runs here, and has no tools but its task's, unless `environment.args` say otherwise.
