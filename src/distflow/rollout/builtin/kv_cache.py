@@ -130,12 +130,13 @@ class Decode:
     """
 
     def __init__(self, cache: KVCache, positions: Tensor, tables: Ints, device: torch.device) -> None:
-        self.cache, self.positions, self.tables, self.device = cache, positions, np.ascontiguousarray(tables), device
+        self.cache, self.positions, self.places, self.device = cache, positions, positions.numpy(), device
+        self.tables = np.ascontiguousarray(tables)
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, params: AttentionParams) -> Tensor:
         both = self.cache.layer(layer, k)
         if (kernels := kernels_for(q)) and params.softcap is None:
-            return decode_attention(kernels, q, k, v, both, self.tables, self.positions.numpy(), params)
+            return decode_attention(kernels, q, k, v, both, self.tables, self.places, params)
         return self._blocks(q, k, v, both, params)
 
     @cached_property
