@@ -2,7 +2,7 @@
 
 import torch
 
-from distflow import flow, node
+from distflow import Role, flow, node
 from distflow.algo.losses import with_kl_and_entropy
 from distflow.flows.nodes import group_advantage, kl_divergence
 from distflow.flows.policy_update import update_policy
@@ -36,7 +36,7 @@ def advantage(batch, ctx, distinct_weight=0.5, bonus_weight=0.5):
     return advantage
 
 
-class Judge:
+class Judge(Role):
     """Gives a bonus to scores above their running mean."""
 
     def __init__(self, rate=0.2):
@@ -48,6 +48,12 @@ class Judge:
         self.mean += self.rate * (float(batch["score"].mean()) - self.mean)
         ctx.metrics.log("own/running_mean", self.mean)
         return bonus
+
+    def state(self):
+        return {"mean": self.mean}
+
+    def restore(self, state):
+        self.mean = state["mean"]
 
 
 def my_loss(tokens, negative_weight=0.5, **rest):

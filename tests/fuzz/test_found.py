@@ -217,6 +217,13 @@ def test_no_flip_of_a_bit_goes_unnoticed(tmp_path: Path) -> None:
     assert all_flips(Checkpoints(tmp_path)) > 1000
 
 
+def test_a_role_of_the_evaluation_alone_is_in_no_checkpoint(tmp_path: Path) -> None:
+    kind = Checkpoints(tmp_path)
+    kind.manager.roles = {**kind.manager.roles, "reward": Judge()}
+    assert kind.manager.resume(str(kind.path)) == 4
+    assert kind.manager._role_states().keys() == {"actor", "judge"}
+
+
 def test_a_checkpoint_may_have_been_given_another_name(tmp_path: Path) -> None:
     kind = Checkpoints(tmp_path)
     best = kind.path.rename(tmp_path / "the best")

@@ -3,7 +3,6 @@
 import json
 import subprocess
 import sys
-from abc import ABCMeta
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +29,11 @@ class Counter:
         self.count = state
 
 
-class Slotted(metaclass=ABCMeta):  # noqa: B024
+class Registered(type):
+    pass
+
+
+class Slotted(metaclass=Registered):
     __slots__ = ("count",)
 
 

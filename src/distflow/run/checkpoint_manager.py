@@ -137,11 +137,12 @@ class CheckpointManager:
         return folder, [folder / name for name in names.splitlines()]
 
     def _role_states(self) -> dict[str, RoleState]:
-        states = {}
-        for name, role in self.roles.items():
-            if self.rank in self.ranks[name] and (state := role.state()) is not None:
-                states[name] = RoleState.of(state, name)
-        return states
+        states = {name: role.state() for name, role in self._kept_here()}
+        return {name: RoleState.of(state, name) for name, state in states.items() if state is not None}
+
+    def _kept_here(self) -> list[tuple[str, Role]]:
+        """Returns the roles whose state this worker holds; those of an evaluation alone have none."""
+        return [(name, role) for name, role in self.roles.items() if self.rank in self.ranks.get(name, ())]
 
     def _run_state(self) -> dict[str, Any]:
         return {"position": self.data.position, **self._identity()}
@@ -161,11 +162,8 @@ class CheckpointManager:
                     f"--resume: {path} is of a run with {key} {state[key]!r}, the config has {value!r}; set it back or"
                     " start anew from an export"
                 )
-        for name, role in self.roles.items():
-            folder = path / name
-            if self.rank not in self.ranks[name]:
-                continue
-            own = role.state()
+        for name, role in self._kept_here():
+            folder, own = path / name, role.state()
             if own is not None and not folder.is_dir():
                 raise ConfigError(
                     f"--resume: {path} has no state of the role '{name}', so it would silently be re-initialised;"

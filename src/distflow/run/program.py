@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
+from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -101,7 +102,11 @@ class Program:
         assert call is not None
         if ":" in call:
             return load(call, where, self.config.base)
-        return load_plugin(load_plugins(ROLES, BUILT_IN_ROLES), call, where)
+        return load_plugin(self._installed_roles, call, where)
+
+    @cached_property
+    def _installed_roles(self) -> Mapping[str, EntryPoint]:
+        return load_plugins(ROLES, BUILT_IN_ROLES)
 
     def role_class(self, role: str) -> type[Role]:
         """Returns the class of the objects of a role whose methods are nodes."""
