@@ -103,7 +103,9 @@ class RoleConfig(Section):
     @model_validator(mode="after")
     def _one_of_two(self) -> "RoleConfig":
         if (self.call is None) == (self.model is None):
-            raise ValueError("give one of `call` (file.py:name) and `model` (a directory, or a name on the hub)")
+            raise ValueError(
+                "give one of `call` (file.py:name, or an installed name) and `model` (a directory, or a name on the hub)"
+            )
         if self.model is not None and self.args:
             raise ValueError("`args` are those of `call`; a `model` has none")
         return self

@@ -47,7 +47,7 @@ def check_reward_model(role: str, source: Source) -> None:
 
 
 def with_appended_token(batch: Batch) -> Batch:
-    """Appends a token to every response: the value before it is that of the whole response, whoever said it."""
+    """Appends a token to every response: the value before it is that of the whole response."""
     responses: Ragged = batch[RESPONSE]
     lengths = responses.lengths + 1
     values = torch.zeros(int(lengths.sum()), dtype=responses.dtype)

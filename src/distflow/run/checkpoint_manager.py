@@ -141,7 +141,7 @@ class CheckpointManager:
         return {name: RoleState.of(state, name) for name, state in states.items() if state is not None}
 
     def _kept_here(self) -> list[tuple[str, Role]]:
-        """Returns the roles whose state this worker holds; those of an evaluation alone have none."""
+        """Returns the roles whose state this worker holds; the roles of an evaluation alone have none."""
         return [(name, role) for name, role in self.roles.items() if self.rank in self.ranks.get(name, ())]
 
     def _run_state(self) -> dict[str, Any]:

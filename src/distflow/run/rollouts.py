@@ -40,7 +40,7 @@ class Rollout:
 
 
 class PartialRollouts:
-    """The samples that a node may begin early, those begun before, and those that it carries on to the next step."""
+    """The samples that a node may begin early, has begun before, and carries on to the next step."""
 
     def __init__(self, ahead: Batch, begun: Batch | None) -> None:
         self.ahead, self.begun = ahead, begun
