@@ -185,7 +185,8 @@ class AsyncComm(Comm):
         """Does the tasks of all chunks, in an order on which its ranks agree: as they become complete.
 
         In the r-th round every rank says which of its chunks are complete, once r of them are; chunks that are
-        complete everywhere are next. So there are at most as many rounds as chunks, a few bytes in O(log N) messages each.
+        complete everywhere are next. So there are at most as many rounds as chunks, of a few bytes in O(log N)
+        messages.
         """
         data, count, complete = worker.data, len(split.parts), list[int]()
         generates, order = split.partition.layout.replica_of(data.rank) is not None, list[int]()
