@@ -117,8 +117,7 @@ class Agent(Actor):
     ) -> dict[str, Any]:
         from distflow.agents.conversations import Conversations
         from distflow.agents.converse import ReplicaGroup, converse
-        from distflow.agents.metrics import log_conversations
-        from distflow.agents.record import columns
+        from distflow.agents.record import columns, log_conversations
         from distflow.rollout.engine_load import EngineLoad
 
         self._prepare()

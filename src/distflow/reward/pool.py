@@ -99,7 +99,7 @@ class Pool:
     def run(self, calls: Sequence[RewardCall]) -> Generator[tuple[int, list[Result]], None, None]:
         """Yields (index of a call, results of its samples) as calls finish. Closing it early drops the rest."""
         self._calls, self._pending, self._deaths = calls, deque(range(len(calls))), Counter()
-        remaining = len(calls)
+        self._done, remaining = [], len(calls)
         try:
             while remaining:
                 self._assign()

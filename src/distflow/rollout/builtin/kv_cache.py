@@ -1,5 +1,6 @@
 """The KV cache: keys and values in pages of a pool, so that a sequence holds as much of it as it has tokens."""
 
+import sys
 from collections.abc import Iterable
 from collections.abc import Sequence as Rows
 from functools import cached_property
@@ -10,7 +11,6 @@ import torch
 from torch import Tensor
 
 from distflow.cpu import kernels_for
-from distflow.cpu.decode_attention import decode_attention
 from distflow.model.attention import AttentionParams, PackedAttention, attend
 from distflow.util.arrays import Ints
 
@@ -136,7 +136,11 @@ class Decode:
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, params: AttentionParams) -> Tensor:
         both = self.cache.layer(layer, k)
         if (kernels := kernels_for(q)) and params.softcap is None:
-            return decode_attention(kernels, q, k, v, both, self.tables, self.places, params)
+            out = q.new_empty(q.shape[1], q.shape[0], q.shape[2])
+            new = [x.transpose(0, 1).numpy() for x in (q, k, v)]
+            window, scale = params.window or sys.maxsize, np.float32(params.scale or q.shape[-1] ** -0.5)
+            kernels.attend(*new, both.numpy(), self.tables, self.places, window, scale, out.numpy())
+            return out
         return self._blocks(q, k, v, both, params)
 
     @cached_property
