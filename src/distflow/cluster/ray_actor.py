@@ -49,7 +49,7 @@ class WorkerActor:
     def run(self, command: Sequence[str], folder_variable: str, env: Mapping[str, str], cwd: str) -> End:
         """Runs the worker to its end. Its output is that of the actor, which Ray shows to the launcher."""
         with tempfile.TemporaryDirectory(prefix="distflow-") as folder:
-            environment = os.environ | dict(env) | {folder_variable: folder}
+            environment = os.environ | dict(env) | {folder_variable: str(folder), PARENT: str(os.getpid())}
             self._process = subprocess.Popen([sys.executable, *command], env=environment, cwd=cwd)
             if self._stopped:
                 self.stop()
