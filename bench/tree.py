@@ -41,7 +41,7 @@ def run(command: list[str], env: dict[str, str], folder: Path, limit_s: float, l
         try:
             while process.poll() is None and time.monotonic() - began < limit_s:
                 _look(process.pid, cpu)
-                spent.append((time.monotonic(), sum(cpu.values())))
+                spent.append((time.time(), sum(cpu.values())))
                 time.sleep(look_s)
             code = process.poll()
         finally:

@@ -7,12 +7,13 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import warm  # noqa: F401 (sets what the server imports)
 from distflow import cli
+from distflow.util.parent import end_with_parent
 
 _context = multiprocessing.get_context("forkserver")
 
@@ -62,9 +63,9 @@ class Launch:
 
 
 class _Fork:
-    """Has what torchelastic needs of a Popen."""
+    """Has what the launcher needs of a Popen."""
 
-    def __init__(self, args: list[str], env: dict[str, str]) -> None:
+    def __init__(self, args: Sequence[str], env: Mapping[str, str]) -> None:
         self.args = args
         self.returncode: int | None = None
         self.pid = os.fork()
@@ -86,7 +87,7 @@ class _Fork:
         return code
 
 
-def _be_worker(args: list[str], env: dict[str, str]) -> None:
+def _be_worker(args: Sequence[str], env: Mapping[str, str]) -> None:
     """Does what a new process with these arguments would."""
     code: Any = 1
     try:
@@ -95,7 +96,8 @@ def _be_worker(args: list[str], env: dict[str, str]) -> None:
             signal.signal(sig, signal.SIG_DFL)
         os.environ.clear()
         os.environ.update(env)
-        sys.argv = args[args.index("distflow") :]
+        end_with_parent()
+        sys.argv = list(args)[args.index("distflow") :]
         cli.main(sys.argv[1:])
     except SystemExit as e:
         code = e.code or 0
@@ -108,10 +110,10 @@ def _be_worker(args: list[str], env: dict[str, str]) -> None:
 
 
 def _launcher(path: str, words: tuple[str, ...], outputs: list[str]) -> None:
-    from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
+    from distflow.cluster import local
 
     for fd, name in enumerate(outputs, 1):
         os.dup2(os.open(name, os.O_WRONLY | os.O_APPEND), fd)
     os.environ["OMP_NUM_THREADS"] = "1"
-    SubprocessHandler._popen = lambda self, args, env: _Fork(list(args), env)  # type: ignore[assignment, return-value]
+    local._start = _Fork  # type: ignore[assignment]
     cli.main(["run", path, *words])

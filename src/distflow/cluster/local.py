@@ -71,7 +71,9 @@ def _run_workers(
                 processes.append(_start(command, defaults | os.environ | own | ranks))
             exits = _wait(processes, stop, math.ceil(config.stop_limit_s) + 2)
         except OSError as e:
-            raise ConfigError(f"worker {len(processes)} cannot be started: {e.strerror}; free memory or processes") from e
+            raise ConfigError(
+                f"worker {len(processes)} cannot be started: {e.strerror}; free memory or processes"
+            ) from e
         finally:
             _kill(processes)
         return find_cause(folder, exits) if exits else None
@@ -82,16 +84,14 @@ def _start(command: Sequence[str], environment: Mapping[str, str]) -> subprocess
     return subprocess.Popen(command, env=environment, start_new_session=True)
 
 
-def _wait(
-    processes: Sequence[subprocess.Popen[bytes]], stop: StopRequest, stop_limit_s: float
-) -> Mapping[int, Exit]:
+def _wait(processes: Sequence[subprocess.Popen[bytes]], stop: StopRequest, stop_limit_s: float) -> Mapping[int, Exit]:
     """Returns once all have ended: how the first of those that failed did, or all of them if the run was to stop."""
     exits: Mapping[int, Exit] = {}
     deadline = math.inf
     asked = False
     while any([p.poll() is None for p in processes]):
         failed = _failed(processes)
-        if stop.requested and not asked:
+        if stop.is_requested() and not asked:
             asked, deadline = True, time.monotonic() + stop_limit_s
             if stop.signal == signal.SIGINT:
                 logger.warning(PRESS_AGAIN)

@@ -6,7 +6,6 @@ import shlex
 import signal
 import sys
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 
 from distflow.cluster.stop_request import StopRequest
@@ -36,7 +35,7 @@ def run_with_restarts(
     make_dir(config.run_folder)
     try:
         with Owner(config.run_folder, stop.end) as owner:
-            return _run(config, partial(run_workers, owner=owner.token), stop, resume, again)
+            return _run(config, lambda resume: run_workers(resume, owner.token), stop, resume, again)
     finally:
         if sys.stdout.isatty():
             print(SHOW_CURSOR, end="", flush=True)  # a worker that was killed has not shown it again
@@ -52,7 +51,7 @@ def _run(
     checkpoints = _NewCheckpoints(config.run_folder)
     previous, furthest, restart = None, -1, 0
     while (failure := run_workers(resume)) is not None:
-        if failure.kind == "died" and stop.requested:  # a worker that was ended, or had not yet begun
+        if failure.kind == "died" and stop.is_requested():  # a worker that was ended, or had not yet begun
             failure = Failure("stopped", "")
         if failure.kind != "stopped":
             logger.error(failure.message)
@@ -63,7 +62,7 @@ def _run(
         if newest is not None and newest > furthest:
             furthest, restart = newest, 0  # the run has come further than before: count from the start
         restart += 1
-        if failure.kind != "stopped" and not stop.requested:
+        if failure.kind != "stopped" and not stop.is_requested():
             if not config.restarts:
                 return 1
             if reason := why_not_restart(failure, previous, newest):
@@ -77,7 +76,7 @@ def _run(
             start = f"step {newest}" if newest is not None else "where it started" if resume else "the beginning"
             logger.warning("restart %d of %d in %g s, from %s", restart, config.restarts, delay_s, start)
             stop.sleep(delay_s)
-        if failure.kind == "stopped" or stop.requested:
+        if failure.kind == "stopped" or stop.is_requested():
             number = stop.signal or signal.SIGTERM
             logger.warning("stopped by %s; %s", number.name, _how_to_resume(checkpoints, resume, again))
             return 128 + number

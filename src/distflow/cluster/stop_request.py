@@ -26,8 +26,7 @@ class StopRequest:
         """Ends the run at once; any thread may call it."""
         self.reason, self.at_once = reason, True
 
-    @property
-    def requested(self) -> bool:
+    def is_requested(self) -> bool:
         return self.signal is not None or self.at_once
 
     @contextmanager
@@ -50,7 +49,7 @@ class StopRequest:
     def sleep(self, seconds: float) -> None:
         """Sleeps, but no longer than until a request."""
         end = time.monotonic() + seconds
-        while not self.requested and (left := end - time.monotonic()) > 0:
+        while not self.is_requested() and (left := end - time.monotonic()) > 0:
             time.sleep(min(_POLL_S, left))
 
     def _note(self, number: int, _: object) -> None:

@@ -107,14 +107,14 @@ class Owner:
 
     def release(self) -> None:
         """Lets another run have the folder."""
+        if self._stop.is_set():
+            return
         self._stop.set()
-        if threading.current_thread() is not self._thread:
-            self._thread.join(self._renew_s)  # a file system may hang
-        if not self._lock.closed:
-            self._record = replace(self._record, released=True)
-            with contextlib.suppress(OSError, DistflowError):
-                self._write()
-            self._lock.close()
+        self._thread.join(self._renew_s)  # a file system may hang
+        self._record = replace(self._record, released=True)
+        with contextlib.suppress(OSError, DistflowError):
+            self._write()
+        self._lock.close()
 
     def _take(self) -> Path:
         while True:
@@ -169,8 +169,9 @@ class Owner:
             try:
                 self._write()
             except DistflowError as e:
+                self._stop.set()
+                self._lock.close()
                 self._on_lost(str(e))
-                return
             except OSError:  # a full disk or a network that is down: the record is renewed once it can be
                 continue
 

@@ -13,6 +13,7 @@ from pathlib import Path
 PARENT = "DISTFLOW_PARENT"  # environment variable, set by a launcher for its workers: its own pid
 _PR_SET_PDEATHSIG = 1
 _POLL_S = 0.5
+_FIRST_PARENT = os.getppid()
 
 
 def end_with_parent() -> None:
@@ -34,6 +35,9 @@ def watch_ancestor(variable: str, on_end: Callable[[int], None]) -> int:
     That is the nearest ancestor without the variable: those between are scripts around this process. Returns its pid.
     """
     pid = os.getppid()
+    if pid != _FIRST_PARENT:
+        _in_thread(lambda: None, lambda: on_end(_FIRST_PARENT))
+        return _FIRST_PARENT
     while sys.platform == "linux" and pid > 1 and _was_given(pid, variable):
         pid = process_status(pid)[1]
     try:
