@@ -11,9 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import warm  # noqa: F401 (sets what the server imports)
 from distflow import cli
 from distflow.util.parent import end_with_parent
+from warm import cli_main  # which also sets what the server imports
 
 _context = multiprocessing.get_context("forkserver")
 
@@ -21,12 +21,13 @@ _context = multiprocessing.get_context("forkserver")
 class Launch:
     """A running launcher."""
 
-    def __init__(self, path: Path, *words: str) -> None:
+    def __init__(self, path: Path, *words: str, main: Callable[[list[str]], None] = cli_main) -> None:
+        """`main`: runs in the launcher instead of `cli.main`."""
         self._outputs = [path.parent / "launch.out", path.parent / "launch.err"]
         for file in self._outputs:
             file.write_text("")
         self._process = _context.Process(
-            target=_launcher, args=(str(path), words, [str(file) for file in self._outputs])
+            target=_launcher, args=(main, ["run", str(path), *words], [str(file) for file in self._outputs])
         )
         self._process.start()
         assert self._process.pid is not None
@@ -109,11 +110,11 @@ def _be_worker(args: Sequence[str], env: Mapping[str, str]) -> None:
         os._exit(code)
 
 
-def _launcher(path: str, words: tuple[str, ...], outputs: list[str]) -> None:
+def _launcher(main: Callable[[list[str]], None], words: list[str], outputs: list[str]) -> None:
     from distflow.cluster import local
 
     for fd, name in enumerate(outputs, 1):
         os.dup2(os.open(name, os.O_WRONLY | os.O_APPEND), fd)
     os.environ["OMP_NUM_THREADS"] = "1"
     local._start = _Fork  # type: ignore[assignment]
-    cli.main(["run", path, *words])
+    main(words)

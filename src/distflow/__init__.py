@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 # The functions `plan` and `run` have the names of packages, which are imported first, so that no later import puts one
-# in a function's place; `parent` remembers who started this process. `from distflow.run.job import Job` works; `distflow.run.job` as an attribute does not.
+# in a function's place. `from distflow.run.job import Job` works; `distflow.run.job` as an attribute does not. `parent`
+# remembers who started this process.
 import distflow.plan
 import distflow.run
 import distflow.util.parent  # noqa: F401

@@ -91,7 +91,7 @@ def _message(error: BaseException, rank: int) -> str:
 
 
 def read_failures(folder: Path) -> list[Failure]:
-    """Returns what the workers wrote: causes first, then stuck waits, then lost peers; each in the order of time: all are of this host."""
+    """Returns what the workers wrote: causes first, then stuck waits, then lost peers; each as they came."""
     failures = [Failure(**json.loads(p.read_text())) for p in folder.glob("*.error")]
     order = {"stuck": 1, "peer_lost": 2}
     return sorted(failures, key=lambda f: (order.get(f.kind, 0), f.time))

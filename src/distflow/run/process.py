@@ -29,6 +29,7 @@ from distflow.run.program import Program
 from distflow.run_folder import AUTO, make_dir
 from distflow.util.owner import OWNER, RENEW_S, Owner, check_owner
 from distflow.util.parent import watch_ancestor
+from distflow.util.temporary import remove_leftovers
 
 logger = logging.getLogger(__name__)
 STOPPED = 128 + signal.SIGTERM  # exit code
@@ -193,6 +194,8 @@ def _handle_signals(limit_s: float, heartbeat: Heartbeat) -> Callable[[], bool]:
 def _prepare_process(env: LaunchEnv) -> None:
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // (env.local_workers or env.workers)))
+    if env.local_rank == 0 and env.launcher != "distflow":  # which does it itself
+        remove_leftovers()
     keep_freed_memory()
 
 
