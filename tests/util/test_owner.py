@@ -44,12 +44,12 @@ def test_an_owner_that_lives_is_named(tmp_path: Path, holder: "subprocess.Popen[
 
 
 def test_where_files_cannot_be_locked_an_owner_that_lives_is_named(
-    tmp_path: Path, holder: "subprocess.Popen[str]"
+    tmp_path: Path, holder: "subprocess.Popen[str]", monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another lock file is as good as locks that do not work."""
     (tmp_path / ".lock").unlink()
-    with pytest.raises(ConfigError, match="another run is writing to"), pytest.MonkeyPatch.context() as patch:
-        patch.setattr("distflow.util.owner._locks_work", lambda lock: False)
+    monkeypatch.setattr("distflow.util.owner._locks_work", lambda lock: False)
+    with pytest.raises(ConfigError, match="another run is writing to"):
         Owner(tmp_path)
 
 

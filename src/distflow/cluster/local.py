@@ -89,7 +89,7 @@ def _wait(processes: Sequence[subprocess.Popen[bytes]], stop: StopRequest, stop_
     exits: Mapping[int, Exit] = {}
     deadline = math.inf
     asked = False
-    while any([p.poll() is None for p in processes]):
+    while any(p.poll() is None for p in processes):
         failed = _failed(processes)
         if stop.is_requested() and not asked:
             asked, deadline = True, time.monotonic() + stop_limit_s
@@ -107,7 +107,7 @@ def _wait(processes: Sequence[subprocess.Popen[bytes]], stop: StopRequest, stop_
 
 
 def _failed(processes: Sequence[subprocess.Popen[bytes]]) -> Mapping[int, Exit]:
-    return {rank: Exit(rank, p.returncode, p.pid) for rank, p in enumerate(processes) if p.returncode}
+    return {rank: Exit(rank, code, p.pid) for rank, p in enumerate(processes) if (code := p.poll())}
 
 
 def _kill(processes: Sequence[subprocess.Popen[bytes]]) -> None:
