@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from distflow.cluster.restarts import _lock
 from distflow.dataset.cache import HostCache
 from distflow.errors import ConfigError, DataError
 from distflow.run_folder import make_dir
+from distflow.util.owner import Owner
 from distflow.util.private_folder import make_private, why_unsafe
 
 as_root = pytest.mark.skipif(os.getuid() != 0, reason="only root can make a folder of another user")
@@ -69,8 +69,8 @@ def test_a_lock_leaves_other_files_alone(tmp_path: Path) -> None:
     precious.write_text("precious")
     (tmp_path / ".lock").symlink_to(precious)
     with pytest.raises(ConfigError, match="lock cannot be opened: Too many levels of symbolic links; remove it"):
-        _lock(tmp_path)
+        Owner(tmp_path)
     (tmp_path / ".lock").unlink()
     os.link(precious, tmp_path / ".lock")
-    _lock(tmp_path).close()
+    Owner(tmp_path).release()
     assert precious.read_text() == "precious"

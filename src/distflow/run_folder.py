@@ -5,7 +5,6 @@ from pathlib import Path
 from distflow.errors import ConfigError
 from distflow.util.private_folder import make_private, why_unsafe
 
-LOCK = ".lock"  # held by the launcher while the run lives
 CONFIG = "config.yaml"
 PLAN, VERSIONS, RUN = "plan.json", "versions.json", "run.json"  # what was run
 METRICS = "metrics.jsonl"  # a line for each step

@@ -1,6 +1,7 @@
 """Records the step and task of a worker: its watchdog sends the record to a peer, and writes it for a launcher here.
 
-The file outlives its worker, so the launcher learns what a killed worker was doing.
+The file outlives its worker, so the launcher learns what a killed worker was doing. Times are of the monotonic clock,
+which all processes of a host share; what is sent to another host are ages.
 """
 
 import json
@@ -54,8 +55,8 @@ class Heartbeat:
         self.on_wait: Callable[[tuple[int, ...], float], None] | None = None  # told the ranks and seconds of each wait
         self._map: mmap.mmap | None = None
         # Replaced as a whole: the watchdog reads it in its own thread.
-        self._state: tuple[int, str, tuple[int, ...], float] = (-1, "starting", (), time.time())
-        self._beat, self._done = time.time(), False
+        self._state: tuple[int, str, tuple[int, ...], float] = (-1, "starting", (), time.monotonic())
+        self._beat, self._done = time.monotonic(), False
         if folder:
             folder.mkdir(parents=True, exist_ok=True)
             with open(_path(folder, rank), "wb") as f:
@@ -75,23 +76,23 @@ class Heartbeat:
         return Record(self.rank, self.pid, self.host, step, task[:MAX_TASK], waits_for, since, self._beat, self._done)
 
     def start_task(self, step: int, task: str) -> None:
-        self._state = (step, task, (), time.time())
+        self._state = (step, task, (), time.monotonic())
         self._write()
 
     @contextmanager
     def waiting(self, ranks: tuple[int, ...]) -> Iterator[None]:
         """Records that this worker waits for the others of `ranks`."""
         step, task, before, _ = self._state
-        self._state = (step, task, ranks, time.time())
+        self._state = (step, task, ranks, time.monotonic())
         start = time.perf_counter()
         yield
         step, task, _, _ = self._state
-        self._state = (step, task, before, time.time())
+        self._state = (step, task, before, time.monotonic())
         if self.on_wait:
             self.on_wait(ranks, time.perf_counter() - start)
 
     def beat(self) -> None:
-        self._beat = time.time()
+        self._beat = time.monotonic()
         self._write()
 
     def finish(self) -> None:
@@ -105,13 +106,13 @@ class Heartbeat:
 
 def pack(record: Record) -> dict[str, object]:
     """Returns a record for another host, whose clock is another one: times become ages."""
-    return asdict(replace(record, since=time.time() - record.since, beat=time.time() - record.beat))
+    return asdict(replace(record, since=time.monotonic() - record.since, beat=time.monotonic() - record.beat))
 
 
 def unpack(fields: dict[str, object]) -> Record:
     """Returns the record of another host by this one's clock. Raises TypeError on anything else."""
     record = Record(**fields)  # type: ignore[arg-type]
-    return replace(record, since=time.time() - record.since, beat=time.time() - record.beat)
+    return replace(record, since=time.monotonic() - record.since, beat=time.monotonic() - record.beat)
 
 
 def read_record(folder: Path, rank: int) -> Record | None:

@@ -19,7 +19,7 @@ def describe_waits(
 
     `silent`: the last record of ranks without a heartbeat; `peers`: where each rank is, if known.
     """
-    now = time.time()
+    now = time.monotonic()
     records = {r: a.record for r, a in answers.items()} | dict(silent)
     rows = [_row(r, records.get(r), peers, now) for r in range(workers)]
     lines = _format([("rank", *HEADER), *rows]) if workers <= MAX_ROWS else _grouped(rows)

@@ -103,7 +103,7 @@ class Watchdog:
             self._peer_was_gone = True
         if self._alarm:
             self._continue_alarm(now)
-        elif record.waits_for and time.time() - record.since > limit_s:
+        elif record.waits_for and time.monotonic() - record.since > limit_s:
             self._raise_alarm(f"a worker has waited more than {limit_s:g} s for others (wait_limit_s)", now)
         elif silent_s > limit_s:
             self._raise_alarm(f"a worker has had no heartbeat for more than {limit_s:g} s (wait_limit_s)", now)

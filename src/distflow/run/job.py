@@ -71,7 +71,8 @@ class Inputs:
 
 
 class Job:
-    """A run as one worker sees it. `resume` is what `--resume` names; `stop_requested` is checked after every step.
+    """A run as one worker sees it. `resume` is what `--resume` names; `stop_requested` is checked after every step, and
+    `check_owner`, which raises if the folder is no longer this run's, before anything of a step is written there.
 
     It is prepared in phases. From the second on workers communicate, so all of them go through these in one order.
     """
@@ -84,7 +85,9 @@ class Job:
         heartbeat: Heartbeat,
         resume: str | None = None,
         stop_requested: Callable[[], bool] = lambda: False,
+        check_owner: Callable[[], None] = lambda: None,
     ) -> None:
+        self.check_owner = check_owner
         self.program, self.config, self.plan, self.rank = program, program.config, plan, rendezvous.rank
         self.heartbeat, self.stop_requested = heartbeat, stop_requested
         # 1. Alone.
@@ -129,6 +132,8 @@ class Job:
         if self.steps > self.first:
             self.checkpoints.finish(self.steps)
         self.metrics.wait()
+        if self.rank == 0:
+            self.check_owner()
         self.world.leave_together()
 
     def _evaluate_first(self) -> None:
@@ -287,6 +292,8 @@ class Job:
 
     def _end_metrics(self, step: int, metrics: StepMetrics, vote: Callable[[], bool]) -> Communication[None]:
         """Evaluates if it is time to, and reduces the metrics; the vote whether to stop goes with them."""
+        if self.rank == 0:
+            self.check_owner()
         if self.evaluation:
             yield from self.evaluation(step, metrics)
         if self.world.device.type != "cpu":
@@ -307,6 +314,7 @@ class Job:
     def _end_of_step(self, step: int, metrics: StepMetrics) -> None:
         stop = step == self.comm.versions.stop_step
         if stop or self.checkpoints.due(step):
+            self.check_owner()
             with self.recorder.span(step, "checkpoint", "save"):
                 self.checkpoints.save(step)
         self.recorder.end_step(step, local=int(metrics.totals.get(("data/bytes_local", "mean"), (0, 0))[0]))
