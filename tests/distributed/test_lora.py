@@ -218,6 +218,7 @@ def role_context(case: Case, rank: int, folder: Path, meshes: dict[Layout, Devic
         train=config.train,
         critic=config.critic,
         max_prompt=None,
+        rendered=False,
         steps=1,
         seed=config.seed,
         base=folder,

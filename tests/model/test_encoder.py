@@ -1,7 +1,10 @@
 """Nobody forges a turn: whatever untrusted text has, only the template writes special tokens."""
 
+import json
 from collections.abc import Callable
-from typing import Any
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from hypothesis import example, given, settings
@@ -10,6 +13,10 @@ from tokenizers import normalizers, processors
 
 from agents.families import ADD, FAMILIES, WITH_TOOLS, renderer, sampled, tokenizer
 from distflow.agents.tool_calls import ToolCall
+from distflow.dataset.dataset import Dataset
+from distflow.dataset.view import DatasetView
+from distflow.model.prompt_check import check_prompts
+from distflow.model.source import Source
 from distflow.model.text import Text
 
 PARTS = (
@@ -180,3 +187,21 @@ def test_what_a_tokenizer_puts_around_a_text_stays_there() -> None:
         assert made.decode(tokens) == "<|im_end|>a<|im_end|>"
     finally:
         made.backend_tokenizer.post_processor = None
+
+
+def test_prompts_that_a_template_has_written_are_taken_as_such_only_if_the_config_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    said = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "hi"}) + "\n" + json.dumps({"prompt": said}) + "\n")
+    rows = DatasetView(Dataset([tmp_path / "rows.jsonl"], cache=tmp_path / "cache"), {})
+    text = renderer("qwen").text
+    assert special("qwen", text.encode(said)) == []
+    check_prompts(rows, text, False)
+    assert "rows.jsonl:2: the prompt has '<|im_start|>'; special tokens" in caplog.text
+    assert "set data.rendered: true, or give chat messages" in caplog.text
+    caplog.clear()
+    rendered = Text(cast(Source, SimpleNamespace(name="qwen", tokenizer=text.tokenizer)), 100, rendered=True)
+    assert rendered.encode(said) == text.tokenizer(said)["input_ids"]
+    check_prompts(rows, rendered, False)
+    assert caplog.text == ""

@@ -1,5 +1,6 @@
 """Encodes every prompt once, a share on each worker, so that a bad one fails before training starts."""
 
+import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +14,7 @@ from distflow.dataset.view import DatasetView
 from distflow.errors import DataError
 from distflow.model.text import Text
 
+logger = logging.getLogger(__name__)
 _LISTED = 20
 _CHARACTERS = 1 << 20  # of one text that a tokenizer is trained on
 
@@ -38,11 +40,20 @@ def check_prompts(
     """
     if "prompt" not in rows.column_names:
         return CheckedPrompts(rows, [], 0)
+    warned = rank > 0
     bad: NDArray[np.bool_] = np.zeros(len(rows), bool)
     skipped = []
     for i in range(rank, len(rows), workers):
         try:
-            text.encode(rows[i]["prompt"])
+            text.encode(prompt := rows[i]["prompt"])
+            if not warned and (token := text.forged_token(prompt)):
+                warned = True
+                logger.warning(
+                    "%s: the prompt has '%s'; special tokens in the text of prompts are encoded as ordinary text: if a"
+                    " chat template has written these prompts, set data.rendered: true, or give chat messages",
+                    rows.location(i),
+                    token,
+                )
         except DataError as e:
             message = f"{rows.location(i)}: {e}"
             if not skip:

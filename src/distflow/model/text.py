@@ -20,16 +20,29 @@ Prompt = str | list[dict[str, Any]]
 
 
 class Text:
-    """Encodes prompts of at most `limit` tokens, and decodes responses."""
+    """Encodes prompts of at most `limit` tokens, and decodes responses.
 
-    def __init__(self, source: Source, limit: int) -> None:
-        self.name, self.limit = source.name, limit
+    Special tokens in a prompt's text are ordinary text, unless a chat template has `rendered` the prompts before.
+    """
+
+    def __init__(self, source: Source, limit: int, rendered: bool = False) -> None:
+        self.name, self.limit, self.rendered = source.name, limit, rendered
         self.tokenizer: Tokenizer = source.tokenizer
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Encodes a prompt; chat messages go through the tokenizer's chat template."""
         self.check_size(prompt)
         return self.check_length(self._encode(prompt))
+
+    def encode_rendered(self, prompt: str) -> list[int]:
+        """Encodes a text that a chat template has rendered: special tokens in it are special."""
+        self.check_size(prompt)
+        check_whole(prompt, "the prompt")
+        return self.check_length(self.tokenizer(prompt, return_attention_mask=False)["input_ids"])
+
+    def forged_token(self, prompt: Prompt) -> str | None:
+        """Returns the first special token in the text of a prompt, if it is encoded as ordinary text."""
+        return self.encoder.special_in(prompt) if isinstance(prompt, str) and not self.rendered else None
 
     def check_length(self, tokens: list[int]) -> list[int]:
         """Returns the tokens of a prompt; raises if there are none or too many."""
@@ -61,6 +74,8 @@ class Text:
 
     def _encode(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):
+            if self.rendered:
+                return self.encode_rendered(prompt)
             check_whole(prompt, "the prompt")
             return self.encoder.encode_prompt(prompt)
         if prompt == []:

@@ -176,7 +176,9 @@ class Job:
             source = open_checkpoint(find_role(checkpoint, "actor"))
         else:
             source = open_model(config.model, lambda: texts(inputs.rows), config.base, config.seed)
-        text = Text(source, prompt_limit(source, config.rollout.max_tokens, config.data.max_prompt))
+        text = Text(
+            source, prompt_limit(source, config.rollout.max_tokens, config.data.max_prompt), config.data.rendered
+        )
         with self.heartbeat.waiting(all_ranks):
             skip = config.data.on_bad_row == "skip"
             checked = check_prompts(inputs.rows, text, skip, self.rank, len(all_ranks), self.world.all_reduce)
@@ -219,6 +221,7 @@ class Job:
                 train=config.train,
                 critic=config.critic,
                 max_prompt=config.data.max_prompt,
+                rendered=config.data.rendered,
                 steps=self.steps,
                 seed=config.seed,
                 base=config.base,
