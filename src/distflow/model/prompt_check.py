@@ -15,6 +15,7 @@ from distflow.errors import DataError
 from distflow.model.text import Text
 
 logger = logging.getLogger(__name__)
+TOKENIZER_ROWS = 20_000  # whose text a tokenizer is trained on
 _LISTED = 20
 _CHARACTERS = 1 << 20  # of one text that a tokenizer is trained on
 
@@ -70,7 +71,7 @@ def check_prompts(
     return CheckedPrompts(rows.select(good), skipped[:_LISTED], int(bad.sum()))
 
 
-def texts(rows: DatasetView, most: int = 20_000) -> Iterator[str]:
+def texts(rows: DatasetView, most: int = TOKENIZER_ROWS) -> Iterator[str]:
     """Yields all text in the first rows, to train a tokenizer on."""
     for i in range(min(len(rows), most)):
         yield from _text_in(list(rows[i].values()))

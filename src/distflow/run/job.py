@@ -105,7 +105,7 @@ class Job:
         # 5. Restore the state of a checkpoint.
         self.data = self._coordinator(plan, Loader(rows, data.batch, program.repeat, self.config.seed))
         self.rollouts = Rollouts(plan)
-        self.checkpoints = CheckpointManager(program, self.world, self.roles, self.data, self.rollouts)
+        self.checkpoints = CheckpointManager(program, self.world, self.roles, self.data, self.rollouts, rows)
         self.first = self.checkpoints.resume(resume) if self.steps else 0  # the step after which this run starts
         # 6. Open the logs, and make the workers of the plans.
         self.progress = self._open_progress() if self.rank == 0 else None
