@@ -177,7 +177,12 @@ _GEMMA = """
 
 _CHATML = ["<|im_start|>", "<|im_end|>", "<|endoftext|>"]
 _FAMILIES: dict[str, tuple[str, list[str], list[str], str]] = {  # template, special and other tokens, end of a turn
-    "qwen": (_QWEN, _CHATML, ["<tool_call>", "</tool_call>", "<think>", "</think>"], "<|im_end|>"),
+    "qwen": (
+        _QWEN,
+        _CHATML,
+        ["<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>"],
+        "<|im_end|>",
+    ),
     "llama": (
         _LLAMA,
         ["<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|eom_id|>", "<|python_tag|>"],

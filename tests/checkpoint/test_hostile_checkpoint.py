@@ -32,8 +32,8 @@ def source() -> Source:
 def run(source: Source, tmp_path: Path) -> Path:
     """A run with one checkpoint, of which anything may be changed before it is `sealed` again."""
     writer = CheckpointWriter(tmp_path / "run" / "checkpoints", 0, (0,), {"actor": (0,)}, alone)
-    read = source.reader(names := [n for n, _ in source.skeleton().named_parameters()])
-    weights = {f"weights.{n}": read(n, ()) for n in names}
+    read = source.reader(shapes := {n: p.shape for n, p in source.skeleton().named_parameters()})
+    weights = {f"weights.{n}": read(n, ()) for n in shapes}
     parts = writer.copy({"actor": RoleState({}, weights)})
     writer.save(1, parts, {"position": 0}, lambda path: describe(path / "actor", source))
     writer.wait()
@@ -125,4 +125,4 @@ def test_a_base_model_whose_index_names_other_files(source: Source, tmp_path: Pa
     for name in ("/dev/zero", "../secret", "/etc/passwd"):
         (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"w": name}}))
         with pytest.raises(ConfigError, match="names a file that is not beside it"):
-            Source("m", source.config, source.tokenizer, tmp_path).reader(["w"])
+            Source("m", source.config, source.tokenizer, tmp_path).reader({"w": [1]})

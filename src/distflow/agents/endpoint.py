@@ -293,4 +293,4 @@ def _tokens_of(session: Session, text: str) -> list[int]:
         if text.startswith(start):
             rest = text[len(start) :]
             return tokens + (renderer.encode_text(rest) if rest else [])
-    return renderer.text.encode(text)
+    return renderer.text.encode_rendered(text)  # the agent writes the marks of turns itself

@@ -56,9 +56,9 @@ def export_role(
         dtype = dtype or getattr(source.config, "dtype", None) or torch.float32
         with torch.device("meta"):
             model = auto_class.from_config(source.config, dtype=dtype, trust_remote_code=False)  # type: ignore[no-untyped-call]
-        shapes = {name: tuple(map(slice, p.shape)) for name, p in model.named_parameters()}
-        read = source.reader(list(shapes))
-        weights = {name: read(name, whole).to(dtype) for name, whole in shapes.items()}
+        shapes = {name: p.shape for name, p in model.named_parameters()}
+        read = source.reader(shapes)
+        weights = {name: read(name, tuple(map(slice, shape))).to(dtype) for name, shape in shapes.items()}
     logging.disable_progress_bar()
     with _complete_or_absent(out) as part:
         model.save_pretrained(part, state_dict=weights)

@@ -54,6 +54,7 @@ class DataConfig(Section):
     fields: list[str] | None = None  # columns to load; default: the keys of the first row
     rename: dict[str, str] = {}  # column → its name in the flow, e.g. {question: prompt}
     max_prompt: int | None = Field(None, gt=0)  # tokens; longer ones are bad rows
+    rendered: bool = False  # a chat template has written the prompts: special tokens in their text are special
     on_bad_row: Literal["error", "skip"] = "error"
 
 

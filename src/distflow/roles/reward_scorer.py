@@ -26,7 +26,7 @@ class RewardScorer:
         trainable = "update_pairs" in role.layouts
         if not trainable:
             check_reward_model(role.name, source)
-        self.text = Text(source, prompt_limit(source, role.rollout.max_tokens, role.max_prompt))
+        self.text = Text(source, prompt_limit(source, role.rollout.max_tokens, role.max_prompt), role.rendered)
         layout = role.layout("score", "update_pairs")
         assert layout is not None
         self.trainer = make_trainer(role, source.with_value_head(), layout, TrainerOptions(role.train, trainable))

@@ -152,7 +152,7 @@ class RolloutEngine(ABC):
     def read_weights(self, source: Source) -> None:
         """Fills the weights from where the model comes from: nobody trains it."""
         shards = self.shards(self.weight_specs, self.setup.layout)
-        read, targets = source.reader([s.name for s in self.weight_specs]), self.weight_targets()
+        read, targets = source.reader({s.name: s.shape for s in self.weight_specs}), self.weight_targets()
         for spec in self.weight_specs:
             targets[spec.name].copy_(read(spec.name, slices(shards.box(spec, self.setup.rank))))
 

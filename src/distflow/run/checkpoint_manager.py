@@ -8,6 +8,7 @@ from typing import Any
 
 from distflow.checkpoint.shared_folder import check_shared
 from distflow.checkpoint.store import (
+    RUN_STATE,
     TENSORS,
     archive_checkpoints,
     format_problem,
@@ -24,6 +25,8 @@ from distflow.checkpoint.writer import CheckpointWriter, Parts
 from distflow.cluster.world import World
 from distflow.comm.collectives import broadcast_bytes
 from distflow.coordinator.coordinator import Coordinator
+from distflow.dataset.fingerprint import changes, fingerprint
+from distflow.dataset.view import DatasetView
 from distflow.errors import CheckpointError, ConfigError, cut
 from distflow.roles.role import Role
 from distflow.run.program import Program
@@ -40,10 +43,17 @@ class CheckpointManager:
     and the step."""
 
     def __init__(
-        self, program: Program, world: World, roles: Mapping[str, Role], data: Coordinator, rollouts: Rollouts
+        self,
+        program: Program,
+        world: World,
+        roles: Mapping[str, Role],
+        data: Coordinator,
+        rollouts: Rollouts,
+        rows: DatasetView,
     ) -> None:
         self.program, self.config, self.world = program, program.config, world
-        self.roles, self.data, self.rollouts = roles, data, rollouts
+        self.roles, self.data, self.rollouts, self.rows = roles, data, rollouts, rows
+        self._fingerprint: dict[str, Any] = {}  # of the rows, on rank 0
         self.folder = self.config.run_folder / CHECKPOINTS
         plan, self.rank = data.plan, data.rank
         self.ranks: dict[str, tuple[int, ...]] = {}  # that hold the state of a role
@@ -93,6 +103,8 @@ class CheckpointManager:
     def resume(self, source: str | None) -> int:
         """Restores a checkpoint, given as for `--resume`, and returns its step; 0 starts anew."""
         world = self.world
+        if self.rank == 0:
+            self._fingerprint = fingerprint(self.rows)
         check_shared(self.config.run_folder, self.rank, world.all_ranks, world.transport.run)
         if source is None:
             return self._start_anew()
@@ -145,7 +157,8 @@ class CheckpointManager:
         return [(name, role) for name, role in self.roles.items() if self.rank in self.ranks.get(name, ())]
 
     def _run_state(self) -> dict[str, Any]:
-        return {"position": self.data.position, **self._identity()}
+        data = {"eras": self.data.loader.eras, **self._fingerprint} if self.rank == 0 else {}  # which writes it
+        return {"position": self.data.position, "data": data, **self._identity()}
 
     def _identity(self) -> dict[str, Any]:
         """Returns what must be the same for a run to be the same."""
@@ -179,7 +192,50 @@ class CheckpointManager:
         if (path / ROLLOUTS).is_dir():
             self.rollouts.open(path / ROLLOUTS / TENSORS, read_values(path / ROLLOUTS))
         self.data.position = state["position"]
+        self._resume_data(path, state)
         return int(state["step"])
+
+    def _resume_data(self, path: Path, state: Mapping[str, Any]) -> None:
+        """Continues the stream of prompts; refuses if its rows are not those it was drawn from."""
+        recorded, loader, plan = state.get("data"), self.data.loader, self.data.plan
+        if not recorded:
+            if self.rank == 0:
+                logger.warning("%s does not say which data it was trained on; that it is the same is not checked", path)
+            return
+        problem = None
+        try:
+            if self.rank == 0:
+                problem = changes(self.rows, recorded) or self._tokenizer_change(int(recorded["rows"]))
+            position = max(state["position"], loader.position(state["step"]))  # dynamic sampling is ahead
+            drawn = position + plan.prompts_ahead + plan.staleness * loader.prompts
+            loader.resume(recorded["eras"], drawn)
+        except (LookupError, TypeError, ValueError, ArithmeticError) as e:
+            raise CheckpointError(
+                f"{path / RUN_STATE} is not the state of a run ({e!r}); use another checkpoint"
+            ) from e
+        if self.world.any_rank(problem is not None):
+            raise ConfigError(
+                f"--resume: {problem or 'the data has changed, as rank 0 says'}; some rows would be trained twice and"
+                " others never: put the rows back in their places (new ones may follow the last), or start anew from"
+                f" an export of {path} (`distflow export`, model: DIRECTORY) in another run_dir"
+            )
+        if self.rank == 0 and loader.eras[-1][1] != loader.eras[0][1] and loader.eras[-1][0] >= position:
+            start, rows = loader.eras[-1]
+            logger.info("the data has %d rows now; the new ones join with the next epoch, at prompt %d", rows, start)
+
+    def _tokenizer_change(self, rows: int) -> str | None:
+        """Returns why rows may not even be appended: a tokenizer is made of the first ones."""
+        from distflow.model.prompt_check import TOKENIZER_ROWS
+        from distflow.model.tokenizer import SMALLEST
+
+        model = self.config.model
+        if model is None or model.arch is None or model.vocab <= SMALLEST or len(self.rows) == rows:
+            return None
+        return (
+            None
+            if rows >= TOKENIZER_ROWS
+            else f"rows were appended, and the tokenizer of `model.arch` is made of the first {TOKENIZER_ROWS:,} rows"
+        )
 
     def _on_complete(self, path: Path) -> None:
         """Exports, prunes and marks the best; called on rank 0 when a checkpoint is complete."""

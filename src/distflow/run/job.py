@@ -108,7 +108,7 @@ class Job:
         # 5. Restore the state of a checkpoint.
         self.data = self._coordinator(plan, Loader(rows, data.batch, program.repeat, self.config.seed))
         self.rollouts = Rollouts(plan)
-        self.checkpoints = CheckpointManager(program, self.world, self.roles, self.data, self.rollouts)
+        self.checkpoints = CheckpointManager(program, self.world, self.roles, self.data, self.rollouts, rows)
         self.first = self.checkpoints.resume(resume) if self.steps else 0  # the step after which this run starts
         # 6. Open the logs, and make the workers of the plans.
         self.progress = self._open_progress() if self.rank == 0 else None
@@ -181,7 +181,9 @@ class Job:
             source = open_checkpoint(find_role(checkpoint, "actor"))
         else:
             source = open_model(config.model, lambda: texts(inputs.rows), config.base, config.seed)
-        text = Text(source, prompt_limit(source, config.rollout.max_tokens, config.data.max_prompt))
+        text = Text(
+            source, prompt_limit(source, config.rollout.max_tokens, config.data.max_prompt), config.data.rendered
+        )
         with self.heartbeat.waiting(all_ranks):
             skip = config.data.on_bad_row == "skip"
             checked = check_prompts(inputs.rows, text, skip, self.rank, len(all_ranks), self.world.all_reduce)
@@ -224,6 +226,7 @@ class Job:
                 train=config.train,
                 critic=config.critic,
                 max_prompt=config.data.max_prompt,
+                rendered=config.data.rendered,
                 steps=self.steps,
                 seed=config.seed,
                 base=config.base,
