@@ -30,7 +30,9 @@ INLINE, MOVED = -1, -2  # the bytes follow; the sender goes on with another conn
 SMALL = 4096  # bytes that are not worth the detour through shared memory
 MAX_UNREAD = 32  # messages in shared memory to one peer: its answers have to fit the socket's buffer
 ACKNOWLEDGEMENT = b"\1"
+TCP_INFO_BYTES, LAST_DATA_RECEIVED = 64, 52  # of Linux's struct tcp_info; the field is in ms
 SYN_RETRIES = 5  # a host that does not answer is given up after a minute
+SILENT = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH)  # errors of TCP whose peer does not answer
 STRANGERS = 256  # connections that have not greeted yet, besides two of every worker
 GREETING_S, BUSY_GREETING_S = 30.0, 1.0  # for a greeting; the second where strangers have taken all places
 STARVED_S = 60.0  # for which a listener waits for descriptors
@@ -149,6 +151,16 @@ class Incoming:
     def fileno(self) -> int:
         return self.sock.fileno()
 
+    def data_age_s(self) -> float | None:
+        """Returns how long ago the kernel received data; None if it does not say, as for Unix sockets."""
+        if self.sock.family == socket.AF_UNIX or not hasattr(socket, "TCP_INFO"):
+            return None
+        try:
+            info = self.sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, TCP_INFO_BYTES)
+        except OSError:  # closed meanwhile
+            return None
+        return struct.unpack_from("=I", info, LAST_DATA_RECEIVED)[0] / 1000 if len(info) == TCP_INFO_BYTES else None
+
     def start(self, expected: Expected) -> None:
         """Begins to receive a message."""
         self.expected, self._checked = expected, False
@@ -211,6 +223,11 @@ def _advance(parts: list[memoryview], n: int) -> bool:
 
 
 def lost(label: str, error: OSError | None = None) -> PeerLostError:
+    if error and error.errno in SILENT:
+        return PeerLostError(
+            f"lost {label}: TCP from {socket.gethostname()} to it is broken ({error.strerror}): packets between the two"
+            " hosts are lost, at least in one direction"
+        )
     return PeerLostError(f"lost {label}: {error.strerror if error else 'it closed its connection'}")
 
 

@@ -95,6 +95,11 @@ class Transport:
         """Returns the number of open sockets."""
         return len(self._outgoing) + len(self._incoming.all)
 
+    def data_age_s(self, peer: int) -> float | None:
+        """Returns how long ago this host received data of a peer by TCP, None if never. Any thread may call it."""
+        ages = [c.data_age_s() for (rank, _), c in list(self._incoming.all.items()) if rank == peer]
+        return min((age for age in ages if age is not None), default=None)
+
     def run(self, communication: Communication[T]) -> T:
         """Runs a generator to its end and executes its requests; returns the generator's result."""
         try:
