@@ -122,7 +122,7 @@ def test_a_rank_that_is_asked_answers_by_tcp(beacons: list[Beacon]) -> None:
     assert isinstance(question, Question)
     assert question.rank == 0
     asked.reply(question, Record(1, 12, "b"))
-    ways = set()
+    ways: set[bool] = set()
     while len(ways) < 2:
         if isinstance(beat := asking.receive(0.1), Beat):
             ways.add(beat.by_tcp)

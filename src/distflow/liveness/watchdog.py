@@ -126,7 +126,7 @@ class Watchdog:
         self._ticked = now
         limit_s = self.limit_s if record.step > 0 else max(self.limit_s, START_LIMIT_S)
         silent_s = self._silent_s(now)
-        self._ask_next(silent_s, now)
+        self._ask_next(now)
         self._warn_unheard(now)
         if self._stop_requested() and self._local_peer_is_gone():
             if self._peer_was_gone:  # the main thread had a tick to notice by itself and to report it
@@ -153,10 +153,9 @@ class Watchdog:
         silent_s, age_s = self._next.silent_s(now), self.heartbeat.data_age_s(self._next_rank)
         return silent_s if age_s is None else min(silent_s, age_s)
 
-    def _ask_next(self, silent_s: float, now: float) -> None:
+    def _ask_next(self, now: float) -> None:
         """Asks the next rank by TCP if it was not heard for a part of the limit, or never."""
-        if self._next.record is None:
-            silent_s = now - self._started
+        silent_s = self._next.silent_s(now) if self._next.record else now - self._started
         if self.beacon and silent_s > self.limit_s / 3 and now >= self._ask_at:
             self._ask_at = now + max(self.tick_s, self.limit_s / 20)
             self.beacon.ask(self._next_rank)
