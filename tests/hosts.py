@@ -119,6 +119,19 @@ class Host:
         """Takes its link up again."""
         self._hosts._switch(f"ip link set {self._port} up")
 
+    def lose(self, to: "Sequence[Host]", protocol: str = "") -> None:
+        """Loses what it sends to these hosts from now on, or of that what is `udp`, and is not told: one way only."""
+        gone = NETWORK.format(254, 254)  # packets go to a machine that is not there
+        kind = f"ipproto {protocol} " if protocol else ""
+        self._sh(
+            f"ip neigh replace {gone} lladdr 02:00:00:00:fe:fe nud permanent dev eth0",
+            f"ip route replace {NETWORK.format(0, 0)}/16 via {gone} dev eth0 onlink table 100",
+            *(f"ip rule add pref 10 {kind}to {host.address} lookup 100" for host in to),
+        )
+
+    def lose_nothing(self) -> None:
+        self._sh("while ip rule del pref 10 2>/dev/null; do :; done")
+
     def kill(self) -> None:
         """Ends it as a loss of power would: its peers get no goodbye. `start` starts it again."""
         if self._holder is None:

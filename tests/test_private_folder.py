@@ -38,6 +38,23 @@ def test_a_folder_of_another_user(tmp_path: Path) -> None:
     make_dir(tmp_path / "mine")
 
 
+@as_root
+@pytest.mark.parametrize("inside", ["", "run"])
+def test_a_link_of_another_user_to_a_folder_of_mine(tmp_path: Path, inside: str) -> None:
+    """Planted where the run is to be, or in a link of mine on the way."""
+    precious, theirs = tmp_path / "precious", tmp_path / "theirs"
+    for folder in (precious, theirs):
+        folder.mkdir(mode=0o700)
+    (theirs / "planted").symlink_to(precious)
+    os.chown(theirs / "planted", 65534, 65534, follow_symlinks=False)
+    os.chown(theirs, 65534, 65534)
+    (tmp_path / "mine").symlink_to(theirs / "planted")
+    for path in (theirs / "planted", tmp_path / "mine"):
+        with pytest.raises(ConfigError, match=r"run_dir: .*planted is a link that another user \(uid 65534\) has made"):
+            make_dir(path / inside)
+    assert not list(precious.iterdir())
+
+
 def test_a_folder_that_others_may_rename(tmp_path: Path) -> None:
     inner = tmp_path / "inner"
     make_private(inner)

@@ -66,7 +66,7 @@ class Identity:
 
     def peer(self, own: "Identity") -> Peer:
         """Returns where this worker is, as seen from `own`."""
-        return Peer(self.host, self.pid, (self.host_id, self.pid_space) == (own.host_id, own.pid_space))
+        return Peer(self.host, self.pid, (self.host_id, self.pid_space) == (own.host_id, own.pid_space), self.address)
 
     @classmethod
     def unpack(cls, data: bytes) -> "Identity":

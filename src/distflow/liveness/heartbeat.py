@@ -37,11 +37,12 @@ class Record:
 
 @dataclass(frozen=True)
 class Peer:
-    """Where another worker is; `local`: its process can be seen from here."""
+    """Where another worker is; `local`: its process can be seen from here; `address`: of its connections."""
 
     host: str
     pid: int
     local: bool
+    address: str = ""
 
 
 class Heartbeat:
@@ -52,6 +53,7 @@ class Heartbeat:
         self.rank, self.pid, self.host = rank, os.getpid(), socket.gethostname()
         self.folder = folder
         self.peers: Sequence[Peer] = ()  # by rank, once they are known
+        self.data_age_s: Callable[[int], float | None] = lambda rank: None  # since the transport received data of it
         self.on_wait: Callable[[tuple[int, ...], float], None] | None = None  # told the ranks and seconds of each wait
         self._map: mmap.mmap | None = None
         # Replaced as a whole: the watchdog reads it in its own thread.
