@@ -133,7 +133,8 @@ def _pack_rare(value: Any, make_ref: Callable[[Any], Any]) -> Any:
             return {name: value.isoformat()}
     if type(value).__module__ == "numpy" and hasattr(value, "tolist"):
         content = pack(value.tolist(), make_ref)
-        return {"array": [str(value.dtype), content]} if getattr(value, "shape", ()) else content
+        shape = list(getattr(value, "shape", ()))
+        return {"array": [str(value.dtype), content, shape]} if shape else content
     return make_ref(value)
 
 
@@ -163,7 +164,7 @@ def unpack(packed: Any, resolve_ref: Callable[[str, Any], Any]) -> Any:
             raise TypeError("a field of a named tuple would be called as its method")
         return _named_tuple(name, tuple(fields))(*unpacked)
     if kind == "array":
-        return _array(content[0], unpack(content[1], _refuse))
+        return _array(content[0], unpack(content[1], _refuse), content[2])
     return resolve_ref(kind, content)
 
 
@@ -236,7 +237,7 @@ def _named_tuple(name: str, fields: tuple[str, ...]) -> type[tuple[Any, ...]]:
     return collections.namedtuple(name, fields)  # refuses what is not a name
 
 
-def _array(dtype: str, values: Any) -> Any:
+def _array(dtype: str, values: Any, shape: Sequence[int]) -> Any:
     """Builds an array if the tests use numpy, a list if they do not."""
     numpy = sys.modules.get("numpy")
-    return numpy.array(values, dtype=dtype) if numpy and dtype.isalnum() else values
+    return numpy.array(values, dtype=dtype).reshape(shape) if numpy and dtype.isalnum() else values
