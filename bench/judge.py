@@ -35,13 +35,12 @@ def leetcode(row: dict[str, Any]) -> Row:
 
 
 def class_eval(row: dict[str, Any]) -> Row:
-    program = "\n".join([*row["import_statement"], row["solution_code"]])
-    return row["task_id"], program, row["test"], {"entry_point": [row["class_name"]]}
+    imports = "\n".join(row["import_statement"])  # the authors join them, the solution and the tests in one file
+    program = f"{imports}\n{row['solution_code']}"
+    return row["task_id"], program, row["test"], {"entry_point": [row["class_name"]], "setup": imports}
 
 
-READERS: dict[str, Callable[[dict[str, Any]], Row]] = {
-    f.__name__: f for f in (human_eval, mbpp, leetcode, class_eval)
-}
+READERS: dict[str, Callable[[dict[str, Any]], Row]] = {f.__name__: f for f in (human_eval, mbpp, leetcode, class_eval)}
 
 
 def rows(path: Path) -> Iterator[dict[str, Any]]:
@@ -52,8 +51,9 @@ def rows(path: Path) -> Iterator[dict[str, Any]]:
         yield from json.loads(data)
 
 
-def judge(name: str, path: Path, packages: bool, limit: int) -> dict[str, Any]:
-    start, passed, refused, total = time.perf_counter(), 0, 0, 0
+def judge(name: str, path: Path, packages: bool, limit: int) -> dict[str, float]:
+    start = time.perf_counter()
+    passed = refused = total = 0
     for row in list(rows(path))[:limit]:
         task, program, truth, info = READERS[name](row)
         total += 1

@@ -139,5 +139,7 @@ RIGHT_NUMPY: list[tuple[str, Any, dict[str, Any]]] = [
     ("import numpy as np\ndef f(x): return np.zeros((0, 2))", ["import numpy as np\nassert f(1).shape == (0, 2) and np.array_equal(f(1), np.zeros((0, 2)))"], {}),
 ]  # fmt: skip
 
-AIMED = {name: (program, truth if isinstance(truth, dict | list) else [truth]) for name, (program, truth) in _AIMED.items()}
+AIMED = {
+    name: (program, truth if isinstance(truth, dict | list) else [truth]) for name, (program, truth) in _AIMED.items()
+}
 AIMED_NUMPY = {name: (program, [test]) for name, (program, test) in _NUMPY.items()}

@@ -101,7 +101,7 @@ def _parse(truth: Any, entry: Sequence[str]) -> _Parts:
         return _Parts(tests, entry=sorted(named))
     if not isinstance(truth, Mapping):
         return _Parts([])
-    for parse in (_parse_apps, _parse_live_code_bench, _parse_mbpp, _parse_human_eval):
+    for parse in (_parse_human_eval, _parse_apps, _parse_live_code_bench, _parse_mbpp):
         if parts := parse(truth, entry):
             return parts
     return _Parts([])

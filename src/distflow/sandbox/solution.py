@@ -121,11 +121,12 @@ class _Server:
 
     def capture(self) -> Callable[[], str]:
         """Collects what is printed from now on; returns a function that returns it."""
-        out = sys.stdout = io.TextIOWrapper(io.BytesIO(), "utf-8", "surrogatepass", newline="", write_through=True)
+        data = io.BytesIO()
+        sys.stdout = io.TextIOWrapper(data, "utf-8", "surrogatepass", newline="", write_through=True)
 
         def printed() -> str:
             try:
-                return out.buffer.getvalue().decode(errors="replace")[:_MAX_PRINTED]  # type: ignore[attr-defined]
+                return data.getvalue().decode(errors="replace")[:_MAX_PRINTED]
             except ValueError:  # the program has closed it
                 return ""
 
@@ -140,7 +141,9 @@ class _Server:
         number = self._numbers.setdefault(id(value), len(self._objects))
         if number == len(self._objects):
             self._objects.append(value)
-        kind = "await" if isinstance(value, types.CoroutineType) else "iterate" if isinstance(value, Iterator) else "ref"
+        kind = (
+            "await" if isinstance(value, types.CoroutineType) else "iterate" if isinstance(value, Iterator) else "ref"
+        )
         return {kind: number}
 
     def _resolve(self, kind: str, content: Any) -> Any:

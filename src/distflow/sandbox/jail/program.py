@@ -12,7 +12,6 @@ from collections.abc import Callable
 
 from distflow.sandbox.jail import MEMORY_EXIT_CODE
 
-
 _RECURSION = 50_000
 _MODULES = (
     "bisect", "collections", "copy", "datetime", "functools", "heapq", "io", "itertools", "json", "math", "operator",
