@@ -63,8 +63,8 @@ def judge(name: str, path: Path, packages: bool, limit: int) -> dict[str, float]
             refused += 1
             print(f"refused  {task}: {str(e)[:200]}", flush=True)
             continue
-        passed += result["all_passed"] == 1
-        if result["all_passed"] < 1:
+        passed += result["all_passed"] == 1.0
+        if result["all_passed"] != 1.0:
             print(f"FAILED   {task}: {result}", flush=True)
     share = round(passed / max(1, total - refused), 4)
     seconds = round(time.perf_counter() - start, 1)

@@ -133,7 +133,7 @@ RIGHT_AIMED: list[tuple[str, Any, dict[str, Any]]] = [
     ("class Text:\n    def __init__(self, s): self.s = s\n    def startswith(self, p): return self.s.startswith(p)", ["assert Text('ab').startswith('a') and not Text('ab').startswith('b')"], {}),
 ]  # fmt: skip
 
-RIGHT_NUMPY: list[tuple[str, Any, dict[str, Any]]] = [
+RIGHT_OF_ARRAYS: list[tuple[str, Any, dict[str, Any]]] = [
     ("import numpy as np\ndef f(x): return np.array(x) / 2", ["import numpy as np\nassert np.allclose(f([1, 2]), [0.5, 1]) and (f([2]) == 1).all() and np.allclose(f([0, 0]), 0)\nnp.testing.assert_allclose(f([2, 2]), 1.0)"], {}),
     ("import numpy as np\ndef f(x): return float(np.mean(x))", ["assert np.isclose(f([1, 2]), 1.5) and abs(f(np.arange(3)) - np.ones(1)) < 1e-6"], {}),
     ("import numpy as np\ndef f(x): return np.zeros((0, 2))", ["import numpy as np\nassert f(1).shape == (0, 2) and np.array_equal(f(1), np.zeros((0, 2)))"], {}),

@@ -49,14 +49,12 @@ _NUMBERS: dict[str, Callable[..., Any]] = {
     "timedelta": datetime.timedelta,
 }
 # Classes and functions without side effects, which travel by name.
-BUILTINS = {
-    f.__name__: f
-    for f in (
-        *(bool, int, float, complex, str, bytes, list, tuple, dict, set, frozenset, object, range),
-        *(abs, all, any, chr, divmod, len, max, min, ord, pow, repr, reversed, round, sorted, sum),
-        *(e for e in vars(builtins).values() if isinstance(e, type) and issubclass(e, Exception)),
-    )
-}
+_NAMED: tuple[Any, ...] = (
+    *(bool, int, float, complex, str, bytes, list, tuple, dict, set, frozenset, object, range),
+    *(abs, all, any, chr, divmod, len, max, min, ord, pow, repr, reversed, round, sorted, sum),
+    *(e for e in vars(builtins).values() if isinstance(e, type) and issubclass(e, Exception)),
+)
+BUILTINS: dict[str, Any] = {f.__name__: f for f in _NAMED}
 _CONTAINERS: tuple[tuple[type, str], ...] = (
     (tuple, "tuple"),
     (set, "set"),
