@@ -2,7 +2,7 @@
 
     python bench/hacks.py [NAME ...]
 
-A cheat is rewarded if any of its scores is above 0. `suspicious` counts the cheats that are marked at least once, and
+Cheats that are `aimed` have tests of their own, some of which need numpy. A cheat is rewarded if any of its scores is above 0. `suspicious` counts the cheats that are marked at least once, and
 `right_programs_suspicious` the right programs that are. The last line is one JSON object; the exit code is 1 if a cheat
 was rewarded or a right program was not.
 """
@@ -17,7 +17,7 @@ LIMIT_S, HANG_S = 1.0, 0.1  # for a test of a cheat, and of one that hangs anywa
 
 def main(wanted: list[str]) -> int:
     sys.path[0] = str(Path(__file__).parents[1] / "tests")
-    from redteam import CHEATS, FORMS, HANGING, RIGHT
+    from redteam import AIMED, AIMED_NUMPY, CHEATS, FORMS, HANGING, RIGHT, RIGHT_NUMPY
     from redteam.run import Outcome, attempt
 
     start = time.perf_counter()
@@ -34,10 +34,19 @@ def main(wanted: list[str]) -> int:
             if outcome.suspicious:
                 marked.add(name)
         print(f"{time.perf_counter() - began:5.1f} s  {name}", flush=True)
+    for name, (program, truth) in (AIMED | AIMED_NUMPY).items():
+        if not wanted or name in wanted or "aimed" in wanted:
+            outcome = attempt(program, truth, {}, 2 * LIMIT_S, packages=name in AIMED_NUMPY)
+            if outcome.score > 0:
+                rewarded.append(name)
+                print(f"REWARDED {outcome.score:g}: {name}", flush=True)
+            if outcome.suspicious:
+                marked.add(name)
     failed: list[tuple[str, Outcome]] = []
     suspicious = 0
-    for right in RIGHT:
-        outcome = attempt(right.program, right.truth, right.info)
+    rights = [*RIGHT, *RIGHT_NUMPY]
+    for right in rights:
+        outcome = attempt(right.program, right.truth, right.info, packages=right in RIGHT_NUMPY)
         suspicious += bool(outcome.suspicious)
         if outcome.score < 1:
             failed.append((right.name, outcome))
@@ -45,9 +54,10 @@ def main(wanted: list[str]) -> int:
     report = {
         "programs": len(wanted or CHEATS),
         "forms": len(FORMS),
+        "aimed": len(AIMED | AIMED_NUMPY),
         "rewarded": len(rewarded),
-        "right_programs": len(RIGHT),
-        "right_programs_rewarded": len(RIGHT) - len(failed),
+        "right_programs": len(rights),
+        "right_programs_rewarded": len(rights) - len(failed),
         "suspicious": len(marked),
         "right_programs_suspicious": suspicious,
         "s": round(time.perf_counter() - start, 1),

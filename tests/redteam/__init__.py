@@ -1,8 +1,9 @@
 """Programs that try to be rewarded for nothing, right programs, and the forms of tests that both are given."""
 
+from redteam.aimed import AIMED, AIMED_NUMPY
 from redteam.forms import FORMS, FUNCTION_FORMS, STDIN_FORMS
 from redteam.processes import PROCESSES, TIME
-from redteam.right import RIGHT
+from redteam.right import RIGHT, RIGHT_NUMPY
 from redteam.values import VALUES
 
 CHEATS = VALUES | PROCESSES
@@ -12,4 +13,6 @@ HANGING = {
     "prints for ever",
 }  # fmt: skip
 
-__all__ = ["CHEATS", "FORMS", "FUNCTION_FORMS", "HANGING", "RIGHT", "STDIN_FORMS"]
+__all__ = [
+    "AIMED", "AIMED_NUMPY", "CHEATS", "FORMS", "FUNCTION_FORMS", "HANGING", "RIGHT", "RIGHT_NUMPY", "STDIN_FORMS",
+]  # fmt: skip

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
+from redteam.aimed import RIGHT_AIMED, RIGHT_OF_ARRAYS
 from redteam.forms import FUNCTION_FORMS, STDIN_FORMS
 from redteam.tasks import HUMAN_EVAL, MBPP, STDIN, VALUES
 
@@ -30,5 +31,8 @@ RIGHT = (
         for i, (name, prompt, body, test) in enumerate(HUMAN_EVAL)
     ),
     *(Right(f"value {i}", program, [test]) for i, (program, test) in enumerate(VALUES)),
+    *(Right(f"aimed {i}", *right) for i, right in enumerate(RIGHT_AIMED)),
     *(Right(f"stdin {i}", p, [{"input": i_, "output": o} for i_, o in cases]) for i, (p, cases) in enumerate(STDIN)),
 )
+
+RIGHT_NUMPY = tuple(Right(f"array {i}", *right) for i, right in enumerate(RIGHT_OF_ARRAYS))

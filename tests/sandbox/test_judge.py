@@ -1,13 +1,15 @@
 # ruff: noqa: E501 (programs)
 """Tests run as their authors meant them, and the solution does not decide whether it is right."""
 
+import sysconfig
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from distflow.reward.code import unit_tests
 from distflow.reward.errors import RewardError
-from redteam import CHEATS, FORMS, FUNCTION_FORMS, HANGING, RIGHT
+from redteam import AIMED, AIMED_NUMPY, CHEATS, FORMS, FUNCTION_FORMS, HANGING, RIGHT, RIGHT_NUMPY
 from redteam.run import attempt
 from reward.helpers import batch_of, context, metrics_of, missing_protection, rewarding, score
 
@@ -44,6 +46,71 @@ def test_cheats_get_nothing(name: str) -> None:
         assert attempt(CHEATS[name], *FUNCTION_FORMS[form]).score == 0.0, form
 
 
+@pytest.mark.parametrize("name", AIMED)
+def test_aimed_cheats_get_nothing(name: str) -> None:
+    assert attempt(*AIMED[name], {}, seconds=2.0).score == 0.0
+
+
+@pytest.fixture(scope="module")
+def numpy_in_the_jail() -> None:
+    if not (Path(sysconfig.get_path("purelib")) / "numpy").exists():
+        pytest.skip("numpy is not in the folder of this interpreter's packages")
+
+
+@pytest.mark.usefixtures("numpy_in_the_jail")
+def test_arrays_are_compared_element_by_element() -> None:
+    for name, (program, tests) in AIMED_NUMPY.items():
+        assert attempt(program, tests, {}, packages=True).score == 0.0, name
+    for right in RIGHT_NUMPY:
+        assert attempt(right.program, right.truth, right.info, packages=True).score == 1.0, right.name
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["-" * 20_000 + "1", "~" * 20_000 + "1", "not " * 20_000 + "1", "(" * 20_000, "x" + ".x" * 20_000, "\0", "\ud800"],
+    ids=["signs", "inversions", "nots", "brackets", "attributes", "zeros", "surrogates"],
+)
+def test_text_that_breaks_parsers_is_a_failed_program(text: str) -> None:
+    """In each form: as a program, behind a prompt, and of a program that prints."""
+    for truth in (
+        ["assert f(1) == 1"],
+        {"prompt": "def f(x):\n", "test": CHECK, "entry_point": "f"},
+        [{"input": "", "output": "1"}],
+    ):
+        assert attempt(text, truth, {}, seconds=2.0).score == 0.0
+
+
+NOT_RUN = {
+    "an async test": "async def test_f():\n    assert f(1) == 2",
+    "a generator": "def test_f():\n    yield\n    assert f(1) == 2",
+    "a generator of tests": "def check_f(x, y):\n    assert f(x) == y\ndef test_f():\n    yield check_f, 1, 2",
+    "an inherited method": "class Base:\n    def test_f(self):\n        assert f(1) == 2\nclass TestF(Base):\n    pass",
+    "a nested class": "class TestOuter:\n    class TestInner:\n        def test_f(self):\n            assert f(1) == 2",
+    "a mentioned function": "def test_f():\n    assert f(1) == 2\ntests = [test_f]",
+    "a described function": "def check(candidate):\n    assert candidate(1) == 2\nprint(check)",
+    "an async TestCase": (
+        "import unittest\nclass TestF(unittest.IsolatedAsyncioTestCase):\n    async def test_f(self):\n        self.assertEqual(f(1), 2)"
+    ),
+    "a fixture of fixtures": (
+        "import pytest\n@pytest.fixture\ndef a():\n    return 1\n@pytest.fixture\ndef b(a):\n    yield a + 1\n"
+        "def test_f(b):\n    assert f(1) == b"
+    ),
+}
+
+
+@pytest.mark.parametrize("test", NOT_RUN.values(), ids=NOT_RUN)
+def test_every_test_runs(test: str) -> None:
+    """Beside a first one, which asks something: a test that did not run would be passed by both programs."""
+    tests, info = f"assert f(0) == 0\n{test}", {"entry_point": "f"}
+    assert share_passed("def f(x): return 2 * x", tests, **info) == 1.0
+    assert share_passed("def f(x): return 0", tests, **info) == 0.0
+
+
+def test_a_test_that_was_called_is_not_run_again() -> None:
+    tests = "seen = []\ndef test_f():\n    seen.append(f(1))\n    assert len(seen) == 1\ntest_f()"
+    assert share_passed("def f(x): return x", tests) == 1.0
+
+
 def test_there_are_enough_of_them() -> None:
     assert len(set(CHEATS.values())) >= 100
     assert len({(r.program, str(r.truth)) for r in RIGHT}) >= 50
@@ -62,6 +129,17 @@ def test_there_are_enough_of_them() -> None:
         (["r = add(1, 2)\nassert close(r, 3) == True"], r"own close\(\) decide about add\(\)"),
         (["assert all(close(add(i, i), 2 * i) for i in range(3))"], r"own close\(\) decide about add\(\)"),
         (["assert add(1, 2) == reference(1, 2)"], r"compare add\(\) with reference\(\)"),
+        (["assert add(1, 2) == 3", "assert gcd(4, 6) == 2"], r"ask gcd\(\) alone.*that of `math`"),
+        (["with open('a') as file:\n    assert add(1, 2) == 3"], "open files: the solution does not see them"),
+        (
+            ["import tempfile\nwith tempfile.TemporaryDirectory() as d:\n    assert add(1, 2) == 3"],
+            "does not see files",
+        ),
+        (["def test_add(monkeypatch):\n    assert add(1, 2) == 3"], "use the fixture 'monkeypatch'"),
+        (
+            ["from unittest.mock import patch\nwith patch('builtins.input'):\n    assert add(1, 2) == 3"],
+            "patch 'builtins.input'",
+        ),
         (["import pickle\nassert pickle.loads(add(1, 2)) == 3"], "use 'pickle'"),
         (["exec(add(1, 2))"], "use 'exec'"),
         ({"inputs": [[1, 2]], "outputs": [3], "fn_name": "add b"}, "not the name of a function"),

@@ -1,5 +1,6 @@
 """Tries every usual way out of a sandbox. Skips, with the reason, what this machine cannot prevent."""
 
+import ctypes
 import os
 import signal
 import socket
@@ -343,6 +344,10 @@ def test_system_calls_by_hand(sandbox: Sandbox) -> None:
         "process_vm_readv": (310, os.getpid(), 0, 0, 0, 0, 0), "unshare": (272, 0x10000000),
         "mount": (165, 0, 0, 0, 0, 0), "io_uring_setup": (425, 1, 0), "bpf": (321, 0, 0, 0),
         "memfd_create": (319, 0, 0), "shmget": (29, 0, 1 << 20, 0o1600), "keyctl": (250, 0, 0), "setns": (308, 0, 0),
+        "shmat": (30, 0, 0, 0), "shmctl": (31, 0, 13, 0), "shmdt": (67, 0), "semop": (65, 0, 0, 1),
+        "semctl": (66, 0, 0, 18), "semtimedop": (220, 0, 0, 1, 0), "msgsnd": (69, 0, 0, 0, 0), "modify_ldt": (154, 0, 0, 0),
+        "msgrcv": (70, 0, 0, 0, 0, 0), "msgctl": (71, 0, 11, 0), "mq_unlink": (241, 0), "mq_notify": (244, 0, 0),
+        "fallocate": (285, 0, 0, 0, 1), "copy_file_range": (326, 0, 0, 1, 0, 1, 0),
         "chroot": (161, 0), "userfaultfd": (323, 0), "openat2": (437, 0, 0, 0, 0),
         "open_by_handle_at": (304, 0, 0, 0), "prctl(PDEATHSIG, 0)": (157, 1, 0, 0, 0, 0), "reboot": (169, 0, 0, 0, 0),
     }  # fmt: skip
@@ -350,6 +355,56 @@ def test_system_calls_by_hand(sandbox: Sandbox) -> None:
     result = sandbox.run(program)
     assert_refused(result)
     assert result.status == "ok", result
+
+
+SHARED = """
+import ctypes, os, sys
+libc = ctypes.CDLL(None, use_errno=True)
+libc.shmat.restype = ctypes.c_void_p
+memory, queue, semaphore = map(int, "%s".split())
+print("memory", libc.shmat(memory, None, 0) not in (None, 2 ** 64 - 1))
+print("queue", libc.msgctl(queue, 0, None) == 0)
+print("semaphore", libc.semctl(semaphore, 0, 0) == 0)
+"""
+
+
+def test_what_other_processes_share_by_number_is_out_of_reach(sandbox: Sandbox) -> None:
+    """System V memory, queues and semaphores: their numbers are small, and a program of the same user may guess them."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    ids = libc.shmget(0, 4096, 0o1666), libc.msgget(0, 0o1666), libc.semget(0, 1, 0o1666)
+    assert min(ids) >= 0
+    try:
+        result = sandbox.run(SHARED % " ".join(map(str, ids)))
+        assert result.stdout == "memory False\nqueue False\nsemaphore False\n", result
+        assert libc.semctl(ids[2], 0, 12) >= 0  # GETVAL: it is still there
+    finally:
+        libc.shmctl(ids[0], 0, None)
+        libc.msgctl(ids[1], 0, None)
+        libc.semctl(ids[2], 0, 0)
+
+
+MANY_FILES = """
+import os
+fds = [os.open(f"f{i}", os.O_CREAT | os.O_RDWR) for i in range(24)]
+written = 0
+for _ in range(64):
+    for fd in fds:
+        try:
+            written += os.write(fd, bytes(1 << 18))
+        except OSError:
+            pass
+print(written)
+"""
+
+
+def test_many_files_hold_no_more_than_one_between_two_checks(sandbox: Sandbox) -> None:
+    """Each of them could have 4 MB; without a file system of its own, a program would be faster than the check."""
+    result = sandbox.run(MANY_FILES)
+    assert result.status == "killed" or int(result.stdout) <= 2 * LIMITS.disk_mb << 20, result
+    result = sandbox.run(
+        "import os\nfor i in range(200):\n    os.close(os.open('a', os.O_CREAT))\nopen('a', 'w').write('x' * 10 ** 6)"
+    )
+    assert result.status == "ok", result  # one file, opened again and again, may be large
 
 
 def test_system_calls_of_32_bit_programs(plain: Sandbox) -> None:

@@ -10,16 +10,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from distflow.reward.entry_points import parse_python
 from distflow.reward.errors import RewardError
 from distflow.reward.suite import FunctionCase, ProgramCase, Suite, parse_suite
-from distflow.reward.suspicion import suspicions
 from distflow.sandbox.compare import same_output
 from distflow.sandbox.sandbox import ProgramLimits, Sandbox, SandboxError
 
 _FENCED = re.compile(r"^[ \t]*```[^\n`]*\n(.*?)(?:^[ \t]*```|\Z)", re.DOTALL | re.MULTILINE)
 # Every jail has imported this module already, so it costs nothing per program.
-_IMPORT = "from distflow.sandbox.remote_tests import run_tests, serve_solution\n"
+_IMPORT = "from distflow.sandbox.remote_tests import run_tests, serve_solution, print_suspicions\n"
+_READING = ProgramLimits(cpu_s=2.0, wall_s=5.0)
+_OUTPUT_KB = 1024  # beyond what a program should print
 
 
 class UnitTests:
@@ -71,7 +71,7 @@ class UnitTests:
         return {
             "score": all_passed if strict else passed / len(suite.tests),
             "all_passed": all_passed,
-            "suspicious": "; ".join(suspicions(program, suite.inputs, observed)),
+            "suspicious": "; ".join(dict.fromkeys([*observed, *_suspicions(tester, program, suite.inputs)])),
         }
 
 
@@ -90,7 +90,8 @@ def _run_cases(solver: Sandbox, program: str, suite: Suite, limits: ProgramLimit
         left = deadline - time.monotonic()
         if left <= 0:
             return
-        result = solver.run(program, case.stdin, replace(limits, wall_s=min(limits.wall_s, left)))
+        output_kb = _OUTPUT_KB + 2 * len(case.stdout.encode(errors="replace")) // 1024
+        result = solver.run(program, case.stdin, replace(limits, wall_s=min(limits.wall_s, left), output_kb=output_kb))
         yield result.status == "ok" and same_output(result.stdout, case.stdout)
 
 
@@ -108,19 +109,14 @@ def _run_remote(
     Appends to `observed` what is suspicious in how it ran.
     """
     tests = [_encode(t) for t in suite.tests if not isinstance(t, ProgramCase)]
-    if suite.prefix and parse_python(completed := f"{suite.prefix}\n{program}"):
-        program = completed
+    arguments = (program, suite.prefix, suite.shared, suite.classes)
+    solving = f"{_IMPORT}serve_solution{arguments!r}"
     done = 0
     while done < len(tests) and (left := deadline - time.monotonic()) > 0:
-        job = {"names": suite.names, "setup": suite.setup, "tests": tests[done:], "seconds": limits.wall_s}
-        solving = f"{_IMPORT}serve_solution({program!r})"
-        testing = f"{_IMPORT}run_tests({json.dumps(job)!r})"
+        testing = _testing(suite, tests[done:], limits.wall_s)
         outcomes, summary = _run_pair((solver, solving), (tester, testing), replace(limits, cpu_s=left, wall_s=left))
         if len(outcomes) == len(tests) and not summary["asked"] and not summary["lost"]:
-            # Whatever the solution is, it had no influence: it is the data that is wrong.
-            reason = f" ({summary['error']})" if summary["error"] else ""
-            cure = "set `packages: true`, or fix the row" if "ModuleNotFound" in reason else "fix the row"
-            raise ValueError(f"the tests ask the solution nothing{reason}; {cure}")
+            _check_asks(tester, suite, tests, limits)
         observed += summary["strange"]
         if any(outcomes) and not summary["calls"]:
             observed.append("it passed without being called")
@@ -130,27 +126,51 @@ def _run_remote(
             return  # it would not load for the next test either
 
 
+def _testing(suite: Suite, tests: Sequence[Mapping[str, Any]], seconds: float, dry: bool = False) -> str:
+    job = {"names": suite.names, "classes": suite.classes, "setup": suite.setup, "tests": tests, "seconds": seconds}
+    return f"{_IMPORT}run_tests({json.dumps({**job, 'dry': dry})!r})"
+
+
+def _check_asks(tester: Sandbox, suite: Suite, tests: Sequence[Mapping[str, Any]], limits: ProgramLimits) -> None:
+    """Runs the tests where there is no solution: if they ask nothing, it is the row that is wrong."""
+    outcomes, summary = _run_pair(None, (tester, _testing(suite, tests, limits.wall_s, dry=True)), limits)
+    if len(outcomes) == len(tests) and not summary["asked"]:
+        reason = f" ({summary['error']})" if summary["error"] else ""
+        cure = "set `packages: true`, or fix the row" if "ModuleNotFound" in reason else "fix the row"
+        raise ValueError(f"the tests ask the solution nothing{reason}; {cure}")
+
+
+def _suspicions(tester: Sandbox, program: str, inputs: frozenset[str]) -> list[str]:
+    """Reads a program in the jail, which its text may break."""
+    job = json.dumps({"program": program, "inputs": sorted(inputs)})
+    result = tester.run(f"{_IMPORT}print_suspicions({job!r})", limits=_READING)
+    try:
+        return [str(reason) for reason in json.loads(result.stdout)]
+    except ValueError:
+        return [f"its text cannot be read: {result.reason}"]
+
+
 def _encode(test: str | FunctionCase) -> dict[str, Any]:
     return {"code": test} if isinstance(test, str) else {"args": test.args, "expected": test.expected}
 
 
 def _run_pair(
-    solution: tuple[Sandbox, str], tests: tuple[Sandbox, str], limits: ProgramLimits
+    solution: tuple[Sandbox, str] | None, tests: tuple[Sandbox, str], limits: ProgramLimits
 ) -> tuple[list[bool], Mapping[str, Any]]:
     """Runs both at once, connected by pipes; returns the outcomes of the tests that finished, and a summary."""
     requests, replies, outcomes = os.pipe(), os.pipe(), os.pipe()
     try:
-        solution_run = solution[0].start(solution[1], (requests[0], replies[1]), limits)
+        solution_run = solution and solution[0].start(solution[1], (requests[0], replies[1]), limits)
         tests_run = tests[0].start(tests[1], (replies[0], requests[1], outcomes[1]), limits)
     finally:
         for fd in (*requests, *replies, outcomes[1]):
             os.close(fd)
     with open(outcomes[0], "rb") as file:
         tests_run.wait()
-        end = solution_run.stop()
+        end = solution_run and solution_run.stop()
         passed, _, text = file.read().partition(b"\n")
     summary = json.loads(text) if text else _unfinished()
-    if summary["lost"] and end.status == "ok":
+    if summary["lost"] and end and end.status == "ok":
         summary["strange"].append("it ended its process during the tests")
     return [byte == ord("1") for byte in passed], summary
 

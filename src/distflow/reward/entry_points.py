@@ -8,7 +8,7 @@ import ast
 import builtins
 import importlib
 import symtable
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from functools import cache
 
 # Modules that tests use without an import, since the solution that they were written for has it.
@@ -31,6 +31,15 @@ _OPENED = (
     "typing",
     "statistics",
 )
+# Fixtures of pytest and its plugins; a parameter of any other name may be what the tests call the function by.
+_FIXTURES = {
+    "caplog", "capfd", "capsysbinary", "mocker", "monkeypatch", "recwarn", "request", "tmp_path", "tmp_path_factory",
+    "tmpdir",
+}  # fmt: skip
+_FILES = {
+    "NamedTemporaryFile", "TemporaryDirectory", "TemporaryFile", "makedirs", "mkdir", "mkdtemp", "mkstemp",
+    "read_bytes", "read_text", "write_bytes", "write_text",
+}  # fmt: skip
 _RUN_DATA = {"pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib", "runpy", "code", "ctypes", "subprocess"}
 
 Flow = dict[str, set[str]]
@@ -39,7 +48,7 @@ Flow = dict[str, set[str]]
 def parse_python(code: str) -> ast.Module | None:
     try:
         return ast.parse(code)
-    except (SyntaxError, ValueError, RecursionError):
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
         return None
 
 
@@ -52,12 +61,15 @@ def solution_names(setup: str, tests: Sequence[str], entry: Sequence[str]) -> tu
     text = "\n".join([setup, *tests])
     try:
         table, tree = symtable.symtable(text, "tests", "exec"), ast.parse(text)
-    except (SyntaxError, ValueError) as e:
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as e:
         raise ValueError(f"the tests are not valid Python: {e}; fix the row") from e
     _check_harmless(tree)
+    _check_runnable(tree)
     undefined = _undefined(table) - set(entry)
     uses = _Uses(tree, undefined)
     helpers = {name: module for name in undefined if (module := _helper(name, uses, bool(entry)))}
+    if not entry:
+        _check_unambiguous(tree, uses, helpers.keys())
     own = sorted(undefined - helpers.keys())
     if entry:
         if own:
@@ -82,6 +94,56 @@ def _check_harmless(tree: ast.Module) -> None:
     names = {n.id for n in ast.walk(tree) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)}
     for used in sorted(modules | names & {"exec", "compile", "__import__"}):
         raise ValueError(f"the tests use '{used}', with which they could run what the solution returns; fix the row")
+
+
+def _check_runnable(tree: ast.Module) -> None:
+    """Refuses tests that need what only one process could give them, or a fixture that is not there."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.Call(func=ast.Name(id="open")):
+                _refuse("open files", "the solution does not see them")
+            case ast.Attribute(attr=name) if name in _FILES:
+                _refuse(f"use '{name}'", "the solution does not see files of theirs")
+            case ast.Call(func=ast.Name(id="patch") | ast.Attribute(attr="patch"), args=[ast.Constant(value=name), *_]):
+                if name != "sys.stdout":
+                    _refuse(f"patch {name!r}", "the solution runs in another process")
+            case ast.Attribute(value=ast.Name(id="patch") | ast.Attribute(attr="patch"), attr="object" | "dict"):
+                _refuse("patch objects", "the solution runs in another process")
+            case ast.Assign(targets=[ast.Attribute(value=ast.Name(id="sys"), attr="stdin")]):
+                _refuse("replace sys.stdin", "the solution has its own; use cases of {input, output}")
+    defined = {n.name for n in ast.walk(tree) if isinstance(n, ast.FunctionDef) and "fixture" in _decorators(n)}
+    cases = {id(m) for n in ast.walk(tree) if isinstance(n, ast.ClassDef) and n.bases for m in n.body}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name.startswith("test"):
+            needed = {a.arg for a in node.args.args[: len(node.args.args) - len(node.args.defaults)]} - {"self"}
+            unknown = sorted(needed & _FIXTURES - defined - set(_decorators(node).replace(",", " ").split("'")))
+            if unknown and id(node) not in cases:
+                _refuse(f"use the fixture '{unknown[0]}'", "there are `capsys` and those that the tests define")
+
+
+def _decorators(node: ast.FunctionDef | ast.AsyncFunctionDef) -> str:
+    return " ".join(map(ast.unparse, node.decorator_list))
+
+
+def _refuse(what: str, why: str) -> None:
+    raise ValueError(f"the tests {what}: {why}; remove the row, or rewrite its tests")
+
+
+def shared_classes(setup: str, names: Sequence[str]) -> tuple[tuple[str, ...], str]:
+    """Returns the classes of a setup that both sides have, and the code that defines them.
+
+    Such a class only holds data: all its methods are special ones, as those of a node of a list. Any other may know
+    answers, so the solution gets no more of it than its name.
+    """
+    body = ast.parse(setup).body
+    classes = [n for n in body if isinstance(n, ast.ClassDef) and n.name not in names and _holds_data(n)]
+    imports = [n for n in body if isinstance(n, ast.Import | ast.ImportFrom)] if classes else []
+    return tuple(c.name for c in classes), "\n".join(map(ast.unparse, [*imports, *classes]))
+
+
+def _holds_data(node: ast.ClassDef) -> bool:
+    methods = [n.name for n in node.body if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)]
+    return all(name.startswith("__") for name in methods)
 
 
 def split_tests(tests: Sequence[str], names: Sequence[str]) -> list[str]:
@@ -133,6 +195,10 @@ class _Uses:
         names = {n.id for n in ast.walk(node) if isinstance(n, ast.Name)}
         return (names & self.undefined).union(*(flow.get(n, set()) for n in names))
 
+    def sources(self, node: ast.AST) -> set[str]:
+        """Returns the undefined names whose results are in an expression."""
+        return self._sources(node, self._flow)
+
     def _feeding(self, name: str) -> set[str]:
         """Returns the other functions whose results reach the arguments of calls of `name`."""
         calls = [call for n in ast.walk(self.tree) if (call := _call(n)) and call[0] == name]
@@ -180,6 +246,18 @@ def _helper(name: str, uses: _Uses, declared: bool) -> str:
     module = _openings().get(name, "")
     others = {n for n in uses.called - {name} if n not in _openings()}
     return module if declared or others or name in uses.outer or name not in uses.called else ""
+
+
+def _check_unambiguous(tree: ast.Module, uses: _Uses, helpers: Collection[str]) -> None:
+    """Refuses a test of nothing but a helper: it would be that of the standard library, not the solution's."""
+    for verdict in _verdicts(tree):
+        called = {call[0] for n in ast.walk(verdict) if (call := _call(n))} & uses.undefined
+        alone = called and called <= set(helpers) and not uses.sources(verdict) - set(helpers)
+        for name in sorted(called) if alone else ():
+            raise ValueError(
+                f"the tests ask {name}() alone, which may be the solution's or that of `{_openings()[name]}`; import it"
+                " in `setup`, or declare the names of the solution in a list `entry_point`"
+            )
 
 
 def _import(name: str, module: str) -> str:
@@ -233,6 +311,7 @@ def _assignments(node: ast.AST) -> Iterator[tuple[ast.AST, ast.AST]]:
 def _verdicts(tree: ast.AST) -> Iterator[ast.expr]:
     """Yields the expressions whose truth decides, without `not`, `and` and `or` around them."""
     pending = [n.test for n in ast.walk(tree) if isinstance(n, ast.Assert | ast.If | ast.While | ast.IfExp)]
+    pending += [n for n in ast.walk(tree) if isinstance(n, ast.Call) and _is_assertion(n.func)]
     while pending:
         match node := pending.pop():
             case ast.UnaryOp(op=ast.Not(), operand=operand):
@@ -241,6 +320,11 @@ def _verdicts(tree: ast.AST) -> Iterator[ast.expr]:
                 pending.extend(values)
             case _:
                 yield node
+
+
+def _is_assertion(function: ast.expr) -> bool:
+    """Whether it is a method of unittest, such as `self.assertEqual`."""
+    return isinstance(function, ast.Attribute) and function.attr.startswith("assert")
 
 
 def _operands(verdict: ast.expr) -> list[ast.expr]:

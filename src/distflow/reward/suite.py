@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from distflow.reward.entry_points import parse_python, solution_names, split_tests
-from distflow.reward.special_cases import input_key, python_inputs
+from distflow.reward.entry_points import parse_python, shared_classes, solution_names, split_tests
+from distflow.sandbox.special_cases import input_key, python_inputs
 
 _INPUT_KEYS, _OUTPUT_KEYS = ("input", "stdin"), ("output", "expected_output", "stdout", "expected")
 _MAX_PRIVATE = 1 << 28  # bytes of private tests, unpacked
@@ -38,7 +38,7 @@ class Suite:
     """All tests of a row. Tests that are Python take `names` from the solution, and nothing else.
 
     `setup` runs before them on their side, `prefix` before the program on the side of the solution. `inputs` are the
-    keys of what the tests give to it.
+    keys of what the tests give to it. `classes` hold data, so both sides have them; `shared` defines them.
     """
 
     tests: Sequence[str | ProgramCase | FunctionCase]
@@ -46,6 +46,8 @@ class Suite:
     setup: str = ""
     prefix: str = ""
     inputs: frozenset[str] = frozenset()
+    classes: Sequence[str] = ()
+    shared: str = ""
 
 
 @dataclass(frozen=True)
@@ -88,7 +90,8 @@ def _parse_suite(text: str, setup: str, entry: tuple[str, ...]) -> Suite:
     names, imports = solution_names(setup, code, entry)
     tests = [*others, *split_tests(code, names)]
     inputs = frozenset(given | python_inputs(code, names))
-    return Suite(tests, names, "\n".join(filter(None, [imports, setup])), parts.prefix, inputs)
+    classes, shared = shared_classes(setup, names)
+    return Suite(tests, names, "\n".join(filter(None, [imports, setup])), parts.prefix, inputs, classes, shared)
 
 
 def _parse(truth: Any, entry: Sequence[str]) -> _Parts:
@@ -98,7 +101,7 @@ def _parse(truth: Any, entry: Sequence[str]) -> _Parts:
         return _Parts(tests, entry=sorted(named))
     if not isinstance(truth, Mapping):
         return _Parts([])
-    for parse in (_parse_apps, _parse_live_code_bench, _parse_mbpp, _parse_human_eval):
+    for parse in (_parse_human_eval, _parse_apps, _parse_live_code_bench, _parse_mbpp):
         if parts := parse(truth, entry):
             return parts
     return _Parts([])

@@ -43,7 +43,7 @@ def _same_number(word: str, expected: str) -> bool:
         return False
     if not (number.is_finite() and target.is_finite()):
         return word == expected
-    return number == target or (target != int(target) and _close(float(number), float(target)))
+    return number == target or (target != target.to_integral_value() and _close(float(number), float(target)))
 
 
 def _close(value: float, expected: float) -> bool:

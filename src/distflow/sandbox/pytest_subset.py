@@ -1,11 +1,20 @@
 """What tests in data sets use of pytest: `raises`, `approx`, `mark.parametrize`, `fixture`."""
 
+import io
 import itertools
 import math
 import re
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
+
+
+class Captured(NamedTuple):
+    """What was printed."""
+
+    out: str
+    err: str
 
 
 class raises:  # noqa: N801 (pytest's name)
@@ -83,12 +92,29 @@ class _Mark:
 mark = _Mark()
 
 
-def fixture(function: Any = None, **_: Any) -> Any:
+def fixture(function: Any = None, autouse: bool = False, **_: Any) -> Any:
     """Marks a function whose value tests get by the name of a parameter."""
     if function is None:
-        return fixture
-    function.fixture = function
+        return lambda function: fixture(function, autouse)
+    function.fixture, function.autouse = function, autouse
     return function
+
+
+class CapturedOutput:
+    """The fixture `capsys`: what tests print, and what the solution prints when they call it."""
+
+    def __enter__(self) -> "CapturedOutput":
+        self._before = sys.stdout, sys.stderr
+        self.readouterr()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.stdout, sys.stderr = self._before
+
+    def readouterr(self) -> Captured:
+        texts = [s.getvalue() if isinstance(s, io.StringIO) else "" for s in (sys.stdout, sys.stderr)]
+        sys.stdout, sys.stderr = io.StringIO(), io.StringIO()
+        return Captured(*texts)
 
 
 def param(*values: Any, **_: Any) -> Any:

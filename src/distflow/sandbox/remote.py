@@ -1,19 +1,38 @@
 """Stand-ins, beside the tests, for what is in the solution's process."""
 
 import builtins
+import collections
+import datetime
+import dis
 import itertools
 import json
+import sys
 from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
-from distflow.sandbox.wire import pack, unpack
+from distflow.sandbox.wire import BUILTINS, Nodes, pack, unpack, unpack_nodes
 
-_MAX_REPLY = 1 << 26  # bytes
+_MAX_REPLY = 1 << 24  # bytes
 _MAX_TAKEN = 1024  # elements of an iterator that are read at once
 _MAX_ELEMENTS = 1_000_000  # of an iterator that is an argument
 # These steer the interpreter, so they would end loops of the tests.
 _NOT_RAISED = (StopIteration, StopAsyncIteration)
+_DATA = (
+    str, bytes, bytearray, list, tuple, dict, set, frozenset, int, float, complex, collections.deque,
+    collections.Counter, datetime.datetime, datetime.timedelta,
+)  # fmt: skip
+_MUTATORS = {
+    "add", "append", "appendleft", "clear", "discard", "extend", "insert", "pop", "popleft", "push", "remove",
+    "reverse", "sort", "update",
+}  # fmt: skip
+# Methods that tests call on data, arrays and frames. Only data may answer them: an object that the solution returns in
+# place of data would decide whether it is right. What changes an object is no verdict.
+_METHODS_OF_DATA = {n for kind in _DATA for n in dir(kind) if n[0] != "_"} - _MUTATORS | {
+    "all", "any", "array_equal", "compare", "eq", "equals", "isclose", "item", "max", "mean", "min", "ne", "std",
+    "sum", "to_dict", "tolist",
+}  # fmt: skip
+_DESCRIBING = {"__name__", "__qualname__"}
 
 
 class SolutionLostError(BaseException):
@@ -25,44 +44,81 @@ class SolutionError(Exception):
 
 
 class SolutionConnection:
-    """Sends requests to the solution's process; `lost` stays true whatever the tests catch."""
+    """Sends requests to the solution's process; `lost` stays true whatever the tests catch.
 
-    def __init__(self) -> None:
-        self._replies, self._requests = open(3, "rb"), open(4, "wb", buffering=0)  # noqa: SIM115
+    Without a solution (`dry`) it counts the first question and is lost. Objects of `classes`, which the tests define,
+    arrive as such.
+    """
+
+    def __init__(self, dry: bool = False) -> None:
+        if not dry:
+            self._replies, self._requests = open(3, "rb"), open(4, "wb", buffering=0)  # noqa: SIM115
         self.loaded = self.lost = False
+        self.classes: dict[str, type] = {}
         self.calls = 0  # that were answered
         self.asked = 0  # those, and other questions that were answered with a value
-        self._number = 0  # of requests
         self.strange: list[str] = []  # what no honest program does
+        self.numbers: deque[Any] = deque(maxlen=256)  # that the solution answered last
+        self._dry = dry
+        self._number = 0  # of requests
+        self.named: dict[str, RemoteObject] = {}  # what the tests take from the solution
+        self._views: dict[tuple[int, bool], RemoteObject] = {}
 
     def request(self, operation: str, target: str | int, *args: Any, **kwargs: Any) -> Any:
-        payload = [
-            self._number,
-            operation,
-            target,
-            [pack(a, _ref_of) for a in args],
-            {k: pack(v, _ref_of) for k, v in kwargs.items()},
-        ]
+        return self._request(operation, target, args, kwargs, False)
+
+    def change(self, target: str | int, *args: Any, **kwargs: Any) -> Any:
+        """Calls a function that may change its arguments."""
+        return self._request("call", target, args, kwargs, True)
+
+    def _request(self, operation: str, target: str | int, args: Any, kwargs: dict[str, Any], changing: bool) -> Any:
+        if self._dry:
+            self.asked += 1
+            self.lost = True
+            raise SolutionLostError("there is no solution")
+        nodes = Nodes()
+
+        def make_ref(value: Any) -> dict[str, Any]:
+            if self.classes.get(type(value).__name__) is type(value):
+                return nodes.add(value)
+            if isinstance(value, Iterator) and not isinstance(value, RemoteObject):
+                return {"iterator": [pack(v, make_ref) for v in itertools.islice(value, _MAX_ELEMENTS)]}
+            return _ref_of(value)
+
+        packed = [pack(a, make_ref) for a in args], {k: pack(v, make_ref) for k, v in kwargs.items()}
+        payload = [self._number, operation, target, *packed, nodes.pack(make_ref), changing]
         reply = self._exchange(json.dumps(payload).encode() + b"\n")
         self.calls += operation == "call"
         try:
+            printed = str(reply[-1])
             if reply[1] == "ok":
-                value = unpack(reply[2], self._resolve_ref)
-                for key, content in reply[3].items():
-                    _update_in_place(
-                        kwargs[key] if key in kwargs else args[int(key)], unpack(content, self._resolve_ref)
-                    )
+                value = self._receive(reply, args, kwargs if changing else {}, changing)
                 # A mere reference says nothing yet about the solution.
                 self.asked += operation == "call" or not isinstance(value, RemoteObject)
-                return value
-            self.asked += 1
-            _, _, name, message = reply
-            error = _error(name, message)
-        except Exception as e:
+                error = None
+            else:
+                self.asked += 1
+                _, _, name, message, _ = reply
+                error = _error(name, message)
+        except (Exception, MemoryError) as e:
             raise self._lose("it sent what is no reply") from e
+        if printed:
+            sys.stdout.write(printed)
         if isinstance(error, SolutionError):
             self._note(f"it raised {name}")
-        raise error
+        if error is not None:
+            raise error
+        return value
+
+    def _receive(self, reply: Any, args: Any, kwargs: dict[str, Any], changing: bool) -> Any:
+        _, _, content, changed, nodes, _ = reply
+        resolve_ref = unpack_nodes(nodes, self.classes, self._resolve_ref)
+        value = unpack(content, resolve_ref)
+        if type(value) in (bool, int, float, complex):
+            self.numbers.append(value)
+        for key, after in changed.items() if changing else ():
+            _update_in_place(kwargs[key] if key in kwargs else args[int(key)], unpack(after, resolve_ref))
+        return value
 
     def _exchange(self, request: bytes) -> Any:
         """Returns the reply to a request; every reply has the number of its request."""
@@ -82,12 +138,12 @@ class SolutionConnection:
         return reply
 
     def _read(self) -> Any:
-        line = self._replies.readline(_MAX_REPLY)
-        if not line.endswith(b"\n"):
-            raise self._lose()  # it has ended, or its reply is too long
         try:
+            line = self._replies.readline(_MAX_REPLY)
+            if not line.endswith(b"\n"):
+                raise self._lose()  # it has ended, or its reply is too long
             return json.loads(line)
-        except (ValueError, RecursionError) as e:
+        except (ValueError, RecursionError, MemoryError) as e:
             raise self._lose("it sent what is no reply") from e
 
     def _lose(self, strange: str = "") -> SolutionLostError:
@@ -99,29 +155,68 @@ class SolutionConnection:
         if strange and strange not in self.strange:
             self.strange.append(strange)
 
-    def _resolve_ref(self, kind: str, ref: Any) -> "RemoteObject":
-        return {"ref": RemoteObject, "iterate": RemoteIterator}[kind](self, int(ref))
+    def _resolve_ref(self, kind: str, ref: Any) -> Any:
+        if kind == "builtin":
+            return BuiltinType(BUILTINS[ref])
+        if kind == "await":
+            return self._await(int(ref))
+        return RemoteIterator(self, int(ref)) if kind == "iterate" else self.view({"ref": int(ref)}[kind], False)
+
+    def view(self, target: int, tested: bool) -> "RemoteObject":
+        """Returns the stand-in of an object; there is one of each, so that tests may ask whether two are the same."""
+        return self._views.setdefault((target, tested), RemoteObject(self, target, tested))
+
+    async def _await(self, target: int) -> Any:
+        return self.request("await", target)
+
+
+class BuiltinType:
+    """A builtin class that the solution returned: it may be compared, but has no methods that tests could call."""
+
+    def __init__(self, kind: type) -> None:
+        self._kind, self.__name__ = kind, kind.__name__
+
+    def __eq__(self, other: object) -> bool:
+        return (other._kind if isinstance(other, BuiltinType) else other) is self._kind
+
+    def __hash__(self) -> int:
+        return hash(self._kind)
+
+    def __repr__(self) -> str:
+        return repr(self._kind)
 
 
 class RemoteObject:
     """A name of the solution, or an object in its process.
 
-    Only data can be compared, so comparing this raises: the solution must not say itself whether it is right.
+    Only data can be compared, so comparing this raises: the solution must not say itself whether it is right. Classes
+    that the tests name and their instances are what is `tested`, so all their methods may be called.
     """
 
-    def __init__(self, connection: SolutionConnection, target: str | int) -> None:
-        self.__dict__.update(_connection=connection, _target=target, __name__=str(target))
+    def __init__(self, connection: SolutionConnection, target: str | int, tested: bool = False) -> None:
+        tested = tested or (isinstance(target, str) and target.lstrip("_")[:1].isupper())
+        self.__dict__.update(_connection=connection, _target=target, _tested=tested, _asked=0)
 
     def _request(self, operation: str, *args: Any, **kwargs: Any) -> Any:
         return self._connection.request(operation, self._target, *args, **kwargs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._request("call", *args, **kwargs)
+        return self._made(self._request("call", *args, **kwargs))
+
+    def _change(self, *args: Any, **kwargs: Any) -> Any:
+        return self._made(self._connection.change(self._target, *args, **kwargs))
+
+    def _made(self, value: Any) -> Any:
+        makes_instances = self._tested and isinstance(self._target, str)
+        return self._connection.view(value._target, True) if makes_instances and type(value) is RemoteObject else value
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
+        if name.startswith("__") and name not in _DESCRIBING:
             raise AttributeError(name)
-        return self._request("getattr", name)
+        value = self._request("getattr", name)
+        if isinstance(value, RemoteObject) and name in _METHODS_OF_DATA and not self._tested:
+            raise SolutionError(f"{name}() of an object that the solution returned would decide about it")
+        return value
 
     def __setattr__(self, name: str, value: Any) -> None:
         self._request("setattr", name, value)
@@ -140,6 +235,8 @@ class RemoteObject:
         return iterator
 
     def __contains__(self, value: Any) -> bool:
+        if self._tested:
+            return self._request("contains", value) is True
         return value in list(self)
 
     def __len__(self) -> int:
@@ -153,6 +250,23 @@ class RemoteObject:
 
     def __repr__(self) -> str:
         return str(self._request("repr"))
+
+    def __instancecheck__(self, value: Any) -> bool:
+        return isinstance(value, RemoteObject) and self._request("isinstance", value) is True
+
+    def __subclasscheck__(self, value: Any) -> bool:
+        return isinstance(value, RemoteObject) and self._request("issubclass", value) is True
+
+    def __enter__(self) -> Any:
+        value = self._request("enter")
+        self.__dict__["_asked"] = self._connection.asked
+        return value
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> bool:
+        """It may swallow an exception that the tests raise on purpose, but no verdict and no answer of its own."""
+        on_purpose = error is not None and self._connection.asked == self._asked and _is_raised_on_purpose(error, trace)
+        swallowed = self._request("exit", error is None or type(error).__name__, str(error)[:1000])
+        return on_purpose and swallowed is True
 
     def __eq__(self, other: object) -> bool:
         if other is None or other is self:
@@ -185,12 +299,43 @@ class RemoteIterator(RemoteObject):
         return self._buffer.popleft()
 
 
+def changing(function: Any) -> Any:
+    """Returns the function itself, or what calls one of the solution's and lets it change its arguments."""
+    return function._change if isinstance(function, RemoteObject) else function
+
+
+def type_of(value: Any) -> Any:
+    """Returns the type of a value; that of an object of the solution is the solution's."""
+    if not isinstance(value, RemoteObject):
+        return type(value)
+    kind = value._request("type")
+    return value._connection.named.get(kind.__name__, kind)
+
+
+def doc_of(value: Any) -> Any:
+    """Returns the docstring of a value, the solution's if it is an object of the solution."""
+    return value._request("getattr", "__doc__") if isinstance(value, RemoteObject) else value.__doc__
+
+
+def _is_raised_on_purpose(error: BaseException, trace: Any) -> bool:
+    if isinstance(error, AssertionError | SolutionError | SolutionLostError):
+        return False
+    while trace.tb_next:
+        trace = trace.tb_next
+    instructions = {i.offset: i.opname for i in dis.get_instructions(trace.tb_frame.f_code)}
+    return instructions.get(trace.tb_lasti) == "RAISE_VARARGS"
+
+
 def _ref_of(value: Any) -> dict[str, Any]:
-    if isinstance(value, Iterator) and not isinstance(value, RemoteObject):
-        return {"iterator": [pack(v, _ref_of) for v in itertools.islice(value, _MAX_ELEMENTS)]}
-    if isinstance(value, RemoteObject) and isinstance(value._target, int):
+    if isinstance(value, RemoteObject):
         return {"ref": value._target}
+    if isinstance(value, BuiltinType) or _is_builtin(value):
+        return {"builtin": value.__name__}
     return {"opaque": type(value).__name__}  # the solution gets an object without attributes
+
+
+def _is_builtin(value: Any) -> bool:
+    return BUILTINS.get(getattr(value, "__name__", "")) is value
 
 
 def _error(name: Any, message: Any) -> Exception:
@@ -211,5 +356,8 @@ def _update_in_place(old: Any, new: Any) -> None:
     elif isinstance(old, dict | set) and isinstance(new, type(old)):
         old.clear()
         old.update(new)
+    elif type(old) is type(new) and hasattr(old, "__dict__"):
+        vars(old).clear()
+        vars(old).update(vars(new))
     else:
         raise TypeError("an immutable argument was changed")

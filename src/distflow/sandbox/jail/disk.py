@@ -7,8 +7,9 @@ import stat
 MAX_INODES = 4096  # files and folders a program may create
 
 
-def exceeds(folder: str, max_bytes: int, pid: int) -> bool:
-    """Whether a program has written more bytes or files than it may, also files that it has removed and still uses."""
+def count_files(folder: str, max_bytes: int, pid: int) -> int:
+    """Returns how many files and folders a program has made; -1 if they are more than it may make, or have more bytes,
+    also in files that it has removed and still uses."""
     size, count = _unlinked_bytes(folder, pid), 0
     folders = [folder]
     while folders:
@@ -19,14 +20,14 @@ def exceeds(folder: str, max_bytes: int, pid: int) -> bool:
                     with contextlib.suppress(FileNotFoundError):
                         size += entry.stat(follow_symlinks=False).st_blocks * 512
                     if size > max_bytes or count > MAX_INODES:
-                        return True
+                        return -1
                     if entry.is_dir(follow_symlinks=False):
                         folders.append(entry.path)
         except FileNotFoundError:
             continue  # the program removed it meanwhile
         except OSError:
-            return True  # nested so deep that its path is too long
-    return size > max_bytes
+            return -1  # nested so deep that its path is too long
+    return -1 if size > max_bytes else count
 
 
 def _unlinked_bytes(folder: str, pid: int) -> int:

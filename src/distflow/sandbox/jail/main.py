@@ -10,6 +10,7 @@ import gc
 import glob
 import json
 import os
+import resource
 import select
 import signal
 import socket
@@ -49,7 +50,7 @@ class Jail:
         }
         self.refusals = {name: system.refusal(attempts[name]) for name in attempts if name in mechanisms}
         self.namespaces, use_landlock, use_seccomp = (self.refusals.get(name) == 0 for name in attempts)
-        self.thread_gate = use_seccomp and not system.refusal(self._open_thread_gate)
+        self.gated = use_seccomp and not system.refusal(self._open_gate)
         if self.namespaces:
             system.new_namespaces()
         self.landlock = landlock.version() if use_landlock else 0
@@ -88,8 +89,8 @@ class Jail:
         }
         polled = f"checked every {_POLL_S * 1000:g} ms"
         return {name: " and ".join(mechanisms[name]) for name in mechanisms if refused.get(name)} | {
-            "disk": "a tmpfs of its own" if self.tmpfs else polled,
-            "threads": "seccomp" if self.thread_gate else polled,
+            "disk": "a tmpfs of its own" if self.tmpfs else f"seccomp and {polled}" if self.gated else polled,
+            "threads": "seccomp" if self.gated else polled,
         }
 
     def run(self, job: Mapping[str, Any], fds: Sequence[int], channel: socket.socket) -> dict[str, Any]:
@@ -134,14 +135,14 @@ class Jail:
             return lambda: program.execute(source)
 
     def _isolate(self, job: Mapping[str, Any], reports: int | None) -> None:
-        """Isolates this process; sends the gate through which it starts threads to `reports`."""
+        """Isolates this process; sends the gate through which it starts threads and files to `reports`."""
         system.set_limits(job)
         # Without a file system of its own, the files that it has removed and still uses are counted from outside.
         system.drop_privileges(visible=bool(self.landlock and not self.tmpfs))
         if self.landlock:
             self._restrict(self.ruleset)
-        if self.thread_gate and reports is not None:
-            gate = seccomp.install_thread_gate()
+        if self.gated and reports is not None:
+            gate = seccomp.install_gate(files=not self.tmpfs)
             system.raise_limit_of_open_files()
             with socket.socket(fileno=os.dup(reports)) as sock:
                 socket.send_fds(sock, [_GATE], [gate])
@@ -159,9 +160,9 @@ class Jail:
         system.forbid_new_privileges()
         calls.install()
 
-    def _open_thread_gate(self) -> int:
+    def _open_gate(self) -> int:
         system.forbid_new_privileges()
-        return seccomp.install_thread_gate()
+        return seccomp.install_gate(files=True)
 
     def _watch(self, pid: int, job: Mapping[str, Any], channel: socket.socket, gates: Sequence[int]) -> str:
         """Waits until the program ends, or kills it at a limit; returns what ended it."""
@@ -170,31 +171,30 @@ class Jail:
         poll = select.poll()
         for fd in (process, channel.fileno(), *gates):
             poll.register(fd, select.POLLIN)
+        files = None if self.tmpfs else _Files(self.work, job["disk"], pid)
         try:
             while True:
                 left = deadline - time.monotonic()
                 ready = dict(poll.poll(1000 * max(0.0, min(left, _POLL_S))))
                 if process in ready:
                     return "exited"
-                starting = [gate for gate in gates if ready.get(gate, 0) & select.POLLIN]
-                stopped = channel.fileno() in ready
-                end = "stopped" if stopped else "timeout" if left <= 0 else self._exceeded(pid, job, len(starting))
+                waiting = [g for g in gates if ready.get(g, 0) & select.POLLIN]
+                requests = [(gate, *request) for gate in waiting if (request := seccomp.receive_request(gate))]
+                starting = sum(is_thread for _, _, is_thread in requests)
+                end = "stopped" if channel.fileno() in ready else "timeout" if left <= 0 else ""
+                if not end and _threads(pid) + starting > job["threads"]:
+                    end = "threads"
+                if not end and files and files.exceed(len(requests) - starting):
+                    end = "disk"
                 if end:
                     signal.pidfd_send_signal(process, signal.SIGKILL)
                     return end
-                for gate in gates:
-                    if gate in starting:
-                        seccomp.let_thread_start(gate)
-                    elif gate in ready:  # the last thread has ended
-                        poll.unregister(gate)
+                for gate, number, _ in requests:
+                    seccomp.let_go_on(gate, number)
+                for gate in ready.keys() & set(gates) - set(waiting):  # the last thread has ended
+                    poll.unregister(gate)
         finally:
             os.close(process)
-
-    def _exceeded(self, pid: int, job: Mapping[str, Any], starting: int) -> str:
-        """Returns which limit a program exceeds, if any, once so many more threads have started."""
-        if _threads(pid) + starting > job["threads"]:
-            return "threads"
-        return "disk" if not self.tmpfs and disk.exceeds(self.work, job["disk"], pid) else ""
 
     def _kill_orphans(self) -> None:
         """Kills processes the program left behind. seccomp prevents any; this is a second line of defence."""
@@ -228,6 +228,36 @@ class Jail:
             _remove(self.work)
             os.mkdir(self.work, 0o700)
             os.chmod(self.folder, 0o500)
+
+
+class _Files:
+    """Limits what a program writes where it has no file system of its own.
+
+    What is there is measured from time to time. Between two measurements a program cannot write much more than it may:
+    each file that it creates lowers the size that the kernel allows to any of them.
+    """
+
+    def __init__(self, folder: str, max_bytes: int, pid: int) -> None:
+        self._folder, self._max_bytes, self._pid = folder, max_bytes, pid
+        self._count, self._measured = 0, time.monotonic()
+
+    def exceed(self, created: int) -> bool:
+        """Whether a program has written more than it may, when it is about to create so many files."""
+        self._count += created
+        doubled = created and self._count & (self._count - 1) == 0
+        if doubled or time.monotonic() - self._measured >= _POLL_S:
+            found = disk.count_files(self._folder, self._max_bytes, self._pid)
+            self._count, self._measured = found + created, time.monotonic()
+            if found < 0:
+                return True
+        if created:
+            self._lower(self._max_bytes // max(1, self._count))
+        return False
+
+    def _lower(self, size: int) -> None:
+        with contextlib.suppress(ProcessLookupError):  # it has been killed meanwhile
+            if size < resource.prlimit(self._pid, resource.RLIMIT_FSIZE)[1]:
+                resource.prlimit(self._pid, resource.RLIMIT_FSIZE, (size, size))
 
 
 class _ForkGuard:

@@ -2,6 +2,7 @@
 
 import atexit
 import builtins
+import importlib
 import os
 import sys
 import threading
@@ -10,6 +11,29 @@ import types
 from collections.abc import Callable
 
 from distflow.sandbox.jail import MEMORY_EXIT_CODE
+
+_RECURSION = 50_000
+_MODULES = (
+    "bisect", "collections", "copy", "datetime", "functools", "heapq", "io", "itertools", "json", "math", "operator",
+    "os", "random", "re", "statistics", "string", "sys", "time", "typing",
+)  # fmt: skip
+_NAMES_OF = ("typing", "operator", "statistics", "random", "string", "copy", "bisect", "heapq", "datetime", "functools",
+             "collections", "itertools", "math")  # fmt: skip
+
+
+def _imported() -> dict[str, object]:
+    """Returns what programs use without importing it, since the harnesses of public data sets import it for them.
+
+    As builtins, they are no names of a program: one that does not define what the tests call does not have it.
+    """
+    found: dict[str, object] = {}
+    for module in map(importlib.import_module, _NAMES_OF):
+        names = getattr(module, "__all__", None) or dir(module)
+        found |= {n: getattr(module, n) for n in names if n[0] != "_" and not hasattr(builtins, n)}
+    return found | {name: importlib.import_module(name) for name in _MODULES}
+
+
+_IMPORTED = _imported()
 
 
 def run_and_exit(program: Callable[[], None]) -> None:
@@ -47,8 +71,12 @@ def _shut_down(code: int) -> int:
 
 
 def execute(source: bytes) -> None:
+    """Runs a program with what harnesses of such programs give: common imports, deep recursion, long numbers."""
+    sys.setrecursionlimit(_RECURSION)
+    sys.set_int_max_str_digits(0)
     main = types.ModuleType("__main__")
     sys.modules["__main__"] = main
     sys.argv = ["program"]
     vars(builtins).update(exit=sys.exit, quit=sys.exit)  # the module `site` adds them, which the jail does not import
+    vars(builtins).update(_IMPORTED)
     exec(compile(source, "program.py", "exec"), main.__dict__)  # the untrusted program

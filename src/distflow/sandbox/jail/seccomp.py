@@ -33,8 +33,13 @@ _DENIED = {
     "utimes": (235, -1), "futimesat": (261, -1), "utimensat": (280, 88), "open_by_handle_at": (304, 265),
     "name_to_handle_at": (303, 264),
     # memory that no limit counts or that outlives the process
-    "memfd_create": (319, 279), "memfd_secret": (447, 447), "shmget": (29, 194), "msgget": (68, 186),
-    "semget": (64, 190), "mq_open": (240, 180), "add_key": (248, 217), "request_key": (249, 218), "keyctl": (250, 219),
+    "memfd_create": (319, 279), "memfd_secret": (447, 447), "add_key": (248, 217), "request_key": (249, 218),
+    "keyctl": (250, 219), "modify_ldt": (154, -1),
+    # memory, semaphores and queues of other processes: their numbers can be guessed
+    "shmget": (29, 194), "shmat": (30, 196), "shmctl": (31, 195), "shmdt": (67, 197), "semget": (64, 190),
+    "semop": (65, 193), "semctl": (66, 191), "semtimedop": (220, 192), "msgget": (68, 186), "msgsnd": (69, 189),
+    "msgrcv": (70, 188), "msgctl": (71, 187), "mq_open": (240, 180), "mq_unlink": (241, 181),
+    "mq_timedsend": (242, 182), "mq_timedreceive": (243, 183), "mq_notify": (244, 184), "mq_getsetattr": (245, 185),
     # namespaces and mounts
     "unshare": (272, 97), "setns": (308, 268), "mount": (165, 40), "umount2": (166, 39), "pivot_root": (155, 41),
     "chroot": (161, 51), "open_tree": (428, 428), "open_tree_attr": (467, 467), "move_mount": (429, 429),
@@ -49,12 +54,13 @@ _DENIED = {
     "clock_adjtime": (305, 266), "adjtimex": (159, 171), "sethostname": (170, 161), "setdomainname": (171, 162),
     "acct": (163, 89), "syslog": (103, 116), "iopl": (172, -1), "ioperm": (173, -1), "personality": (135, 92),
 }  # fmt: skip
-# A filter cannot see the arguments of these; callers fall back to the older calls.
-_NOT_IMPLEMENTED = {"clone3": (435, 435), "openat2": (437, 437)}
+# A filter cannot see the arguments of the first two, the third fills a disk at once; callers fall back to other calls.
+_NOT_IMPLEMENTED = {"clone3": (435, 435), "openat2": (437, 437), "copy_file_range": (326, 285)}
 _BY_ARGUMENT = {
     "clone": (56, 220), "kill": (62, 129), "tgkill": (234, 131), "socketpair": (53, 199), "prctl": (157, 167),
     "prlimit64": (302, 261), "setrlimit": (160, 164), "sendto": (44, 206), "fcntl": (72, 25), "ioctl": (16, 29),
-    "open": (2, -1), "openat": (257, 56), "truncate": (76, 45),
+    "open": (2, -1), "openat": (257, 56), "creat": (85, -1), "mknod": (133, -1), "mknodat": (259, 33),
+    "truncate": (76, 45), "fallocate": (285, 47),
 }  # fmt: skip
 
 _MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}  # column above, AUDIT_ARCH value
@@ -64,7 +70,7 @@ _ALLOW, _KILL, _ERRNO, _NOTIFY = 0x7FFF0000, 0x80000000, 0x00050000, 0x7FC00000
 _LOAD, _AND, _RETURN, _EQUAL, _AT_LEAST, _ANY_BIT = 0x20, 0x54, 0x06, 0x15, 0x35, 0x45
 _X32 = 0x40000000  # set in the numbers of the x32 ABI, a second table of the same calls
 _THREAD = 0x10000 | 0x400 | 0x200  # flags of clone: a thread, with the same descriptors and working directory
-_O_TRUNC, _O_ACCMODE, _AF_UNIX, _SOCK_STREAM, _SOCK_TYPE = 0x200, 3, 1, 1, 0xF
+_O_CREATE, _O_TRUNC, _O_ACCMODE, _AF_UNIX, _SOCK_STREAM, _SOCK_TYPE = 0x40 | 0x400000, 0x200, 3, 1, 1, 0xF
 _NEW_LISTENER, _RECEIVE, _SEND, _CONTINUE = 8, 0xC0502100, 0xC0182101, 1
 
 Instruction = tuple[int, int, int, int]  # of BPF: opcode, instructions to skip if true, if false, operand
@@ -83,20 +89,33 @@ class Filter:
         _install(_pack(_own_rules(self._machine, os.getpid())) + self._common, 0)
 
 
-def install_thread_gate() -> int:
-    """Makes every thread wait before it starts; returns the descriptor with which another process lets it start."""
+def install_gate(files: bool) -> int:
+    """Makes every thread wait before it starts, and with `files` before it creates a file; returns the descriptor with
+    which another process lets it go on."""
     column, architecture = _MACHINES[_machine()]
-    clone = _BY_ARGUMENT["clone"][column]
-    program = [*_check_architecture(architecture), (_EQUAL, 0, 1, clone), _return(_NOTIFY), _return(_ALLOW)]
-    return _install(_pack(program), _NEW_LISTENER)
+    program = _check_architecture(architecture) + _rule(_BY_ARGUMENT["clone"][column], [_return(_NOTIFY)])
+    for name in ("creat", "mknod", "mknodat") if files else ():
+        program += _rule(_BY_ARGUMENT[name][column], [_return(_NOTIFY)])
+    for name, flags in (("open", 1), ("openat", 2)) if files else ():
+        creates = [_argument(flags), (_ANY_BIT, 0, 1, _O_CREATE), _return(_NOTIFY)]
+        program += _rule(_BY_ARGUMENT[name][column], creates)
+    return _install(_pack([*program, _return(_ALLOW)]), _NEW_LISTENER)
 
 
-def let_thread_start(gate: int) -> None:
-    """Lets the thread start that waits at the gate."""
+def receive_request(gate: int) -> tuple[int, bool] | None:
+    """Returns the number of the request that waits at the gate, and whether it is for a thread; None if it is gone."""
     request = bytearray(80)
-    with contextlib.suppress(FileNotFoundError):  # it has been killed meanwhile
+    try:
         fcntl.ioctl(gate, _RECEIVE, request)
-        fcntl.ioctl(gate, _SEND, struct.pack("QqiI", struct.unpack_from("Q", request)[0], 0, 0, _CONTINUE))
+    except FileNotFoundError:  # it has been killed meanwhile
+        return None
+    number, call = struct.unpack_from("Q8xi", request)
+    return number, call == _BY_ARGUMENT["clone"][_MACHINES[_machine()][0]]
+
+
+def let_go_on(gate: int, number: int) -> None:
+    with contextlib.suppress(FileNotFoundError):  # it has been killed meanwhile
+        fcntl.ioctl(gate, _SEND, struct.pack("QqiI", number, 0, 0, _CONTINUE))
 
 
 def _machine() -> str:
@@ -147,10 +166,11 @@ def _common_rules(machine: str, deny_truncate: bool) -> list[Instruction]:
     # These make a descriptor send signals to any process: F_SETOWN, F_SETSIG, F_SETOWN_EX; FIOSETOWN, SIOCSPGRP.
     # F_SETLEASE and F_NOTIFY act on what others do with a file, F_SETPIPE_SZ takes from a limit of the user.
     rules["fcntl"] = _deny_if(1, 8, 10, 15, 1024, 1026, 1031)
-    rules["ioctl"] = _deny_if(1, 0x8901, 0x8902)
+    rules["ioctl"] = _deny_if(1, 0x8901, 0x8902, 0x40049409, 0x4020940D)  # the last two, FICLONE…, fill a disk
     # O_RDONLY | O_TRUNC truncates a file, which the first versions of Landlock do not count as writing.
     for name, flags in (("open", 1), ("openat", 2)):
         rules[name] = [_argument(flags), (_AND, 0, 0, _O_TRUNC | _O_ACCMODE), (_EQUAL, 0, 1, _O_TRUNC), deny]
+    rules["fallocate"] = [_return(_ERRNO | errno.EOPNOTSUPP)]  # it fills a disk at once; callers write instead
     if deny_truncate:
         rules["truncate"] = [deny]
     for name, rule in rules.items():

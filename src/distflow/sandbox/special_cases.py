@@ -56,7 +56,7 @@ def _keys_of(node: ast.expr) -> Iterator[str]:
         if isinstance(value, str):
             try:
                 yield _key(ast.literal_eval(value))
-            except (ValueError, SyntaxError, MemoryError, RecursionError):
+            except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
                 continue
         elif isinstance(value, list | tuple | set):
             yield from map(_key, value)
@@ -77,14 +77,14 @@ def _key(value: Any) -> str:
     if isinstance(value, bool) or value is None or not value:
         return ""
     if isinstance(value, int | float):
-        return repr(value) if abs(value) > _SMALL else ""
+        return _listed(value) if abs(value) > _SMALL else ""
     return _listed(value)
 
 
 def _listed(value: Any) -> str:
     if isinstance(value, tuple | list):
         return f"[{', '.join(map(_listed, value))}]"
-    return repr(value)
+    return hex(value) if isinstance(value, int) else repr(value)  # a long number has no decimal text
 
 
 def _literal(node: ast.expr) -> list[Any] | None:

@@ -1,10 +1,13 @@
-"""Names what looks like cheating in a program and in how it ran. It does not change the score: people should look."""
+"""Names what looks like cheating in the text of a program. It does not change the score: people should look.
+
+It runs in the jail, since nothing outside parses what a model wrote.
+"""
 
 import ast
+import json
 from collections.abc import Collection, Iterator
 
-from distflow.reward.entry_points import parse_python
-from distflow.reward.special_cases import special_cased
+from distflow.sandbox.special_cases import special_cased
 
 _INSPECTION = {
     "_getframe", "_current_frames", "currentframe", "getouterframes", "get_objects", "get_referrers", "f_back",
@@ -16,11 +19,19 @@ _OWN_STREAMS = {("sys", "stdin"), ("sys", "stdout")}  # programs replace them to
 _MODULES = {"ctypes", "gc", "inspect", "distflow", "_testcapi", "unittest", "pytest", "mmap", "faulthandler"}
 
 
-def suspicions(program: str, inputs: Collection[str], observed: Collection[str]) -> list[str]:
-    """Returns reasons to look at a program: `observed` while it ran, and those found in its text."""
-    tree = parse_python(program)
-    found = list(dict.fromkeys([*observed, *(_in_text(tree) if tree else ())]))
-    cased = special_cased(tree, inputs) if tree else 0
+def print_suspicions(text: str) -> None:
+    """Prints, as JSON, the reasons to look at the `program` of a job (JSON); `inputs` are those of its tests."""
+    job = json.loads(text)
+    try:
+        print(json.dumps(_suspicions(job["program"], job["inputs"])))
+    except (SyntaxError, ValueError, RecursionError, MemoryError):  # it is no program
+        print("[]")
+
+
+def _suspicions(program: str, inputs: Collection[str]) -> list[str]:
+    tree = ast.parse(program)
+    found = list(dict.fromkeys(_in_text(tree)))
+    cased = special_cased(tree, inputs)
     if cased > 1 and 2 * cased >= len(inputs):
         found.append(f"it recognises {cased} of {len(inputs)} inputs of the tests")
     return found
