@@ -24,6 +24,7 @@ from distflow.config import Config
 from distflow.liveness.failures import Failure, find_cause
 from distflow.liveness.heartbeat import LAUNCHER_FOLDER, pids
 from distflow.run_folder import WORKERS
+from distflow.util.patient_files import memory_folder
 
 logger = logging.getLogger(__name__)
 # Signals on which torchelastic ends the run. SIGINT is ours; older versions take it as well, and ignore a second one.
@@ -84,7 +85,7 @@ def _run_workers(config: Config, command: Sequence[str], interrupt: _Interrupt, 
     """Runs all workers until they end; returns why, if they failed."""
     workers, link = config.workers or 1, config.run_folder / WORKERS
     # Not in the run's folder, which may be on a network, or full: torchelastic would wait for its own file for ever.
-    memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+    memory = memory_folder((1 + workers) << 16)
     with tempfile.TemporaryDirectory(prefix="distflow-", dir=memory) as temporary, _linked(link, temporary):
         folder = interrupt.folder = Path(temporary)
         os.environ[LAUNCHER_FOLDER] = temporary

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from distflow.comm.transport import is_peer_lost, short_message
-from distflow.errors import DistflowError, NodeError, PeerLostError, StuckError
+from distflow.errors import CheckpointError, DistflowError, NodeError, PeerLostError, StuckError
 from distflow.liveness.heartbeat import read_record, step_name
 from distflow.liveness.watchdog import PACKAGE
 from distflow.util.files import write_atomically
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 Kind = Literal[
     "user_error",  # in the config, flow, placement or data, before the first step
     "node",  # the user's code or data failed in a step
+    "checkpoint",  # one could not be written, or a role has a state that cannot be
     "exception",  # anything else that was raised
     "stuck",  # a worker waited too long
     "peer_lost",  # this worker only noticed that another one is gone
@@ -62,6 +63,8 @@ def _kind(error: BaseException, step: int) -> Kind:
             return "peer_lost"
         case NodeError():
             return "node"
+        case CheckpointError() if step >= 0:
+            return "checkpoint"
         case DistflowError():
             return "user_error" if step < 0 else "node"
     return "peer_lost" if is_peer_lost(error) else "exception"
@@ -113,7 +116,7 @@ def find_cause(folder: Path, exits: "Mapping[int, ProcessFailure]") -> Failure:
 
 def why_not_restart(failure: Failure, previous: Failure | None, checkpoint: int | None) -> str | None:
     """Returns why another attempt would fail like this one; None if it may succeed, as after a lost or stuck worker."""
-    if failure.kind == "user_error":
+    if failure.kind in ("user_error", "checkpoint"):
         return "it would fail again"
     if failure.kind == "node" and checkpoint is None:
         return "it would fail again, as there is no checkpoint yet"

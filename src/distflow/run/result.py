@@ -12,7 +12,7 @@ from typing import Any
 
 from distflow.errors import DistflowError
 from distflow.run_folder import CHECKPOINTS, METRICS, checkpoint_dir
-from distflow.util.lines import Tail, parse
+from distflow.util.lines import Tail, step_row
 
 POLL_S = 0.2
 
@@ -82,7 +82,8 @@ class StepCalls:
         for row in _new_rows(self._tail):
             step = int(row["step"])
             # Before the run has started, the file may be that of an earlier one; after a restart, steps come again.
-            if row["time"] >= self._start and step > self._last:
+            when = row.get("time")
+            if isinstance(when, int | float) and when >= self._start and step > self._last:
                 self._last = step
                 self._function(step, row)
 
@@ -90,5 +91,5 @@ class StepCalls:
 def _new_rows(tail: Tail) -> Iterator[dict[str, Any]]:
     """Yields the rows of complete lines that were written since the last time."""
     for _, line in tail.lines():
-        if row := parse(line):
+        if row := step_row(line):
             yield row
