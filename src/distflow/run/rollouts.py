@@ -135,8 +135,8 @@ class Rollouts:
             why = f"the flow has no node '{min(dropped)}' that generates"
         ids = cut(format_ranks(tuple(sorted(set().union(*dropped.values())))), 300)
         return (
-            f"{why}; rollouts of steps {format_ranks(tuple(sorted(steps)))} are dropped and samples {ids} generated again;"
-            " set it back to use them"
+            f"{why}; rollouts of steps {format_ranks(tuple(sorted(steps)))} are dropped, and samples {ids} are"
+            " generated again; set it back to use them"
         )
 
     def recall(self, step: int, node: Node, layout: Layout, rank: int, ids: Ints) -> Rollout | None:
