@@ -71,4 +71,4 @@ def test_a_description_is_written_as_it_is_last(tmp_path: Path, warned: list[str
     with largest_file(2):
         files.write(path, "five!")
         files.close()
-    assert warned[-1] == f"{path}: could not be written up to the end of the run; 1 entries are lost"
+    assert warned[-1] == f"{path}: could not be written up to the end of the run; 1 entry is lost"

@@ -103,10 +103,16 @@ def _complete_or_absent(out: Path) -> Iterator[Path]:
             file.rename(out / file.name)
         part.rmdir()
     except (OSError, SafetensorError) as e:
-        written = sorted(part.iterdir(), key=lambda p: p.stat().st_mtime_ns) if part.is_dir() else []
-        name, advice = out / (written[-1].name if written else ""), way_out(out, str(e))
+        what, advice = _failed_file(e), way_out(out, e)
         shutil.rmtree(part, ignore_errors=True)
-        raise ConfigError(f"{name}: could not be written: {short_reason(e)}; {advice}") from e
+        raise ConfigError(f"{out}: {what} could not be written: {short_reason(e)}; {advice}") from e
+
+
+def _failed_file(error: OSError | SafetensorError) -> str:
+    """Names what could not be written, as far as the error says it."""
+    if isinstance(error, OSError):
+        return Path(error.filename).name if error.filename else "a file"
+    return "the weights"  # in files with names of transformers' choice
 
 
 def _role_dir(run: Path, out: Path, step: int | None, role: str | None) -> Path:

@@ -145,6 +145,7 @@ class Progress:
         try:
             write()
         except OSError as e:  # the output may be a file on a full disk, or a pipe that nobody reads
+            self._output.lost += 1
             self._output.failed(e)
         else:
             self._output.succeeded()

@@ -45,7 +45,8 @@ class WriteErrors:
 
     def succeeded(self) -> None:
         if self._in_a_row:
-            logger.warning("%s: is written again, after %d failed writes%s", self.name, self._in_a_row, self._losses())
+            losses = self._losses() or "; nothing is lost"
+            logger.warning("%s: is written again, after %d failed writes%s", self.name, self._in_a_row, losses)
         self._in_a_row = 0
 
     def close(self, left: int = 0) -> None:
@@ -56,7 +57,9 @@ class WriteErrors:
             self._in_a_row = 0
 
     def _losses(self) -> str:
-        return f"; {self.lost} entries are lost" if self.lost else "; nothing is lost"
+        if not self.lost:
+            return ""
+        return f"; {self.lost} entries are lost" if self.lost > 1 else "; 1 entry is lost"
 
 
 class WholeFiles:
