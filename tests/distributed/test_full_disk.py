@@ -16,22 +16,26 @@ import yaml
 from distflow.checkpoint.store import list_checkpoints
 from full import fill, small_disk
 from warm import Ended, distflow_run
+from warm_launch import Launch
 
 STEPS = 12
 FLOW = """
-from pathlib import Path
+import resource
 
 from distflow import node
 from full import fill
 
 
 @node(writes="score", type="inference")
-def work(batch, ctx, full, free):
-    filler = ctx.folder / "filler"
-    if ctx.rank == 0 and ctx.step == full:
+def work(batch, ctx, full, free, limit):
+    if limit:  # of each worker's files, which needs no rights
+        if ctx.step in (full, free):
+            soft = 0 if ctx.step == full else resource.RLIM_INFINITY
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, resource.RLIM_INFINITY))
+    elif ctx.rank == 0 and ctx.step == full:
         fill(ctx.folder)
-    if ctx.rank == 0 and ctx.step == free:
-        filler.unlink()
+    elif ctx.rank == 0 and ctx.step == free:
+        (ctx.folder / "filler").unlink()
     for i in range(40):
         ctx.metrics.log(f"a/metric/{i}", i)
     return [1.0] * len(batch)
@@ -48,11 +52,12 @@ def disk(tmp_path: Path) -> Iterator[Path]:
         pytest.skip(str(e))
 
 
-def config(folder: Path, run_dir: Path, full: int = -1, free: int = -1, **changes: Any) -> Path:
+def config(folder: Path, run_dir: Path, full: int = -1, free: int = -1, limit: bool = False, **changes: Any) -> Path:
     (folder / "data.jsonl").write_text("\n".join(json.dumps({"prompt": f"p{i}"}) for i in range(8)))
     (folder / "flow.py").write_text(FLOW)
+    params = {"full": full, "free": free, "limit": limit}
     settings: dict[str, Any] = {
-        "flow": [{"id": "work", "call": "flow.py:work", "deps": "data", "params": {"full": full, "free": free}}],
+        "flow": [{"id": "work", "call": "flow.py:work", "deps": "data", "params": params}],
         "name": "test",
         "steps": STEPS,
         "data": {"files": "data.jsonl", "batch": 4},
@@ -69,10 +74,7 @@ def rows(run_dir: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_a_disk_that_is_full_for_a_while_ends_no_run_and_costs_no_line(tmp_path: Path, disk: Path) -> None:
-    run_dir = disk / "run"
-    path = config(tmp_path, run_dir, full=2, free=STEPS - 2)
-    ended = distflow_run(path, workers=2)
+def check_that_nothing_is_lost(run_dir: Path, ended: Ended, reason: str) -> None:
     assert ended.codes == [0, 0], ended.err
     assert [row["step"] for row in rows(run_dir)] == list(range(1, STEPS + 1))
     assert sum(row.get("record/failed_writes", 0) for row in rows(run_dir)) > 0
@@ -82,25 +84,35 @@ def test_a_disk_that_is_full_for_a_while_ends_no_run_and_costs_no_line(tmp_path:
         assert {json.loads(line)["step"] for line in file.read_text().splitlines()} == {*range(1, STEPS + 1)}
     assert json.loads((run_dir / "state.json").read_text())["state"] == "ended"
     assert list_checkpoints(run_dir / "checkpoints") == [STEPS, STEPS - 1]
-    text = f"{run_dir}/metrics.jsonl: cannot be written (No space left on device); the run goes on and tries it again\n"
+    text = rf"{run_dir}/metrics.jsonl: is written again, after \d+ failed writes \({reason}\); nothing is lost\n"
+    assert len(re.findall(text, ended.err)) == 1, ended.err
+
+
+def test_a_disk_that_is_full_for_a_while_ends_no_run_and_costs_no_line(tmp_path: Path, disk: Path) -> None:
+    run_dir, reason = disk / "run", "No space left on device"
+    ended = distflow_run(config(tmp_path, run_dir, full=2, free=STEPS - 2), workers=2)
+    check_that_nothing_is_lost(run_dir, ended, reason)
+    text = f"{run_dir}/metrics.jsonl: cannot be written ({reason}); the run goes on and tries it again\n"
     assert ended.err.count(text) == 1, ended.err
-    assert re.search(rf"{run_dir}/metrics.jsonl: is written again, after \d+ failed writes; nothing is lost", ended.err)
-    assert re.search(
-        rf"{run_dir}/checkpoints/step_\d+: could not be written: {run_dir}/\S+: No space left on device;"
-        rf" make room in {run_dir}/checkpoints, where \d+ B are free; the run continues",
-        ended.err,
-    )
+    folder = run_dir / "checkpoints"
+    what = rf"{folder}/step_\d+: could not be written: {folder}/\S+: {reason}"
+    assert re.search(rf"{what}; make room in {folder}, where \d+ B are free; the run continues", ended.err)
+
+
+def test_nor_does_a_limit_of_files(tmp_path: Path) -> None:
+    """Also where nothing can be mounted. The messages are in a file, too, so those of the time in between are lost."""
+    ended = distflow_run(config(tmp_path, tmp_path / "run", full=2, free=STEPS - 2, limit=True), workers=2)
+    check_that_nothing_is_lost(tmp_path / "run", ended, "File too large")
 
 
 def test_only_the_last_checkpoint_ends_it_without_a_restart_and_it_resumes(tmp_path: Path, disk: Path) -> None:
     run_dir = disk / "run"
     path = config(tmp_path, run_dir, full=4, workers=1, restarts=2)
-    words = [sys.executable, "-m", "distflow", "run", str(path)]
-    launched = subprocess.run(words, capture_output=True, text=True, env=environment())
-    assert launched.returncode == 1
-    assert re.search(rf"step_{STEPS}: could not be written: .*: No space left on device; make room in", launched.stderr)
-    assert "restart" not in launched.stderr
-    assert "Traceback" not in launched.stderr
+    launch = Launch(path)
+    assert launch.wait() == 1
+    assert re.search(rf"step_{STEPS}: could not be written: .*: No space left on device; make room in", launch.err)
+    assert "restart" not in launch.err
+    assert "Traceback" not in launch.err
     newest = list_checkpoints(run_dir / "checkpoints")[0]
     assert newest < STEPS
     (run_dir / "filler").unlink()

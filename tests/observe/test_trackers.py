@@ -81,7 +81,7 @@ def test_a_tracker_that_cannot_be_opened_is_tried_again(warned: list[str]) -> No
     assert [step for step, _ in tracker.logged] == list(range(6, 100))  # after 1, 2 and 4 entries
     assert warned == [
         "track: mine: cannot be written (no route to the tracker); the run goes on and tries it again",
-        "track: mine: is written again, after 3 failed writes; 6 entries are lost",
+        "track: mine: is written again, after 3 failed writes (no route to the tracker); 6 entries are lost",
     ]
 
 
@@ -102,9 +102,9 @@ def test_a_tracker_that_fails_gets_the_next_entry(warned: list[str]) -> None:
     reason = "track: mine: cannot be written (No space left on device); the run goes on and tries it again"
     assert warned == [
         reason,
-        "track: mine: is written again, after 2 failed writes; 2 entries are lost",
+        "track: mine: is written again, after 2 failed writes (No space left on device); 2 entries are lost",
         reason,
-        "track: mine: could not be written up to the end of the run; 3 entries are lost",
+        "track: mine: could not be written up to the end of the run (No space left on device); 3 entries are lost",
     ]
 
 

@@ -37,7 +37,7 @@ def test_a_log_of_several_workers_gets_its_lines_when_there_is_room_again(tmp_pa
     assert path.read_text().endswith("third\nfourth\nfifth\n")
     assert warned == [
         f"{path}: cannot be written (File too large); the run goes on and tries it again",
-        f"{path}: is written again, after 2 failed writes; nothing is lost",
+        f"{path}: is written again, after 2 failed writes (File too large); nothing is lost",
     ]
 
 
@@ -51,7 +51,7 @@ def test_lines_that_wait_are_bounded_and_what_is_lost_is_counted(
             log.append([f"line {i}..."])
     log.append(["the last"])
     assert log.path.read_text().splitlines() == ["line 8...", "line 9...", "the last"]
-    assert warned[-1].endswith("is written again, after 10 failed writes; 8 entries are lost")
+    assert warned[-1].endswith("is written again, after 10 failed writes (File too large); 8 entries are lost")
 
 
 def test_a_description_is_written_as_it_is_last(tmp_path: Path, warned: list[str]) -> None:
@@ -71,4 +71,4 @@ def test_a_description_is_written_as_it_is_last(tmp_path: Path, warned: list[str
     with largest_file(2):
         files.write(path, "five!")
         files.close()
-    assert warned[-1] == f"{path}: could not be written up to the end of the run; 1 entry is lost"
+    assert warned[-1] == f"{path}: could not be written up to the end of the run (File too large); 1 entry is lost"

@@ -47,7 +47,7 @@ class Progress:
         `hosts`: the name of each rank's host. `files`: further ones to try again if they could not be written."""
         self.steps, self.trackers, self.folder, self.files = steps, trackers, folder, files or WholeFiles()
         self.console = Console()
-        self._output = WriteErrors("the output of the run")
+        self._output = WriteErrors("the output of the run", counts_losses=False)
         self._log = BoundedLog(folder / METRICS, UNLIMITED, row_step)
         if first:  # each worker truncates its own spans and samples
             suspicious = BoundedLog(folder / SUSPICIOUS, UNLIMITED, row_step)
@@ -145,7 +145,6 @@ class Progress:
         try:
             write()
         except OSError as e:  # the output may be a file on a full disk, or a pipe that nobody reads
-            self._output.lost += 1
             self._output.failed(e)
         else:
             self._output.succeeded()

@@ -18,15 +18,18 @@ MAX_WAITING = 16 << 20  # bytes of lines that wait in memory until their file ca
 
 
 class WriteErrors:
-    """Warns once when writes of one file begin to fail, and says when they succeed again."""
+    """Warns once when writes of one file begin to fail, and says when they succeed again.
+
+    `counts_losses`: whoever writes keeps what could not be written, or counts it as `lost`.
+    """
 
     _failed: ClassVar[int] = 0  # of all files, since they were last counted
     _lock: ClassVar[threading.Lock] = threading.Lock()
 
-    def __init__(self, name: object) -> None:
-        self.name = name
+    def __init__(self, name: object, counts_losses: bool = True) -> None:
+        self.name, self.counts_losses = name, counts_losses
         self.lost = 0  # lines or entries that nobody will find there
-        self._in_a_row = 0
+        self._in_a_row, self._reason = 0, ""
 
     @classmethod
     def take_count(cls) -> int:
@@ -39,21 +42,23 @@ class WriteErrors:
         with self._lock:
             WriteErrors._failed += 1
         self._in_a_row += 1
+        self._reason = cut(short_reason(error), 300)
         if self._in_a_row == 1:
-            reason = cut(short_reason(error), 300)
-            logger.warning("%s: cannot be written (%s); the run goes on and tries it again", self.name, reason)
+            logger.warning("%s: cannot be written (%s); the run goes on and tries it again", self.name, self._reason)
 
     def succeeded(self) -> None:
-        if self._in_a_row:
-            losses = self._losses() or "; nothing is lost"
-            logger.warning("%s: is written again, after %d failed writes%s", self.name, self._in_a_row, losses)
+        if self._in_a_row:  # with the reason: a log on the same disk has not got the warning
+            losses = self._losses() or ("; nothing is lost" if self.counts_losses else "")
+            text = "%s: is written again, after %d failed writes (%s)%s"
+            logger.warning(text, self.name, self._in_a_row, self._reason, losses)
         self._in_a_row = 0
 
     def close(self, left: int = 0) -> None:
         """Says what is lost if it still cannot be written. `left`: lines or entries that are not yet there."""
         self.lost += left
         if self._in_a_row:
-            logger.warning("%s: could not be written up to the end of the run%s", self.name, self._losses())
+            text = "%s: could not be written up to the end of the run (%s)%s"
+            logger.warning(text, self.name, self._reason, self._losses())
             self._in_a_row = 0
 
     def _losses(self) -> str:
