@@ -17,6 +17,7 @@ from distflow.model.description import describe
 from distflow.model.source import Source, open_model
 from distflow.run_folder import checkpoint_dir
 from distflow.weights.state import RoleState
+from full import largest_file
 from threads import alone
 
 CODE = "import os, pathlib\npathlib.Path(__file__)\nopen({!r}, 'w').close()\n"
@@ -64,6 +65,17 @@ def test_an_honest_one(run: Path, tmp_path: Path) -> None:
     out = export(sealed(run), tmp_path / "out")
     assert (out / "model.safetensors").exists()
     assert (out / "tokenizer.json").exists()
+
+
+def test_one_that_finds_no_room_for_its_export(run: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    with largest_file(8192), pytest.raises(ConfigError) as raised:
+        export(sealed(run), out)
+    assert str(raised.value).startswith(f"{out}: the weights could not be written: ")
+    assert "File too large" in str(raised.value)
+    assert str(raised.value).endswith(f"; see to it that {out} can be written")
+    assert not list(out.iterdir())
+    assert (export(run, out) / "model.safetensors").exists()
 
 
 @pytest.mark.parametrize("where", ["config.json", "tokenizer_config.json"])

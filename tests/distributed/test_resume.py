@@ -257,4 +257,29 @@ def test_the_newest_and_the_best_are_kept(folder: Path) -> None:
     assert {5, 4, best} >= set(steps) >= {5, 4}
     from transformers import AutoModelForCausalLM
 
-    assert AutoModelForCausalLM.from_pretrained(run_dir / "checkpoints" / "step_5" / "huggingface")
+    path = run_dir / "checkpoints" / "step_5"
+    assert AutoModelForCausalLM.from_pretrained(path / "huggingface")
+    check_listed(path)
+    weights = path / "huggingface" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"!")
+    assert verify(path) == f"{weights} has changed since it was written"
+    _, ended = run(folder, "kept", 2, "newest", checkpoint=checkpoint, steps=6, eval=None)
+    assert ended.codes == [0, 0], ended.err
+    assert f"distflow: resumed from {path}\n" in ended.err  # the state is sound
+    text = f"{weights} has changed since it was written; the run does not need it, `distflow export` writes another\n"
+    assert ended.err.count(text) == 1
+
+
+def check_listed(path: Path) -> None:
+    files = {str(p.relative_to(path)) for p in path.rglob("*") if p.is_file()}
+    assert files == {*json.loads((path / "complete.json").read_text())["files"], "complete.json"}
+
+
+def test_every_file_of_a_checkpoint_is_listed(folder: Path) -> None:
+    changes = FLOWS["lora"] | {"steps": 1, "eval": None, "checkpoint": {"export": True}}
+    run_dir, ended = run(folder, "listed", 2, **changes)
+    assert ended.codes == [0, 0], ended.err
+    path = run_dir / "checkpoints" / "step_1"
+    assert (path / "huggingface" / "config.json").exists()
+    assert (path / "actor" / "adapter" / "adapter_config.json").exists()
+    check_listed(path)

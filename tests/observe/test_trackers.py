@@ -16,6 +16,7 @@ from distflow.observe.trackers import NAMES, check_installed, start_trackers
 from distflow.observe.trackers import thread as tracker_thread
 from distflow.observe.trackers.thread import TrackerThread
 from distflow.observe.trackers.tracker import RunInfo, sample_rows
+from distflow.util import patient_files
 
 METRICS = [{"reward/mean": 0.125 * step, "val/all/pass@2": 0.5, "actor/lr": 1e-6} for step in (1, 2, 3)]
 SAMPLE = {"step": 3, "id": 7, "group": 1, "split": "train", "fields": {"prompt": "p", "response": "r|\n", "score": 1.0}}
@@ -55,20 +56,56 @@ def warned() -> Iterator[list[str]]:
     messages: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
-    tracker_thread.logger.addHandler(handler)
+    for logger in (tracker_thread.logger, patient_files.logger):
+        logger.addHandler(handler)
     yield messages
-    tracker_thread.logger.removeHandler(handler)
+    for logger in (tracker_thread.logger, patient_files.logger):
+        logger.removeHandler(handler)
 
 
-def test_a_tracker_that_fails_is_left_behind(warned: list[str]) -> None:
+def test_a_tracker_that_cannot_be_opened_is_tried_again(warned: list[str]) -> None:
+    tracker, tries = Recorded(), 0
+
     def opens() -> Recorded:
-        raise ConnectionError("no route to the tracker")
+        nonlocal tries
+        tries += 1
+        if tries < 4:
+            raise ConnectionError("no route to the tracker")
+        return tracker
 
     thread = TrackerThread("mine", opens)
-    for step in range(1000):
+    for step in range(100):
         thread.log(step, {"a": 1.0})
     thread.close()
-    assert warned == ["track: mine failed, the run goes on without it: ConnectionError: no route to the tracker"]
+    assert tries == 4
+    assert [step for step, _ in tracker.logged] == list(range(6, 100))  # after 1, 2 and 4 entries
+    assert warned == [
+        "track: mine: cannot be written (no route to the tracker); the run goes on and tries it again",
+        "track: mine: is written again, after 3 failed writes (no route to the tracker); 6 entries are lost",
+    ]
+
+
+def test_a_tracker_that_fails_gets_the_next_entry(warned: list[str]) -> None:
+    class Failing(Recorded):
+        def log(self, step: int, metrics: Mapping[str, float]) -> None:
+            if step >= 5:
+                raise OSError(28, "No space left on device")
+            super().log(step, metrics)
+
+    tracker = Failing()
+    thread = TrackerThread("mine", lambda: tracker)
+    for step in (1, 7, 8, 2, 9):
+        thread.log(step, {"a": 1.0})
+    thread.close()
+    assert [step for step, _ in tracker.logged] == [1, 2]
+    assert tracker.closed
+    reason = "track: mine: cannot be written (No space left on device); the run goes on and tries it again"
+    assert warned == [
+        reason,
+        "track: mine: is written again, after 2 failed writes (No space left on device); 2 entries are lost",
+        reason,
+        "track: mine: could not be written up to the end of the run (No space left on device); 3 entries are lost",
+    ]
 
 
 def test_a_tracker_that_is_slow_is_not_waited_for(warned: list[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -47,7 +47,7 @@ def _run_workers(
     """Runs all workers until they end; returns why, if they failed. `owner`: proves that the run's folder is theirs."""
     workers, link = config.workers or 1, config.run_folder / WORKERS
     # Not in the run's folder, which may be on a network, or full.
-    with temporary_folder(place_in_memory()) as folder, _linked(link, folder):
+    with temporary_folder(place_in_memory((1 + workers) << 16)) as folder, _linked(link, folder):
         # All peers are here: stay off the network. A store of PyTorch that listens obeys whoever connects, so the
         # workers get a file instead, in a folder that only this user may enter.
         defaults = {

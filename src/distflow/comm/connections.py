@@ -146,7 +146,7 @@ class Incoming:
         self._header = bytearray(HEADER.size)
         self._parts: list[memoryview] = []
         self.expected = Expected(memoryview(b""))
-        self._checked = False
+        self._checked = self._inline = False
 
     def fileno(self) -> int:
         return self.sock.fileno()
@@ -163,9 +163,9 @@ class Incoming:
 
     def start(self, expected: Expected) -> None:
         """Begins to receive a message."""
-        self.expected, self._checked = expected, False
+        self.expected, self._checked, self._inline = expected, False, not self._shared(expected)
         self._parts = [memoryview(self._header)]
-        if not self._shared():
+        if self._inline:
             self._parts.append(expected.out)
 
     def progress(self) -> bool:
@@ -181,12 +181,12 @@ class Incoming:
             return False
         except OSError as e:
             raise lost(self.label, e) from e
-        if self.expected.take and not self._shared():
+        if self.expected.take and self._inline:
             self.expected.take(self.expected.out)
         return True
 
-    def _shared(self) -> bool:
-        return self.memory is not None and len(self.expected.out) > SMALL
+    def _shared(self, expected: Expected) -> bool:
+        return self.memory is not None and len(expected.out) > SMALL
 
     def _check(self) -> None:
         """Reads a complete header, and the shared memory that it points to."""
@@ -202,7 +202,10 @@ class Incoming:
                 f"{self.label} sent {size} bytes where {len(out)} were expected; do all hosts have the same"
                 " version of the code?"
             )
-        if self.memory is not None and self._shared():
+        if offset == INLINE and not self._inline:  # the sender has no more shared memory
+            self._inline = True
+            self._parts.append(out)
+        elif self.memory is not None and not self._inline:
             sent = self.memory.view(offset, size).data
             if take:
                 take(sent)

@@ -148,7 +148,7 @@ class Transport:
     def _reserve(self, request: SendReceive, connections: Mapping[int, Outgoing]) -> tuple[Block | None, Tensor]:
         """Returns the memory to pack into, once it is free; with its block if receivers share it."""
         readers = [c for p, (a, b) in request.send.items() if (c := connections[p]).in_shared_memory(b - a)]
-        if not self._memory or not request.size:
+        if not self._memory or not request.size or not self._memory.grow(request.size):
             return None, self._send_buffer(request.size, CPU)
         if not readers:  # the same memory, if it is free: fresh pages are slow, and two buffers twice as many
             free = self._memory.allocate(request.size)

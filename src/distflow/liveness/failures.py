@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from distflow.errors import DistflowError, NodeError, PeerLostError, StuckError
+from distflow.errors import CheckpointError, DistflowError, NodeError, PeerLostError, StuckError
 from distflow.liveness.heartbeat import read_record, step_name
 from distflow.liveness.watchdog import PACKAGE
 from distflow.util.files import write_atomically
@@ -17,6 +17,7 @@ from distflow.util.files import write_atomically
 Kind = Literal[
     "user_error",  # in the config, flow, placement or data, before the first step
     "node",  # the user's code or data failed in a step
+    "checkpoint",  # one could not be written, or a role has a state that cannot be
     "exception",  # anything else that was raised
     "stuck",  # a worker waited too long
     "peer_lost",  # this worker only noticed that another one is gone
@@ -66,6 +67,8 @@ def _kind(error: BaseException, step: int) -> Kind:
             return "peer_lost"
         case NodeError():
             return "node"
+        case CheckpointError() if step >= 0:
+            return "checkpoint"
         case DistflowError():
             return "user_error" if step < 0 else "node"
     from distflow.comm.transport import is_peer_lost  # imports torch, which a launcher does not need
@@ -121,7 +124,7 @@ def find_cause(folder: Path, exits: Mapping[int, Exit]) -> Failure:
 
 def why_not_restart(failure: Failure, previous: Failure | None, checkpoint: int | None) -> str | None:
     """Returns why another attempt would fail like this one; None if it may succeed, as after a lost or stuck worker."""
-    if failure.kind == "user_error":
+    if failure.kind in ("user_error", "checkpoint"):
         return "it would fail again"
     if failure.kind == "node" and checkpoint is None:
         return "it would fail again, as there is no checkpoint yet"

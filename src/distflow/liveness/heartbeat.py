@@ -5,6 +5,7 @@ which all processes of a host share; what is sent to another host are ages.
 """
 
 import json
+import logging
 import mmap
 import os
 import socket
@@ -16,6 +17,7 @@ from pathlib import Path
 
 from distflow.plan.layout import format_ranks
 
+logger = logging.getLogger(__name__)
 # Set by a launcher: a folder on this host for the records of its workers, and for why they ended.
 LAUNCHER_FOLDER = "DISTFLOW_LAUNCHER_FOLDER"
 SIZE = 1024  # bytes of a file
@@ -61,10 +63,7 @@ class Heartbeat:
         self._beat, self._done = time.monotonic(), False
         if folder:
             folder.mkdir(parents=True, exist_ok=True)
-            with open(_path(folder, rank), "wb") as f:
-                f.truncate(SIZE)
-            with open(_path(folder, rank), "r+b") as f:
-                self._map = mmap.mmap(f.fileno(), SIZE)
+            self._map = _map(_path(folder, rank))
         self._write()
 
     @property
@@ -104,6 +103,19 @@ class Heartbeat:
     def _write(self) -> None:
         if self._map is not None:
             self._map[:] = json.dumps(asdict(self.record)).encode()[:SIZE].ljust(SIZE)
+
+
+def _map(path: Path) -> mmap.mmap | None:
+    """Returns the memory of a record; None, and a warning, if there is no room for it."""
+    try:
+        with open(path, "w+b") as file:
+            if hasattr(os, "posix_fallocate"):  # else, where a disk is full, the first write kills the process
+                os.posix_fallocate(file.fileno(), 0, SIZE)
+            file.truncate(SIZE)
+            return mmap.mmap(file.fileno(), SIZE)
+    except OSError as e:
+        logger.warning("%s: cannot be written (%s); the launcher does not see what this worker does", path, e.strerror)
+        return None
 
 
 def pack(record: Record) -> dict[str, object]:

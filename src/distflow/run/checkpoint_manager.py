@@ -32,7 +32,8 @@ from distflow.roles.role import Role
 from distflow.run.program import Program
 from distflow.run.rollouts import ROLLOUTS, Rollouts
 from distflow.run_folder import AUTO, BEST, CHECKPOINTS, HUGGINGFACE, METRICS, NEWEST
-from distflow.util.files import write_atomically
+from distflow.util.lines import Tail, step_row
+from distflow.util.patient_files import WholeFiles
 from distflow.weights.state import RoleState
 
 logger = logging.getLogger(__name__)
@@ -63,6 +64,7 @@ class CheckpointManager:
             self.ranks[role] = plan.partition_of((trained or nodes)[0].id).layout.ranks
         if rollouts.writers:
             self.ranks[ROLLOUTS] = rollouts.writers
+        self.files = WholeFiles()
         self._copies: dict[int, Parts] = {}  # step → what this worker writes, until all have come there
         self.writer = CheckpointWriter(self.folder, self.rank, world.all_ranks, self.ranks, world.background.run)
 
@@ -84,7 +86,8 @@ class CheckpointManager:
         if step not in self._copies:
             self.copy(step)
         parts = {**self._copies.pop(step), **self._rollouts_after(step)}
-        self.writer.save(step, parts, self._run_state(), self._on_complete)
+        export = self._export if self.config.checkpoint.export and "actor" in self.ranks else None
+        self.writer.save(step, parts, self._run_state(), self._on_complete, export)
 
     def _rollouts_after(self, step: int) -> Parts:
         tensors = self.rollouts.tensors(step)
@@ -116,9 +119,11 @@ class CheckpointManager:
             if problems:
                 raise ConfigError(f"--resume: {problems[0]}")
         for path, problem in zip(paths, problems, strict=True):
-            problem = problem or verify(path, self.rank, len(world.all_ranks))
+            problem = problem or verify(path, self.rank, len(world.all_ranks), "state")
             if not world.any_rank(problem is not None):
                 step = self._restore(path)
+                if damage := verify(path, self.rank, len(world.all_ranks), "export"):
+                    logger.warning("%s; the run does not need it, `distflow export` writes another", damage)
                 if self.rank == 0:
                     logger.info("resumed from %s", path)
                 return step
@@ -190,7 +195,10 @@ class CheckpointManager:
                 else:
                     role.restore(values | load_full_tensors(folder) if isinstance(values, dict) else values)
         if (path / ROLLOUTS).is_dir():
-            self.rollouts.open(path / ROLLOUTS / TENSORS, read_values(path / ROLLOUTS))
+            tensors, values = path / ROLLOUTS / TENSORS, read_values(path / ROLLOUTS)
+            self.rollouts.open(tensors, values)
+            if self.rank == 0 and (dropped := self.rollouts.unused(tensors, values)):
+                logger.warning("--resume: %s: %s", path, dropped)
         self.data.position = state["position"]
         self._resume_data(path, state)
         return int(state["step"])
@@ -237,26 +245,27 @@ class CheckpointManager:
             else f"rows were appended, and the tokenizer of `model.arch` is made of the first {TOKENIZER_ROWS:,} rows"
         )
 
-    def _on_complete(self, path: Path) -> None:
-        """Exports, prunes and marks the best; called on rank 0 when a checkpoint is complete."""
-        config = self.config.checkpoint
-        if config.export and (path / "actor").is_dir():
-            from distflow.checkpoint.export import export_role
+    def _export(self, path: Path) -> None:
+        """Exports the actor into a checkpoint; called on rank 0 before it is complete."""
+        from distflow.checkpoint.export import export_role
 
-            export_role(path / "actor", path / HUGGINGFACE)
+        export_role(path / "actor", path / HUGGINGFACE)
+
+    def _on_complete(self, path: Path) -> None:
+        """Prunes and marks the best; called on rank 0 when a checkpoint is complete."""
+        config = self.config.checkpoint
         best = self._best() if config.best else None
         prune(self.folder, config.keep, () if best is None else (best,))
         if best is not None:
-            write_atomically(self.folder / BEST, json.dumps({"step": best}))
+            self.files.write(self.folder / BEST, json.dumps({"step": best}))
 
     def _best(self) -> int | None:
-        """Returns the checkpoint after whose last step the metric `checkpoint.best` was highest."""
+        """Returns the checkpoint after whose last step the metric `checkpoint.best` was highest, as far as is known."""
         values: dict[int, float] = {}
-        with open(self.config.run_folder / METRICS, encoding="utf-8") as file:
-            for line in file:
-                row = json.loads(line) if line.endswith("\n") else {}
-                value = row.get(self.config.checkpoint.best)
-                if isinstance(value, int | float):
-                    values[int(row["step"])] = value
+        for _, line in Tail(self.config.run_folder / METRICS).lines():
+            row = step_row(line) or {}
+            value = row.get(str(self.config.checkpoint.best))
+            if isinstance(value, int | float):
+                values[row["step"]] = value
         steps = [s for s in list_checkpoints(self.folder) if s in values]
         return max(steps, key=lambda s: (values[s], s), default=None)

@@ -40,6 +40,7 @@ from distflow.run.rollouts import Rollouts
 from distflow.run.versions import Versions
 from distflow.run.worker import Surroundings, Worker
 from distflow.train.update_spec import check_losses
+from distflow.util.patient_files import WholeFiles, WriteErrors
 
 
 @dataclass(frozen=True)
@@ -90,13 +91,14 @@ class Job:
         self.check_owner = check_owner
         self.program, self.config, self.plan, self.rank = program, program.config, plan, rendezvous.rank
         self.heartbeat, self.stop_requested = heartbeat, stop_requested
+        self.files = WholeFiles()
         # 1. Alone.
         self.inputs = Inputs.open(program, plan)
         self.plans = self.inputs.plans
         # 2. Meet the other workers.
         self.world = World(self.config, self.plans, self._model_layouts(), heartbeat, rendezvous)
         if self.rank == 0:
-            describe_run(self.config, self.plans[0], list_hosts(self.world.identities))
+            describe_run(self.config, self.plans[0], list_hosts(self.world.identities), self.files)
         # 3. Open the model, and drop prompts that it cannot read.
         self.source, self.inputs = self._open_model()
         # 4. Load the models of roles.
@@ -195,7 +197,7 @@ class Job:
 
     def _verify(self, checkpoint: Path) -> None:
         """Verifies a checkpoint, of which every worker reads a share."""
-        problem = verify(checkpoint, self.rank, len(self.world.all_ranks))
+        problem = verify(checkpoint, self.rank, len(self.world.all_ranks), "state")
         if self.world.any_rank(problem is not None):
             problem = problem or f"{checkpoint} is damaged, as another worker has found"
             raise ConfigError(f"{problem}; name another checkpoint")
@@ -261,7 +263,9 @@ class Job:
         folder, settings = config.run_folder, redact(config.model_dump(mode="json"))
         trackers = start_trackers(config.track, RunInfo(folder.name, folder, settings, self.first))
         hosts = [i.host for i in self.world.identities]
-        return Progress(folder, self.steps, inputs.skipped, inputs.skipped_count, self.first, hosts, trackers)
+        return Progress(
+            folder, self.steps, inputs.skipped, inputs.skipped_count, self.first, hosts, trackers, self.files
+        )
 
     def _open_recorder(self) -> Recorder:
         config, record = self.config, self.config.record
@@ -301,6 +305,8 @@ class Job:
             yield from self.evaluation(step, metrics)
         if self.world.device.type != "cpu":
             metrics.log("perf/device_peak_mib", torch.accelerator.max_memory_allocated() / (1 << 20), reduce="max")
+        if failed := WriteErrors.take_count():
+            metrics.log("record/failed_writes", failed, reduce="sum")
         with self.recorder.span(step, "control", "metrics"):
             yield from self.comm.reduce(self.metrics, step, metrics, vote())
 

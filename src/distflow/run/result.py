@@ -11,7 +11,7 @@ from typing import Any
 
 from distflow.errors import DistflowError
 from distflow.run_folder import CHECKPOINTS, METRICS, checkpoint_dir
-from distflow.util.lines import Tail, parse
+from distflow.util.lines import Tail, step_row
 
 POLL_S = 0.2
 
@@ -93,5 +93,5 @@ def _key(row: dict[str, Any]) -> tuple[Any, Any]:
 def _new_rows(tail: Tail) -> Iterator[dict[str, Any]]:
     """Yields the rows of complete lines that were written since the last time."""
     for _, line in tail.lines():
-        if row := parse(line):
+        if row := step_row(line):
             yield row

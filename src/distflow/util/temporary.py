@@ -5,6 +5,7 @@ The process holds a lock on the folder, which the kernel releases however the pr
 
 import contextlib
 import fcntl
+import logging
 import os
 import re
 import secrets
@@ -14,6 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+logger = logging.getLogger(__name__)
 _NAME = re.compile(r"distflow-(run|jail)-[0-9a-f]{16}")
 MEMORY = Path("/dev/shm")
 
@@ -36,9 +38,19 @@ def temporary_folder(where: Path) -> Iterator[Path]:
         os.close(held)
 
 
-def place_in_memory() -> Path:
-    """Returns where small temporary files are best: in memory if there is such a folder."""
-    return MEMORY if os.access(MEMORY, os.W_OK | os.X_OK) else Path(tempfile.gettempdir())
+def place_in_memory(size: int = 0) -> Path:
+    """Returns where small temporary files are best: in memory, if there is such a folder with room for `size` bytes."""
+    if os.access(MEMORY, os.W_OK | os.X_OK):
+        try:
+            with tempfile.TemporaryFile(dir=MEMORY) as probe:
+                if size:
+                    os.posix_fallocate(probe.fileno(), 0, size)
+            return MEMORY
+        except OSError as e:
+            logger.warning(
+                "%s: cannot be written (%s); the workers' records are in a temporary folder", MEMORY, e.strerror
+            )
+    return Path(tempfile.gettempdir())
 
 
 def remove_leftovers(*places: Path) -> list[Path]:
