@@ -104,7 +104,7 @@ class Host:
         """Runs a command there to its end; it must succeed."""
         process = self.popen(command, env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         try:
-            out, err = process.communicate(timeout=timeout_s)
+            out, err = process.communicate(timeout=timeout_s * load_factor())
         finally:
             if process.returncode is None:
                 os.killpg(process.pid, signal.SIGKILL)
