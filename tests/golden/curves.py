@@ -147,9 +147,7 @@ def curves_of(run: Path) -> dict[str, list[float]]:
     # With dynamic sampling these are of all prompts that were drawn, whose number depends on dp.
     drawn = ("reward/mean", "response_length/") if "sampling/rounds" in steps[-1] else ()
     curves = (*CURVES, *TUNED_CURVES) if run.name in TUNED else CURVES
-    names = sorted(
-        n for n in steps[-1] if (n.rpartition("/")[2] in curves or n in ROLLOUT) and not n.startswith(drawn)
-    )
+    names = sorted(n for n in steps[-1] if (n.rpartition("/")[2] in curves or n in ROLLOUT) and not n.startswith(drawn))
     return {name: [step[name] for step in steps] for name in names}
 
 

@@ -318,7 +318,9 @@ def test_a_sample_that_fails_in_several_functions_is_one_failure() -> None:
     functions = [{"call": f"{FILE}:behave", "name": name} for name in ("one", "two", "three")]
     with rewarding(*functions, on_failure=-2.0) as reward:
         ctx = context()
-        assert score(reward, batch_of(["fine", "raise", "raise", "fine"], data_source=[""] * 4, answer=[""] * 4), ctx) == [
+        assert score(
+            reward, batch_of(["fine", "raise", "raise", "fine"], data_source=[""] * 4, answer=[""] * 4), ctx
+        ) == [
             3.0,
             -2.0,
             -2.0,

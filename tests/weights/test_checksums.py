@@ -77,9 +77,13 @@ def test_an_element_in_the_wrong_place_is_noticed_even_if_rows_became_columns() 
     assert checksum(square, box) != checksum(square.T.contiguous(), box)
     corners = torch.zeros(6, 6)
     corners[1, 4] = 1.0
-    assert len({int(checksum(c, box)) for c in (corners, corners.T.contiguous(), corners.flip(0), corners.flip(1))}) == 4
+    assert (
+        len({int(checksum(c, box)) for c in (corners, corners.T.contiguous(), corners.flip(0), corners.flip(1))}) == 4
+    )
     kernel, cube = torch.randn(4, 4, 4), ((0, 4),) * 3
-    permuted = [kernel.permute(p).contiguous() for p in ((0, 1, 2), (0, 2, 1), (1, 0, 2), (2, 1, 0), (1, 2, 0), (2, 0, 1))]
+    permuted = [
+        kernel.permute(p).contiguous() for p in ((0, 1, 2), (0, 2, 1), (1, 0, 2), (2, 1, 0), (1, 2, 0), (2, 0, 1))
+    ]
     assert len({int(checksum(k, cube)) for k in permuted}) == 6
 
 
