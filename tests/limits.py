@@ -1,4 +1,4 @@
-"""Time limits of tests, which only keep a hang from lasting for ever: beside load everything takes longer, so do they."""
+"""Time limits of tests, which only keep a hang from lasting for ever: beside load they are longer, as all is."""
 
 import os
 import time

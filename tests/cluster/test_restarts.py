@@ -2,7 +2,6 @@
 
 import json
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -34,10 +33,10 @@ class Attempts:
 
 
 @pytest.fixture
-def delays(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
+def delays(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     waited: list[float] = []
     monkeypatch.setattr(restarts.time, "sleep", waited.append)
-    yield waited
+    return waited
 
 
 def run(folder: Path, attempts: Attempts, allowed: int = 2) -> int:

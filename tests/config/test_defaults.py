@@ -1,4 +1,4 @@
-"""Defaults are a promise: of keys as the reference lists them, of constants as the papers of the algorithms have them."""
+"""Defaults are a promise: of keys as the reference lists them, of constants as the papers have them."""
 
 import re
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""The same loss before and after: every built-in flow has a golden curve, in tests/golden, and so have some settings."""
+"""The same loss before and after: every built-in flow has golden curves in tests/golden, and so have some settings."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ from golden.curves import FLOWS, TUNED, config_of, curves_of, golden
 from warm import distflow_run
 
 
-@pytest.mark.parametrize("flow", (*FLOWS, *TUNED))
+@pytest.mark.parametrize("flow", [*FLOWS, *TUNED])
 def test_a_flow_has_its_golden_curve(flow: str, tmp_path: Path) -> None:
     ended = distflow_run(config_of(flow, tmp_path))
     assert ended.codes == [0], ended.err

@@ -1,4 +1,4 @@
-"""The step of the optimiser: one that is skipped leaves nothing behind, decay is of matrices alone, clips have a norm."""
+"""The step of the optimiser: a skipped one leaves nothing behind, decay is of matrices alone, a clip has its norm."""
 
 from pathlib import Path
 from typing import Any
