@@ -1,4 +1,3 @@
-# ruff: noqa: E501 (texts of the code are not broken)
 """Plants realistic bugs, one at a time, in a copy of the tree, and runs the tests that should notice.
 
     python bench/mutations.py [--only WORD ...] [--minutes M] [--results FILE] [--list | --check]
@@ -754,11 +753,12 @@ BUGS = [
         "simulation/test_compute.py",
     ),
     bug(
-        "a link carries as much in half the time",
+        "a simulated link has twice its rate",
         "simulate/network.py",
-        "hw.network.rate * hw.efficiency.network",
-        "2 * hw.network.rate * hw.efficiency.network",
-        "simulation",
+        "rate = link.rate * scale",
+        "rate = 2 * link.rate * scale",
+        "simulation/test_network.py",
+        "simulation/test_simulate.py",
     ),
 ]
 
