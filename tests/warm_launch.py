@@ -13,6 +13,7 @@ from typing import Any
 
 from distflow import cli
 from distflow.util.parent import end_with_parent
+from limits import TimeLimit
 from warm import cli_main  # which also sets what the server imports
 
 _context = multiprocessing.get_context("forkserver")
@@ -46,20 +47,22 @@ class Launch:
         return self._process.exitcode is not None
 
     def wait_until(self, condition: Callable[[], Any], limit_s: float = 60) -> None:
-        end = time.monotonic() + limit_s
+        limit = TimeLimit(limit_s)
         while not condition():
             assert self._process.exitcode is None, f"ended with {self._process.exitcode}: {self.out}{self.err}"
-            assert time.monotonic() < end, f"still waiting: {self.out}{self.err}"
+            assert limit.left() > 0, f"still waiting after {limit}: {self.out}{self.err}"
             time.sleep(0.01)
 
     def wait(self, limit_s: float = 60) -> int:
         """Waits for its end and returns the exit code."""
-        self._process.join(limit_s)
+        limit = TimeLimit(limit_s)
+        while self._process.exitcode is None and (seconds := limit.left()) > 0:
+            self._process.join(seconds)
         code = self._process.exitcode
         if code is None:
             self._process.kill()
             self._process.join()
-        assert code is not None, f"did not end: {self.out}{self.err}"
+        assert code is not None, f"did not end in {limit}: {self.out}{self.err}"
         return code
 
 

@@ -16,6 +16,7 @@ import yaml
 from distflow.checkpoint.export import export
 from distflow.checkpoint.store import FORMAT, list_checkpoints, load_full_tensors, verify
 from distflow.errors import ConfigError
+from distflow.run_folder import BEST
 from warm import Ended, cli_main, distflow_run
 
 PROMPTS = [f"{'so ' * (i % 5)}what is {i} + {i * i % 17}?" for i in range(20)]
@@ -247,14 +248,21 @@ def rows_so_far(run_dir: Path) -> list[str]:
     return [line for line in (run_dir / "metrics.jsonl").read_text().splitlines(keepends=True) if line.endswith("\n")]
 
 
+BEST_IS_THE_SECOND = """
+def peak(completions, trainer_state, **rest):
+    return [[0.0, 0.25, 1.0, 0.5, 0.75, 0.125][trainer_state.global_step + 1]] * len(completions)
+"""
+
+
 def test_the_newest_and_the_best_are_kept(folder: Path) -> None:
-    checkpoint = {"every": 1, "keep": 2, "best": "actor/entropy", "export": True}
-    run_dir, ended = run(folder, "kept", 2, checkpoint=checkpoint, steps=5, eval=None)
+    (folder / "peak.py").write_text(BEST_IS_THE_SECOND)
+    checkpoint = {"every": 1, "keep": 2, "best": "reward/mean", "export": True}
+    changes: dict[str, Any] = {"checkpoint": checkpoint, "steps": 5, "eval": None, "reward": "peak.py:peak"}
+    run_dir, ended = run(folder, "kept", 2, **changes)
     assert ended.codes == [0, 0], ended.err
-    entropy = {r["step"]: r["actor/entropy"] for r in rows(run_dir)}
-    best = max(entropy, key=lambda s: entropy[s])
-    steps = list_checkpoints(run_dir / "checkpoints")
-    assert {5, 4, best} >= set(steps) >= {5, 4}
+    assert [r["reward/mean"] for r in rows(run_dir)] == [0.25, 1.0, 0.5, 0.75, 0.125]
+    assert list_checkpoints(run_dir / "checkpoints") == [5, 4, 2]
+    assert json.loads((run_dir / "checkpoints" / BEST).read_text()) == {"step": 2}
     from transformers import AutoModelForCausalLM
 
     path = run_dir / "checkpoints" / "step_5"
