@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from distflow.cluster import restarts
 from distflow.cluster.restarts import run_with_restarts
+from distflow.cluster.stop_request import StopRequest
 from distflow.config import load_config
 from distflow.liveness.failures import Failure
 from distflow.run_folder import CHECKPOINTS, LATEST
@@ -21,7 +21,7 @@ class Attempts:
         self.latest.parent.mkdir(parents=True, exist_ok=True)
         self.resumes: list[str | None] = []
 
-    def __call__(self, resume: str | None) -> Failure | None:
+    def __call__(self, resume: str | None, owner: str) -> Failure | None:
         number = len(self.resumes)
         self.resumes.append(resume)
         if number == len(self.steps):
@@ -35,7 +35,7 @@ class Attempts:
 @pytest.fixture
 def delays(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     waited: list[float] = []
-    monkeypatch.setattr(restarts.time, "sleep", waited.append)
+    monkeypatch.setattr(StopRequest, "sleep", lambda self, seconds: waited.append(seconds))
     return waited
 
 
@@ -43,7 +43,7 @@ def run(folder: Path, attempts: Attempts, allowed: int = 2) -> int:
     (folder / "data.jsonl").write_text('{"prompt": "p"}\n')
     config = folder / "config.yaml"
     config.write_text(f"flow: sft\ndata: data.jsonl\nrun_dir: {folder / 'run'}\nrestarts: {allowed}\n")
-    return run_with_restarts(load_config(config), attempts)
+    return run_with_restarts(load_config(config), attempts, StopRequest())
 
 
 def test_a_run_that_comes_further_each_time_is_restarted_again_and_again(tmp_path: Path, delays: list[float]) -> None:
