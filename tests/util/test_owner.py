@@ -99,7 +99,12 @@ def test_a_silent_owner_on_another_host_is_replaced_after_a_while(tmp_path: Path
 def test_an_owner_that_was_replaced_learns_it_and_harms_nobody(tmp_path: Path) -> None:
     lost = threading.Event()
     said: list[str] = []
-    first = Owner(tmp_path, lambda why: (said.append(why), lost.set()), renew_s=0.01)  # type: ignore[func-returns-value]
+
+    def on_lost(why: str) -> None:
+        said.append(why)
+        lost.set()
+
+    first = Owner(tmp_path, on_lost, renew_s=0.01)
     new = write_record_of_another_host(tmp_path, 2)
     written = new.read_bytes()
     next(tmp_path.glob(".owner.1")).unlink()
