@@ -77,9 +77,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def run(folder: Path, name: str, *args: Any, main: Any = None, **rest: Any) -> tuple[Path, list[int]]:
+def run(
+    folder: Path, name: str, rollout: int = 2, train: int = 1, resume: str | None = None, main: Any = None, **rest: Any
+) -> tuple[Path, list[int]]:
     """Returns the run's folder and the exit codes, which are 0 unless there is another `main`."""
-    ended = run_to_end(folder, name, *args, main=main, **rest)
+    ended = run_to_end(folder, name, rollout, train, resume, main, **rest)
     assert main or ended.codes == [0] * len(ended.codes), ended.err
     return folder / name, ended.codes
 
