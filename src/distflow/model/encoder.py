@@ -20,8 +20,7 @@ _INTERRUPTED = f"{NONCE}0x"
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython", "observation")
 # Reasoning and calls, which a model writes within a turn of its own. As tokens they begin and end none.
 _OWN = frozenset(
-    ("<think>", "</think>", "[THINK]", "[/THINK]", "<tool_call>", "</tool_call>", "<|python_tag|>")
-    + ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]")
+    "<think> </think> [THINK] [/THINK] <tool_call> </tool_call> <|python_tag|> [TOOL_CALLS] [CALL_ID] [ARGS]".split()
 )
 _CALL = {"id": "call00000", "type": "function", "function": {"name": "f", "arguments": {"value": NONCE}}}
 
