@@ -1,6 +1,7 @@
 """A resumed run knows its rows: they may become more behind the last one, and nothing else."""
 
 import json
+import os
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -114,9 +115,15 @@ def test_large_files_are_read_in_blocks(tmp_path: Path, monkeypatch: pytest.Monk
     jsonl(tmp_path / "a", range(4000))
     rows = view(tmp_path)
     read: list[int] = []
-    pread = dataset.os.pread
-    monkeypatch.setattr(dataset.os, "pread", lambda fd, n, at: read.append(n) or pread(fd, n, at))
-    known = fingerprint.fingerprint(rows)
+    pread = os.pread
+
+    def counted(fd: int, n: int, at: int) -> bytes:
+        read.append(n)
+        return pread(fd, n, at)
+
+    with monkeypatch.context() as m:
+        m.setattr(os, "pread", counted)
+        known = fingerprint.fingerprint(rows)
     assert sum(read) < 9 * 256
     jsonl(tmp_path / "a", [*range(1, 4000), 0])
     assert "have changed" in str(changes(view(tmp_path), known))
@@ -125,7 +132,7 @@ def test_large_files_are_read_in_blocks(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 class Numbers:
-    column_names = ("x",)
+    column_names: tuple[str, ...] = ("x",)
 
     def __init__(self, n: int) -> None:
         self.n = n

@@ -14,7 +14,7 @@ import torch
 import yaml
 
 from distflow.checkpoint.export import export
-from distflow.checkpoint.store import FORMAT, list_checkpoints, load_full_tensors, verify
+from distflow.checkpoint.store import FORMAT, file_list, list_checkpoints, load_full_tensors, sha256, verify
 from distflow.errors import ConfigError
 from distflow.run_folder import BEST
 from warm import Ended, cli_main, distflow_run
@@ -194,6 +194,65 @@ def test_a_checkpoint_of_another_format_is_refused(folder: Path, complete: dict[
     assert "resumed" not in ended.err
     assert list_checkpoints(run_dir / "checkpoints") == [1]
     assert list_checkpoints(run_dir / "checkpoints.1") == [2]
+
+
+def write_rows(folder: Path, prompts: list[str]) -> None:
+    (folder / "known.jsonl").write_text("".join(json.dumps({"prompt": p}) + "\n" for p in prompts))
+
+
+def without(run_dir: Path, step: int, *keys: str) -> None:
+    """Writes the state of a checkpoint as versions did that knew nothing of some keys."""
+    path = run_dir / "checkpoints" / f"step_{step}"
+    state = json.loads((path / "state.json").read_text())
+    (path / "state.json").write_text(json.dumps({k: v for k, v in state.items() if k not in keys}))
+    files = json.loads((path / "complete.json").read_text())["files"]
+    files["state.json"] = ((path / "state.json").stat().st_size, sha256(path / "state.json"))
+    (path / "complete.json").write_text(file_list(step, files))
+
+
+def with_three_threads(words: list[str]) -> None:
+    os.environ["OMP_NUM_THREADS"] = "3"
+    torch.set_num_threads(3)
+    cli_main(words)
+
+
+def test_a_resumed_run_knows_its_data_and_its_threads(folder: Path) -> None:
+    """Rows that changed are refused, on all workers; rows that were appended join with the next epoch."""
+    changes: dict[str, Any] = {"data": {"files": "known.jsonl", "batch": 4}, "eval": None, "steps": 5}
+    write_rows(folder, PROMPTS)
+    complete, ended = run(folder, "knows", 2, **changes)
+    assert ended.codes == [0, 0], ended.err
+    [host] = json.loads((complete / "run.json").read_text())["hosts"]
+    threads = host["threads"]
+    assert threads != "3"
+
+    run_dir = cut(complete, folder, "knows-again", 2)
+    write_rows(folder, PROMPTS[1:])
+    _, ended = run(folder, "knows-again", 2, "newest", **changes)
+    assert ended.codes == [1, 1]
+    assert (
+        f"--resume: {folder / 'known.jsonl'} has 19 rows, of 20 when the checkpoint was written; some rows" in ended.err
+    )
+    assert "put the rows back in their places (new ones may follow the last), or start anew from an export" in ended.err
+    write_rows(folder, [PROMPTS[1], PROMPTS[0], *PROMPTS[2:]])
+    _, ended = run(folder, "knows-again", 1, "newest", **changes)
+    assert ended.codes == [1]
+    assert f"the first 20 rows of {folder / 'known.jsonl'} have changed since the checkpoint was written" in ended.err
+
+    write_rows(folder, [*PROMPTS, "one more", "and another"])
+    _, ended = run(folder, "knows-again", 1, "newest", main=with_three_threads, **changes | {"steps": 6})
+    assert ended.codes == [0], ended.err
+    assert "the data has 22 rows now; the new ones join with the next epoch, at prompt 20" in ended.err
+    assert f"workers with {threads} threads each, these have 3: results may differ" in ended.err
+    state = json.loads((run_dir / "checkpoints" / "step_6" / "state.json").read_text())
+    assert state["data"]["eras"] == [[0, 20], [20, 22]]
+
+    shutil.rmtree(run_dir)
+    run_dir = cut(complete, folder, "knows-again", 2)
+    without(run_dir, 2, "data", "threads")
+    _, ended = run(folder, "knows-again", 1, "newest", **changes | {"steps": 3})
+    assert ended.codes == [0], ended.err
+    assert "step_2 does not say which data it was trained on; that it is the same is not checked" in ended.err
 
 
 def terminated(words: list[str]) -> None:

@@ -19,8 +19,8 @@ _MARK = re.compile(f"({NONCE}[0-9]+[ocx])")  # a special token opens, closes; a 
 _INTERRUPTED = f"{NONCE}0x"
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython", "observation")
 # Reasoning and calls, which a model writes within a turn of its own. As tokens they begin and end none.
-_OWN = ("<think>", "</think>", "[THINK]", "[/THINK]", "<tool_call>", "</tool_call>", "<|python_tag|>")
-_OWN += ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]")
+_OWN = {"<think>", "</think>", "[THINK]", "[/THINK]", "<tool_call>", "</tool_call>", "<|python_tag|>"}
+_OWN |= {"[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"}
 _CALL = {"id": "call00000", "type": "function", "function": {"name": "f", "arguments": {"value": NONCE}}}
 
 

@@ -145,13 +145,14 @@ class Source:
             model = AutoModelForCausalLM.from_config(deepcopy(self.config), dtype=torch.float32)
             torch.set_rng_state(state)
         else:
-            model, loaded = AutoModelForCausalLM.from_pretrained(
+            loading: Any = AutoModelForCausalLM.from_pretrained(
                 self.folder,
                 dtype=torch.float32,
                 trust_remote_code=self.remote_code,
                 ignore_mismatched_sizes=True,
                 output_loading_info=True,
             )
+            model, loaded = loading
             mismatched = {name: tuple(stored) for name, stored, _ in loaded["mismatched_keys"]}
             wrong = {n: p.shape for n, p in model.named_parameters() if n in loaded["missing_keys"] or n in mismatched}
             self._check_shapes(wrong, mismatched, {})  # instead, they would have random weights

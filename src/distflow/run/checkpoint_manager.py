@@ -22,6 +22,7 @@ from distflow.checkpoint.store import (
     verify,
 )
 from distflow.checkpoint.writer import CheckpointWriter, Parts
+from distflow.cluster.identity import thread_counts
 from distflow.cluster.world import World
 from distflow.comm.collectives import broadcast_bytes
 from distflow.coordinator.coordinator import Coordinator
@@ -163,7 +164,8 @@ class CheckpointManager:
 
     def _run_state(self) -> dict[str, Any]:
         data = {"eras": self.data.loader.eras, **self._fingerprint} if self.rank == 0 else {}  # which writes it
-        return {"position": self.data.position, "data": data, **self._identity()}
+        threads = thread_counts(self.world.identities)
+        return {"position": self.data.position, "data": data, "threads": threads, **self._identity()}
 
     def _identity(self) -> dict[str, Any]:
         """Returns what must be the same for a run to be the same."""
@@ -201,6 +203,7 @@ class CheckpointManager:
                 logger.warning("--resume: %s: %s", path, dropped)
         self.data.position = state["position"]
         self._resume_data(path, state)
+        self._compare_threads(path, state.get("threads"))
         return int(state["step"])
 
     def _resume_data(self, path: Path, state: Mapping[str, Any]) -> None:
@@ -230,6 +233,17 @@ class CheckpointManager:
         if self.rank == 0 and loader.eras[-1][1] != loader.eras[0][1] and loader.eras[-1][0] >= position:
             start, rows = loader.eras[-1]
             logger.info("the data has %d rows now; the new ones join with the next epoch, at prompt %d", rows, start)
+
+    def _compare_threads(self, path: Path, written: Any) -> None:
+        threads = thread_counts(self.world.identities)
+        if self.rank == 0 and self.world.device.type == "cpu" and written not in (None, threads):
+            logger.warning(
+                "%s was written by workers with %s threads each, these have %s: results may differ in their last bits;"
+                " start with that OMP_NUM_THREADS to continue to the bit",
+                path,
+                " or ".join(map(str, written)) if isinstance(written, list) else written,
+                " or ".join(map(str, threads)),
+            )
 
     def _tokenizer_change(self, rows: int) -> str | None:
         """Returns why rows may not even be appended: a tokenizer is made of the first ones."""
