@@ -346,7 +346,7 @@ def test_system_calls_by_hand(sandbox: Sandbox) -> None:
         "memfd_create": (319, 0, 0), "shmget": (29, 0, 1 << 20, 0o1600), "keyctl": (250, 0, 0), "setns": (308, 0, 0),
         "shmat": (30, 0, 0, 0), "shmctl": (31, 0, 13, 0), "shmdt": (67, 0), "semop": (65, 0, 0, 1),
         "semctl": (66, 0, 0, 18), "semtimedop": (220, 0, 0, 1, 0), "msgsnd": (69, 0, 0, 0, 0),
-        "modify_ldt": (154, 0, 0, 0), "msgrcv": (70, 0, 0, 0, 0, 0), "msgctl": (71, 0, 11, 0), "mq_unlink": (241, 0), 
+        "modify_ldt": (154, 0, 0, 0), "msgrcv": (70, 0, 0, 0, 0, 0), "msgctl": (71, 0, 11, 0), "mq_unlink": (241, 0),
         "mq_notify": (244, 0, 0),
         "fallocate": (285, 0, 0, 0, 1), "copy_file_range": (326, 0, 0, 1, 0, 1, 0),
         "chroot": (161, 0), "userfaultfd": (323, 0), "openat2": (437, 0, 0, 0, 0),
