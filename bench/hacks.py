@@ -2,9 +2,10 @@
 
     python bench/hacks.py [NAME ...]
 
-Cheats that are `aimed` have tests of their own, some of which need numpy. A cheat is rewarded if any of its scores is above 0. `suspicious` counts the cheats that are marked at least once, and
-`right_programs_suspicious` the right programs that are. The last line is one JSON object; the exit code is 1 if a cheat
-was rewarded or a right program was not.
+Cheats that are `aimed` have tests of their own, some of which need numpy. A cheat is rewarded if any of its scores is
+above 0. `suspicious` counts the cheats that are marked at least once, and `right_programs_suspicious` the right
+programs that are. The last line is one JSON object; the exit code is 1 if a cheat was rewarded or a right program was
+not.
 """
 
 import json

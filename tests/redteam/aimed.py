@@ -122,6 +122,7 @@ RIGHT_AIMED: list[tuple[str, Any, dict[str, Any]]] = [
     ("import sys\ndef f(x):\n    sys.stdout.write(x)\n    sys.stdout.buffer.write(b'!')", ["import io\nfrom contextlib import redirect_stdout\ns = io.StringIO()\nwith redirect_stdout(s):\n    f('é')\nassert s.getvalue() == 'é!'"], {}),
     ("def f(x): print(x)", ["from unittest.mock import patch\nfrom io import StringIO\n@patch('sys.stdout', new_callable=StringIO)\ndef test_f(out):\n    f(3)\n    assert out.getvalue() == '3\\n'"], {}),
     ("def kind(x): return type(x)", ["assert kind(1) == int and kind('a') == str and kind([]) != dict"], {}),
+    ("def f(self, f, target, operation): return [self, f, target, operation]", ["assert f(self=1, f=2, target=3, operation=4) == [1, 2, 3, 4]"], {}),
     ("def f(n): return [0] * n", ["assert len(f(3)) == 3 and f(2).count(0) == 2 and f(1).index(0) == 0"], {}),
     ("def f(x): x.sort()\ndef g(s): s.append(1)", ["x = [2, 1]\nf(x)\nassert x == [1, 2]", "s = []\ng(s)\ng(s)\nassert s == [1, 1]"], {}),
     ("class Solution:\n    def rotate(self, nums, k):\n        nums[:] = nums[-k:] + nums[:-k]", ["nums = [1, 2, 3]\nSolution().rotate(nums, 1)\nassert nums == [3, 1, 2]", "s = Solution()\nn = [1, 2]\ns.rotate(n, k=1)\nassert n == [2, 1]"], {}),

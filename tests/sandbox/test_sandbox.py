@@ -163,7 +163,7 @@ def test_filling_the_disk_with_many_files(sandbox: Sandbox) -> None:
     )
     result = sandbox.run(program)
     assert "OUT" not in result.stdout
-    assert "No space left" in result.stderr or "4 MB" in result.reason, result
+    assert "No space left" in result.stderr or "4 MB" in result.reason or "too large" in result.stderr, result
 
 
 def test_thousands_of_files(sandbox: Sandbox) -> None:
@@ -345,8 +345,9 @@ def test_system_calls_by_hand(sandbox: Sandbox) -> None:
         "mount": (165, 0, 0, 0, 0, 0), "io_uring_setup": (425, 1, 0), "bpf": (321, 0, 0, 0),
         "memfd_create": (319, 0, 0), "shmget": (29, 0, 1 << 20, 0o1600), "keyctl": (250, 0, 0), "setns": (308, 0, 0),
         "shmat": (30, 0, 0, 0), "shmctl": (31, 0, 13, 0), "shmdt": (67, 0), "semop": (65, 0, 0, 1),
-        "semctl": (66, 0, 0, 18), "semtimedop": (220, 0, 0, 1, 0), "msgsnd": (69, 0, 0, 0, 0), "modify_ldt": (154, 0, 0, 0),
-        "msgrcv": (70, 0, 0, 0, 0, 0), "msgctl": (71, 0, 11, 0), "mq_unlink": (241, 0), "mq_notify": (244, 0, 0),
+        "semctl": (66, 0, 0, 18), "semtimedop": (220, 0, 0, 1, 0), "msgsnd": (69, 0, 0, 0, 0),
+        "modify_ldt": (154, 0, 0, 0), "msgrcv": (70, 0, 0, 0, 0, 0), "msgctl": (71, 0, 11, 0), "mq_unlink": (241, 0),
+        "mq_notify": (244, 0, 0),
         "fallocate": (285, 0, 0, 0, 1), "copy_file_range": (326, 0, 0, 1, 0, 1, 0),
         "chroot": (161, 0), "userfaultfd": (323, 0), "openat2": (437, 0, 0, 0, 0),
         "open_by_handle_at": (304, 0, 0, 0), "prctl(PDEATHSIG, 0)": (157, 1, 0, 0, 0, 0), "reboot": (169, 0, 0, 0, 0),
@@ -369,7 +370,7 @@ print("semaphore", libc.semctl(semaphore, 0, 0) == 0)
 
 
 def test_what_other_processes_share_by_number_is_out_of_reach(sandbox: Sandbox) -> None:
-    """System V memory, queues and semaphores: their numbers are small, and a program of the same user may guess them."""
+    """System V memory, queues and semaphores: their numbers are small, and a program of the same user may guess."""
     libc = ctypes.CDLL(None, use_errno=True)
     ids = libc.shmget(0, 4096, 0o1666), libc.msgget(0, 0o1666), libc.semget(0, 1, 0o1666)
     assert min(ids) >= 0
@@ -401,10 +402,11 @@ def test_many_files_hold_no_more_than_one_between_two_checks(sandbox: Sandbox) -
     """Each of them could have 4 MB; without a file system of its own, a program would be faster than the check."""
     result = sandbox.run(MANY_FILES)
     assert result.status == "killed" or int(result.stdout) <= 2 * LIMITS.disk_mb << 20, result
-    result = sandbox.run(
-        "import os\nfor i in range(200):\n    os.close(os.open('a', os.O_CREAT))\nopen('a', 'w').write('x' * 10 ** 6)"
+    again = (  # one file, opened again and again, may be large
+        "import os\nfor _ in range(99):\n    os.close(os.open('a', os.O_CREAT))\nopen('a', 'w').write('x' * 10 ** 6)"
     )
-    assert result.status == "ok", result  # one file, opened again and again, may be large
+    result = sandbox.run(again)
+    assert result.status == "ok", result
 
 
 def test_system_calls_of_32_bit_programs(plain: Sandbox) -> None:

@@ -59,20 +59,20 @@ class SolutionConnection:
         self.asked = 0  # those, and other questions that were answered with a value
         self.strange: list[str] = []  # what no honest program does
         self.numbers: deque[Any] = deque(maxlen=256)  # that the solution answered last
-        self._dry = dry
+        self.dry = dry
         self._number = 0  # of requests
         self.named: dict[str, RemoteObject] = {}  # what the tests take from the solution
         self._views: dict[tuple[int, bool], RemoteObject] = {}
 
-    def request(self, operation: str, target: str | int, *args: Any, **kwargs: Any) -> Any:
+    def request(self, operation: str, target: str | int, /, *args: Any, **kwargs: Any) -> Any:
         return self._request(operation, target, args, kwargs, False)
 
-    def change(self, target: str | int, *args: Any, **kwargs: Any) -> Any:
+    def change(self, target: str | int, /, *args: Any, **kwargs: Any) -> Any:
         """Calls a function that may change its arguments."""
         return self._request("call", target, args, kwargs, True)
 
     def _request(self, operation: str, target: str | int, args: Any, kwargs: dict[str, Any], changing: bool) -> Any:
-        if self._dry:
+        if self.dry:
             self.asked += 1
             self.lost = True
             raise SolutionLostError("there is no solution")
@@ -197,13 +197,13 @@ class RemoteObject:
         tested = tested or (isinstance(target, str) and target.lstrip("_")[:1].isupper())
         self.__dict__.update(_connection=connection, _target=target, _tested=tested, _asked=0)
 
-    def _request(self, operation: str, *args: Any, **kwargs: Any) -> Any:
+    def _request(self, operation: str, /, *args: Any, **kwargs: Any) -> Any:
         return self._connection.request(operation, self._target, *args, **kwargs)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         return self._made(self._request("call", *args, **kwargs))
 
-    def _change(self, *args: Any, **kwargs: Any) -> Any:
+    def _change(self, /, *args: Any, **kwargs: Any) -> Any:
         return self._made(self._connection.change(self._target, *args, **kwargs))
 
     def _made(self, value: Any) -> Any:

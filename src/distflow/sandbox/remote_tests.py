@@ -150,5 +150,6 @@ class _SolutionModule(types.ModuleType):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        value = self._connection.request("get", name)
-        return RemoteObject(self._connection, name) if type(value) is RemoteObject else value
+        value = None if self._connection.dry else self._connection.request("get", name)
+        named = self._connection.dry or type(value) is RemoteObject
+        return RemoteObject(self._connection, name) if named else value

@@ -36,7 +36,7 @@ def _exit(manager: Any, kind: Any, message: str) -> bool:
 
 
 _OPERATIONS: dict[str, Callable[..., Any]] = {
-    "call": lambda f, *args, **kwargs: f(*args, **kwargs),
+    "call": lambda f, /, *args, **kwargs: f(*args, **kwargs),
     "get": lambda x: x,
     "getattr": getattr,
     "setattr": setattr,
@@ -136,8 +136,8 @@ class _Server:
         return {n: k for n in self._names if isinstance(k := self._module.__dict__.get(n), type)}
 
     def _make_ref(self, value: Any) -> dict[str, Any]:
-        if isinstance(value, type) and BUILTINS.get(value.__name__) is value:
-            return {"builtin": value.__name__}
+        if isinstance(value, type) and BUILTINS.get(name := value.__name__) is value:
+            return {"builtin": name}
         number = self._numbers.setdefault(id(value), len(self._objects))
         if number == len(self._objects):
             self._objects.append(value)
