@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from distflow.cluster import restarts
 from distflow.cluster.restarts import run_with_restarts
 from distflow.config import load_config
 from distflow.liveness.failures import Failure
@@ -35,7 +34,7 @@ class Attempts:
 @pytest.fixture
 def delays(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     waited: list[float] = []
-    monkeypatch.setattr(restarts.time, "sleep", waited.append)
+    monkeypatch.setattr("distflow.cluster.restarts.time.sleep", waited.append)
     return waited
 
 
