@@ -89,8 +89,8 @@ def test_samples_are_balanced_by_the_tokens_of_their_field_not_by_bytes(balance:
     def run(rank: int) -> Communication[None]:
         own = np.arange(4 * rank, 4 * rank + 4)
         tokens = Ragged.of([torch.zeros(n, dtype=torch.uint8) for n in lengths[own]])
-        held = own, {"text": [texts[i] for i in own], "tokens": tokens}
-        results[rank] = yield from exchange(rank, task, 8, 1, held, None, CachingAllocator())
+        columns: dict[str, Column] = {"text": [texts[i] for i in own], "tokens": tokens}
+        results[rank] = yield from exchange(rank, task, 8, 1, (own, columns), None, CachingAllocator())
 
     simulate({rank: run(rank) for rank in (0, 1)})
     new = results[0].assignment.new

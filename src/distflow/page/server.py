@@ -77,7 +77,7 @@ def make_app(runs: Sequence[RunFolder], token: str, follow: bool = False) -> "St
                 await Response(text, 403, HEADERS | {"Connection": "close"})(scope, receive, send)
                 return
             scope["state"]["trust"]()
-            await self.app(scope | {"path": f"/{rest}"}, receive, send)
+            await self.app({**scope, "path": f"/{rest}"}, receive, send)
 
     return Starlette(
         routes=[Route("/", asset), Route("/api/{word}", answer), Route("/{name}", asset)],
@@ -120,5 +120,14 @@ def make_server(app: "Starlette") -> "Server":
     except ImportError:
         raise ConfigError(f"the server uvicorn is not installed; {INSTALL}") from None
     connection = bounded_connection(MAX_CONNECTIONS, SILENT_S)
-    options = {"lifespan": "off", "ws": "none", "proxy_headers": False, "access_log": False}
-    return uvicorn.Server(uvicorn.Config(app, http=connection, log_level="error", **options))
+    return uvicorn.Server(
+        uvicorn.Config(
+            app,
+            http=connection,
+            log_level="error",
+            lifespan="off",
+            ws="none",
+            proxy_headers=False,
+            access_log=False,
+        )
+    )
