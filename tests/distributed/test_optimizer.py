@@ -36,7 +36,7 @@ def update(trainer: Trainer, rank: int, folder: Path, advantage: Tensor) -> dict
     batch = Batch(batch.ids, batch.groups, {**batch.columns, "advantage": advantage})
     ctx = context(rank, CASE.layout, folder)
     trainer.update(share_of(rank, batch, CASE.layout), SPEC, ctx)
-    return ctx.metrics.totals
+    return ctx.metrics.totals  # type: ignore[attr-defined]
 
 
 def on_a_worker(rank: int, folder: Path) -> dict[str, Any]:

@@ -179,7 +179,7 @@ def track(name: str, folder: Path, metrics: Sequence[Mapping[str, float]] = METR
         thread.log(step, row)
     thread.samples(first + len(metrics), [SAMPLE])
     thread.close()
-    assert not thread._errors._in_a_row
+    assert not thread._errors.lost
 
 
 def test_tensorboard_has_our_values(tmp_path: Path) -> None:
