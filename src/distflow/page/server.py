@@ -77,7 +77,7 @@ def make_app(runs: Sequence[RunFolder], token: str, follow: bool = False) -> "St
                 await Response(text, 403, HEADERS | {"Connection": "close"})(scope, receive, send)
                 return
             scope["state"]["trust"]()
-            await self.app(scope | {"path": f"/{rest}"}, receive, send)
+            await self.app({**scope, "path": f"/{rest}"}, receive, send)
 
     return Starlette(
         routes=[Route("/", asset), Route("/api/{word}", answer), Route("/{name}", asset)],
