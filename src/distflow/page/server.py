@@ -120,14 +120,5 @@ def make_server(app: "Starlette") -> "Server":
     except ImportError:
         raise ConfigError(f"the server uvicorn is not installed; {INSTALL}") from None
     connection = bounded_connection(MAX_CONNECTIONS, SILENT_S)
-    return uvicorn.Server(
-        uvicorn.Config(
-            app,
-            http=connection,
-            log_level="error",
-            lifespan="off",
-            ws="none",
-            proxy_headers=False,
-            access_log=False,
-        )
-    )
+    config = uvicorn.Config(app, http=connection, log_level="error", lifespan="off", ws="none", proxy_headers=False)
+    return uvicorn.Server(config)

@@ -281,7 +281,9 @@ class Processes:
 
 
 def _readable(end: socket.socket) -> bool:
-    return bool(select.select([end], [], [], 0)[0])
+    poller = select.poll()  # `select` fails above 1,023 descriptors
+    poller.register(end, select.POLLIN)
+    return bool(poller.poll(0))
 
 
 def _end(process: _Process, selector: selectors.BaseSelector) -> None:
