@@ -12,9 +12,13 @@ CORE := tests/distributed/test_golden_curves.py tests/distributed/test_any_layou
 	tests/comm tests/cpu tests/model tests/roles tests/rollout tests/train tests/weights
 # The tests of a first hour, which `make test-wheel` runs from an installed wheel.
 FIRST_HOUR := tests/test_wheel.py tests/test_readme.py tests/test_cli.py tests/examples/test_sorting.py tests/page/test_server.py
+# The tests of extras: with `[dev]` alone they skip.
+EXTRAS := tests/observe/test_trackers.py tests/reward/test_reward_gym.py tests/reward/test_reward_math.py \
+	tests/agents/test_adapters.py tests/agents/test_environment_adapters.py tests/examples/test_verifiers.py \
+	tests/distributed/test_ray.py
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-vllm test-wheel test-versions lint slow bench setup clean
+.PHONY: help demo test test-vllm test-extras test-wheel test-versions lint slow bench setup clean
 
 help:  ## this list
 	@sed -nE 's/^([a-z-]+):.*  ## (.*)/\1|\2/p' $(MAKEFILE_LIST) | while IFS='|' read -r name what; do \
@@ -38,6 +42,9 @@ slow: setup  ## the tests that take minutes
 
 test-vllm: .venv-vllm/ready  ## the real vLLM, for CPU, in .venv-vllm
 	OMP_NUM_THREADS=1 .venv-vllm/bin/pytest $(PARALLEL) tests/vllm_engine
+
+test-extras: .venv-extras/ready  ## trackers, Ray, gyms, math-verify and verifiers as they are, in .venv-extras
+	PATH="$(CURDIR)/.venv-extras/bin:$$PATH" OMP_NUM_THREADS=1 .venv-extras/bin/pytest -m '' $(EXTRAS)
 
 test-wheel: .venv-wheel/ready  ## the first hour of a user, from a wheel in an environment without the source tree
 	rm -rf dist
@@ -90,6 +97,14 @@ docs: setup  ## the documentation as a site, in build/site; links are checked
 	.venv-vllm/bin/pip install --quiet torch==2.13.0
 	.venv-vllm/bin/pip install --quiet --no-deps -r requirements-vllm.txt
 	.venv-vllm/bin/pip install --quiet --no-deps --no-build-isolation --editable .
+	touch $@
+
+# Pinned, with all that they ask for, as a new version of a tracker may break its tests.
+.venv-extras/ready: requirements-extras.txt constraints.txt pyproject.toml
+	$(PY) -m venv .venv-extras
+	.venv-extras/bin/pip install --quiet --constraint constraints.txt torch
+	.venv-extras/bin/pip install --quiet --no-deps -r requirements-extras.txt
+	.venv-extras/bin/pip install --quiet --no-deps --no-build-isolation --editable .
 	touch $@
 
 # What the wheel itself asks for, so that a requirement that is missing is missed; and what the tests need.

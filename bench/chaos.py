@@ -140,9 +140,9 @@ class Chaos:
         victim, everybody = self.rng.randrange(self.workers), self.rng.random() < 0.3
         share = self.rng.random()
         when: int | None = None  # the step, chosen so that all kills fit into the run
-        deadline = time.time() + 180
+        deadline = time.monotonic() + 180
         now: Records = []
-        while time.time() < deadline:
+        while time.monotonic() < deadline:
             if process.poll() is not None:
                 return False
             now = records(self.run, self.workers)
@@ -215,14 +215,14 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--conversations", action="store_true")
     args = parser.parse_args()
-    began = time.time()
+    began = time.monotonic()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         config = prepare(folder, args.steps, args.workers, args.conversations)
         calm, storm = folder / "calm", folder / "storm"
         if start(config, calm).wait():
             raise SystemExit((folder / "calm.log").read_text())
-        calm_s = time.time() - began
+        calm_s = time.monotonic() - began
         storm.mkdir()
         mount = ["mount", "-t", "tmpfs", "-o", "size=48m,mode=700", "tmpfs", str(storm)]
         disk = subprocess.run(mount, capture_output=True).returncode == 0
@@ -261,7 +261,7 @@ def main() -> None:
         "workers": args.workers,
         "conversations": args.conversations,
         "calm_s": round(calm_s),
-        "s": round(time.time() - began),
+        "s": round(time.monotonic() - began),
     }
     print(json.dumps(result))
 

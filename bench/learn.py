@@ -59,7 +59,7 @@ def read_metrics(path: Path) -> dict[str, list[float]]:
 def train(algorithm: str, steps: int, seed: int) -> dict[str, object]:
     run = RUNS / algorithm
     overrides = [f"flow={algorithm}", f"name={algorithm}", f"steps={steps}", f"seed={seed}", f"run_dir={run}"]
-    began = time.time()
+    began = time.monotonic()
     distflow("run", str(TASK / "grpo.yaml"), *overrides, "eval.every=20", *ALGORITHMS[algorithm])
     metrics = read_metrics(run / "metrics.jsonl")
     accuracy = metrics[ACCURACY]
@@ -68,7 +68,7 @@ def train(algorithm: str, steps: int, seed: int) -> dict[str, object]:
         "steps": steps,
         "before": accuracy[0],
         "after": accuracy[-1],
-        "s": round(time.time() - began, 1),
+        "s": round(time.monotonic() - began, 1),
     }
     for name in ("critic/vf_loss", "critic/explained_variance"):
         if values := metrics.get(name):

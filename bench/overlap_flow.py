@@ -17,10 +17,10 @@ from distflow.roles.context import RoleContext
 @contextmanager
 def noted(ctx: Context, name: str) -> Iterator[None]:
     """Writes when a stage began and ended."""
-    start = time.time()
+    start = time.monotonic()
     yield
     with open(ctx.folder / f"stages.{ctx.rank}.jsonl", "a") as file:
-        file.write(json.dumps([ctx.step, name, start, time.time()]) + "\n")
+        file.write(json.dumps([ctx.step, name, start, time.monotonic()]) + "\n")
 
 
 def slots_in_order(work: Any, slots: int) -> tuple[Any, Any]:

@@ -52,7 +52,7 @@ def main() -> None:
         }
         (folder / "run.yaml").write_text(json.dumps(config))
         command = [sys.executable, "-m", "distflow", "run", str(folder / "run.yaml")]
-        began = time.time()
+        began = time.monotonic()
         process = subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=subprocess.DEVNULL)
         memory: dict[int, list[float]] = {}
         log, step = run / "metrics.jsonl", 0
@@ -76,7 +76,7 @@ def main() -> None:
     for at, mib in ((min(memory), first), (max(memory), last)):
         print(f"step {at}: " + ", ".join(f"{m:.1f} MiB" for m in mib))
     growth = max(b / a - 1 for a, b in zip(first, last, strict=True))
-    result = {"steps": args.steps, "early": first, "late": last, "growth": growth, "s": round(time.time() - began)}
+    result = {"steps": args.steps, "early": first, "late": last, "growth": growth, "s": round(time.monotonic() - began)}
     print(json.dumps(result))
 
 

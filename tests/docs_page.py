@@ -27,8 +27,9 @@ class Block:
 
 
 def blocks(page: Path) -> Iterator[Block]:
-    """Yields the blocks of a page in order; the first line of a file has its name."""
+    """Yields the blocks of a page in order; the first line of a file has its name. A command is one line."""
     for kind, text in _BLOCK.findall(page.read_text()):
+        text = re.sub(r" \\\n\s*", " ", text) if kind == "sh" else text
         name = _NAME.match(text) if kind in ("python", "yaml") else None
         yield Block(kind, text[name.end() :], name[1], bool(name[2])) if name else Block(kind, text)
 

@@ -24,6 +24,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from limits import TimeLimit, load_factor
+
 NETWORK = "10.77.{}.{}"  # each bridge is a network of its own: all may have the same addresses
 PORT = 29500  # MASTER_PORT of forked workers: nothing else runs on a new host
 TOOLS = ("ip", "tc", "unshare", "nsenter", "setpriv")
@@ -104,7 +106,7 @@ class Host:
         """Runs a command there to its end; it must succeed."""
         process = self.popen(command, env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         try:
-            out, err = process.communicate(timeout=timeout_s)
+            out, err = process.communicate(timeout=timeout_s * load_factor())
         finally:
             if process.returncode is None:
                 os.killpg(process.pid, signal.SIGKILL)
@@ -118,6 +120,19 @@ class Host:
     def mend(self) -> None:
         """Takes its link up again."""
         self._hosts._switch(f"ip link set {self._port} up")
+
+    def lose(self, to: "Sequence[Host]", protocol: str = "") -> None:
+        """Loses what it sends to these hosts from now on, or of that what is `udp`, and is not told: one way only."""
+        gone = NETWORK.format(254, 254)  # packets go to a machine that is not there
+        kind = f"ipproto {protocol} " if protocol else ""
+        self._sh(
+            f"ip neigh replace {gone} lladdr 02:00:00:00:fe:fe nud permanent dev eth0",
+            f"ip route replace {NETWORK.format(0, 0)}/16 via {gone} dev eth0 onlink table 100",
+            *(f"ip rule add pref 10 {kind}to {host.address} lookup 100" for host in to),
+        )
+
+    def lose_nothing(self) -> None:
+        self._sh("while ip rule del pref 10 2>/dev/null; do :; done")
 
     def kill(self) -> None:
         """Ends it as a loss of power would: its peers get no goodbye. `start` starts it again."""
@@ -356,7 +371,7 @@ def _answer(rank: int, answers: int, answer: tuple[bool, Any]) -> None:
 
 def _wait(leaders: Mapping[int, Host], timeout_s: float) -> None:
     """Waits until all have ended, or one has failed."""
-    deadline, left = time.monotonic() + timeout_s, dict(leaders)
+    limit, left = TimeLimit(timeout_s), dict(leaders)
     while left:
         for pid in list(left):
             ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
@@ -364,5 +379,5 @@ def _wait(leaders: Mapping[int, Host], timeout_s: float) -> None:
                 if ended.si_status != 0:
                     return
                 del left[pid]
-        assert time.monotonic() < deadline, f"{', '.join(h.name for h in left.values())} took over {timeout_s} s"
+        assert limit.left() > 0, f"{', '.join(h.name for h in left.values())} took over {limit}"
         time.sleep(0.01)

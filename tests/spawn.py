@@ -10,13 +10,18 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
+from limits import TimeLimit
+
 # The server imports torch once; each worker is then a quick fork of it.
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["distflow.run.worker", "distflow.comm.transport", "pytest"])
 
 
 def spawn(n: int, fn: Callable[..., Any], *args: Any, timeout_s: float = 120) -> list[Any]:
-    """fn(rank, *args) on each rank; what they return, by rank. An exception fails the test with its traceback."""
+    """fn(rank, *args) on each rank; what they return, by rank. An exception fails the test with its traceback.
+
+    `timeout_s`, of an idle machine, is for the next of them to answer.
+    """
     answers: Any = _context.Queue()
     with tempfile.TemporaryDirectory() as folder:
         meeting = (Path(folder) / "store").as_uri()
@@ -26,17 +31,20 @@ def spawn(n: int, fn: Callable[..., Any], *args: Any, timeout_s: float = 120) ->
         for w in workers:
             w.start()
         results: dict[int, Any] = {}
+        limit = TimeLimit(timeout_s)
         try:
             while len(results) < n:
                 left = {w.sentinel: r for r, w in enumerate(workers) if r not in results}
-                ready = wait([answers._reader, *left], timeout_s)
+                ready = wait([answers._reader, *left], max(0.0, limit.left()))
+                if not ready and limit.left() > 0:
+                    continue
                 if answers._reader not in ready:  # a worker answers before it ends
                     ended = [r for sentinel, r in left.items() if sentinel in ready]
-                    state = f"ended, exit code {workers[ended[0]].exitcode}" if ended else f"took over {timeout_s} s"
+                    state = f"ended, exit code {workers[ended[0]].exitcode}" if ended else f"took over {limit}"
                     raise AssertionError(f"ranks {ended or sorted(left.values())} of {n} gave no answer: {state}")
                 rank, ok, value = answers.get()
                 assert ok, f"rank {rank} of {n}:\n{value}"
-                results[rank] = value
+                results[rank], limit = value, TimeLimit(timeout_s)
         finally:
             for w in workers:
                 w.kill() if len(results) < n else w.join()

@@ -53,7 +53,7 @@ _ALLOWED = {
     "api": f"run checkpoint cluster observe plan flow config {_BASE}",
     "cli": f"api simulate page run observe plan config run_folder {_BASE} distflow",
     "distflow": "api run roles.role flow plan algo batch util",  # the package's own names
-    "__main__": "cli",
+    "__main__": "cli util",
 }
 ALLOWED = {area: set(names.split()) for area, names in _ALLOWED.items()}
 

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from distflow.cluster.restarts import _lock
 from distflow.dataset.cache import HostCache
 from distflow.errors import ConfigError, DataError
 from distflow.run_folder import make_dir
+from distflow.util.owner import Owner
 from distflow.util.private_folder import make_private, why_unsafe
 
 as_root = pytest.mark.skipif(os.getuid() != 0, reason="only root can make a folder of another user")
@@ -36,6 +36,23 @@ def test_a_folder_of_another_user(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"run_dir: .* belongs to another user \(uid 65534\)"):
         make_dir(tmp_path)
     make_dir(tmp_path / "mine")
+
+
+@as_root
+@pytest.mark.parametrize("inside", ["", "run"])
+def test_a_link_of_another_user_to_a_folder_of_mine(tmp_path: Path, inside: str) -> None:
+    """Planted where the run is to be, or in a link of mine on the way."""
+    precious, theirs = tmp_path / "precious", tmp_path / "theirs"
+    for folder in (precious, theirs):
+        folder.mkdir(mode=0o700)
+    (theirs / "planted").symlink_to(precious)
+    os.chown(theirs / "planted", 65534, 65534, follow_symlinks=False)
+    os.chown(theirs, 65534, 65534)
+    (tmp_path / "mine").symlink_to(theirs / "planted")
+    for path in (theirs / "planted", tmp_path / "mine"):
+        with pytest.raises(ConfigError, match=r"run_dir: .*planted is a link that another user \(uid 65534\) has made"):
+            make_dir(path / inside)
+    assert not list(precious.iterdir())
 
 
 def test_a_folder_that_others_may_rename(tmp_path: Path) -> None:
@@ -69,8 +86,8 @@ def test_a_lock_leaves_other_files_alone(tmp_path: Path) -> None:
     precious.write_text("precious")
     (tmp_path / ".lock").symlink_to(precious)
     with pytest.raises(ConfigError, match="lock cannot be opened: Too many levels of symbolic links; remove it"):
-        _lock(tmp_path)
+        Owner(tmp_path)
     (tmp_path / ".lock").unlink()
     os.link(precious, tmp_path / ".lock")
-    _lock(tmp_path).close()
+    Owner(tmp_path).release()
     assert precious.read_text() == "precious"

@@ -4,7 +4,6 @@ import multiprocessing
 import os
 import socket
 import sys
-import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from multiprocessing.connection import wait
 from pathlib import Path
 
 import spawn  # noqa: F401 (all tests share one server, whose last list of imports counts: this one, after spawn's)
+from limits import TimeLimit
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["distflow.cluster.local", "distflow.roles.policy", "warm_kernels", "pytest"])
@@ -37,7 +37,10 @@ def distflow_run(
     main: Callable[[list[str]], None] | None = None,
     command: str = "run",
 ) -> Ended:
-    """Runs all workers to their end. `folder`: working directory; `resume`: as `--resume`; `main`: instead of `cli`."""
+    """Runs all workers to their end. `folder`: working directory; `resume`: as `--resume`; `main`: instead of `cli`.
+
+    `timeout_s` is that of an idle machine.
+    """
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
@@ -79,17 +82,17 @@ def _run(
     ]
     for w in workers:
         w.start()
-    end, failed = time.monotonic() + timeout_s, False
-    while time.monotonic() < end and (left := [w.sentinel for w in workers if w.exitcode is None]):
-        wait(left, end - time.monotonic())
+    limit, failed = TimeLimit(timeout_s), False
+    while (seconds := limit.left()) > 0 and (left := [w.sentinel for w in workers if w.exitcode is None]):
+        wait(left, seconds)
         if not failed and any(w.exitcode for w in workers):
-            failed, end = True, time.monotonic() + _GRACE_S
+            failed, limit = True, TimeLimit(_GRACE_S)
     stuck = [r for r, w in enumerate(workers) if w.exitcode is None and not failed]
     for w in workers:
         w.kill()
         w.join()
     err = "".join(Path(f"{o}.err").read_text() for o in outputs)
-    assert not stuck, f"ranks {stuck} of {len(workers)} did not end\n{err}"
+    assert not stuck, f"ranks {stuck} of {len(workers)} did not end in {limit}\n{err}"
     return Ended([w.exitcode or 0 for w in workers], Path(f"{outputs[0]}.out").read_text(), err)
 
 

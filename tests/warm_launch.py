@@ -7,12 +7,14 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import warm  # noqa: F401 (sets what the server imports)
 from distflow import cli
+from distflow.util.parent import end_with_parent
+from limits import TimeLimit
+from warm import cli_main  # which also sets what the server imports
 
 _context = multiprocessing.get_context("forkserver")
 
@@ -20,12 +22,13 @@ _context = multiprocessing.get_context("forkserver")
 class Launch:
     """A running launcher."""
 
-    def __init__(self, path: Path, *words: str) -> None:
+    def __init__(self, path: Path, *words: str, main: Callable[[list[str]], None] = cli_main) -> None:
+        """`main`: runs in the launcher instead of `cli.main`."""
         self._outputs = [path.parent / "launch.out", path.parent / "launch.err"]
         for file in self._outputs:
             file.write_text("")
         self._process = _context.Process(
-            target=_launcher, args=(str(path), words, [str(file) for file in self._outputs])
+            target=_launcher, args=(main, ["run", str(path), *words], [str(file) for file in self._outputs])
         )
         self._process.start()
         assert self._process.pid is not None
@@ -44,27 +47,29 @@ class Launch:
         return self._process.exitcode is not None
 
     def wait_until(self, condition: Callable[[], Any], limit_s: float = 60) -> None:
-        end = time.monotonic() + limit_s
+        limit = TimeLimit(limit_s)
         while not condition():
             assert self._process.exitcode is None, f"ended with {self._process.exitcode}: {self.out}{self.err}"
-            assert time.monotonic() < end, f"still waiting: {self.out}{self.err}"
+            assert limit.left() > 0, f"still waiting after {limit}: {self.out}{self.err}"
             time.sleep(0.01)
 
     def wait(self, limit_s: float = 60) -> int:
         """Waits for its end and returns the exit code."""
-        self._process.join(limit_s)
+        limit = TimeLimit(limit_s)
+        while self._process.exitcode is None and (seconds := limit.left()) > 0:
+            self._process.join(seconds)
         code = self._process.exitcode
         if code is None:
             self._process.kill()
             self._process.join()
-        assert code is not None, f"did not end: {self.out}{self.err}"
+        assert code is not None, f"did not end in {limit}: {self.out}{self.err}"
         return code
 
 
 class _Fork:
-    """Has what torchelastic needs of a Popen."""
+    """Has what the launcher needs of a Popen."""
 
-    def __init__(self, args: list[str], env: dict[str, str]) -> None:
+    def __init__(self, args: Sequence[str], env: Mapping[str, str]) -> None:
         self.args = args
         self.returncode: int | None = None
         self.pid = os.fork()
@@ -86,7 +91,7 @@ class _Fork:
         return code
 
 
-def _be_worker(args: list[str], env: dict[str, str]) -> None:
+def _be_worker(args: Sequence[str], env: Mapping[str, str]) -> None:
     """Does what a new process with these arguments would."""
     code: Any = 1
     try:
@@ -95,7 +100,8 @@ def _be_worker(args: list[str], env: dict[str, str]) -> None:
             signal.signal(sig, signal.SIG_DFL)
         os.environ.clear()
         os.environ.update(env)
-        sys.argv = args[args.index("distflow") :]
+        end_with_parent()
+        sys.argv = list(args)[args.index("distflow") :]
         cli.main(sys.argv[1:])
     except SystemExit as e:
         code = e.code or 0
@@ -107,11 +113,11 @@ def _be_worker(args: list[str], env: dict[str, str]) -> None:
         os._exit(code)
 
 
-def _launcher(path: str, words: tuple[str, ...], outputs: list[str]) -> None:
-    from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
+def _launcher(main: Callable[[list[str]], None], words: list[str], outputs: list[str]) -> None:
+    from distflow.cluster import local
 
     for fd, name in enumerate(outputs, 1):
         os.dup2(os.open(name, os.O_WRONLY | os.O_APPEND), fd)
     os.environ["OMP_NUM_THREADS"] = "1"
-    SubprocessHandler._popen = lambda self, args, env: _Fork(list(args), env)  # type: ignore[assignment, return-value]
-    cli.main(["run", path, *words])
+    local._start = _Fork  # type: ignore[assignment]
+    main(words)

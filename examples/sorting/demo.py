@@ -42,7 +42,7 @@ def curve(accuracy: dict[int, float]) -> str:
 
 def main() -> None:
     console = Console()
-    start = time.time()
+    start = time.monotonic()
     shutil.rmtree(RUNS, ignore_errors=True)
     subprocess.run([sys.executable, str(HERE / "data.py"), str(RUNS)], check=True)
     console.rule("1. SFT: a model with random weights learns from a careless teacher")
@@ -66,7 +66,7 @@ def main() -> None:
         table.add_row(prompt.strip(), *responses)
     console.print(table)
     print(curve(accuracy))
-    print(f"{RUNS / 'grpo'}: metrics, samples, weights; {time.time() - start:.0f} s in all")
+    print(f"{RUNS / 'grpo'}: metrics, samples, weights; {time.monotonic() - start:.0f} s in all")
     print(f"see it in a browser: .venv/bin/distflow show {(RUNS / 'grpo').relative_to(HERE.parents[1])}")
 
 

@@ -53,7 +53,7 @@ def transcript(fields: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    start = time.time()
+    start = time.monotonic()
     shutil.rmtree(RUNS, ignore_errors=True)
     subprocess.run([sys.executable, str(HERE / "game.py"), str(RUNS)], check=True)
     print("1. SFT: a model with random weights learns from somebody who mostly holds the compass upside down")
@@ -68,7 +68,7 @@ def main() -> None:
     played = games(RUNS / "rl")
     for when in (min(played), max(played)):
         print(f"step {when}: {transcript(played[when])}")
-    print(f"{RUNS / 'rl'}: metrics, samples, weights; {time.time() - start:.0f} s in all")
+    print(f"{RUNS / 'rl'}: metrics, samples, weights; {time.monotonic() - start:.0f} s in all")
 
 
 if __name__ == "__main__":

@@ -6,9 +6,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 # The functions `plan` and `run` have the names of packages, which are imported first, so that no later import puts one
-# in a function's place. `from distflow.run.job import Job` works; `distflow.run.job` as an attribute does not.
+# in a function's place. `from distflow.run.job import Job` works; `distflow.run.job` as an attribute does not. `parent`
+# remembers who started this process.
 import distflow.plan
-import distflow.run  # noqa: F401
+import distflow.run
+import distflow.util.parent  # noqa: F401
 from distflow.api import check, evaluate, export, plan, run
 from distflow.flow import Flow, Node, flow, node
 from distflow.plan import Layout, Plan

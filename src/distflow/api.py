@@ -21,6 +21,7 @@ from distflow.errors import ConfigError, StoppedError
 from distflow.flow.importing import refuse_while_loading
 from distflow.flow.object_reference import object_reference
 from distflow.flow.trace import FlowFunction
+from distflow.util.temporary import temporary_folder
 
 if TYPE_CHECKING:
     from distflow.config import Config
@@ -211,8 +212,8 @@ def _run(program: "Program", command: str, resume: str | None = None, on_step: O
 @contextmanager
 def _config_file(config: "Config") -> Iterator[str]:
     """Writes the config for the workers: it may have been a dict."""
-    with tempfile.TemporaryDirectory(prefix="distflow-") as folder:
-        path = Path(folder) / "config.yaml"
+    with temporary_folder(Path(tempfile.gettempdir())) as folder:
+        path = folder / "config.yaml"
         path.write_text(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False), encoding="utf-8")
         yield str(path)
 

@@ -3,6 +3,7 @@
 import argparse
 import json
 import logging
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -41,6 +42,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     except DistflowError as e:
         logger.error(e)
         sys.exit(2)
+    except KeyboardInterrupt:  # before or after the run, which has handlers of its own
+        sys.exit(128 + signal.SIGINT)
 
 
 class _PrintCompletion(argparse.Action):

@@ -3,9 +3,8 @@
 from pathlib import Path
 
 from distflow.errors import ConfigError
-from distflow.util.private_folder import make_private, why_unsafe
+from distflow.util.private_folder import make_private, planted_link, why_unsafe
 
-LOCK = ".lock"  # held by the launcher while the run lives
 CONFIG = "config.yaml"
 PLAN, VERSIONS, RUN = "plan.json", "versions.json", "run.json"  # what was run
 METRICS = "metrics.jsonl"  # a line for each step
@@ -35,6 +34,8 @@ def checkpoint_dir(checkpoints: Path, step: int) -> Path:
 def make_dir(path: Path) -> None:
     """Makes the folder, for this user alone. One that exists keeps its mode, but must not be open to others' files."""
     try:
+        if link := planted_link(path):
+            raise ConfigError(f"run_dir: {link}; choose another one, or give the folder itself")
         make_private(path)
         unsafe = why_unsafe(path)
     except (OSError, ValueError) as e:

@@ -237,7 +237,7 @@ def sync_weights(rank: int) -> None:
     """Moves weights from FSDP shards to tensor-parallel shards, in both precisions, and checks them."""
     case = Case(dp=2)
     trainer = make_trainer(rank, case, DEVICE)
-    read = case.source.reader([s.name for s in trainer.specs])
+    read = case.source.reader({s.name: s.shape for s in trainer.specs})
     source, target = Shards(case.layout, case.dp), Shards(Case(tp=2).layout, 1)
     boxes = {s.name: target.box(s, rank) for s in trainer.specs}
     shapes = {name: tuple(hi - lo for lo, hi in box) for name, box in boxes.items()}

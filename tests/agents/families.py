@@ -6,12 +6,14 @@ from functools import cache
 from types import SimpleNamespace
 from typing import Any, cast
 
+import numpy as np
 from transformers import PreTrainedTokenizerFast
 
 from distflow.agents.rendering import Renderer
 from distflow.model.source import Source
 from distflow.model.text import Text
 from distflow.model.tokenizer import train_tokenizer
+from distflow.rollout.engine import Completion
 
 # Strips the reasoning of turns before the last question; a default system prompt; results in a user's turn.
 _QWEN = """
@@ -177,7 +179,12 @@ _GEMMA = """
 
 _CHATML = ["<|im_start|>", "<|im_end|>", "<|endoftext|>"]
 _FAMILIES: dict[str, tuple[str, list[str], list[str], str]] = {  # template, special and other tokens, end of a turn
-    "qwen": (_QWEN, _CHATML, ["<tool_call>", "</tool_call>", "<think>", "</think>"], "<|im_end|>"),
+    "qwen": (
+        _QWEN,
+        _CHATML,
+        ["<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>"],
+        "<|im_end|>",
+    ),
     "llama": (
         _LLAMA,
         ["<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|eom_id|>", "<|python_tag|>"],
@@ -239,6 +246,11 @@ def written(family: str, content: str = "", calls: Sequence[dict[str, Any]] = ()
         called = [{"name": c["name"], "parameters": c["arguments"]} for c in calls]
         return "; ".join(json.dumps(c, ensure_ascii=False) for c in called) if calls else content
     return content + (f"[TOOL_CALLS] {json.dumps(list(calls), ensure_ascii=False)}" if calls else "")
+
+
+def completion(tokens: Sequence[int], finished: bool = True, version: int = 0, logprob: float = 0.0) -> Completion:
+    """What an engine returns for these tokens."""
+    return Completion(0, np.array(tokens, np.int64), np.full(len(tokens), logprob, np.float32), finished, version)
 
 
 def sampled(family: str, text: str, finished: bool = True) -> list[int]:

@@ -6,9 +6,12 @@ from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from agents.families import ADD, WITH_TOOLS, renderer, sampled, tokenizer, written
 from distflow.agents.session import AssistantMessage, Branch, ConversationLimits, Session, TurnRequest
 from distflow.errors import DataError
+from distflow.rollout.engine import Completion
 
 Message = dict[str, Any]
 Reply = tuple[list[int], list[float], bool]  # tokens, log-probs, finished
@@ -85,7 +88,7 @@ def scripted(seed: int, family: str) -> Callable[[TurnRequest], Reply]:
         finished = bool(tokens) and tokens[-1] == end
         if not finished and len(tokens) < request.max_tokens and rng.random() < 0.7:
             tokens, finished = [*tokens, end], True
-        return tokens, [-rng.random() - 0.001 for _ in tokens], finished
+        return tokens, [float(np.float32(-rng.random() - 0.001)) for _ in tokens], finished
 
     return reply
 
@@ -96,7 +99,9 @@ def _turn(played: Played, branch: Branch) -> Generator[TurnRequest, Reply, Assis
         return None
     reply = yield request
     played.generations.append((branch, request, reply))
-    message = played.session.sampled(branch, *reply, weight_version=len(played.generations))
+    tokens, logprobs, finished = reply
+    arrays = np.array(tokens, np.int64), np.array(logprobs, np.float32)
+    message = played.session.sampled(branch, Completion(0, *arrays, finished, len(played.generations)))
     played.calls += len(message.tool_calls)
     played.errors += len(message.errors)
     return message

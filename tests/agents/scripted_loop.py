@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from agents.families import renderer, sampled
+from agents.families import completion, renderer, sampled
 from distflow.agents.endpoint import Endpoint, EndpointCall, Violation
 from distflow.agents.endpoint_protocol import CallError
 from distflow.agents.session import ConversationLimits, Ended, Session
@@ -62,7 +62,7 @@ class ScriptedLoop:
         most = min(request.max_tokens, call.max_tokens or request.max_tokens)
         tokens = sampled(self.family, self.say(call))
         finished, tokens = len(tokens) <= most, tokens[:most]
-        call.answer(session, branch, tokens, [-0.5] * len(tokens), finished, weight_version=7)
+        call.answer(session, branch, completion(tokens, finished, version=7, logprob=-0.5))
 
     def close(self) -> None:
         self._over.set()

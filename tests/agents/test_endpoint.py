@@ -8,6 +8,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import openai
@@ -15,6 +16,7 @@ import pytest
 
 from agents.families import ADD, sampled, tokenizer, written
 from agents.scripted_loop import ScriptedLoop, scripted
+from distflow.agents import endpoint_server
 from distflow.agents.endpoint import MAX_REFUSED, Endpoint, EndpointCall
 from distflow.agents.endpoint_protocol import cut_at_stop
 from distflow.agents.session import ConversationLimits
@@ -281,6 +283,37 @@ def test_limits_of_the_session_end_it_without_retries() -> None:
         with pytest.raises(openai.BadRequestError, match=r"sample 17 has reached its limit environment\.max_turns"):
             agent.chat.completions.create(model="m", messages=HELLO)
     assert loop.endpoint.counts["calls"] == 2
+
+
+def test_slow_connections_lock_no_agent_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither one that comes later, nor one whose call waits for the model."""
+    monkeypatch.setattr(endpoint_server, "MAX_CONNECTIONS", 40)
+    hold = threading.Event()
+
+    def say(call: EndpointCall) -> str:
+        if call.key == 1:
+            assert hold.wait(60)
+        return "four"
+
+    with scripted(say) as loop, ThreadPoolExecutor(1) as pool, ExitStack() as stack:
+        chat, key = f"{loop.endpoint.base_url}/chat/completions", loop.open(1, sample_id=101)
+        waiting = pool.submit(post, chat, {"messages": HELLO}, key)
+        while not loop.endpoint.counts["calls"]:
+            pass
+        address = ("127.0.0.1", int(loop.endpoint.url.rpartition(":")[2]))
+
+        def connect_slowly() -> None:
+            for i in range(100):
+                sock = stack.enter_context(socket.create_connection(address))
+                with suppress(ConnectionError):
+                    sock.sendall([b"", b"POST /v1/chat/completions HTTP/1.1\r\nX: "][i % 2])
+
+        connect_slowly()
+        hold.set()
+        assert waiting.result()[0] == 200
+        connect_slowly()
+        other = client(loop, 2).chat.completions.create(model="m", messages=HELLO)
+        assert other.choices[0].message.content == "four"
 
 
 def test_a_flood_is_bounded_and_nobody_else_notices() -> None:

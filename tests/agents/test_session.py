@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from agents.families import ADD, FAMILIES, WITH_TOOLS, renderer, sampled, tokenizer, written
+from agents.families import ADD, FAMILIES, WITH_TOOLS, completion, renderer, sampled, tokenizer, written
 from distflow.agents.session import Branch, ConversationLimits, Ended, Session, TurnRequest
 from distflow.errors import DataError
 
@@ -19,7 +19,7 @@ def play(s: Session, branch: Branch, text: str, finished: bool = True, family: s
     """Lets the model say a text, and returns its tokens."""
     assert isinstance(s.next_request(branch), TurnRequest)
     tokens = sampled(family, text, finished)
-    s.sampled(branch, tokens, [-0.5] * len(tokens), finished, 3)
+    s.sampled(branch, completion(tokens, finished, 3, -0.5))
     return tokens
 
 
@@ -59,7 +59,7 @@ def test_tool_calls_are_read_and_their_results_appended(family: str) -> None:
     b = s.begin("1 + 2?", [ADD])
     s.next_request(b)
     tokens = sampled(family, written(family, "", [{"name": "add", "arguments": {"a": 1, "b": 2}}]))
-    message = s.sampled(b, tokens, [0.0] * len(tokens), True, 0)
+    message = s.sampled(b, completion(tokens))
     assert (message.finish_reason, message.errors, message.content) == ("tool_calls", [], "")
     [call] = message.tool_calls
     assert (call.name, call.arguments, len(call.id)) == ("add", {"a": 1, "b": 2}, 9)
@@ -75,13 +75,13 @@ def test_limits_end_a_conversation_with_their_name() -> None:
     request = s.next_request(b)
     assert isinstance(request, TurnRequest)
     assert request.max_tokens == 5
-    s.sampled(b, [5, 6, 7], [0.0] * 3, True, 0)
+    s.sampled(b, completion([5, 6, 7]))
     assert s.observe(b, [user("x " * 200)]) == Ended("max_tokens")
     assert s.next_request(b) == Ended("max_tokens")
     assert (b.tokens, b.mask) == ([5, 6, 7], [True] * 3)  # nobody needs the rest
     c = s.begin("again")
     s.next_request(c)
-    s.sampled(c, [5], [0.0], True, 0)
+    s.sampled(c, completion([5]))
     s.observe(c, [user("x")])
     assert s.next_request(c) == Ended("max_turns")
 
@@ -94,7 +94,7 @@ def test_no_two_sampled_tokens_have_one_position() -> None:
     for branch, request in zip((one, other), requests, strict=True):
         assert isinstance(request, TurnRequest)
         tokens = sampled("qwen", "hello")
-        s.sampled(branch, tokens, [0.0] * len(tokens), True, 0)
+        s.sampled(branch, completion(tokens))
         used += range(request.position, request.position + len(tokens))
     s.observe(other, [user("more")])
     request = s.next_request(other)

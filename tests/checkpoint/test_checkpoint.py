@@ -31,7 +31,7 @@ from distflow.checkpoint.store import (
 from distflow.checkpoint.writer import CheckpointWriter
 from distflow.errors import CheckpointError, ConfigError
 from distflow.plan.layout import Layout
-from distflow.run_folder import checkpoint_dir
+from distflow.run_folder import HUGGINGFACE, checkpoint_dir
 from distflow.weights.shards import Shards, TensorSpec, slices
 from distflow.weights.state import RoleState
 from threads import Run, alone, on_ranks
@@ -71,14 +71,18 @@ def state_of(shards: Shards, rank: int, whole: dict[str, Tensor] = WHOLE) -> Rol
 
 
 def write(
-    folder: Path, shards: Shards, on_complete: Callable[[Path], None] = lambda path: None, steps: tuple[int, ...] = (1,)
+    folder: Path,
+    shards: Shards,
+    on_complete: Callable[[Path], None] = lambda path: None,
+    steps: tuple[int, ...] = (1,),
+    export: Callable[[Path], None] | None = None,
 ) -> list[Any]:
     def worker(rank: int, run: Run) -> None:
         ranks = shards.layout.ranks
         writer = CheckpointWriter(folder, rank, ranks, {"actor": ranks, "judge": ranks[-1:], "none": ranks}, run)
         states = {"actor": state_of(shards, rank)} | ({"judge": RoleState([1, 2])} if rank == ranks[-1] else {})
         for step in steps:
-            writer.save(step, writer.copy(states), {"position": 0}, on_complete)
+            writer.save(step, writer.copy(states), {"position": 0}, on_complete, export)
         try:
             writer.wait()
         finally:
@@ -201,8 +205,13 @@ def test_if_one_worker_cannot_write_there_is_no_checkpoint_on_any(tmp_path: Path
     monkeypatch.setattr(checkpoint_writer, "save_file", full)
     errors = write(tmp_path, LAYOUTS["dp4"], steps=(2,))
     assert all(isinstance(e, CheckpointError) for e in errors)
-    assert str(errors[2]) == f"{tmp_path}/step_2: could not be written: No space left on device"
-    assert str(errors[0]) == f"{tmp_path}/step_2: could not be written: another worker could not write its files"
+    file = tmp_path / "step_2.part" / "actor" / "tensors" / "00002.safetensors"
+    for error in errors:  # all say what one has seen
+        assert re.fullmatch(
+            rf"{tmp_path}/step_2: could not be written: {file}: No space left on device;"
+            rf" make room in {tmp_path}, where \S+ \wi?B are free",
+            str(error),
+        )
     assert list_checkpoints(tmp_path) == [1]
     assert [p.name for p in tmp_path.glob("step_*")] == ["step_1"]
     monkeypatch.undo()
@@ -210,6 +219,37 @@ def test_if_one_worker_cannot_write_there_is_no_checkpoint_on_any(tmp_path: Path
     assert not any(write(tmp_path, LAYOUTS["dp4"], done.append, (2, 1)))
     assert [p.name for p in done] == ["step_2", "step_1"]
     assert json.loads((tmp_path / "latest").read_text()) == {"step": 1}
+
+
+def test_an_export_is_listed_and_a_damaged_one_does_not_stop_a_resume(tmp_path: Path) -> None:
+    def export(path: Path) -> None:
+        assert not (path / "complete.json").exists()
+        assert list((path / "actor" / "tensors").glob("*.safetensors"))  # it can be read from there
+        (path / HUGGINGFACE).mkdir()
+        (path / HUGGINGFACE / "model.safetensors").write_bytes(b"weights")
+
+    assert not any(write(tmp_path, LAYOUTS["dp4"], export=export))
+    path = checkpoint_dir(tmp_path, 1)
+    assert f"{HUGGINGFACE}/model.safetensors" in json.loads((path / "complete.json").read_text())["files"]
+    (path / HUGGINGFACE / "model.safetensors").write_bytes(b"weighty")
+    assert verify(path) == f"{path}/{HUGGINGFACE}/model.safetensors has changed since it was written"
+    assert verify(path, kind="export") == verify(path)
+    assert verify(path, kind="state") is None
+    assert verify(path, 0, 3) is None or verify(path, 1, 3) is None  # one worker finds it
+
+
+def test_an_export_that_fails_costs_no_checkpoint(tmp_path: Path) -> None:
+    def export(path: Path) -> None:
+        (path / HUGGINGFACE).mkdir()
+        (path / HUGGINGFACE / "model.safetensors").write_bytes(b"wei")
+        raise OSError(28, "No space left on device")
+
+    errors = write(tmp_path, LAYOUTS["dp4"], export=export)
+    path = checkpoint_dir(tmp_path, 1)
+    text = f"{path}: its export failed: No space left on device; the checkpoint itself is complete"
+    assert [str(e) for e in errors] == [text] * 4
+    assert verify(path) is None
+    assert not (path / HUGGINGFACE).exists()
 
 
 def test_what_is_saved_is_the_state_at_that_moment(tmp_path: Path) -> None:

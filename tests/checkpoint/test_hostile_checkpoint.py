@@ -17,6 +17,7 @@ from distflow.model.description import describe
 from distflow.model.source import Source, open_model
 from distflow.run_folder import checkpoint_dir
 from distflow.weights.state import RoleState
+from full import largest_file
 from threads import alone
 
 CODE = "import os, pathlib\npathlib.Path(__file__)\nopen({!r}, 'w').close()\n"
@@ -32,8 +33,8 @@ def source() -> Source:
 def run(source: Source, tmp_path: Path) -> Path:
     """A run with one checkpoint, of which anything may be changed before it is `sealed` again."""
     writer = CheckpointWriter(tmp_path / "run" / "checkpoints", 0, (0,), {"actor": (0,)}, alone)
-    read = source.reader(names := [n for n, _ in source.skeleton().named_parameters()])
-    weights = {f"weights.{n}": read(n, ()) for n in names}
+    read = source.reader(shapes := {n: p.shape for n, p in source.skeleton().named_parameters()})
+    weights = {f"weights.{n}": read(n, ()) for n in shapes}
     parts = writer.copy({"actor": RoleState({}, weights)})
     writer.save(1, parts, {"position": 0}, lambda path: describe(path / "actor", source))
     writer.wait()
@@ -64,6 +65,17 @@ def test_an_honest_one(run: Path, tmp_path: Path) -> None:
     out = export(sealed(run), tmp_path / "out")
     assert (out / "model.safetensors").exists()
     assert (out / "tokenizer.json").exists()
+
+
+def test_one_that_finds_no_room_for_its_export(run: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    with largest_file(8192), pytest.raises(ConfigError) as raised:
+        export(sealed(run), out)
+    assert str(raised.value).startswith(f"{out}: the weights could not be written: ")
+    assert "File too large" in str(raised.value)
+    assert str(raised.value).endswith(f"; see to it that {out} can be written")
+    assert not list(out.iterdir())
+    assert (export(run, out) / "model.safetensors").exists()
 
 
 @pytest.mark.parametrize("where", ["config.json", "tokenizer_config.json"])
@@ -125,4 +137,4 @@ def test_a_base_model_whose_index_names_other_files(source: Source, tmp_path: Pa
     for name in ("/dev/zero", "../secret", "/etc/passwd"):
         (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"w": name}}))
         with pytest.raises(ConfigError, match="names a file that is not beside it"):
-            Source("m", source.config, source.tokenizer, tmp_path).reader(["w"])
+            Source("m", source.config, source.tokenizer, tmp_path).reader({"w": [1]})

@@ -6,6 +6,7 @@ import torch
 
 from distflow.batch.batch import Column, Ragged
 from distflow.comm.allocator import CachingAllocator
+from distflow.comm.balance import imbalance
 from distflow.comm.collectives import Communication
 from distflow.comm.exchange import MoveResult, exchange
 from distflow.errors import DataError
@@ -67,3 +68,38 @@ def test_a_received_tensor_that_somebody_keeps_is_never_overwritten() -> None:
         del received, column
     assert all((tensor == turn).all() for turn, tensor in kept)
     assert len(pointers) <= len(kept) + 2  # and what nobody keeps is used again
+
+
+@pytest.mark.parametrize("balance", ["tokens", None])
+def test_samples_are_balanced_by_the_tokens_of_their_field_not_by_bytes(balance: str | None) -> None:
+    """And the imbalance of a move is that which it leaves, not that which it found."""
+    lengths = np.array([900, 800, 700, 600, 90, 80, 70, 60])  # all the long ones are on the first rank
+    texts = ["x" * (1000 - n) for n in lengths]  # whose texts are short: in bytes nothing would be uneven
+    two = Layout((0, 1), 2)
+    task = Move(
+        "m0",
+        Partition("a", two, True, None),
+        Partition("b", two, True, balance),
+        ("text", "tokens"),
+        assigns=True,
+        expected_bytes=0,
+    )
+    results: dict[int, MoveResult] = {}
+
+    def run(rank: int) -> Communication[None]:
+        own = np.arange(4 * rank, 4 * rank + 4)
+        tokens = Ragged.of([torch.zeros(n, dtype=torch.uint8) for n in lengths[own]])
+        columns: dict[str, Column] = {"text": [texts[i] for i in own], "tokens": tokens}
+        results[rank] = yield from exchange(rank, task, 8, 1, (own, columns), None, CachingAllocator())
+
+    simulate({rank: run(rank) for rank in (0, 1)})
+    new = results[0].assignment.new
+    before, after = (imbalance(x, lengths, 2) for x in (results[0].assignment.old, new))
+    assert before > 1.5
+    assert (new == results[1].assignment.new).all()
+    if balance:
+        assert after < 0.02
+        assert results[0].imbalance == results[1].imbalance == pytest.approx(after)
+        assert sum(len(t) for t in results[0].columns["tokens"]) == pytest.approx(lengths.sum() / 2, rel=0.01)
+    else:
+        assert (new == results[0].assignment.old).all()  # nothing moves unless it must

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 import distflow.dataset.dataset as dataset_module
 from distflow.dataset.dataset import Dataset
 from distflow.errors import DataError
+from distflow.util.files import replacing
 
 VERL: dict[str, Any] = {
     "data_source": "openai/gsm8k",
@@ -464,17 +465,17 @@ def test_a_killed_build_leaves_nothing_behind_that_is_used(
         raise Killed
 
     with monkeypatch.context() as m:
-        m.setattr(os, "replace", kill)
+        m.setattr(Path, "rename", kill)
         with pytest.raises(Killed):
             Dataset([file], cache=cache)
     assert all_rows(Dataset([file], cache=cache)) == [{"x": 1}, {"x": 2}]
 
 
 def _open_and_count(files: list[Path], cache: Path, barrier: Any, results: Any) -> None:
-    with patch("os.replace", wraps=os.replace) as replace:
+    with patch("distflow.dataset.cache.replacing", wraps=replacing) as build:
         barrier.wait()
         dataset = Dataset(files, on_bad_row="skip", cache=cache)
-        results.put((replace.call_count, len(dataset), dataset[len(dataset) - 1]["x"]))
+        results.put((build.call_count, len(dataset), dataset[len(dataset) - 1]["x"]))
 
 
 def test_workers_that_start_together_build_the_index_once(write: Write, parquet: WriteParquet, cache: Path) -> None:

@@ -1,6 +1,8 @@
 """Nodes that fail in the first attempts of a run."""
 
+import json
 import os
+import shutil
 import signal
 import sys
 import time
@@ -27,6 +29,15 @@ def work(batch, ctx, how="well", rank=1, step=2, times=1, nap_s=0.02, slow=-1):
                 raise ValueError("no luck")
             case "kill" | "kill alone":
                 os.kill(os.getpid(), signal.SIGKILL)
+            case "hang":
+                time.sleep(3600)
+            case "steal":  # as a run on another host does that has not seen this one for a while
+                (old,) = ctx.folder.glob(".owner.*")
+                other = json.loads(old.read_text()) | {"nonce": "x", "host": "elsewhere", "pid": 7, "released": False}
+                old.with_name(".owner.99").write_text(json.dumps(other))
+                old.unlink()
+            case "empty":
+                shutil.rmtree(ctx.folder)
             case "deaf":
                 signal.signal(signal.SIGTERM, signal.SIG_IGN)
     return [1.0] * len(batch)

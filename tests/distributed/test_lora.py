@@ -148,7 +148,7 @@ class Worker:
         self.actor.update(Batch(mine, mine, columns), self.ctx, loss="nll", epochs=12)
 
     def base_is_as_read(self) -> bool:
-        read = self.role.model.reader([spec.name for spec in self.trainer.specs])
+        read = self.role.model.reader({spec.name: spec.shape for spec in self.trainer.specs})
         return all(
             torch.equal(local(p), read(spec.name, slices(self.trainer.shards.box(spec, self.role.rank))).float())
             for spec, p in self.trainer.base
@@ -159,7 +159,7 @@ class Worker:
         """Compares the engine's weights with W + scale · B @ A, computed from complete matrices."""
         self.sync_weights()
         pairs = adapter_pairs({spec.name: p.detach().full_tensor() for spec, p in self.trainer.trained})
-        read = self.role.model.reader([spec.name for spec in self.trainer.specs])
+        read = self.role.model.reader({spec.name: spec.shape for spec in self.trainer.specs})
         engine, error = self.actor.policy.engine, 0.0
         assert self.trainer.adapter is not None
         if engine is None:
@@ -218,6 +218,7 @@ def role_context(case: Case, rank: int, folder: Path, meshes: dict[Layout, Devic
         train=config.train,
         critic=config.critic,
         max_prompt=None,
+        rendered=False,
         steps=1,
         seed=config.seed,
         base=folder,

@@ -14,8 +14,9 @@ import torch
 import yaml
 
 from distflow.checkpoint.export import export
-from distflow.checkpoint.store import FORMAT, list_checkpoints, load_full_tensors, verify
+from distflow.checkpoint.store import FORMAT, file_list, list_checkpoints, load_full_tensors, sha256, verify
 from distflow.errors import ConfigError
+from distflow.run_folder import BEST
 from warm import Ended, cli_main, distflow_run
 
 PROMPTS = [f"{'so ' * (i % 5)}what is {i} + {i * i % 17}?" for i in range(20)]
@@ -195,6 +196,65 @@ def test_a_checkpoint_of_another_format_is_refused(folder: Path, complete: dict[
     assert list_checkpoints(run_dir / "checkpoints.1") == [2]
 
 
+def write_rows(folder: Path, prompts: list[str]) -> None:
+    (folder / "known.jsonl").write_text("".join(json.dumps({"prompt": p}) + "\n" for p in prompts))
+
+
+def without(run_dir: Path, step: int, *keys: str) -> None:
+    """Writes the state of a checkpoint as versions did that knew nothing of some keys."""
+    path = run_dir / "checkpoints" / f"step_{step}"
+    state = json.loads((path / "state.json").read_text())
+    (path / "state.json").write_text(json.dumps({k: v for k, v in state.items() if k not in keys}))
+    files = json.loads((path / "complete.json").read_text())["files"]
+    files["state.json"] = ((path / "state.json").stat().st_size, sha256(path / "state.json"))
+    (path / "complete.json").write_text(file_list(step, files))
+
+
+def with_three_threads(words: list[str]) -> None:
+    os.environ["OMP_NUM_THREADS"] = "3"
+    torch.set_num_threads(3)
+    cli_main(words)
+
+
+def test_a_resumed_run_knows_its_data_and_its_threads(folder: Path) -> None:
+    """Rows that changed are refused, on all workers; rows that were appended join with the next epoch."""
+    changes: dict[str, Any] = {"data": {"files": "known.jsonl", "batch": 4}, "eval": None, "steps": 5}
+    write_rows(folder, PROMPTS)
+    complete, ended = run(folder, "knows", 2, **changes)
+    assert ended.codes == [0, 0], ended.err
+    [host] = json.loads((complete / "run.json").read_text())["hosts"]
+    threads = host["threads"]
+    assert threads != "3"
+
+    run_dir = cut(complete, folder, "knows-again", 2)
+    write_rows(folder, PROMPTS[1:])
+    _, ended = run(folder, "knows-again", 2, "newest", **changes)
+    assert ended.codes == [1, 1]
+    assert (
+        f"--resume: {folder / 'known.jsonl'} has 19 rows, of 20 when the checkpoint was written; some rows" in ended.err
+    )
+    assert "put the rows back in their places (new ones may follow the last), or start anew from an export" in ended.err
+    write_rows(folder, [PROMPTS[1], PROMPTS[0], *PROMPTS[2:]])
+    _, ended = run(folder, "knows-again", 1, "newest", **changes)
+    assert ended.codes == [1]
+    assert f"the first 20 rows of {folder / 'known.jsonl'} have changed since the checkpoint was written" in ended.err
+
+    write_rows(folder, [*PROMPTS, "one more", "and another"])
+    _, ended = run(folder, "knows-again", 1, "newest", main=with_three_threads, **changes | {"steps": 6})
+    assert ended.codes == [0], ended.err
+    assert "the data has 22 rows now; the new ones join with the next epoch, at prompt 20" in ended.err
+    assert f"workers with {threads} threads each, these have 3: results may differ" in ended.err
+    state = json.loads((run_dir / "checkpoints" / "step_6" / "state.json").read_text())
+    assert state["data"]["eras"] == [[0, 20], [20, 22]]
+
+    shutil.rmtree(run_dir)
+    run_dir = cut(complete, folder, "knows-again", 2)
+    without(run_dir, 2, "data", "threads")
+    _, ended = run(folder, "knows-again", 1, "newest", **changes | {"steps": 3})
+    assert ended.codes == [0], ended.err
+    assert "step_2 does not say which data it was trained on; that it is the same is not checked" in ended.err
+
+
 def terminated(words: list[str]) -> None:
     """Runs a worker; rank 1 gets SIGTERM as soon as a step is done."""
     run_dir, pid = Path(words[1]).with_suffix(""), os.getpid()
@@ -247,14 +307,46 @@ def rows_so_far(run_dir: Path) -> list[str]:
     return [line for line in (run_dir / "metrics.jsonl").read_text().splitlines(keepends=True) if line.endswith("\n")]
 
 
+BEST_IS_THE_SECOND = """
+def peak(completions, trainer_state, **rest):
+    return [[0.0, 0.25, 1.0, 0.5, 0.75, 0.125][trainer_state.global_step + 1]] * len(completions)
+"""
+
+
 def test_the_newest_and_the_best_are_kept(folder: Path) -> None:
-    checkpoint = {"every": 1, "keep": 2, "best": "actor/entropy", "export": True}
-    run_dir, ended = run(folder, "kept", 2, checkpoint=checkpoint, steps=5, eval=None)
+    (folder / "peak.py").write_text(BEST_IS_THE_SECOND)
+    checkpoint = {"every": 1, "keep": 2, "best": "reward/mean", "export": True}
+    changes: dict[str, Any] = {"checkpoint": checkpoint, "steps": 5, "eval": None, "reward": "peak.py:peak"}
+    run_dir, ended = run(folder, "kept", 2, **changes)
     assert ended.codes == [0, 0], ended.err
-    entropy = {r["step"]: r["actor/entropy"] for r in rows(run_dir)}
-    best = max(entropy, key=lambda s: entropy[s])
-    steps = list_checkpoints(run_dir / "checkpoints")
-    assert {5, 4, best} >= set(steps) >= {5, 4}
+    assert [r["reward/mean"] for r in rows(run_dir)] == [0.25, 1.0, 0.5, 0.75, 0.125]
+    assert list_checkpoints(run_dir / "checkpoints") == [5, 4, 2]
+    assert json.loads((run_dir / "checkpoints" / BEST).read_text()) == {"step": 2}
     from transformers import AutoModelForCausalLM
 
-    assert AutoModelForCausalLM.from_pretrained(run_dir / "checkpoints" / "step_5" / "huggingface")
+    path = run_dir / "checkpoints" / "step_5"
+    assert AutoModelForCausalLM.from_pretrained(path / "huggingface")
+    check_listed(path)
+    weights = path / "huggingface" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"!")
+    assert verify(path) == f"{weights} has changed since it was written"
+    _, ended = run(folder, "kept", 2, "newest", checkpoint=checkpoint, steps=6, eval=None)
+    assert ended.codes == [0, 0], ended.err
+    assert f"distflow: resumed from {path}\n" in ended.err  # the state is sound
+    text = f"{weights} has changed since it was written; the run does not need it, `distflow export` writes another\n"
+    assert ended.err.count(text) == 1
+
+
+def check_listed(path: Path) -> None:
+    files = {str(p.relative_to(path)) for p in path.rglob("*") if p.is_file()}
+    assert files == {*json.loads((path / "complete.json").read_text())["files"], "complete.json"}
+
+
+def test_every_file_of_a_checkpoint_is_listed(folder: Path) -> None:
+    changes = FLOWS["lora"] | {"steps": 1, "eval": None, "checkpoint": {"export": True}}
+    run_dir, ended = run(folder, "listed", 2, **changes)
+    assert ended.codes == [0, 0], ended.err
+    path = run_dir / "checkpoints" / "step_1"
+    assert (path / "huggingface" / "config.json").exists()
+    assert (path / "actor" / "adapter" / "adapter_config.json").exists()
+    check_listed(path)

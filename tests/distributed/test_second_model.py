@@ -182,7 +182,7 @@ def test_a_state_that_is_not_in_the_checkpoint_is_not_started_anew_in_silence(fo
     (path / "complete.json").write_text(file_list(2, complete["files"]))
     ended = run(folder, "lost", 1, "newest", **AVERAGED)
     assert ended.codes == [1]
-    assert "has no state of the role 'average', which it would start anew" in ended.err
+    assert "has no state of the role 'average', so it would silently be re-initialised" in ended.err
 
 
 @pytest.mark.parametrize(

@@ -115,6 +115,55 @@ def test_a_host_that_is_cut_off_is_named_on_both_sides(hosts: Hosts, folder: Pat
         )
 
 
+@pytest.fixture
+def lossy(hosts: Hosts) -> Iterator[Hosts]:
+    yield hosts
+    for host in hosts:
+        host.lose_nothing()
+
+
+def test_a_run_goes_on_without_udp(lossy: Hosts, folder: Path) -> None:
+    """TCP carries its data and, when asked, its heartbeats."""
+    run = Run(lossy, config(folder, "shared", steps=100_000))
+    run.wait_until("step 2/")
+    for host in lossy:
+        host.lose([h for h in lossy if h is not host], "udp")
+    for rank in range(3):
+        while "it is asked by TCP now and then" not in run.log(rank):
+            assert [p.poll() for p in run.processes] == [None] * 3, run.all_logs()
+            time.sleep(0.1)
+    time.sleep(3 * LIMIT_S)
+    for p in run.processes:
+        os.killpg(p.pid, signal.SIGTERM)
+    run.end()
+    assert "wait_limit_s" not in run.all_logs()
+
+
+def test_a_link_that_is_cut_one_way_is_named_with_its_direction(lossy: Hosts, folder: Path) -> None:
+    run = Run(lossy, config(folder, "shared", steps=100_000))
+    run.wait_until("step 2/")
+    lossy[0].lose([lossy[1]])
+    assert 0 not in run.end(LIMIT_S + 60)
+    assert re.search(
+        r"^TCP from host0 to host1 is broken: \d+ bytes sent were never acknowledged, though heartbeats \(UDP\) from"
+        r" host1 arrive: packets from host0 to host1 are lost$",
+        run.all_logs(),
+        re.M,
+    ), run.all_logs()
+
+
+def test_a_host_that_hears_nobody_accuses_nobody(lossy: Hosts, folder: Path) -> None:
+    run = Run(lossy, config(folder, "shared", steps=100_000))
+    run.wait_until("step 2/")
+    for host in lossy[:2]:
+        host.lose([lossy[2]])
+    assert 0 not in run.end(LIMIT_S + 60)
+    healthy = run.log(0) + run.log(1)
+    assert re.search(r"packets (from host[01] )?to host2 are lost", healthy), run.all_logs()
+    assert not re.search(r"^rank [01] (on host[01] did not answer|has had no heartbeat)", healthy, re.M), healthy
+    assert re.search(r"^rank [01] .*(is gone|was stopped|its machine)", run.log(2), re.M) is None, run.log(2)
+
+
 def test_different_configs_are_named_with_their_hosts(hosts: Hosts, folder: Path) -> None:
     run = Run(hosts, config(folder), [["seed=1"], ["seed=1"], ["seed=2"]])
     assert 0 not in run.end()

@@ -17,7 +17,7 @@ import yaml
 
 from distflow.checkpoint.store import list_checkpoints, load_full_tensors
 from distflow.run_folder import LATEST
-from warm import cli_main, distflow_run
+from warm import Ended, cli_main, distflow_run
 
 STEPS, BATCH, ROWS = 8, 4, 10  # an epoch ends in the middle of a step
 FLOW = """
@@ -80,7 +80,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run(
     folder: Path, name: str, rollout: int = 2, train: int = 1, resume: str | None = None, main: Any = None, **rest: Any
 ) -> tuple[Path, list[int]]:
-    """Trains on `train` workers and generates on as many others; returns the run's folder and the exit codes."""
+    """Returns the run's folder and the exit codes, which are 0 unless there is another `main`."""
+    ended = run_to_end(folder, name, rollout, train, resume, main, **rest)
+    assert main or ended.codes == [0] * len(ended.codes), ended.err
+    return folder / name, ended.codes
+
+
+def run_to_end(
+    folder: Path, name: str, rollout: int = 2, train: int = 1, resume: str | None = None, main: Any = None, **rest: Any
+) -> Ended:
+    """Trains on `train` workers and generates on as many others."""
     path, run_dir = folder / f"{name}.yaml", folder / name
     (run_dir / "trained").mkdir(parents=True, exist_ok=True)
     placement = {
@@ -90,9 +99,7 @@ def run(
     }
     changes = {"run_dir": str(run_dir), "placement": placement, "rollout": CONFIG["rollout"] | rest}
     path.write_text(yaml.safe_dump(CONFIG | changes))
-    ended = distflow_run(path, workers=rollout + train, resume=resume, main=main)
-    assert main or ended.codes == [0] * (rollout + train), ended.err
-    return run_dir, ended.codes
+    return distflow_run(path, workers=rollout + train, resume=resume, main=main)
 
 
 def rows(run_dir: Path) -> list[dict[str, float]]:
@@ -156,6 +163,27 @@ def test_a_resumed_run_is_the_uninterrupted_run_to_the_bit(folder: Path, complet
         check_same(resumed, complete, rel)
         # Nothing was generated or trained twice: the rollouts that were ahead came from the checkpoint.
         assert trained(resumed) == {k: v for k, v in trained(complete).items() if k[0] > 4}
+
+
+@pytest.mark.parametrize("staleness", [1, 0])
+def test_another_staleness_says_which_rollouts_are_made_again(folder: Path, complete: Path, staleness: int) -> None:
+    name = f"staleness-{staleness}"
+    cut(complete, folder, name, 4)
+    shutil.rmtree(folder / name / "trained")
+    ended = run_to_end(folder, name, resume="newest", staleness=staleness)
+    assert ended.codes == [0, 0, 0], ended.err
+    assert [r["step"] for r in rows(folder / name)] == list(range(STEPS + 1))
+    per_step = 2 * BATCH
+    assert (
+        f"distflow: --resume: {folder / name / 'checkpoints' / 'step_4'}: it was written with rollout.staleness 2, the"
+        f" config has {staleness}; rollouts of steps 5-6 are dropped, and samples {4 * per_step}-{6 * per_step - 1} are"
+        " generated again; set it back to use them\n"
+    ) in ended.err
+    resumed = trained(folder / name)
+    assert sorted(resumed) == [(1 + i // per_step, i) for i in range(4 * per_step, STEPS * per_step)]
+    assert {k: row for k, (row, _) in resumed.items()} == {
+        k: row for k, (row, _) in trained(complete).items() if k[0] > 4
+    }
 
 
 def test_every_sample_is_trained_once_across_epochs(complete: Path) -> None:
@@ -234,6 +262,16 @@ def test_what_was_begun_early_survives_a_resume(folder: Path, partial_rollouts: 
     resumed, _ = run(folder, "partial-resumed", resume="newest", **PARTIAL)
     check_same(resumed, partial_rollouts, 0)
     assert trained(resumed) == {k: v for k, v in trained(partial_rollouts).items() if k[0] > 4}
+
+
+def test_responses_that_are_no_longer_carried_on_are_named(folder: Path, partial_rollouts: Path) -> None:
+    cut(partial_rollouts, folder, "partial-no-more", 4)
+    shutil.rmtree(folder / "partial-no-more" / "trained")
+    ended = run_to_end(folder, "partial-no-more", resume="newest", **PARTIAL | {"partial": False})
+    assert ended.codes == [0, 0, 0], ended.err
+    assert "step_4: it was written with rollout.partial, which the config has not; rollouts of steps 6 are" in ended.err
+    want = [key for key in sorted(trained(partial_rollouts)) if key[0] > 4]
+    assert sorted(trained(folder / "partial-no-more")) == want
 
 
 @pytest.mark.slow

@@ -56,10 +56,32 @@ def test_a_worker_stopped_inside_the_update_is_named(tmp_path: Path, restarts: i
     assert time.monotonic() - began < LIMIT_S + 12
     assert launch.wait() == 1 - restarts, launch.err
     assert re.search(r"a worker has (had no heartbeat for|waited) more than 3 s", launch.err), launch.err
-    where = r"it was stopped or its machine is gone; it was in step \d+, 'actor.update'"
+    where = r"its process is stopped; it was in step \d+, 'actor.update'"
     assert re.search(rf"^rank {rank} has had no heartbeat for \d+ s: {where}", launch.err, re.M), launch.err
     if restarts:
         assert "distflow: restart 1 of 1 in 1 s, from the beginning\n" in launch.err
         assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == STEPS
     else:
         assert launch.err.count("distflow: ") == 1
+
+
+def test_several_workers_stopped_on_a_host_are_all_named_and_end(tmp_path: Path) -> None:
+    """Also the one whose watcher is stopped as well; they are continued, so that their launcher need not wait."""
+    launch = Launch(write_config(tmp_path, restarts=0, workers=4, steps=3000))
+    pids = {}
+
+    def running() -> bool:
+        for rank in range(4):
+            if (record := read_record(tmp_path / "run" / "workers", rank)) and record.step > 2:
+                pids[rank] = record.pid
+        return len(pids) == 4
+
+    launch.wait_until(running)
+    for rank in (1, 2, 3):
+        os.kill(pids[rank], signal.SIGSTOP)
+    assert launch.wait() == 1, launch.err
+    for rank in (1, 2, 3):
+        assert re.search(
+            rf"^rank {rank} has had no heartbeat for \d+ s: its process is stopped; it", launch.err, re.M
+        ), launch.err
+    assert "is gone" not in launch.err

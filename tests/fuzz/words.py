@@ -83,7 +83,7 @@ class Words:
                 with (
                     contextlib.redirect_stdout(out),
                     contextlib.redirect_stderr(err),
-                    mock.patch.object(local, "elastic_launch", return_value=lambda *_: None),
+                    mock.patch.object(local, "_run_workers", return_value=None),
                     mock.patch.dict(os.environ),
                 ):
                     try:

@@ -1,4 +1,6 @@
-"""The golden curves: every built-in flow for a few steps on a tiny model. `python tests/golden/curves.py` records them.
+"""The golden curves: every built-in flow for a few steps on a tiny model, and some with settings of their own.
+
+`python tests/golden/curves.py [NAME…]` records them.
 
 A change that means to leave the mathematics alone leaves them alone. One that does not records them anew, and its
 message says why they moved.
@@ -26,6 +28,7 @@ REWARD = """
 def even_digits(solution_str):
     return sum(c in "02468ace" for c in solution_str) / 8
 """
+LETTERS = "abcdefghijklmnopqrstuvwxyz"  # as tokens that stop a response, they give responses different lengths
 CONFIG: dict[str, Any] = {
     "data": {"files": "rows.jsonl", "batch": 4, "fields": ["prompt"]},
     "steps": STEPS,
@@ -55,7 +58,74 @@ FLOWS: dict[str, dict[str, Any]] = {
     "rloo": {},
     "sft": {"data": {"files": "rows.jsonl", "batch": 4, "fields": ["prompt", "response"]}},
 }
+# Runs in which no setting that the mathematics depends on has its default.
+TUNED: dict[str, dict[str, Any]] = {
+    "grpo_tuned": {
+        "flow": "grpo",
+        "rollout": {
+            "n": 4,
+            "max_tokens": 8,
+            "min_tokens": 2,
+            "temperature": 0.7,
+            "top_k": 200,
+            "top_p": 0.95,
+            "stop": list(LETTERS),
+        },
+        "train": {
+            "lr": 2.0e-3,
+            "warmup": 3,
+            "schedule": "cosine",
+            "betas": [0.5, 0.9],
+            "eps": 1.0e-4,
+            "weight_decay": 5.0,
+            "clip_grad": 0.03,
+        },
+        "algo": {
+            "mini_batches": 2,
+            "epochs": 2,
+            "scale": "none",
+            "clip": 0.02,
+            "clip_high": 0.05,
+            "dual_clip": 1.02,
+            "kl": 0.2,
+            "kl_estimator": "k2",
+            "entropy": 0.01,
+            "aggregate": "seq-mean-token-sum-norm",
+        },
+    },
+    "dapo_tuned": {
+        "flow": "dapo",
+        "rollout": {"n": 4, "max_tokens": 8, "temperature": 1.3},
+        "train": {"lr": 5.0e-3, "schedule": "linear", "clip_grad": 0.3},
+        "algo": {
+            "epochs": 3,
+            "clip": 0.1,
+            "max_gen_batches": 2,
+            "overlong_limit": 7,
+            "overlong_buffer": 4,
+            "overlong_penalty_factor": 0.5,
+        },
+    },
+    "ppo_tuned": {
+        "flow": "ppo",
+        "rollout": {"n": 4, "max_tokens": 8, "temperature": 0.7, "stop": list(LETTERS)},
+        "train": {"lr": 1.0e-3, "clip_grad": 0.2, "weight_decay": 2.0},
+        "critic": {"lr": 3.0e-3, "warmup": 4, "betas": [0.5, 0.9], "weight_decay": 5.0, "clip_grad": 0.2},
+        "algo": {
+            "mini_batches": 2,
+            "epochs": 2,
+            "gamma": 0.9,
+            "lam": 0.7,
+            "clip_value": 0.05,
+            "kl_in_reward": 0.2,
+            "clip": 0.01,
+            "recompute_old_logprobs": True,
+            "aggregate": "seq-mean-token-sum",
+        },
+    },
+}
 CURVES = ("loss", "grad_norm", "entropy", "kl", "vf_loss")
+TUNED_CURVES = ("clip_frac", "dual_clip_frac", "lr", "mismatch_kl", "clip_ratio")
 ROLLOUT = ("reward/mean", "response_length/mean")
 
 
@@ -63,7 +133,7 @@ def config_of(flow: str, folder: Path) -> Path:
     """Writes the config of a flow, with its data and reward beside it."""
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     (folder / "reward.py").write_text(REWARD)
-    config = CONFIG | {"flow": flow, "run_dir": str(folder / flow)} | FLOWS[flow]
+    config = CONFIG | {"flow": flow, "run_dir": str(folder / flow)} | (FLOWS | TUNED)[flow]
     if flow in ("dpo", "reward_model", "sft"):
         del config["reward"]
     path = folder / f"{flow}.yaml"
@@ -75,8 +145,9 @@ def curves_of(run: Path) -> dict[str, list[float]]:
     """Returns the curves of a run that are compared; they do not depend on the number of workers."""
     steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     # With dynamic sampling these are of all prompts that were drawn, whose number depends on dp.
-    rollout = ROLLOUT if "sampling/rounds" not in steps[-1] else ()
-    names = sorted(n for n in steps[-1] if n.rpartition("/")[2] in CURVES or n in rollout)
+    drawn = ("reward/mean", "response_length/") if "sampling/rounds" in steps[-1] else ()
+    curves = (*CURVES, *TUNED_CURVES) if run.name in TUNED else CURVES
+    names = sorted(n for n in steps[-1] if (n.rpartition("/")[2] in curves or n in ROLLOUT) and not n.startswith(drawn))
     return {name: [step[name] for step in steps] for name in names}
 
 
@@ -89,7 +160,7 @@ def _record() -> None:
     import subprocess
     import tempfile
 
-    for flow in FLOWS:
+    for flow in sys.argv[1:] or (*FLOWS, *TUNED):
         with tempfile.TemporaryDirectory() as name:
             path = config_of(flow, Path(name))
             command = [sys.executable, "-m", "distflow", "run", str(path), "--workers", "2"]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from distflow.errors import ConfigError, NodeError, PeerLostError, StuckError
+from distflow.errors import CheckpointError, ConfigError, NodeError, PeerLostError, StuckError
 from distflow.liveness.failures import Failure, Kind, find_cause, read_failures, why_not_restart
 from distflow.liveness.heartbeat import Heartbeat
 
@@ -76,6 +76,8 @@ def test_workers_that_all_ended_on_request_were_stopped(tmp_path: Path) -> None:
 def test_a_restart_needs_a_failure_that_may_not_happen_again() -> None:
     node, lost = Failure("node", "raised", 3), Failure("died", "killed", 3)
     assert why_not_restart(Failure("user_error", "typo"), None, 2)
+    full = Failure.of(CheckpointError("step_4: could not be written: No space left on device"), 0, 4)
+    assert why_not_restart(full, None, 2)
     assert why_not_restart(node, None, None)
     assert why_not_restart(node, None, 2) is None
     assert why_not_restart(node, node, 2)

@@ -9,7 +9,7 @@ from distflow.liveness.waits import describe_waits
 
 
 def record(rank: int, task: str = "judge", waits_for: str = "", host: str = "a", age: float = 0) -> Record:
-    now = time.time()
+    now = time.monotonic()
     return Record(rank, 100 + rank, host, 7, task, waits_for, now - age, now - age)
 
 

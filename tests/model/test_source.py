@@ -1,5 +1,6 @@
 """A model to start from: found or refused with a way out, read in parts, or random and the same everywhere."""
 
+import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -33,7 +34,7 @@ def opened(path: str, base: Path) -> Source:
 
 def read_all(source: Source) -> dict[str, Tensor]:
     parameters = dict(source.skeleton().named_parameters())
-    read = source.reader(list(parameters))
+    read = source.reader({n: p.shape for n, p in parameters.items()})
     return {n: read(n, tuple(slice(0, k) for k in p.shape)) for n, p in parameters.items()}
 
 
@@ -52,7 +53,7 @@ def test_any_part_is_read_from_a_directory(saved: tuple[Path, dict[str, Tensor]]
     folder, weights = saved
     assert len(list(folder.glob("*.safetensors"))) > 2
     source = opened(str(folder), Path())
-    read = source.reader(list(weights))
+    read = source.reader({n: w.shape for n, w in weights.items()})
     for name, whole in weights.items():
         n = len(whole)
         rest = tuple(slice(0, k) for k in whole.shape[1:])
@@ -82,6 +83,34 @@ def test_other_file_formats_are_read_at_once(saved: tuple[Path, dict[str, Tensor
     got = read_all(opened(str(tmp_path), Path()))
     assert got.keys() == saved[1].keys()
     assert all(torch.equal(x, saved[1][n]) for n, x in got.items())
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "pytorch_model.bin"])
+@pytest.mark.parametrize("size", [1, 40, 64])
+def test_tensors_of_another_shape_than_the_config_s_are_refused(
+    saved: tuple[Path, dict[str, Tensor]], tmp_path: Path, file: str, size: int
+) -> None:
+    shutil.copytree(saved[0], tmp_path, dirs_exist_ok=True)
+    if file == "pytorch_model.bin":
+        for part in tmp_path.glob("model*"):
+            part.unlink()
+        torch.save(saved[1], tmp_path / file)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"intermediate_size": size}))
+    with pytest.raises(ConfigError) as e:
+        read_all(opened(str(tmp_path), Path()))
+    assert "the tensor 'model.layers.0.mlp.gate_proj.weight' in " in str(e.value)
+    assert f"has the shape [48, 32], and config.json asks for [{size}, 32] (5 others differ, too)" in str(e.value)
+    assert str(tmp_path) in str(e.value)
+
+
+def test_a_tensor_that_no_file_has_is_refused(saved: tuple[Path, dict[str, Tensor]], tmp_path: Path) -> None:
+    shutil.copytree(saved[0], tmp_path, dirs_exist_ok=True)
+    for part in tmp_path.glob("model*"):
+        part.unlink()
+    torch.save({n: t for n, t in saved[1].items() if n != "model.norm.weight"}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(ConfigError, match=r"'model.norm.weight' in .* is missing, and config.json asks for \[32\]"):
+        read_all(opened(str(tmp_path), Path()))
 
 
 def test_a_directory_is_looked_up_from_the_folder_of_the_config(saved: tuple[Path, dict[str, Tensor]]) -> None:

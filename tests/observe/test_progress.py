@@ -1,6 +1,14 @@
 """What a step's line shows."""
 
-from distflow.observe.progress import step_line
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from distflow.errors import ConfigError
+from distflow.observe.progress import Progress, step_line
+from distflow.util import patient_files
 
 METRICS = {
     "actor/entropy": 1.5,
@@ -21,3 +29,39 @@ def test_a_rollout_of_another_model_than_is_trained_shows() -> None:
     assert step_line(METRICS | {"reward/failures": 0.0}) == step_line(METRICS)
     assert step_line(METRICS | {"reward/failures": 3.0}).endswith("actor/grad_norm 2  reward/failures 3")
     assert step_line(METRICS | {"rollout/mismatch_kl": 3.1}).endswith("actor/grad_norm 2  rollout/mismatch_kl 3.1")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full here")
+def test_an_output_that_takes_nothing_ends_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    warned: list[str] = []
+    monkeypatch.setattr(patient_files.logger, "warning", lambda text, *args: warned.append(text % args))
+    out = open("/dev/full", "w")  # noqa: SIM115 (its end fails, too)
+    with monkeypatch.context() as output:
+        output.setattr(sys, "stdout", out)
+        progress = Progress(tmp_path, 3, skipped=["row 7"], skipped_count=1)
+        for step in (0, 1, 2):
+            progress(step, {"reward/mean": float(step), "timing_s/step": 1.0})
+    with pytest.raises(OSError, match="No space left"):
+        out.close()
+    progress._sums.clear()
+    progress._count = 0
+    progress.close()
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [0, 1, 2]
+    assert [text for text in warned if "cannot be written" in text] == [
+        "the output of the run: cannot be written (No space left on device); the run goes on and tries it again"
+    ]
+
+
+def test_logs_of_an_earlier_run_that_cannot_be_kept_are_not_mixed_with_ours(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
+
+    def refuse(self: Path, target: Path) -> None:
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr(Path, "rename", refuse)
+    with pytest.raises(ConfigError, match=r"^run_dir: .*metrics.jsonl of an earlier run cannot be renamed: Read-only"):
+        Progress(tmp_path, 3)
+    assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1}\n'

@@ -1,11 +1,14 @@
 """Trackers get our metrics, and never get in the way. Each real one is tested where its package is installed."""
 
+import importlib
 import json
 import logging
 import struct
+import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, get_args
 
 import pytest
@@ -15,7 +18,9 @@ from distflow.errors import ConfigError
 from distflow.observe.trackers import NAMES, check_installed, start_trackers
 from distflow.observe.trackers import thread as tracker_thread
 from distflow.observe.trackers.thread import TrackerThread
+from distflow.observe.trackers.to_tensorboard import TensorBoard
 from distflow.observe.trackers.tracker import RunInfo, sample_rows
+from distflow.util import patient_files
 
 METRICS = [{"reward/mean": 0.125 * step, "val/all/pass@2": 0.5, "actor/lr": 1e-6} for step in (1, 2, 3)]
 SAMPLE = {"step": 3, "id": 7, "group": 1, "split": "train", "fields": {"prompt": "p", "response": "r|\n", "score": 1.0}}
@@ -55,20 +60,56 @@ def warned() -> Iterator[list[str]]:
     messages: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
-    tracker_thread.logger.addHandler(handler)
+    for logger in (tracker_thread.logger, patient_files.logger):
+        logger.addHandler(handler)
     yield messages
-    tracker_thread.logger.removeHandler(handler)
+    for logger in (tracker_thread.logger, patient_files.logger):
+        logger.removeHandler(handler)
 
 
-def test_a_tracker_that_fails_is_left_behind(warned: list[str]) -> None:
+def test_a_tracker_that_cannot_be_opened_is_tried_again(warned: list[str]) -> None:
+    tracker, tries = Recorded(), 0
+
     def opens() -> Recorded:
-        raise ConnectionError("no route to the tracker")
+        nonlocal tries
+        tries += 1
+        if tries < 4:
+            raise ConnectionError("no route to the tracker")
+        return tracker
 
     thread = TrackerThread("mine", opens)
-    for step in range(1000):
+    for step in range(100):
         thread.log(step, {"a": 1.0})
     thread.close()
-    assert warned == ["track: mine failed, the run goes on without it: ConnectionError: no route to the tracker"]
+    assert tries == 4
+    assert [step for step, _ in tracker.logged] == list(range(6, 100))  # after 1, 2 and 4 entries
+    assert warned == [
+        "track: mine: cannot be written (no route to the tracker); the run goes on and tries it again",
+        "track: mine: is written again, after 3 failed writes (no route to the tracker); 6 entries are lost",
+    ]
+
+
+def test_a_tracker_that_fails_gets_the_next_entry(warned: list[str]) -> None:
+    class Failing(Recorded):
+        def log(self, step: int, metrics: Mapping[str, float]) -> None:
+            if step >= 5:
+                raise OSError(28, "No space left on device")
+            super().log(step, metrics)
+
+    tracker = Failing()
+    thread = TrackerThread("mine", lambda: tracker)
+    for step in (1, 7, 8, 2, 9):
+        thread.log(step, {"a": 1.0})
+    thread.close()
+    assert [step for step, _ in tracker.logged] == [1, 2]
+    assert tracker.closed
+    reason = "track: mine: cannot be written (No space left on device); the run goes on and tries it again"
+    assert warned == [
+        reason,
+        "track: mine: is written again, after 2 failed writes (No space left on device); 2 entries are lost",
+        reason,
+        "track: mine: could not be written up to the end of the run (No space left on device); 3 entries are lost",
+    ]
 
 
 def test_a_tracker_that_is_slow_is_not_waited_for(warned: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,13 +145,41 @@ def test_a_sample_is_a_row_of_plain_values() -> None:
     assert rows == [["train", 7, "[{'role': 'user'}]", None, None, "[1.0]"]]
 
 
-def track(name: str, folder: Path) -> None:
+@pytest.mark.parametrize("first", [0, 2])
+def test_events_of_steps_that_a_resumed_run_repeats_are_hidden(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: int
+) -> None:
+    """TensorBoard hides those from `purge_step` on, so it is the first step that comes again."""
+    made: list[tuple[str, int | None]] = []
+    writer = SimpleNamespace(SummaryWriter=lambda folder, purge_step: made.append((folder, purge_step)))
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", writer)
+    TensorBoard(RunInfo("a run", tmp_path, {}, first))
+    assert made == [(str(tmp_path / "tensorboard"), 3 if first else None)]
+
+
+def test_a_resumed_run_is_the_same_run_for_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[dict[str, Any]] = []
+    fake = SimpleNamespace(init=lambda **options: made.append(options), Settings=lambda **options: options)
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    monkeypatch.delitem(sys.modules, "distflow.observe.trackers.to_wandb", raising=False)
+    module = importlib.import_module("distflow.observe.trackers.to_wandb")
+    for folder, first in (("one", 0), ("one", 4), ("other", 0)):
+        module.open_tracker(RunInfo("a run", tmp_path / folder, {}, first))
+    del sys.modules["distflow.observe.trackers.to_wandb"]  # others import it with the real package
+    new, resumed, other = made
+    assert new["id"] == resumed["id"] != other["id"]
+    assert [m["resume"] for m in made] == [None, "allow", None]  # a new run in a used folder does not go on there
+
+
+def track(name: str, folder: Path, metrics: Sequence[Mapping[str, float]] = METRICS, first: int = 0) -> None:
+    """Tracks a run, or the rest of one that is resumed after the step `first`."""
     pytest.importorskip(name, reason=f"{name} is not installed")
-    (thread,) = start_trackers([name], RunInfo("a run", folder, {"flow": "grpo", "data": {"batch": 4}}))
-    for step, metrics in enumerate(METRICS, 1):
-        thread.log(step, metrics)
-    thread.samples(3, [SAMPLE])
+    (thread,) = start_trackers([name], RunInfo("a run", folder, {"flow": "grpo", "data": {"batch": 4}}, first))
+    for step, row in enumerate(metrics, first + 1):
+        thread.log(step, row)
+    thread.samples(first + len(metrics), [SAMPLE])
     thread.close()
+    assert not thread._errors.lost
 
 
 def test_tensorboard_has_our_values(tmp_path: Path) -> None:
@@ -123,6 +192,19 @@ def test_tensorboard_has_our_values(tmp_path: Path) -> None:
         expected = [(step, pytest.approx(m[name])) for step, m in enumerate(METRICS, 1)]
         assert [(e.step, e.value) for e in events.Scalars(name)] == expected
     assert "samples/text_summary" in events.Tags()["tensors"]
+
+
+def test_a_resumed_run_has_each_step_once_in_tensorboard(tmp_path: Path) -> None:
+    other = [{name: value + 1 for name, value in row.items()} for row in METRICS]
+    track("tensorboard", tmp_path)
+    track("tensorboard", tmp_path, other[1:], first=1)  # steps 2 and 3 again
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    for name in METRICS[0]:
+        expected = [(1, METRICS[0][name]), (2, other[1][name]), (3, other[2][name])]
+        assert [(e.step, e.value) for e in events.Scalars(name)] == [(s, pytest.approx(v)) for s, v in expected]
 
 
 def test_wandb_has_our_values_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

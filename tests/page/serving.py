@@ -6,17 +6,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import uvicorn
-
 from distflow.page.run_folder import RunFolder
-from distflow.page.server import bind, make_app
+from distflow.page.server import bind, make_app, make_server
+
+TOKEN = "token"
 
 
 @contextmanager
 def serving(*runs: Path, follow: bool = False) -> Iterator[int]:
-    """Serves these runs; gives the port."""
-    app = make_app([RunFolder(run) for run in runs], follow)
-    server = uvicorn.Server(uvicorn.Config(app, log_level="error", lifespan="off"))
+    """Serves these runs; gives the port; the page is below /TOKEN/."""
+    server = make_server(make_app([RunFolder(run) for run in runs], TOKEN, follow))
     sock = bind(0)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]}, daemon=True)
     thread.start()

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from distflow.cli import main
-from page.serving import serving
+from page.serving import TOKEN, serving
 from recorded import START, metrics_row, sample_of, spans_of, write_run
 
 CHROMIUM = next(
@@ -74,7 +74,7 @@ def site(folder: Path) -> Iterator[str]:
     write_run(folder / "one", steps=12, workers=4, samples_per_step=8)
     write_run(folder / "two", steps=9, workers=2)
     with serving(folder / "one", folder / "two") as port:
-        yield f"http://localhost:{port}/"
+        yield f"http://localhost:{port}/{TOKEN}/"
 
 
 def test_every_view_shows_the_run(browser: Any, site: str) -> None:
@@ -156,7 +156,7 @@ def test_masks_and_tool_calls_of_a_conversation_are_shown(browser: Any, folder: 
     row = {"step": 1, "id": 0, "group": 0, "split": "train", "fields": fields | {"rollout_logprobs": [-1.0, 0.0, -2.0]}}
     (run / "samples" / "0.jsonl").write_text(json.dumps(row, separators=(",", ":")) + "\n")
     with serving(run) as port:
-        page = Page(browser, f"http://localhost:{port}/")
+        page = Page(browser, f"http://localhost:{port}/{TOKEN}/")
         p = page.open("samples?show=conversation")
         p.wait_for_selector(".toolcall")
         assert p.inner_text(".toolcall") == 'add({"a": 2})'
@@ -181,7 +181,7 @@ def test_a_conversation_of_an_agent_is_shown_with_tokens_and_rewards(browser: An
     row = {"step": 1, "id": 0, "group": 0, "split": "held-out", "fields": fields}
     (run / "samples" / "0.jsonl").write_text(json.dumps(row, separators=(",", ":")) + "\n")
     with serving(run) as port:
-        page = Page(browser, f"http://localhost:{port}/")
+        page = Page(browser, f"http://localhost:{port}/{TOKEN}/")
         p = page.open("samples?show=conversation")
         p.wait_for_selector(".toolcall")
         facts = [t for t in p.locator(".message .facts").all_inner_texts() if t]
@@ -222,7 +222,7 @@ def test_a_run_that_goes_on_is_followed(browser: Any, folder: Path) -> None:
 
     run = write_run(folder / "going", steps=2, workers=2, state="running")
     with serving(run, follow=True) as port:
-        page = Page(browser, f"http://localhost:{port}/")
+        page = Page(browser, f"http://localhost:{port}/{TOKEN}/")
         p = page.open("samples")
         assert "8 of 8 samples" in p.inner_text(".toolbar")
         for rank in range(2):
@@ -263,7 +263,7 @@ def test_what_a_model_said_is_never_a_script(browser: Any, folder: Path) -> None
     with pytest.raises(SystemExit, match="0"):
         main(["show", str(run), "--html", str(out)])
     with serving(run) as port:
-        for url in (f"http://localhost:{port}/", out.as_uri()):
+        for url in (f"http://localhost:{port}/{TOKEN}/", out.as_uri()):
             page = Page(browser, url)
             for place in ("overview", "plan", "timeline", "traffic", "curves", "samples?split=" + "x"):
                 page.open(place)

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from distflow.cluster.restarts import _lock as lock_of_launcher
 from distflow.errors import ConfigError
 from distflow.page.run_folder import RunFolder
 from distflow.plan import Placement, Workload, plan
 from distflow.run_folder import METRICS, PLAN, STATE
+from distflow.util.owner import Owner
 from recorded import FLOW, write_run
 
 
@@ -138,7 +138,7 @@ def test_a_run_between_two_steps_is_running_while_its_launcher_lives(run: Path) 
     """Steps of a real model take minutes; what was written last is old then."""
     (run / STATE).write_text(json.dumps({"state": "running", "steps": 100, "time": 0}))
     assert RunFolder(run).state()["state"] == "killed"
-    with lock_of_launcher(run):
+    with Owner(run):
         assert RunFolder(run).state()["state"] == "running"
     assert RunFolder(run).state()["state"] == "killed"
 

@@ -2,16 +2,20 @@
 
 import http.client
 import json
+import re
 import socket
+import subprocess
+import sys
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from distflow.errors import ConfigError
-from distflow.page.server import bind
-from page.serving import serving
+from distflow.page.server import MAX_CONNECTIONS, bind
+from page.serving import TOKEN, serving
 from recorded import write_run
 
 
@@ -26,7 +30,7 @@ def port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
 
 def ask(port: int, path: str, method: str = "GET", **headers: str) -> tuple[int, bytes, Any]:
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
-    connection.putrequest(method, path, skip_host="Host" in headers)
+    connection.putrequest(method, f"/{TOKEN}{path}", skip_host="Host" in headers)
     for name, value in headers.items():
         connection.putheader(name, value)
     connection.endheaders()
@@ -152,3 +156,42 @@ def test_without_a_port_a_taken_one_is_passed_over(port: int, tmp_path: Path) ->
     assert first.getsockname()[1] != second.getsockname()[1]
     first.close()
     second.close()
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["/", "/main.js", "/api/overview?run=0", f"/{TOKEN}", f"/{TOKEN}x/", "//", f"/%2f{TOKEN}/", f"/?token={TOKEN}"],
+)
+def test_other_users_who_do_not_know_the_address_see_nothing(port: int, path: str) -> None:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
+    for method in ("GET", "HEAD", "POST"):
+        connection.request(method, path)
+        response = connection.getresponse()
+        assert response.status == 403
+        assert b"grpo" not in response.read()
+        connection.close()
+
+
+def test_the_address_that_is_printed_opens_the_page_and_no_two_are_alike(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", steps=2, workers=1)
+    seen = set()
+    for _ in range(2):
+        command = [sys.executable, "-m", "distflow", "show", str(run), "--port", "0"]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as shown:
+            assert shown.stdout is not None
+            address = re.search(r"http://localhost:(\d+)(/\w{32}/) ", shown.stdout.readline())
+            assert address
+            connection = http.client.HTTPConnection("127.0.0.1", int(address[1]), timeout=20)
+            connection.request("GET", address[2])
+            assert connection.getresponse().status == 200
+            seen.add(address[2])
+            shown.kill()
+    assert len(seen) == 2
+
+
+def test_connections_that_say_nothing_keep_nobody_out(port: int) -> None:
+    with ExitStack() as stack:
+        for i in range(2 * MAX_CONNECTIONS):
+            sock = stack.enter_context(socket.create_connection(("127.0.0.1", port)))
+            sock.sendall(b"GET / HTTP/1.1\r\nX: " if i % 2 else b"")
+        assert ask(port, "/api/runs")[0] == 200

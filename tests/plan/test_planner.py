@@ -481,3 +481,32 @@ def test_the_expected_bytes_of_a_weight_sync(generate: Place, update: Place, exp
     (task,) = (t for t in known.tasks if isinstance(t, SyncWeights))
     assert task.expected_bytes == expected
     assert known.hash == unknown.hash  # estimates are no part of what the workers agree on
+
+
+@pytest.mark.parametrize(
+    ("where", "repeat", "unit"),
+    [
+        ({}, 2, 4),  # four replicas load whole groups, so each needs a prompt
+        ({"default": Place("left")}, 2, 2),
+        ({"default": Place("left"), "nodes": {"score": Place("all")}}, 2, 2),  # 2 prompts: 4 samples for 4 replicas
+        ({"default": Place("left"), "nodes": {"score": Place("all")}}, 3, 4),
+        ({"default": Place("left", tp=2), "nodes": {"score": Place("all")}}, 4, 1),
+        ({"default": Place("left", tp=2), "nodes": {"keep": Place("right")}}, 1, 2),  # only those that judge are two
+    ],
+)
+def test_a_round_of_dynamic_sampling_gives_all_replicas_of_its_nodes_equally_many(
+    where: dict[str, Any], repeat: int, unit: int
+) -> None:
+    nodes = (
+        Node("generate", type="inference", reads=("prompt",), writes=("tokens",)),
+        Node("score", type="inference", reads=("tokens",), writes=("scores",)),
+        Node("keep", reads=("scores",), writes=("kept",), whole_groups=True, dynamic_sampling=2),
+        Node("train", type="train", reads=("tokens",)),
+    )
+    p = planned(Flow("sampling", ("prompt",), nodes), repeat=repeat, **where)
+    (task,) = (t for t in p.tasks if isinstance(t, Resample))
+    assert task.unit == unit
+    assert task.rounds == 2
+    for node in ("data", "generate", "score", "keep"):
+        partition = p.partition_of(node)
+        assert unit * (1 if partition.whole_groups else repeat) % partition.layout.dp == 0

@@ -311,3 +311,19 @@ def test_it_is_a_node_of_a_flow() -> None:
     (node,) = rewarded.trace(("prompt", "response", "answer"), {"reward": Reward}).nodes
     assert (node.id, node.role, node.type, node.method) == ("reward.score", "reward", "inference", True)
     assert (node.reads, node.writes) == (("prompt", "response", "answer"), ("score",))
+
+
+def test_a_sample_that_fails_in_several_functions_is_one_failure() -> None:
+    """`reward/failures` counts samples; the log has every failure."""
+    functions = [{"call": f"{FILE}:behave", "name": name} for name in ("one", "two", "three")]
+    with rewarding(*functions, on_failure=-2.0) as reward:
+        ctx = context()
+        assert score(
+            reward, batch_of(["fine", "raise", "raise", "fine"], data_source=[""] * 4, answer=[""] * 4), ctx
+        ) == [
+            3.0,
+            -2.0,
+            -2.0,
+            3.0,
+        ]
+    assert metrics_of(ctx)["reward/failures"] == 2

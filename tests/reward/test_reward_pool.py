@@ -10,6 +10,7 @@ from contextlib import closing, contextmanager
 from datetime import date
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -121,6 +122,25 @@ def test_the_time_limit_holds_for_half_a_message() -> None:
         half, fine = run(pool, "interfere half", "fine")
     assert "took longer" in reason(half)
     assert fine == ONE
+
+
+def test_a_call_that_was_queued_behind_others_has_its_whole_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fast calls are sent several at once; each has its limit from when the one before it has ended."""
+    clock, done = [0.0], list[list[Result]]()
+    with pool_of(time_limit_s=60.0) as pool:
+        run(pool, "fine")
+        pool._seconds = [0.0]
+        monkeypatch.setattr("distflow.userproc.processes.time", SimpleNamespace(monotonic=lambda: clock[0]))
+        (tmp_path / "0").touch()
+        for i, results in pool.run([call(f"after {tmp_path / str(i)}") for i in range(6)]):
+            assert len(pool._workers[0].calls) == 5 - i  # all others are with the process already
+            done.append(results)
+            clock[0] += 40.0
+            (tmp_path / str(i + 1)).touch()
+        assert pool.restarts == 0
+    assert done == [[ONE]] * 6
 
 
 def test_a_sample_gets_a_second_attempt(tmp_path: Path) -> None:

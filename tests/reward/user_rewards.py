@@ -110,6 +110,9 @@ def behave(data_source, solution_str, ground_truth, extra_info=None):
                 Path(path).with_suffix(".new").write_text(str(os.getpid()))
                 Path(path).with_suffix(".new").rename(path)
                 time.sleep(1000)
+        case ["after", path]:
+            while not Path(path).exists():
+                time.sleep(0.005)
         case ["family", path, end]:  # leaves child processes behind: one by exec, one by fork
             started = subprocess.Popen(["sleep", "1000"])
             forked = os.fork()

@@ -30,10 +30,12 @@ class Words:
 def recording(max_sequences: int) -> Any:
     """Returns a generator that remembers the requests it was given."""
     made: Any = generator("qwen2", max_sequences)
-    made.added, add = list[Request](), made.add_request
+    made.added, made.begun_with, add = list[Request](), dict[int, int](), made.add_request
 
     def add_request(request: Request) -> None:
         made.added.append(request)
+        if not request.position:
+            made.begun_with[request.sample_id] = made.weight_version
         add(request)
 
     made.add_request = add_request
@@ -82,6 +84,15 @@ def test_with_the_same_weights_they_are_the_same(max_sequences: int, ahead: int,
         assert bool(finished) == bool(whole["finished"][i])
         assert int(version) <= i // (BATCH * REPEAT)
     assert any(int(version) < i // (BATCH * REPEAT) for i, (*_, version) in responses.items())
+
+
+def test_the_version_of_a_response_is_that_of_the_weights_which_began_it() -> None:
+    engine = recording(3)
+    responses, _ = run(engine, 2)
+    versions = {i: int(version) for i, (*_, version) in responses.items()}
+    assert versions == engine.begun_with
+    rests = {r.sample_id for r in engine.added if r.position}
+    assert any(versions[i] < i // (BATCH * REPEAT) for i in rests)  # some went on with later weights
 
 
 def test_what_is_carried_on_is_the_same_from_run_to_run_to_the_bit() -> None:

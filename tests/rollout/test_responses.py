@@ -9,13 +9,14 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig
 
-from distflow.batch.batch import Batch
+from distflow.batch.batch import Batch, Ragged
 from distflow.errors import DataError, WeightsError
 from distflow.model.source import Source
 from distflow.model.text import Text
 from distflow.model.tokenizer import train_tokenizer
+from distflow.observe.metrics import StepMetrics
 from distflow.rollout.engine import Completion, Request, RolloutEngine, SamplingParams, Wake, never
-from distflow.rollout.responses import complete, generate_responses
+from distflow.rollout.responses import complete, generate_responses, log_lengths
 
 PARAMS = SamplingParams(max_tokens=4)
 PROMPTS = {3: "one", 5: "two", 9: "three"}  # by group
@@ -132,3 +133,22 @@ def test_completions_are_by_sample_id() -> None:
 def test_responses_with_other_weights_than_the_plan_says_are_refused() -> None:
     with pytest.raises(WeightsError, match=r"sample \d+ was generated with weights of version 2, and the plan says 3"):
         generate_responses(EchoEngine(), text(), batch(), PARAMS, seed=7, version=3)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_lengths_are_of_sampled_tokens_and_the_clip_ratio_is_of_responses_that_were_cut_off(masked: bool) -> None:
+    lengths = [5, 2, 8, 3]
+    responses = {
+        "response_tokens": Ragged.of([torch.zeros(n, dtype=torch.int64) for n in lengths]),
+        "finished": torch.tensor([True, True, False, True]),
+    }
+    if masked:  # the first token of each is not the model's
+        responses["response_mask"] = Ragged.of([torch.tensor([0] + [1] * (n - 1)) for n in lengths])
+    metrics, shorter = StepMetrics(), int(masked)
+    assert log_lengths(responses, metrics, "greedy_") == 18 - 4 * shorter
+    values = {n: v / c if how == "mean" else v for (n, how), (v, c) in metrics.totals.items()}
+    assert values == {
+        "greedy_response_length/mean": 4.5 - shorter,
+        "greedy_response_length/max": 8.0 - shorter,
+        "greedy_response_length/clip_ratio": 0.25,
+    }

@@ -25,6 +25,7 @@ from distflow.plan import Place, Placement, Plan, RunNode, Workload, plan
 from distflow.roles.role import Role
 from distflow.run.async_comm import AsyncComm, CommThread
 from distflow.run.comm import Comm
+from distflow.run.evaluation import Evaluation
 from distflow.run.mailbox import Mailbox
 from distflow.run.versions import Versions
 from distflow.run.worker import Worker
@@ -69,6 +70,11 @@ class Actor(Role):
                 time.sleep(self.rng.choice([0, 0, 0.01]))
                 ids = batch.ids[ctx.chunks.parts[i]]
                 ctx.chunks.leave(i, {w: column(w, ids) if len(ids) else NO_SAMPLES for w in writes})
+        return {w: column(w, batch.ids) if len(batch) else NO_SAMPLES for w in writes}
+
+    def evaluate(self, batch: Batch, ctx: Context, writes: list[str]) -> dict[str, Any]:
+        assert ctx.held_out
+        ctx.metrics.log("val/version", self.version)
         return {w: column(w, batch.ids) if len(batch) else NO_SAMPLES for w in writes}
 
     def update(self, batch: Batch, ctx: Context) -> None:
@@ -176,11 +182,35 @@ def test_chunks_bring_every_field_of_every_sample_and_nothing_deadlocks(delay: i
     assert by_chunk == {True, False}  # some nodes see the whole step
 
 
-class Team:
-    """All workers of a plan in threads, with a thread more each for communication."""
+def held_out_plan(p: Plan) -> Plan:
+    """Generates where training does, and scores where it trains."""
+    params = {"node": "score", "writes": ["f1.score"], "whole": False, "repeat": 1}
+    nodes = (
+        Node(
+            "evaluate",
+            "actor",
+            "inference",
+            Source.column_names[:1],
+            ("f0.tokens",),
+            params={"writes": ["f0.tokens"]},
+            generates=True,
+            method=True,
+            fn=Actor.evaluate,
+        ),
+        Node("score", reads=("f0.tokens",), writes=("f1.score",), fn=check_and_write, params=params),
+    )
+    ranks = {n: p.partition_of(n).layout.ranks for n in ("generate", "update")}
+    sets = {n: ",".join(map(str, r)) for n, r in ranks.items()}
+    places = {"evaluate": Place("generate"), "score": Place("update")}
+    flow, placement = Flow("held out", Source.column_names, nodes), Placement(p.workers, sets, nodes=places)
+    return plan(flow, placement, Workload(5, 1), {"actor": ranks["update"]})
 
-    def __init__(self, plan: Plan, first: int) -> None:
-        self.plan, self.first, self.hub = plan, first, Hub(plan.workers)
+
+class Team:
+    """All workers of a plan in threads, with a thread more each for communication; they evaluate every few steps."""
+
+    def __init__(self, plan: Plan, first: int, evaluate_every: int = 0) -> None:
+        self.plan, self.first, self.hub, self.evaluate_every = plan, first, Hub(plan.workers), evaluate_every
         self.progress = dict.fromkeys(plan.partition_of("update").layout.ranks, first)
         self.rows: list[dict[str, float]] = []  # of each step
         self.copies: list[int] = []  # of weights that a worker has kept, at the end of steps
@@ -203,18 +233,39 @@ class Team:
         worker = make_worker(rank, self.plan, self.progress, self.first)
         sink = (lambda step, row: self.rows.append(row)) if rank == 0 else None
         reducer = MetricsReducer(rank, range(self.plan.workers), sink)
-        comm = AsyncComm(worker, None, reducer, CommThread(lambda c: self.hub.run(rank, c)))
+        evaluation = self.evaluation(worker) if self.evaluate_every else None
+        comm = AsyncComm(worker, evaluation, reducer, CommThread(lambda c: self.hub.run(rank, c)))
         comm.start()
 
         def after_step(step: int, metrics: StepMetrics) -> Any:
             self.copies.append(sum("weights" in str(key) for key in list(comm.mail._values)))
-            return comm.reduce(reducer, step, metrics, False)
+            if evaluation:
+                yield from evaluation(step, metrics)
+            yield from comm.reduce(reducer, step, metrics, False)
 
         chain = worker.steps(lambda *_: None, after_step, comm.after_chain)
         assert list(chain) == []  # the chain itself communicates nothing
         assert not comm.mail._values, "something is left"
         reducer.wait()
         reducer.close()
+
+    def evaluation(self, worker: Worker) -> Evaluation:
+        p = held_out_plan(self.plan)
+        data = Coordinator(worker.rank, p, Loader(Source(), 5, 1, seed=0, rewind=True))
+        return Evaluation(Worker(data, worker.comm, held_out=True), self.evaluate_every, self.first + STEPS)
+
+
+@pytest.mark.parametrize("delay", [1, 2, 3])
+def test_an_evaluation_is_of_the_step_that_it_is_logged_with_however_far_others_are_ahead(delay: int) -> None:
+    for seed in range(6):
+        rng = random.Random(2000 + seed)
+        team = Team(random_loop(rng, 2 + seed % 4, delay), rng.choice([0, 3]), evaluate_every=rng.choice([1, 2, 3]))
+        team.run()
+        assert not team.errors, (seed, team.errors[0])
+        steps = range(team.first + 1, team.first + STEPS + 1)
+        due = [step for step in steps if step % team.evaluate_every == 0 or step == steps[-1]]
+        versions = {step: row.get("val/version") for step, row in zip(steps, team.rows, strict=True)}
+        assert versions == {step: float(step) if step in due else None for step in steps}
 
 
 @pytest.mark.parametrize("delay", [1, 2, 3])

@@ -22,6 +22,18 @@ def test_a_result_has_the_metrics_of_complete_lines(tmp_path: Path) -> None:
     assert read.checkpoint is None
 
 
+def test_damaged_lines_are_no_steps(tmp_path: Path) -> None:
+    damaged = b'7\n{}\n\xff\n[]\n{"step": "1"}\n' + b"[" * 100_000 + b"\n"
+    (tmp_path / "metrics.jsonl").write_bytes(damaged + b'{"step": 1}\n{"step": 2, "time": "?"}\n')
+    assert [row["step"] for row in RunResult.read(tmp_path).metrics] == [1, 2]
+    steps: list[int] = []
+    calls = StepCalls(tmp_path, lambda step, metrics: steps.append(step))
+    with calls, (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write(line(3, time.time()))
+    calls.raise_error()
+    assert steps == [3]
+
+
 def test_each_step_of_this_run_is_called_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(result, "POLL_S", 0.01)
     path = tmp_path / "metrics.jsonl"

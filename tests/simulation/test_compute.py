@@ -70,6 +70,25 @@ def test_decoding_reads_weights_and_keys_of_all_running_sequences() -> None:
     assert got == pytest.approx(expected)
 
 
+def test_a_prompt_is_read_once_for_all_responses_to_it() -> None:
+    one = 2 * MODEL.active_params * 40 / 1e15  # on a device whose memory costs nothing, but for the keys of the prompt
+
+    def prefill(responses: int, repeat: int) -> float:
+        """Returns how often the prompt is read."""
+        fast = READING.model_copy(update={"device": READING.device.model_copy(update={"memory_rate": 1e40})})
+        layout = Layout((0,), 1)
+        work = Work(GENERATE, layout, np.zeros(responses, int), np.ones(responses), np.zeros(1, np.int64), repeat)
+        seconds = compute_times(work, fast, Costs(models={"actor": MODEL}, prompt_tokens=40)).elapsed[0]
+        without = compute_times(work, fast, Costs(models={"actor": MODEL}, prompt_tokens=0)).elapsed[0]
+        attention = responses * 40.5 * 4 * MODEL.layers * MODEL.heads * MODEL.head_dim / 1e15
+        attention -= responses * 0.5 * 4 * MODEL.layers * MODEL.heads * MODEL.head_dim / 1e15
+        return float((seconds - without - attention) / one)
+
+    assert prefill(8, 1) == pytest.approx(8)
+    assert prefill(8, 4) == pytest.approx(2)
+    assert prefill(8, 8) == pytest.approx(1)
+
+
 def test_sequences_wait_for_a_slot() -> None:
     together, in_turn = (times(GENERATE, [10, 10, 10], max_sequences=n, kv_cache=1e9).elapsed[0] for n in (3, 1))
     assert 2.5 * together < in_turn < 3.1 * together
@@ -86,6 +105,20 @@ def test_mini_batches_wait_for_the_slowest_replica() -> None:
     whole = times(TRAIN, lengths, replicas=2)
     assert apart.busy == pytest.approx(whole.busy, rel=0.01)
     assert apart.elapsed.max() > 1.5 * whole.elapsed.max()
+
+
+def test_epochs_take_as_often_as_long_and_so_do_the_waits_in_them() -> None:
+    lengths = [100.0, 10.0, 10.0, 100.0]  # in each mini-batch another replica is the slower one
+
+    def train(**params: int) -> Times:
+        node = Node("t", role="actor", type="train", method=True, params={"mini_batches": 2, **params})
+        return times(node, lengths, replicas=2)
+
+    once, thrice = train(), train(epochs=3)
+    assert thrice.busy == pytest.approx(3 * once.busy)
+    # Both replicas wait for the slower one after every mini-batch; after the last one, whoever calls does.
+    assert thrice.elapsed.max() == pytest.approx(3 * once.elapsed.max())
+    assert thrice.elapsed.max() == pytest.approx(6 * once.busy.max() * 100 / 110, rel=0.2)
 
 
 def test_every_replica_has_a_share_of_each_mini_batch() -> None:

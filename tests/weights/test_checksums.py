@@ -71,6 +71,22 @@ def test_swapped_rows_are_noticed(swap: tuple[int, int]) -> None:
     assert checksum(a, ((0, 13), (0, 4))) != checksum(a, ((1, 14), (0, 4)))
 
 
+def test_an_element_in_the_wrong_place_is_noticed_even_if_rows_became_columns() -> None:
+    """As in a transposed square matrix, in which every row and column, as a set, may be the same."""
+    square, box = whole()["row"][:, :6].contiguous(), ((0, 6), (0, 6))
+    assert checksum(square, box) != checksum(square.T.contiguous(), box)
+    corners = torch.zeros(6, 6)
+    corners[1, 4] = 1.0
+    assert (
+        len({int(checksum(c, box)) for c in (corners, corners.T.contiguous(), corners.flip(0), corners.flip(1))}) == 4
+    )
+    kernel, cube = torch.randn(4, 4, 4), ((0, 4),) * 3
+    permuted = [
+        kernel.permute(p).contiguous() for p in ((0, 1, 2), (0, 2, 1), (1, 0, 2), (2, 1, 0), (1, 2, 0), (2, 0, 1))
+    ]
+    assert len({int(checksum(k, cube)) for k in permuted}) == 6
+
+
 def test_large_parameters_are_read_in_blocks() -> None:
     shape = (3001, 257)
     a = torch.randn(shape)

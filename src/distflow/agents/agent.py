@@ -17,6 +17,7 @@ from distflow.flow.trace import node
 from distflow.roles.actor import ROLLOUT, Actor
 from distflow.roles.context import RoleContext
 from distflow.roles.role import Role
+from distflow.util.patient_files import SharedLog
 from distflow.util.seeds import eval_seed
 
 if TYPE_CHECKING:
@@ -51,7 +52,7 @@ class Agent(Actor):
         self, role: RoleContext, environments: Mapping[str, Mapping[str, Any]], log: Path | None = None
     ) -> None:
         self.environments = {name: EnvironmentConfig.model_validate(e) for name, e in environments.items()}
-        self.log = log
+        self.log = SharedLog(log) if log else None
         self.env_pool: EnvPool | None = None  # where conversations are led
         self.endpoint: Endpoint | None = None  # if an agent needs one
         self._runtimes: list[EnvironmentRuntime] = []
@@ -117,8 +118,7 @@ class Agent(Actor):
     ) -> dict[str, Any]:
         from distflow.agents.conversations import Conversations
         from distflow.agents.converse import ReplicaGroup, converse
-        from distflow.agents.metrics import log_conversations
-        from distflow.agents.record import columns
+        from distflow.agents.record import columns, log_conversations
         from distflow.rollout.engine_load import EngineLoad
 
         self._prepare()
@@ -199,14 +199,8 @@ class Agent(Actor):
         if ctx.is_dp_leader:
             logger.warning("step %d: %s; its score is %g", ctx.step, line, on_failure)
             if self.log is not None:
-                _append(self.log, f"step {ctx.step}: {line}")
+                self.log.append([f"step {ctx.step}: {line}"])
         return replace(record, reward=float(on_failure), turn_rewards=[0.0] * len(record.tokens))
-
-
-def _append(path: Path, line: str) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("ab", buffering=0) as file:  # one write: other workers append to the same file
-        file.write(f"{line}\n".encode(errors="replace"))
 
 
 def _plain(value: Any) -> Any:

@@ -236,8 +236,7 @@ class Conversations:
 
     def _sampled(self, key: int, branch: Branch, completion: Completion) -> AssistantMessage:
         conversation = self._open[key]
-        sampled = completion.tokens.tolist(), completion.logprobs.tolist()
-        said = conversation.session.sampled(branch, *sampled, completion.finished, completion.weight_version)
+        said = conversation.session.sampled(branch, completion)
         conversation.tool_errors += len(said.errors)
         return said
 
@@ -275,8 +274,7 @@ class Conversations:
 
         def reply(completion: Completion) -> None:
             self.env_pool.release(call.key)
-            sampled = completion.tokens.tolist(), completion.logprobs.tolist()
-            said = call.answer(session, branch, *sampled, completion.finished, completion.weight_version)
+            said = call.answer(session, branch, completion)
             conversation.tool_errors += len(said.errors)
 
         self.env_pool.hold(call.key)

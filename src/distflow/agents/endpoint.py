@@ -11,9 +11,9 @@ import secrets
 import socket
 import threading
 from collections import OrderedDict, deque
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
 from distflow.agents.endpoint_protocol import (
     CallBody,
@@ -29,6 +29,9 @@ from distflow.agents.endpoint_protocol import (
 from distflow.agents.endpoint_server import LOOPBACK, Reply, ServerThread
 from distflow.agents.session import AssistantMessage, Branch, Session
 from distflow.errors import DataError
+
+if TYPE_CHECKING:
+    from distflow.rollout.engine import Completion
 
 logger = logging.getLogger(__name__)
 
@@ -76,20 +79,13 @@ class EndpointCall:
             too_long = "the longest allowed" in str(e)
             raise CallError(400, str(e), None, "context_length_exceeded" if too_long else None) from None
 
-    def answer(
-        self,
-        session: Session,
-        branch: Branch,
-        tokens: Sequence[int],
-        logprobs: Sequence[float],
-        finished: bool,
-        weight_version: int,
-    ) -> AssistantMessage:
+    def answer(self, session: Session, branch: Branch, completion: "Completion") -> AssistantMessage:
         """Records what was generated for the call in the session, up to a stop string of the call, and replies."""
         prompt, decode = [*branch.prompt, *branch.tokens], session.renderer.decode
-        kept, stopped = cut_at_stop(tokens, self.body.stop, decode)
-        finished = finished and not stopped
-        message = session.sampled(branch, tokens[:kept], logprobs[:kept], finished, weight_version)
+        kept, stopped = cut_at_stop(completion.tokens.tolist(), self.body.stop, decode)
+        tokens, logprobs = completion.tokens[:kept], completion.logprobs[:kept]
+        finished = completion.finished and not stopped
+        message = session.sampled(branch, replace(completion, tokens=tokens, logprobs=logprobs, finished=finished))
         # A malformed call is shown to the agent as text. The history it sends next has what was shown to it.
         content, text = (message.content if message.tool_calls else message.text), message.text
         for stop in self.body.stop:
@@ -97,7 +93,8 @@ class EndpointCall:
         branch.messages[-1]["content"] = content
         reason = "length" if not (finished or stopped) else "tool_calls" if message.tool_calls else "stop"
         calls = tuple((c.id, c.name, c.arguments) for c in message.tool_calls)
-        turn = Sampled(content, calls, text, reason, prompt, tokens[:kept], logprobs[:kept], weight_version)
+        numbers = tokens.tolist(), logprobs.tolist(), completion.weight_version
+        turn = Sampled(content, calls, text, reason, prompt, *numbers)
         if self.body.stream:
             self._send(Reply(events=reply_events(self.body, turn, decode)))
         else:
@@ -293,4 +290,4 @@ def _tokens_of(session: Session, text: str) -> list[int]:
         if text.startswith(start):
             rest = text[len(start) :]
             return tokens + (renderer.encode_text(rest) if rest else [])
-    return renderer.text.encode(text)
+    return renderer.text.encode_rendered(text)  # the agent writes the marks of turns itself

@@ -1,7 +1,7 @@
 """The HTTP side of the endpoint: starlette and uvicorn in a thread, on a free port.
 
-What a client can make this process hold is bounded: connections, seconds until a request and its body have come,
-bytes of a body. A refusal is sent after a short wait, to throttle floods.
+What a client can make this process hold is bounded: connections (those without a key give way to others), seconds until
+a request and its body have come, bytes of a body. A refusal is sent after a short wait, to throttle floods.
 """
 
 import asyncio
@@ -18,6 +18,7 @@ from distflow.agents.endpoint_protocol import CallError, Json, Kind
 from distflow.errors import ConfigError, cut
 from distflow.util.addresses import address_towards
 from distflow.util.extras import how_to_install
+from distflow.util.http_connections import bounded_connection
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette
@@ -59,13 +60,14 @@ class ServerThread:
         self._server = uvicorn.Server(
             uvicorn.Config(
                 app,
-                http=_bounded_connection(),
+                http=bounded_connection(MAX_CONNECTIONS, BODY_S),
                 ws="none",
                 lifespan="off",
                 log_config=None,
                 log_level="error",
                 access_log=False,
                 server_header=False,
+                proxy_headers=False,
                 timeout_keep_alive=75,
                 timeout_graceful_shutdown=1,
             )
@@ -155,29 +157,6 @@ def _url(sock: socket.socket) -> str:
     return f"http://[{address}]:{port}" if ":" in address else f"http://{address}:{port}"
 
 
-def _bounded_connection() -> "type[asyncio.Protocol]":
-    """Returns uvicorn's protocol with a limited number of connections, and of seconds until the first request."""
-    from uvicorn.protocols.http.h11_impl import H11Protocol
-
-    class BoundedConnection(H11Protocol):
-        def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-            if len(self.connections) >= MAX_CONNECTIONS:
-                transport.abort()
-                return
-            super().connection_made(transport)
-            self.loop.call_later(BODY_S, self._close_if_silent)
-
-        def connection_lost(self, exc: Exception | None) -> None:
-            if self in self.connections:
-                super().connection_lost(exc)
-
-        def _close_if_silent(self) -> None:
-            if getattr(self, "cycle", None) is None and not self.transport.is_closing():
-                self.transport.close()
-
-    return BoundedConnection
-
-
 def make_app(endpoint: "Endpoint", hosts: list[str]) -> "Starlette":
     try:
         from starlette.applications import Starlette
@@ -201,6 +180,7 @@ def make_app(endpoint: "Endpoint", hosts: list[str]) -> "Starlette":
     async def models(request: "Request") -> "Response":
         try:
             endpoint.authorize(*key_of(request))
+            request.state.trust()
             return JSONResponse(endpoint.models())
         except CallError as e:
             return await refuse(_Body(request), e)
@@ -209,6 +189,7 @@ def make_app(endpoint: "Endpoint", hosts: list[str]) -> "Starlette":
         body = _Body(request)
         try:
             session = endpoint.authorize(*key_of(request))
+            request.state.trust()
             endpoint.enter(session)
             try:
                 future = endpoint.submit(session, kind, await body.read())

@@ -1,7 +1,7 @@
 """The record of a conversation that has ended, and the columns of a batch that are made of such records."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -10,6 +10,7 @@ import torch
 
 from distflow.agents.session import Branch, Session
 from distflow.batch.batch import Ragged
+from distflow.batch.context import MetricLog
 from distflow.model.text import Text, ragged
 
 _METRICS = 16  # of an environment's own, at most
@@ -121,3 +122,18 @@ def columns(records: Sequence[ConversationRecord], text: Text) -> dict[str, Any]
         "conversation": [r.messages for r in records],
         "environment_name": [r.environment for r in records],
     }
+
+
+def log_conversations(records: Iterable[ConversationRecord], metrics: MetricLog, prefix: str = "") -> None:
+    """Logs `env/<name>/…`; `prefix` is `val/` for held-out samples."""
+    for r in records:
+        of = f"{prefix}env/{r.environment}"
+        metrics.log(f"{of}/reward", r.reward)
+        metrics.log(f"{of}/turns", r.turns)
+        metrics.log(f"{of}/seconds", r.seconds)
+        metrics.log(f"{of}/tool_errors", r.tool_errors, reduce="sum")
+        metrics.log(f"{of}/failures", float(r.failure is not None), reduce="sum")
+        metrics.log(f"{of}/untrained_branches", r.untrained_branches, reduce="sum")
+        metrics.log(f"{of}/untrained_tokens", r.untrained_tokens, reduce="sum")
+        for name, value in r.metrics.items():
+            metrics.log(f"{of}/{name}", value)

@@ -7,20 +7,18 @@ reasoning of earlier turns.
 """
 
 import json
-import re
-import secrets
 from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
 from distflow.agents.tool_calls import ToolCall, ToolParser, Tools, parser_for, split_reasoning
 from distflow.errors import ConfigError, DataError, DistflowError, shown
-from distflow.model.text import Text, check_whole
+from distflow.model.encoder import NONCE, Encoder, check_whole
+from distflow.model.text import Text
 
 Message = dict[str, Any]
-_NONCE = secrets.token_hex(8)  # nobody's text has it; it never reaches the tokens
 _ENDS = 64  # sets of tools that are remembered: every sample may have its own
-_TURN, _OPEN, _CLOSE = f"{_NONCE}turn", f"{_NONCE}open", f"{_NONCE}close"
+_TURN = f"{NONCE}turn"
 
 
 class Renderer:
@@ -34,7 +32,7 @@ class Renderer:
     def prompt(self, messages: Sequence[Message], tools: Tools = (), generation_prompt: bool = True) -> list[int]:
         """Encodes messages and the generation prompt."""
         self.text.check_size(list(messages))
-        return self.text.check_length(self._encode(self._render(messages, tools, generation_prompt), inside=False))
+        return self.text.check_length(self.encoder.encode(self.encoder.render(messages, tools, generation_prompt)))
 
     def continuation(
         self,
@@ -49,13 +47,13 @@ class Renderer:
         The end of the turn is added only if `last_tokens`, its last ones, do not have it, because the turn was cut
         (then it is not `finished` by a stop token).
         """
-        tail = self._encode(self._tail(turn, new, tools), inside=True)
+        tail = self.encoder.encode(self._tail(turn, new, tools), inside=True)
         if not last_tokens or not tail:
             return tail
         for n in range(min(len(last_tokens), len(tail)), 0, -1):
             if list(last_tokens[-n:]) == tail[:n]:
                 return tail[n:]
-        if finished and last_tokens[-1] in self._special_ids and tail[0] in self._special_ids:
+        if finished and last_tokens[-1] in self.encoder.special_ids and tail[0] in self.encoder.special_ids:
             return tail[1:]  # it ended with another token than the template's, such as <|eom_id|> for <|eot_id|>
         return tail
 
@@ -67,13 +65,13 @@ class Renderer:
                 " model that has one (an instruct model), or set `chat_template` in its tokenizer_config.json"
             )
         turn: Message = {"role": "assistant", "content": "answer"}
-        reply: Message = {"role": "user", "content": _NONCE}
+        reply: Message = {"role": "user", "content": NONCE}
         if tools:
             name = _name(tools[0])
             turn["tool_calls"] = [ToolCall(name, {}, "call00000").message()]
-            reply = {"role": "tool", "content": _NONCE, "name": name, "tool_call_id": "call00000"}
+            reply = {"role": "tool", "content": NONCE, "name": name, "tool_call_id": "call00000"}
         try:
-            prompt = self._render([{"role": "user", "content": "question"}], tools, True)
+            prompt = self.encoder.render([{"role": "user", "content": "question"}], tools, True)
             tail = self._tail(turn, [reply], tools)
         except DistflowError as e:
             raise ConfigError(
@@ -81,7 +79,7 @@ class Renderer:
                 f" '{reply['role']}' after the assistant's ({e}); give a model with a template that can"
                 f"{', or an environment without tools' if tools else ''}"
             ) from None
-        if _NONCE not in tail:
+        if NONCE not in tail:
             raise ConfigError(
                 f"model: the chat template of '{self.text.name}' cannot continue a conversation: a message after the"
                 " assistant's does not come after it in the text; give a model with a template that writes messages in"
@@ -110,11 +108,11 @@ class Renderer:
     def encode_text(self, text: str) -> list[int]:
         """Encodes text of an environment, in which special tokens are text too."""
         check_whole(text, "a text of the environment")
-        return self._encode(self._mark(text), inside=True)
+        return self.encoder.encode_text(text, inside=True)
 
     def read(self, tokens: Sequence[int], tools: Tools) -> tuple[str, str, list[ToolCall], list[str]]:
         """Returns the text, the content, tool calls and errors of a sampled turn; without tools, there are no calls."""
-        if tokens and tokens[-1] in self._special_ids:
+        if tokens and tokens[-1] in self.encoder.special_ids:
             tokens = tokens[:-1]
         if not tools:
             text = self.decode(tokens)
@@ -122,7 +120,7 @@ class Renderer:
         text = self.decode(tokens, keep_special=True)
         thought, rest = split_reasoning(text, self._opens_reasoning)
         content, calls, errors = self.parse(rest, tools)
-        return text, self._special.sub("", thought + content), calls, errors
+        return text, self.encoder.without_special(thought + content), calls, errors
 
     def _tail(self, turn: Message, new: Sequence[Message], tools: Tools) -> str:
         """Returns the text behind a turn of the assistant once `new` messages follow it.
@@ -154,7 +152,7 @@ class Renderer:
         return self._ends[key]
 
     def _behind(self, messages: Sequence[Message], tools: Tools, generate: bool) -> str:
-        before, found, behind = self._render(messages, tools, generate).rpartition(_TURN)
+        before, found, behind = self.encoder.render(messages, tools, generate).rpartition(_TURN)
         if not found or _TURN in before:
             raise DataError(
                 f"the chat template of '{self.text.name}' cannot continue the conversation: it writes an earlier turn"
@@ -162,91 +160,17 @@ class Renderer:
             )
         return behind
 
-    def _render(self, messages: Sequence[Message], tools: Tools, generate: bool) -> str:
-        try:
-            chat, schemas = [self._mark(m) for m in messages], self._mark(list(tools)) or None
-        except RecursionError:
-            raise DataError("a message is nested too deeply") from None
-        return self.text.apply_template(chat, tools=schemas, add_generation_prompt=generate, tokenize=False)  # type: ignore[no-any-return]
-
-    def _mark(self, value: Any) -> Any:
-        """Puts marks around special tokens in text that is not the template's own: nobody else begins or ends turns."""
-        if isinstance(value, str):
-            check_whole(value, "a message")
-            return self._special.sub(lambda match: f"{_OPEN}{match[0]}{_CLOSE}", value)
-        if isinstance(value, dict):
-            return {key: self._mark(v) for key, v in value.items()}
-        return [self._mark(v) for v in value] if isinstance(value, list | tuple) else value
-
-    def _encode(self, text: str, inside: bool) -> list[int]:
-        """Encodes a text that was rendered; special tokens between marks become tokens of ordinary text.
-
-        Text that stands `inside` a longer one is encoded as such: some tokenizers put a space at the beginning.
-        """
-        tokens: list[int] = []
-        for i, piece in enumerate(re.split(f"{_OPEN}|{_CLOSE}", text)):
-            if i % 2:
-                tokens += self._as_text(piece)
-            elif piece:
-                tokens += self._inside(piece) if inside or i else self._ids(piece)
-        return tokens
-
-    def _ids(self, text: str, **options: Any) -> list[int]:
-        return self.tokenizer(text, add_special_tokens=False, return_attention_mask=False, **options)["input_ids"]  # type: ignore[no-any-return]
-
-    def _inside(self, text: str, **options: Any) -> list[int]:
-        if not self._adds_space:
-            return self._ids(text, **options)
-        newline, tokens = self._ids("\n"), self._ids(f"\n{text}", **options)
-        return tokens[len(newline) :] if tokens[: len(newline)] == newline else self._ids(text, **options)
-
-    def _as_text(self, token: str) -> list[int]:
-        tokens = self._inside(token, split_special_tokens=True)
-        if self._special_ids.isdisjoint(tokens):
-            return tokens
-        return self._inside(token[:1]) + self._inside(token[1:])  # a tokenizer that knows no such option
+    @property
+    def encoder(self) -> Encoder:
+        return self.text.encoder
 
     @cached_property
     def _vocabulary(self) -> int:
         return len(self.tokenizer)
 
     @cached_property
-    def _adds_space(self) -> bool:
-        """Whether a text begins with another token than it would inside of a longer one (SentencePiece)."""
-        newline, alone, inside = (self._ids(text) for text in ("\n", "a", "\na"))
-        return inside[: len(newline)] == newline and inside[len(newline) :] != alone
-
-    @cached_property
     def _opens_reasoning(self) -> bool:
-        return self._render([{"role": "user", "content": "question"}], (), True).rstrip().endswith("<think>")
-
-    @cached_property
-    def _special_tokens(self) -> list[str]:
-        """The tokens that nobody but the template writes: special ones, and added ones around turns."""
-        added = self.tokenizer.added_tokens_decoder.values()
-        try:
-            frame = self.text.apply_template(
-                [
-                    {"role": "user", "content": ""},
-                    {"role": "assistant", "content": ""},
-                    {"role": "user", "content": ""},
-                ],
-                tokenize=False,
-            )
-        except DistflowError:
-            frame = ""
-        names = {t.content for t in added if t.special or (not t.content.isspace() and t.content in frame)}
-        names |= set(self.tokenizer.all_special_tokens)
-        return sorted((n for n in names if n), key=len, reverse=True)  # a token may be the beginning of another
-
-    @cached_property
-    def _special(self) -> re.Pattern[str]:
-        return re.compile("|".join(map(re.escape, self._special_tokens)) or "(?!)")
-
-    @cached_property
-    def _special_ids(self) -> frozenset[int]:
-        vocabulary = self.tokenizer.get_vocab()
-        return frozenset(vocabulary[token] for token in self._special_tokens)
+        return self.encoder.render([{"role": "user", "content": "question"}], (), True).rstrip().endswith("<think>")
 
 
 def _name(tool: dict[str, Any]) -> str:

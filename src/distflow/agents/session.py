@@ -14,6 +14,7 @@ from distflow.errors import DataError, shown
 
 if TYPE_CHECKING:
     from distflow.agents.rendering import Renderer
+    from distflow.rollout.engine import Completion
 
 Message = dict[str, Any]  # {role, content, …} as in the chat API; arguments of tool calls are data, not JSON text
 
@@ -137,16 +138,10 @@ class Session:
         branch.last = self.generations
         return TurnRequest((*branch.prompt, *branch.tokens), branch.position, most)
 
-    def sampled(
-        self,
-        branch: Branch,
-        tokens: Sequence[int],
-        logprobs: Sequence[float],
-        finished: bool,
-        weight_version: int,
-    ) -> AssistantMessage:
+    def sampled(self, branch: Branch, completion: "Completion") -> AssistantMessage:
         """Appends what the engine generated, exactly, and reads it."""
-        self._append(branch, tokens, logprobs, True)
+        tokens, finished = completion.tokens.tolist(), completion.finished
+        self._append(branch, tokens, completion.logprobs.tolist(), True)
         branch.in_flight = False
         if not any(b.in_flight for b in self.branches):
             self._position = branch.position + len(tokens)  # give back what was not used
@@ -157,7 +152,7 @@ class Session:
         message = AssistantMessage(content, calls, errors, reason, text, len(tokens))
         branch.messages.append(message.message())
         start = len(branch.tokens) - len(tokens)
-        branch.turns.append(Turn(start, len(tokens), finished, weight_version, len(branch.messages)))
+        branch.turns.append(Turn(start, len(tokens), finished, completion.weight_version, len(branch.messages)))
         return message
 
     def abandon(self, branch: Branch) -> None:

@@ -1,4 +1,4 @@
-"""The metrics of scores, whoever gives them."""
+"""Logs the metrics of scores, of rewards and of judges alike."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING

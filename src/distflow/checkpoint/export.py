@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from distflow.checkpoint.model import find_role, open_checkpoint
@@ -20,7 +21,7 @@ from distflow.errors import ConfigError, cut, short_reason
 from distflow.model.description import ADAPTER, MODEL
 from distflow.model.lora import peft_name
 from distflow.run_folder import CHECKPOINTS, checkpoint_dir
-from distflow.util.files import PARTIAL
+from distflow.util.files import PARTIAL, way_out
 from distflow.weights.state import EMA, WEIGHTS
 
 
@@ -56,9 +57,9 @@ def export_role(
         dtype = dtype or getattr(source.config, "dtype", None) or torch.float32
         with torch.device("meta"):
             model = auto_class.from_config(source.config, dtype=dtype, trust_remote_code=False)  # type: ignore[no-untyped-call]
-        shapes = {name: tuple(map(slice, p.shape)) for name, p in model.named_parameters()}
-        read = source.reader(list(shapes))
-        weights = {name: read(name, whole).to(dtype) for name, whole in shapes.items()}
+        shapes = {name: p.shape for name, p in model.named_parameters()}
+        read = source.reader(shapes)
+        weights = {name: read(name, tuple(map(slice, shape))).to(dtype) for name, shape in shapes.items()}
     logging.disable_progress_bar()
     with _complete_or_absent(out) as part:
         model.save_pretrained(part, state_dict=weights)
@@ -95,11 +96,23 @@ def _complete_or_absent(out: Path) -> Iterator[Path]:
     nothing loads it, last."""
     part = out / PARTIAL  # files that are not complete
     shutil.rmtree(part, ignore_errors=True)
-    part.mkdir(parents=True)
-    yield part
-    for file in sorted(part.iterdir(), key=lambda p: p.name in ("config.json", "adapter_config.json")):
-        file.rename(out / file.name)
-    part.rmdir()
+    try:
+        part.mkdir(parents=True)
+        yield part
+        for file in sorted(part.iterdir(), key=lambda p: p.name in ("config.json", "adapter_config.json")):
+            file.rename(out / file.name)
+        part.rmdir()
+    except (OSError, SafetensorError) as e:
+        what, advice = _failed_file(e), way_out(out, e)
+        shutil.rmtree(part, ignore_errors=True)
+        raise ConfigError(f"{out}: {what} could not be written: {short_reason(e)}; {advice}") from e
+
+
+def _failed_file(error: OSError | SafetensorError) -> str:
+    """Names what could not be written, as far as the error says it."""
+    if isinstance(error, OSError):
+        return Path(error.filename).name if error.filename else "a file"
+    return "the weights"  # in files with names of transformers' choice
 
 
 def _role_dir(run: Path, out: Path, step: int | None, role: str | None) -> Path:
@@ -116,7 +129,7 @@ def _role_dir(run: Path, out: Path, step: int | None, role: str | None) -> Path:
         raise ConfigError(f"{problem}; export a checkpoint as it was written")
     if problem := format_problem(path):
         raise ConfigError(problem)
-    if problem := verify(path):
+    if problem := verify(path, kind="state"):
         others = ", ".join(str(s) for s in steps if s != step)
         raise ConfigError(f"{problem}; export another step: {others or 'there is none'}")
     try:

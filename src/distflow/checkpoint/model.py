@@ -75,8 +75,8 @@ def _description(folder: Path) -> tuple[PreTrainedConfig, Tokenizer]:
 def _merged(folder: Path, source: Source, base: str | None, prefix: str) -> Read:
     config = json.loads((folder / ADAPTER / "adapter_config.json").read_text())
     pairs, scale = adapter_pairs(load_full_tensors(folder, prefix)), config["lora_alpha"] / config["r"]
-    names = [name for name, _ in source.skeleton().named_parameters()]
-    read = _base_model(folder, source, base).reader(names)
+    shapes = {name: p.shape for name, p in source.skeleton().named_parameters()}
+    read = _base_model(folder, source, base).reader(shapes)
 
     @torch.no_grad()
     def read_merged(name: str, part: tuple[slice, ...]) -> Tensor:

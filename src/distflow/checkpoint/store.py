@@ -14,7 +14,7 @@ import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from distflow.checkpoint.tensor_index import Piece, TensorIndex, file_name
 from distflow.errors import CheckpointError, cut, short_reason
-from distflow.run_folder import CHECKPOINTS, checkpoint_dir
+from distflow.run_folder import CHECKPOINTS, HUGGINGFACE, checkpoint_dir
 from distflow.util.files import PARTIAL
 from distflow.weights.shards import Box, within
 from distflow.weights.state import RoleState
@@ -84,8 +84,11 @@ def _checksum(contents: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(contents, sort_keys=True).encode()).hexdigest()
 
 
-def verify(path: Path, share: int = 0, shares: int = 1) -> str | None:
-    """Returns the first error in a checkpoint, None if it is intact. Each of `shares` workers can check its share."""
+def verify(path: Path, share: int = 0, shares: int = 1, kind: Literal["all", "state", "export"] = "all") -> str | None:
+    """Returns the first error in a checkpoint, None if it is intact. Each of `shares` workers can check its share.
+
+    `kind`: of which files. Nothing but the `state` is needed to resume; the `export` is for others.
+    """
     try:
         contents = _read_complete(path)
         if contents.pop("checksum") != _checksum(contents):
@@ -98,10 +101,14 @@ def verify(path: Path, share: int = 0, shares: int = 1) -> str | None:
     for name in files:
         if name.startswith("/") or ".." in name.split("/"):
             return f"{path}: its list names a file that is not in it, {cut(name)}"
-    for name in _share(files, share, shares):
+    for name in _share([n for n in files if kind in ("all", _kind(n))], share, shares):
         if problem := _file_problem(path / name, *files[name]):
             return problem
     return None
+
+
+def _kind(name: str) -> str:
+    return "export" if name.startswith(f"{HUGGINGFACE}/") else "state"
 
 
 def _read_complete(path: Path) -> Any:

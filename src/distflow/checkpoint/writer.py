@@ -29,10 +29,11 @@ from distflow.checkpoint.store import (
     sha256,
 )
 from distflow.checkpoint.tensor_index import TensorIndex, file_name
-from distflow.comm.collectives import Communication, all_gather, all_reduce
-from distflow.errors import CheckpointError, DistflowError, short_reason
-from distflow.run_folder import LATEST, checkpoint_dir
-from distflow.util.files import PARTIAL, fsync, write_atomically
+from distflow.comm.collectives import Communication, all_gather, all_gather_bytes, all_reduce
+from distflow.errors import CheckpointError, DistflowError, cut, short_reason
+from distflow.run_folder import HUGGINGFACE, LATEST, checkpoint_dir
+from distflow.util.files import PARTIAL, fsync, way_out, write_atomically
+from distflow.util.patient_files import WholeFiles
 from distflow.weights.state import RoleState
 
 _DIGEST = struct.Struct("<Q32s")  # size and SHA-256 of a file; zeros if there is none
@@ -67,6 +68,10 @@ def _copy(role: str, state: RoleState, place: int) -> _Part:
 Parts = Mapping[str, _Part]  # by role
 
 
+class _ExportError(CheckpointError):
+    """A checkpoint is complete, but for its export."""
+
+
 class CheckpointWriter:
     """Writes the checkpoints of a run in a thread of its own. All workers call it alike.
 
@@ -80,10 +85,11 @@ class CheckpointWriter:
         rank: int,
         ranks: Sequence[int],
         roles: Mapping[str, Sequence[int]],
-        run: Callable[[Communication[Tensor]], Tensor],
+        run: Callable[[Communication[Any]], Any],
     ) -> None:
         self.folder, self.rank, self.ranks, self.roles = folder, rank, ranks, roles
         self._run = run
+        self._files = WholeFiles()
         self._thread = ThreadPoolExecutor(1, "checkpoint")
         self._running: Future[None] | None = None
 
@@ -104,13 +110,15 @@ class CheckpointWriter:
         parts: Parts,
         run_state: Mapping[str, Any],
         on_complete: Callable[[Path], None],
+        export: Callable[[Path], object] | None = None,
     ) -> None:
         """Writes this worker's copies in the background; rank 0 then calls `on_complete` with the checkpoint.
 
-        Waits for the checkpoint before, and raises what went wrong with it.
+        Before, rank 0 calls `export` with its folder, to write `huggingface` in it. Waits for the checkpoint before,
+        and raises what went wrong with it.
         """
         self.wait()
-        self._running = self._thread.submit(self._write, step, parts, dict(run_state), on_complete)
+        self._running = self._thread.submit(self._write, step, parts, dict(run_state), on_complete, export)
 
     def wait(self) -> None:
         """Waits until no checkpoint is being written."""
@@ -121,24 +129,35 @@ class CheckpointWriter:
     def close(self) -> None:
         self._thread.shutdown()
 
-    def _write(self, step: int, parts: Parts, run_state: dict[str, Any], on_complete: Callable[[Path], None]) -> None:
+    def _write(
+        self,
+        step: int,
+        parts: Parts,
+        run_state: dict[str, Any],
+        on_complete: Callable[[Path], None],
+        export: Callable[[Path], object] | None,
+    ) -> None:
         path, partial = checkpoint_dir(self.folder, step), self.folder / f"step_{step}{PARTIAL}"
         with self._stage(path, partial):
             if self.rank == 0:
                 shutil.rmtree(partial, ignore_errors=True)
-                partial.mkdir(parents=True)
+                with _writing(partial):
+                    partial.mkdir(parents=True)
         digests = dict.fromkeys(self.roles, _DIGEST.pack(0, b""))
         with self._stage(path, partial):
             digests |= {role: _write_role(partial / role, part) for role, part in parts.items()}
             if self.rank == 0:
-                (partial / RUN_STATE).write_text(json.dumps({"step": step, **run_state}))
+                _write_text(partial / RUN_STATE, json.dumps({"step": step, **run_state}))
                 fsync(partial / RUN_STATE)
         row = torch.tensor(list(b"".join(digests.values())), dtype=torch.uint8)  # empty if no role has a state
         rows = self._run(all_gather(self.rank, self.ranks, row))
         with self._stage(path, partial):
             if self.rank == 0:
+                problem = _export(partial, export) if export else None
                 self._commit(partial, path, step, rows)
                 on_complete(path)
+                if problem:
+                    raise _ExportError(f"its export failed: {problem}; the checkpoint itself is complete")
 
     @contextmanager
     def _stage(self, path: Path, partial: Path) -> Iterator[None]:
@@ -150,13 +169,18 @@ class CheckpointWriter:
             error = e
         failed = self._run(all_reduce(self.rank, self.ranks, torch.tensor([error is not None]), torch.logical_or))
         if failed:
+            own = ""
+            if error:  # the room is that before the files that were written in vain are removed
+                reason = f"could not be written: {short_reason(error)}; {way_out(self.folder, error)}"
+                own = cut(str(error) if isinstance(error, _ExportError) else reason, 600)
+            reasons = self._run(all_gather_bytes(self.rank, self.ranks, own.encode()))
             if self.rank == 0:
                 shutil.rmtree(partial, ignore_errors=True)
-            reason = short_reason(error) if error else "another worker could not write its files"
-            raise CheckpointError(f"{path}: could not be written: {reason}") from error
+            raise CheckpointError(f"{path}: {next(filter(None, reasons)).decode()}") from error
 
     def _commit(self, partial: Path, path: Path, step: int, rows: Tensor) -> None:
-        write_atomically(partial / COMPLETE, file_list(step, self._files(partial, rows)))
+        with _writing(partial / COMPLETE):
+            write_atomically(partial / COMPLETE, file_list(step, self._listed(partial, rows)))
         fsync(partial)
         old = self.folder / f"step_{step}.old"
         shutil.rmtree(old, ignore_errors=True)
@@ -164,11 +188,12 @@ class CheckpointWriter:
             path.rename(old)
         partial.rename(path)
         shutil.rmtree(old, ignore_errors=True)
-        write_atomically(self.folder / LATEST, json.dumps({"step": step}))
+        self._files.write(self.folder / LATEST, json.dumps({"step": step}))
 
-    def _files(self, partial: Path, rows: Tensor) -> dict[str, tuple[int, str]]:
+    def _listed(self, partial: Path, rows: Tensor) -> dict[str, tuple[int, str]]:
         """Returns all files with their checksums. Those of tensors are in `rows`, by worker and role."""
-        files = _checksums(partial, [partial / RUN_STATE])
+        exported = _files_in(partial / HUGGINGFACE) if (partial / HUGGINGFACE).exists() else []
+        files = _checksums(partial, [partial / RUN_STATE, *exported])
         digests = {
             rank: list(_DIGEST.iter_unpack(bytes(row))) for rank, row in zip(self.ranks, rows.numpy(), strict=True)
         }
@@ -190,26 +215,55 @@ def _write_role(folder: Path, part: _Part) -> bytes:
     """Writes this worker's files of a role, and returns size and checksum of the one with its tensors."""
     digest = _DIGEST.pack(0, b"")
     tensors = folder / TENSORS
-    if part.tensors or part.place == 0:
-        folder.mkdir(exist_ok=True)  # without parents: where the folder is not shared, there are none
-    if part.tensors or (part.index.tensors and part.place == 0):
-        tensors.mkdir(exist_ok=True)
+    with _writing(tensors):
+        if part.tensors or part.place == 0:
+            folder.mkdir(exist_ok=True)  # without parents: where the folder is not shared, there are none
+        if part.tensors or (part.index.tensors and part.place == 0):
+            tensors.mkdir(exist_ok=True)
     if part.tensors:
         file = tensors / file_name(part.place)
-        save_file(dict(part.tensors), file)
+        with _writing(file):
+            save_file(dict(part.tensors), file)
         digest = _DIGEST.pack(file.stat().st_size, bytes.fromhex(sha256(file)))
         fsync(file)
     if part.place == 0:
-        (folder / VALUES).write_text(part.values)
-        part.describe(folder)
+        _write_text(folder / VALUES, part.values)
+        with _writing(folder):
+            part.describe(folder)
         own = [file for entry in folder.iterdir() if entry.name != TENSORS for file in _files_in(entry)]
         if part.index.tensors:
-            (tensors / INDEX).write_text(part.index.to_json())
+            _write_text(tensors / INDEX, part.index.to_json())
             own.append(tensors / INDEX)
-        (folder / _FILES).write_text(json.dumps(_checksums(folder, own)))
+        _write_text(folder / _FILES, json.dumps(_checksums(folder, own)))
         for path in (*own, folder / _FILES, *{file.parent for file in own}):
             fsync(path)
     return digest
+
+
+def _export(partial: Path, export: Callable[[Path], object]) -> str | None:
+    """Exports into a checkpoint that is not complete yet. Returns why that failed; nothing of it is left then."""
+    try:
+        export(partial)
+        for file in _files_in(partial / HUGGINGFACE):
+            fsync(file)
+    except Exception as e:  # of a model's own class: anything; the checkpoint is worth more
+        shutil.rmtree(partial / HUGGINGFACE, ignore_errors=True)
+        return short_reason(e)
+    return None
+
+
+@contextmanager
+def _writing(file: Path) -> Iterator[None]:
+    """Names the file in the error of a write, which may name none."""
+    try:
+        yield
+    except (OSError, SafetensorError) as e:
+        raise CheckpointError(f"{getattr(e, 'filename', None) or file}: {short_reason(e)}") from e
+
+
+def _write_text(file: Path, text: str) -> None:
+    with _writing(file):
+        file.write_text(text)
 
 
 def _files_in(path: Path) -> list[Path]:

@@ -38,6 +38,7 @@ class Identity:
     device: str  # its type
     device_count: int
     device_id: str  # equal for workers that would share one accelerator
+    threads: int = 1  # of PyTorch; sums on a CPU may depend on it in their last bits
 
     @classmethod
     def own(cls, address: str, host_id: str, config: Config, plan: Plan, device: torch.device) -> "Identity":
@@ -57,6 +58,7 @@ class Identity:
             device=device.type[:12],
             device_count=torch.accelerator.device_count() if accelerated else 0,
             device_id=_device_id(device) if accelerated else "",
+            threads=torch.get_num_threads(),
         )
 
     def pack(self) -> bytes:
@@ -66,7 +68,7 @@ class Identity:
 
     def peer(self, own: "Identity") -> Peer:
         """Returns where this worker is, as seen from `own`."""
-        return Peer(self.host, self.pid, (self.host_id, self.pid_space) == (own.host_id, own.pid_space))
+        return Peer(self.host, self.pid, (self.host_id, self.pid_space) == (own.host_id, own.pid_space), self.address)
 
     @classmethod
     def unpack(cls, data: bytes) -> "Identity":
@@ -120,13 +122,19 @@ def describe_hosts(identities: Sequence[Identity]) -> str:
 
 
 def list_hosts(identities: Sequence[Identity]) -> list[dict[str, str]]:
-    """Returns each host with its address, device and ranks."""
+    """Returns each host with its address, device, ranks, and threads per worker."""
     hosts = []
     for ranks in _ranks_by(identities, "host_id").values():
         first = identities[ranks[0]]
         place = {"host": first.host, "address": first.address, "device": first.device}
-        hosts.append(place | {"ranks": format_ranks(tuple(ranks))})
+        threads = ", ".join(map(str, thread_counts([identities[r] for r in ranks])))
+        hosts.append(place | {"ranks": format_ranks(tuple(ranks)), "threads": threads})
     return hosts
+
+
+def thread_counts(identities: Sequence[Identity]) -> list[int]:
+    """Returns the numbers of threads that workers have, ascending."""
+    return sorted({i.threads for i in identities})
 
 
 def tensor_parallel_hint(layouts: Collection[Layout], identities: Sequence[Identity]) -> str | None:

@@ -1,33 +1,32 @@
-"""Starts N workers on this machine through torchelastic."""
+"""Starts N workers on this machine, and waits until they have ended. Imports no torch."""
 
 import logging
 import math
 import os
 import signal
+import subprocess
 import sys
-import tempfile
-import threading
-import uuid
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
-
-from torch.distributed.elastic.multiprocessing.api import SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from distflow.cluster.launch_env import LAUNCHER_STORE
 from distflow.cluster.restarts import PRESS_AGAIN, run_with_restarts
+from distflow.cluster.stop_request import StopRequest
 from distflow.config import Config
-from distflow.liveness.failures import Failure, find_cause
-from distflow.liveness.heartbeat import LAUNCHER_FOLDER, pids
+from distflow.errors import ConfigError
+from distflow.liveness.failures import Exit, Failure, find_cause
+from distflow.liveness.heartbeat import LAUNCHER_FOLDER
 from distflow.run_folder import WORKERS
+from distflow.util.owner import OWNER
+from distflow.util.parent import PARENT
+from distflow.util.temporary import place_in_memory, remove_leftovers, temporary_folder
 
 logger = logging.getLogger(__name__)
-# Signals on which torchelastic ends the run. SIGINT is ours; older versions take it as well, and ignore a second one.
-_SIGNALS: dict[str, Any] = {"signals_to_handle": "SIGTERM,SIGHUP,SIGQUIT"}
+POLL_S = 0.05
+GRACE_S = 30.0  # in which the others end after a worker has failed
 
 
 def launch(config: Config, words: Sequence[str], resume: str | None = None, again: Sequence[str] = ()) -> int:
@@ -35,81 +34,98 @@ def launch(config: Config, words: Sequence[str], resume: str | None = None, agai
 
     `words` after `distflow` start a worker; the words of `again` start the run again, none for the Python API.
     """
-    workers = config.workers or 1
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // workers)))
-    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # for numpy: a worker has threads of its own
-    # All peers are here: stay off the network. A store of PyTorch that listens obeys whoever connects, so torchelastic
-    # and the workers each get a file instead, in a folder that only this user may enter.
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
-    # Workers end by themselves within the limit; torchelastic then kills those that are left.
-    os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(math.ceil(config.stop_limit_s) + 2)
-    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-    _silence_torchelastic()
-    command = ["-u", "-m", "distflow", *words, f"workers={workers}"]
-    interrupt = _Interrupt()
-    with interrupt.handling():
-        start = partial(_run_workers, config, command, interrupt)
-        return run_with_restarts(config, start, resume, again)
+    command = [sys.executable, "-u", "-m", "distflow", *words, f"workers={config.workers or 1}"]
+    remove_leftovers()
+    stop = StopRequest()
+    with stop.handling():
+        return run_with_restarts(config, partial(_run_workers, config, command, stop), stop, resume, again)
 
 
-class _Interrupt:
-    """Ctrl-C ends the run like SIGTERM, after its step; another one kills the workers."""
-
-    def __init__(self) -> None:
-        self.folder: Path | None = None  # with the heartbeats of the workers
-        self._count = 0
-
-    @contextmanager
-    def handling(self) -> Iterator[None]:
-        if threading.current_thread() is not threading.main_thread():  # where no signal arrives
-            yield
-            return
-        before = signal.signal(signal.SIGINT, self._handle)
-        try:
-            yield
-        finally:
-            signal.signal(signal.SIGINT, before)
-
-    def _handle(self, *_: object) -> None:
-        self._count += 1
-        if self._count == 1:
-            logger.warning(PRESS_AGAIN)
-            raise SignalException("interrupted", signal.SIGINT)  # torchelastic passes it on to the workers
-        for pid in pids(self.folder) if self.folder else ():
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-
-
-def _run_workers(config: Config, command: Sequence[str], interrupt: _Interrupt, resume: str | None) -> Failure | None:
-    """Runs all workers until they end; returns why, if they failed."""
+def _run_workers(
+    config: Config, command: Sequence[str], stop: StopRequest, resume: str | None, owner: str
+) -> Failure | None:
+    """Runs all workers until they end; returns why, if they failed. `owner`: proves that the run's folder is theirs."""
     workers, link = config.workers or 1, config.run_folder / WORKERS
-    # Not in the run's folder, which may be on a network, or full: torchelastic would wait for its own file for ever.
-    memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
-    with tempfile.TemporaryDirectory(prefix="distflow-", dir=memory) as temporary, _linked(link, temporary):
-        folder = interrupt.folder = Path(temporary)
-        os.environ[LAUNCHER_FOLDER] = temporary
-        os.environ[LAUNCHER_STORE] = f"{temporary}/workers-store"
-        agent = LaunchConfig(
-            min_nodes=1,
-            max_nodes=1,
-            nproc_per_node=workers,
-            run_id=uuid.uuid4().hex,
-            rdzv_backend="c10d",
-            rdzv_endpoint=f"{temporary}/store",
-            rdzv_configs={"store_type": "file"},
-            local_addr="127.0.0.1",
-            max_restarts=0,
-            **(_SIGNALS if hasattr(LaunchConfig, "signals_to_handle") else {}),
-        )
+    # Not in the run's folder, which may be on a network, or full.
+    with temporary_folder(place_in_memory((1 + workers) << 16)) as folder, _linked(link, folder):
+        # All peers are here: stay off the network. A store of PyTorch that listens obeys whoever connects, so the
+        # workers get a file instead, in a folder that only this user may enter.
+        defaults = {
+            "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // workers)),
+            "OPENBLAS_NUM_THREADS": "1",  # for numpy: a worker has threads of its own
+            "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
+        }
+        own = {
+            "WORLD_SIZE": str(workers),
+            "LOCAL_WORLD_SIZE": str(workers),
+            LAUNCHER_FOLDER: str(folder),
+            LAUNCHER_STORE: f"{folder}/workers-store",
+            OWNER: owner,
+            PARENT: str(os.getpid()),
+        }
+        command = [*command, *([f"--resume={resume}"] if resume else [])]
+        processes: list[subprocess.Popen[bytes]] = []
         try:
-            elastic_launch(agent, sys.executable)(*command, *([f"--resume={resume}"] if resume else []))
-        except ChildFailedError as e:
-            return find_cause(folder, e.failures)
-    return None
+            for rank in range(workers):
+                ranks = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+                processes.append(_start(command, defaults | os.environ | own | ranks))
+            exits = _wait(processes, stop, math.ceil(config.stop_limit_s) + 2)
+        except OSError as e:
+            raise ConfigError(
+                f"worker {len(processes)} cannot be started: {e.strerror}; free memory or processes"
+            ) from e
+        finally:
+            _kill(processes)
+        return find_cause(folder, exits) if exits else None
+
+
+def _start(command: Sequence[str], environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    # In a session of its own: Ctrl-C in a terminal is for the launcher, which passes it on.
+    return subprocess.Popen(command, env=environment, start_new_session=True)
+
+
+def _wait(processes: Sequence[subprocess.Popen[bytes]], stop: StopRequest, stop_limit_s: float) -> Mapping[int, Exit]:
+    """Returns once all have ended: how the first of those that failed did, or all of them if the run was to stop."""
+    exits: Mapping[int, Exit] = {}
+    deadline = math.inf
+    asked = False
+    while any(p.poll() is None for p in processes):
+        failed = _failed(processes)
+        if stop.is_requested() and not asked:
+            asked, deadline = True, time.monotonic() + stop_limit_s
+            if stop.signal == signal.SIGINT:
+                logger.warning(PRESS_AGAIN)
+            _send(processes, signal.SIGTERM)
+        elif failed and not exits:
+            exits, deadline = failed, min(deadline, time.monotonic() + GRACE_S)
+            _send(processes, signal.SIGTERM)
+        if stop.at_once or time.monotonic() > deadline:
+            _kill(processes)
+            continue
+        time.sleep(POLL_S)
+    return exits or _failed(processes)
+
+
+def _failed(processes: Sequence[subprocess.Popen[bytes]]) -> Mapping[int, Exit]:
+    return {rank: Exit(rank, code, p.pid) for rank, p in enumerate(processes) if (code := p.poll())}
+
+
+def _kill(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+    _send(processes, signal.SIGKILL)
+    for process in processes:
+        process.wait()
+
+
+def _send(processes: Sequence[subprocess.Popen[bytes]], number: signal.Signals) -> None:
+    """Sends a signal to those that run, and what they have started."""
+    for process in processes:
+        if process.poll() is None:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, number)
 
 
 @contextmanager
-def _linked(link: Path, folder: str) -> Iterator[None]:
+def _linked(link: Path, folder: Path) -> Iterator[None]:
     """Shows the folder of the workers' records in that of the run, where users look for them."""
     with suppress(OSError):
         link.unlink(missing_ok=True)
@@ -119,10 +135,3 @@ def _linked(link: Path, folder: str) -> Iterator[None]:
     finally:
         with suppress(OSError):
             link.unlink()
-
-
-def _silence_torchelastic() -> None:
-    """Silences its loggers, each of which has a level of its own: they log every signal, and we log the cause."""
-    for name in list(logging.root.manager.loggerDict):
-        if name.startswith("torch.distributed.elastic"):
-            logging.getLogger(name).setLevel(logging.CRITICAL)

@@ -5,6 +5,7 @@ elsewhere, with the same variables: the child of an actor, each of which has a b
 Train: it gives all workers of a run the same resources, whereas a rank set here may ask for its own.
 """
 
+import json
 import logging
 import os
 import signal
@@ -14,20 +15,21 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
-
-from torch.distributed.elastic.multiprocessing.api import SignalException
+from typing import Any
 
 from distflow.cluster.ray_actor import ActorAddress, End, WorkerActor
 from distflow.cluster.restarts import PRESS_AGAIN, run_with_restarts
+from distflow.cluster.stop_request import StopRequest
 from distflow.config import Config
 from distflow.errors import ConfigError, cut, suggest
-from distflow.liveness.failures import Failure, find_cause
+from distflow.liveness.failures import Exit, Failure, find_cause
 from distflow.liveness.heartbeat import LAUNCHER_FOLDER
 from distflow.plan import format_ranks
 from distflow.plan.placement import ALL, Placement
 from distflow.util.extras import how_to_install
+from distflow.util.owner import OWNER
 
 try:
     import ray
@@ -42,14 +44,6 @@ GRACE_S = 10.0  # in which the others notice that a worker has failed, and repor
 Resources = Mapping[str, float]
 
 
-class _Exit(NamedTuple):
-    """Has what `find_cause` needs of a process."""
-
-    local_rank: int
-    exitcode: int
-    pid: int
-
-
 def launch(config: Config, words: Sequence[str], resume: str | None, again: Sequence[str], address: str) -> int:
     """Runs the config to the end on the cluster at `address`, by default the one that Ray finds; returns the exit code.
 
@@ -59,31 +53,26 @@ def launch(config: Config, words: Sequence[str], resume: str | None, again: Sequ
     check_resources(config, workers)
     _connect(address)
     command = ["-u", "-m", "distflow", *words, f"workers={workers}"]
-    launcher = _Launcher(config, resources_by_rank(config, workers, ray.cluster_resources()), command)
+    stop = StopRequest()
+    launcher = _Launcher(config, resources_by_rank(config, workers, ray.cluster_resources()), command, stop)
     try:
-        return run_with_restarts(config, launcher.run_workers, resume, again)
+        with stop.handling():  # instead of Ray's own handlers
+            return run_with_restarts(config, launcher.run_workers, stop, resume, again)
     finally:
         ray.shutdown()
 
 
 class _Launcher:
-    def __init__(self, config: Config, resources: Sequence[Resources], command: Sequence[str]) -> None:
-        self.config, self.resources, self.command = config, resources, command
-        self._stop_signal: signal.Signals | None = None
-        # Instead of Ray's own handlers. Both let the workers finish their step; a second SIGINT ends them at once.
-        signal.signal(signal.SIGTERM, self._request_stop)
-        signal.signal(signal.SIGINT, self._request_stop)
+    def __init__(
+        self, config: Config, resources: Sequence[Resources], command: Sequence[str], stop: StopRequest
+    ) -> None:
+        self.config, self.resources, self.command, self.stop = config, resources, command, stop
 
-    def _request_stop(self, number: int, *_: object) -> None:
-        if number == signal.SIGINT:
-            if self._stop_signal:
-                raise SignalException("interrupted again", signal.SIGINT)
-            logger.warning(PRESS_AGAIN)
-        self._stop_signal = self._stop_signal or signal.Signals(number)
-
-    def run_workers(self, resume: str | None) -> Failure | None:
+    def run_workers(self, resume: str | None, owner: str) -> Failure | None:
         """Runs all workers until they end; returns why, if they failed."""
         with self._actors() as (actors, places):
+            if not actors:
+                return Failure("stopped", "")
             _describe(places)
             local = Counter[str]()
             running = {}
@@ -94,51 +83,58 @@ class _Launcher:
                     "LOCAL_RANK": str(local[place.node]),
                     "MASTER_ADDR": places[0].address,
                     "MASTER_PORT": str(places[0].port),
-                } | {name: value for name, value in os.environ.items() if name.startswith("DISTFLOW_")}
+                }
+                env |= {name: value for name, value in os.environ.items() if name.startswith("DISTFLOW_")}
+                env[OWNER] = owner
                 local[place.node] += 1
                 command = [*self.command, *([f"--resume={resume}"] if resume else [])]
                 running[actor.run.remote(command, LAUNCHER_FOLDER, env, os.getcwd())] = rank
             ends = self._watch(running, actors)
-        failure = _cause(ends, places)
-        if failure and failure.kind == "stopped" and self._stop_signal:
-            raise SignalException(failure.message, self._stop_signal)
-        return failure
+        return Failure("stopped", "") if self.stop.at_once else _cause(ends, places)
 
     def _watch(self, running: dict[Any, int], actors: Sequence[Any]) -> dict[int, End | None]:
-        """Returns how each worker has ended, None if its node is lost. Those that outlive a failure are left out."""
+        """Returns how each worker has ended, None if its node is lost. Workers that had to be ended are left out."""
         ends: dict[int, End | None] = {}
         deadline, asked = float("inf"), False
-        while running and time.monotonic() < deadline:
+        while running and time.monotonic() < deadline and not self.stop.at_once:
             ready, _ = ray.wait(list(running), timeout=0.5)
             for result in ready:
                 rank = running.pop(result)
                 try:
-                    ends[rank] = ray.get(result)
+                    ends[rank] = _by_own_clock(ray.get(result))
                 except RayActorError:
                     ends[rank] = None
             if deadline == float("inf") and any(end is None or end.exitcode for end in ends.values()):
                 deadline = time.monotonic() + GRACE_S
-            if self._stop_signal and not asked:
+            if self.stop.is_requested() and not asked:
                 asked = True
+                if self.stop.signal == signal.SIGINT:
+                    logger.warning(PRESS_AGAIN)
                 for actor in actors:
                     actor.stop.remote()
         return ends
 
     @contextmanager
     def _actors(self) -> Iterator[tuple[list[Any], list[ActorAddress]]]:
-        """Starts an actor for each rank, and ends them all."""
+        """Starts an actor for each rank, none if the run is to stop before, and ends them all."""
         deadline = time.monotonic() + self.config.ray.start_limit_s
         self._next_warning = time.monotonic() + 10
-        while True:
+        while not self.stop.is_requested():
             group = placement_group([dict(r) for r in self.resources], strategy=self.config.ray.strategy)
             actors: list[Any] = []
             try:
-                while not group.wait(1):
+                while not group.wait(1) and not self.stop.is_requested():
                     self._check(deadline)
+                if self.stop.is_requested():
+                    break
                 actors = [_start_actor(group, bundle, r) for bundle, r in enumerate(self.resources)]
                 requests = [actor.place.remote() for actor in actors]
                 while len(ray.wait(requests, num_returns=len(requests), timeout=1)[0]) < len(requests):
                     self._check(deadline)
+                    if self.stop.is_requested():
+                        break
+                if self.stop.is_requested():
+                    break
                 try:
                     places = ray.get(requests)
                 except RayActorError:  # on a node that Ray did not yet know to be lost
@@ -151,12 +147,11 @@ class _Launcher:
                 for actor in actors:
                     ray.kill(actor)
                 remove_placement_group(group)
+        yield [], []
 
     def _check(self, deadline: float) -> None:
-        """Raises if the workers need not, or cannot, be started any more."""
+        """Raises if the workers could not be started in time."""
         now = time.monotonic()
-        if self._stop_signal:
-            raise SignalException("asked to stop", self._stop_signal)
         if now > deadline:
             raise ConfigError(
                 f"the workers could not be placed on the cluster within {self.config.ray.start_limit_s:g} s:"
@@ -253,17 +248,27 @@ def _describe(places: Sequence[ActorAddress]) -> None:
     logger.info("workers: %s", "; ".join(f"ranks {format_ranks(tuple(r))} on {h}" for h, r in ranks.items()))
 
 
+def _by_own_clock(end: End) -> End:
+    """Moves the times of failures from the clock of another host to that of this one."""
+    later_s, files = time.monotonic() - end.at, dict(end.files)
+    for name, content in files.items():
+        if name.endswith(".error"):
+            failure = json.loads(content)
+            files[name] = json.dumps(failure | {"time": failure["time"] + later_s}).encode()
+    return replace(end, files=files)
+
+
 def _cause(ends: Mapping[int, End | None], places: Sequence[ActorAddress]) -> Failure | None:
     """Returns why the run failed; None if all workers have ended well."""
     known = {rank: end for rank, end in ends.items() if end is not None}
     if len(known) == len(places) and not any(end.exitcode for end in known.values()):
         return None
-    exits = {r: _Exit(r, end.exitcode, end.pid) for r, end in known.items() if end.exitcode}
+    exits = {r: Exit(r, end.exitcode, end.pid) for r, end in known.items() if end.exitcode}
     with tempfile.TemporaryDirectory() as folder:
         for end in known.values():
             for name, content in end.files.items():
                 (Path(folder) / name).write_bytes(content)
-        reported = find_cause(Path(folder), exits) if exits else None  # type: ignore[arg-type]
+        reported = find_cause(Path(folder), exits) if exits else None
     lost = [rank for rank in ends if rank not in known]
     if not lost or (reported is not None and reported.kind not in ("peer_lost", "died", "stuck")):
         assert reported is not None

@@ -6,10 +6,12 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+
+from distflow.util.parent import PARENT
+from distflow.util.temporary import place_in_memory, remove_leftovers, temporary_folder
 
 PORTS = range(20_000, 30_000)  # above Ray's own, below those that Linux gives to outgoing connections
 
@@ -31,6 +33,7 @@ class End:
     exitcode: int
     pid: int
     files: Mapping[str, bytes]
+    at: float  # by the monotonic clock of its host
 
 
 class WorkerActor:
@@ -48,14 +51,15 @@ class WorkerActor:
 
     def run(self, command: Sequence[str], folder_variable: str, env: Mapping[str, str], cwd: str) -> End:
         """Runs the worker to its end. Its output is that of the actor, which Ray shows to the launcher."""
-        with tempfile.TemporaryDirectory(prefix="distflow-") as folder:
-            environment = os.environ | dict(env) | {folder_variable: folder}
+        remove_leftovers()
+        with temporary_folder(place_in_memory()) as folder:
+            environment = os.environ | dict(env) | {folder_variable: str(folder), PARENT: str(os.getpid())}
             self._process = subprocess.Popen([sys.executable, *command], env=environment, cwd=cwd)
             if self._stopped:
                 self.stop()
             code = self._process.wait()
-            files = {path.name: path.read_bytes() for path in Path(folder).iterdir() if path.is_file()}
-            return End(code, self._process.pid, files)
+            files = {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+            return End(code, self._process.pid, files, time.monotonic())
 
     def stop(self) -> None:
         """Asks the worker to end after its step."""

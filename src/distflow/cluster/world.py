@@ -45,6 +45,7 @@ class World:
         self.background = self._transport("background")  # for one thread besides the worker's own
         # For the communication of steps, if that has a thread of its own.
         self.overlap = self._transport("overlap") if any(p.overlaps for p in plans) else None
+        heartbeat.data_age_s = self._data_age_s
         self.identities = self._exchange_identities(config, plans[0], layouts)
         self.topology = Topology.of([i.host_id for i in self.identities])
         for transport in self._transports():
@@ -63,6 +64,10 @@ class World:
 
     def _transports(self) -> list[Transport]:
         return [t for t in (self.transport, self.background, self.overlap) if t]
+
+    def _data_age_s(self, rank: int) -> float | None:
+        ages = [age for t in self._transports() if (age := t.data_age_s(rank)) is not None]
+        return min(ages, default=None)
 
     def _init_process_group(self) -> None:
         os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")  # connects two ranks when they first talk to each other

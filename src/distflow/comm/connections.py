@@ -7,12 +7,14 @@ expected stay in the kernel.
 """
 
 import errno
+import logging
 import os
 import resource
 import secrets
 import selectors
 import socket
 import struct
+import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
@@ -21,13 +23,19 @@ from dataclasses import dataclass
 from distflow.comm.shared_memory import Block, MappedFile
 from distflow.errors import DistflowError, PeerLostError
 
+logger = logging.getLogger(__name__)
 GREETING = struct.Struct("=32sqq")  # the run's token, the rank of the sender, the number of its connections before
 HEADER = struct.Struct("=qq")  # offset in shared memory, or a constant below; size
 INLINE, MOVED = -1, -2  # the bytes follow; the sender goes on with another connection
 SMALL = 4096  # bytes that are not worth the detour through shared memory
 MAX_UNREAD = 32  # messages in shared memory to one peer: its answers have to fit the socket's buffer
 ACKNOWLEDGEMENT = b"\1"
+TCP_INFO_BYTES, LAST_DATA_RECEIVED = 64, 52  # of Linux's struct tcp_info; the field is in ms
 SYN_RETRIES = 5  # a host that does not answer is given up after a minute
+SILENT = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH)  # errors of TCP whose peer does not answer
+STRANGERS = 256  # connections that have not greeted yet, besides two of every worker
+GREETING_S, BUSY_GREETING_S = 30.0, 1.0  # for a greeting; the second where strangers have taken all places
+STARVED_S = 60.0  # for which a listener waits for descriptors
 
 
 class MovedError(Exception):
@@ -107,6 +115,11 @@ class Outgoing:
         for _ in answer:
             self.unread.popleft().readers -= 1
 
+    @property
+    def greeted(self) -> bool:
+        """Whether the peer can know from whom this connection is."""
+        return not self._greeting
+
     def move(self) -> None:
         """Closes this connection; further messages to the peer go over a new one."""
         self.sock.setblocking(True)
@@ -133,16 +146,26 @@ class Incoming:
         self._header = bytearray(HEADER.size)
         self._parts: list[memoryview] = []
         self.expected = Expected(memoryview(b""))
-        self._checked = False
+        self._checked = self._inline = False
 
     def fileno(self) -> int:
         return self.sock.fileno()
 
+    def data_age_s(self) -> float | None:
+        """Returns how long ago the kernel received data; None if it does not say, as for Unix sockets."""
+        if self.sock.family == socket.AF_UNIX or not hasattr(socket, "TCP_INFO"):
+            return None
+        try:
+            info = self.sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, TCP_INFO_BYTES)
+        except OSError:  # closed meanwhile
+            return None
+        return struct.unpack_from("=I", info, LAST_DATA_RECEIVED)[0] / 1000 if len(info) == TCP_INFO_BYTES else None
+
     def start(self, expected: Expected) -> None:
         """Begins to receive a message."""
-        self.expected, self._checked = expected, False
+        self.expected, self._checked, self._inline = expected, False, not self._shared(expected)
         self._parts = [memoryview(self._header)]
-        if not self._shared():
+        if self._inline:
             self._parts.append(expected.out)
 
     def progress(self) -> bool:
@@ -158,12 +181,12 @@ class Incoming:
             return False
         except OSError as e:
             raise lost(self.label, e) from e
-        if self.expected.take and not self._shared():
+        if self.expected.take and self._inline:
             self.expected.take(self.expected.out)
         return True
 
-    def _shared(self) -> bool:
-        return self.memory is not None and len(self.expected.out) > SMALL
+    def _shared(self, expected: Expected) -> bool:
+        return self.memory is not None and len(expected.out) > SMALL
 
     def _check(self) -> None:
         """Reads a complete header, and the shared memory that it points to."""
@@ -179,7 +202,10 @@ class Incoming:
                 f"{self.label} sent {size} bytes where {len(out)} were expected; do all hosts have the same"
                 " version of the code?"
             )
-        if self.memory is not None and self._shared():
+        if offset == INLINE and not self._inline:  # the sender has no more shared memory
+            self._inline = True
+            self._parts.append(out)
+        elif self.memory is not None and not self._inline:
             sent = self.memory.view(offset, size).data
             if take:
                 take(sent)
@@ -200,13 +226,32 @@ def _advance(parts: list[memoryview], n: int) -> bool:
 
 
 def lost(label: str, error: OSError | None = None) -> PeerLostError:
+    if error and error.errno in SILENT:
+        return PeerLostError(
+            f"lost {label}: TCP from {socket.gethostname()} to it is broken ({error.strerror}): packets between the two"
+            " hosts are lost, at least in one direction"
+        )
     return PeerLostError(f"lost {label}: {error.strerror if error else 'it closed its connection'}")
 
 
-class Listener:
-    """Accepts the connections of peers that know the run's token; all others are closed."""
+@dataclass
+class _Stranger:
+    """A connection that has not shown the run's token yet. `peer`, `number`: of its greeting, once that was right."""
 
-    def __init__(self, address: str, token: bytes) -> None:
+    since: float
+    greeting: bytearray
+    peer: int = -1
+    number: int = 0
+
+
+class Listener:
+    """Accepts the connections of peers that know the run's token; all others are closed.
+
+    Anybody on the machine may connect. So strangers are bounded, in number and in time; from one that has not shown the
+    token, only the bytes of a greeting are read and never a descriptor; and where descriptors run out, it waits.
+    """
+
+    def __init__(self, address: str, token: bytes, workers: int = 2) -> None:
         self.token = token
         self._selector = selectors.DefaultSelector()
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
@@ -220,8 +265,11 @@ class Listener:
             self._sockets[-1].listen(4096)
         for sock in self._sockets:
             sock.setblocking(False)
-            self._selector.register(sock, selectors.EVENT_READ)
-        self._greetings: dict[socket.socket, bytearray] = {}  # as far as they have been read
+        self._listens = False
+        self._listen(True)
+        self._strangers: dict[socket.socket, _Stranger] = {}  # oldest first
+        self._most = min(STRANGERS + 2 * workers, max(16, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 8))
+        self._starved_since: float | None = None
 
     @property
     def port(self) -> int:
@@ -232,57 +280,115 @@ class Listener:
         return self._selector.fileno()  # readable if any of its sockets is
 
     def accept(self, label: Callable[[int], str]) -> list[Incoming]:
-        """Returns the connections that are ready; `label` names a rank in errors."""
+        """Returns the connections that are ready; `label` names a rank in errors. It is called again within seconds
+        while a peer is awaited, also if nothing can be read: sockets may have been full, or descriptors used up."""
+        self._forget_old()
+        if not self._listens and len(self._strangers) < self._most:
+            self._listen(True)
         ready = []
         for key, _ in self._selector.select(0):
             sock = key.fileobj
             assert isinstance(sock, socket.socket)
-            if sock in self._sockets:
-                self._accept_from(sock)
-            elif connection := self._greet(sock, label):
-                ready.append(connection)
-        return ready
+            if sock not in self._sockets:
+                ready.append(self._greet(sock, label))
+                continue
+            while (new := self._accept_from(sock)) is not None:
+                ready.append(self._greet(new, label))  # most greetings have come with the connection
+        return [connection for connection in ready if connection]
 
-    def _accept_from(self, listening: socket.socket) -> None:
-        while True:
-            try:
-                sock, _ = listening.accept()
-            except BlockingIOError:
-                return
-            except OSError as e:
-                raise (too_many_open_files(e) or e) from e
-            sock.setblocking(False)
-            self._greetings[sock] = bytearray()
-            self._selector.register(sock, selectors.EVENT_READ)
+    def _listen(self, on: bool) -> None:
+        """Begins or ceases to look for connections; meanwhile the kernel keeps them in a queue."""
+        if on != self._listens:
+            self._listens = on
+            for sock in self._sockets:
+                self._selector.register(sock, selectors.EVENT_READ) if on else self._selector.unregister(sock)
+
+    def _accept_from(self, listening: socket.socket) -> socket.socket | None:
+        if len(self._strangers) >= self._most:
+            self._forget_old()
+        if len(self._strangers) >= self._most:
+            self._listen(False)
+            return None
+        try:
+            sock, _ = listening.accept()
+        except (BlockingIOError, ConnectionError):
+            return None
+        except OSError as e:
+            if (problem := too_many_open_files(e)) is None:
+                raise
+            self._starve(problem)
+            return None
+        self._starved_since = None
+        sock.setblocking(False)
+        self._strangers[sock] = _Stranger(time.monotonic(), bytearray())
+        self._selector.register(sock, selectors.EVENT_READ)
+        return sock
+
+    def _starve(self, problem: DistflowError) -> None:
+        """Frees what strangers hold, and waits for descriptors: whoever holds them may give them back. Raises in the
+        end."""
+        for sock in list(self._strangers):
+            self._close(sock)
+        self._listen(False)
+        now = time.monotonic()
+        if self._starved_since is None:
+            self._starved_since = now
+            logger.warning("%s; waiting up to %g s for some to be closed", problem, STARVED_S)
+        elif now - self._starved_since > STARVED_S:
+            raise problem
+
+    def _forget_old(self) -> None:
+        """Closes the connections of strangers that had the time to greet; if all places are taken that is short."""
+        limit_s = GREETING_S if len(self._strangers) < self._most else BUSY_GREETING_S
+        now = time.monotonic()
+        for sock in [s for s, stranger in self._strangers.items() if now - stranger.since > limit_s]:
+            self._close(sock)
+
+    def _close(self, sock: socket.socket) -> None:
+        self._selector.unregister(sock)
+        del self._strangers[sock]
+        sock.close()
 
     def _greet(self, sock: socket.socket, label: Callable[[int], str]) -> Incoming | None:
-        greeting = self._greetings[sock]
-        fds: list[int] = []
+        """Reads on in a greeting; returns the connection once it is complete."""
+        stranger, memory = self._strangers[sock], None
         try:
+            if stranger.peer < 0:
+                data = sock.recv(GREETING.size - len(stranger.greeting))  # drops descriptors that come along
+                stranger.greeting += data
+                if data and len(stranger.greeting) < GREETING.size:
+                    return None
+                if not self._knows_token(stranger):
+                    self._close(sock)
+                    return None
             if sock.family == socket.AF_UNIX:
-                data, fds, _, _ = socket.recv_fds(sock, GREETING.size - len(greeting), 1, socket.MSG_CMSG_CLOEXEC)
-            else:
-                data = sock.recv(GREETING.size - len(greeting))
+                _, fds, _, _ = socket.recv_fds(sock, 1, 1, socket.MSG_CMSG_CLOEXEC)
+                if not fds:
+                    self._close(sock)
+                    return None
+                memory = MappedFile(fds[0])
         except BlockingIOError:
             return None
         except OSError:
-            data = b""
-        greeting += data
-        if data and len(greeting) < GREETING.size:
+            self._close(sock)
             return None
         self._selector.unregister(sock)
-        del self._greetings[sock]
-        token, peer, number = GREETING.unpack(greeting) if len(greeting) == GREETING.size else (b"", -1, 0)
-        memory = MappedFile(fds[0]) if fds else None
-        if not secrets.compare_digest(token, self.token):
-            sock.close()
-            return None
+        del self._strangers[sock]
         _keep_alive(sock)
-        return Incoming(peer, number, label(peer), sock, memory)
+        return Incoming(stranger.peer, stranger.number, label(stranger.peer), sock, memory)
+
+    def _knows_token(self, stranger: _Stranger) -> bool:
+        if len(stranger.greeting) < GREETING.size:
+            return False
+        token, peer, number = GREETING.unpack(stranger.greeting)
+        if not secrets.compare_digest(token, self.token):
+            return False
+        stranger.peer, stranger.number = peer, number
+        return True
 
     def close(self) -> None:
         self._selector.close()
-        for sock in (*self._sockets, *self._greetings):
+        for sock in (*self._sockets, *self._strangers):
             sock.close()
 
 
@@ -295,7 +401,8 @@ def connect(peer: int, label: str, where: str, greeting: bytes, memory: MappedFi
         if memory:
             sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             sock.connect(b"\0" + where.encode())
-            socket.send_fds(sock, [greeting], [memory.fd])
+            sock.sendall(greeting)  # first, as a listener takes no descriptor from a stranger
+            socket.send_fds(sock, [ACKNOWLEDGEMENT], [memory.fd])
             sock.setblocking(False)
             return Outgoing(peer, label, where, sock, shared=True, greeting=b"")
         host, _, port = where.rpartition(":")

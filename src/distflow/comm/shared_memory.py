@@ -4,6 +4,7 @@ This takes fewer copies than a socket: about twice as fast as TCP between proces
 The memory has no name in any file system, so nothing is left behind however a worker ends.
 """
 
+import logging
 import mmap
 import os
 import weakref
@@ -15,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Bytes = NDArray[np.uint8]
+logger = logging.getLogger(__name__)
 
 _ALIGN = 64  # bytes: copies of whole cache lines are faster
 SPARE = 64 << 20  # bytes: up to this size the next message may be packed while the last one is still being read
@@ -40,6 +42,10 @@ class MappedFile:
         return self._bytes[offset : offset + size]
 
 
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGN) * _ALIGN
+
+
 @dataclass
 class Block:
     """A part of a SendMemory; `readers` have yet to read it."""
@@ -55,17 +61,32 @@ class SendMemory:
 
     def __init__(self) -> None:
         self.file = MappedFile(os.memfd_create("distflow"))
-        self._capacity = 0
+        self._capacity, self._warned = 0, False
         self._blocks: deque[Block] = deque()  # oldest first
 
+    def grow(self, size: int) -> bool:
+        """Makes the memory large enough for `size` bytes. Returns False, and warns once, if the system has no more."""
+        room = _aligned(size)
+        if room <= self._capacity:
+            return True
+        capacity = room + min(room, SPARE)
+        try:
+            os.ftruncate(self.file.fd, capacity)
+            self.file.view(0, capacity)
+        except (OSError, ValueError) as e:
+            if not self._warned:
+                reason = getattr(e, "strerror", None) or e
+                logger.warning("no more shared memory (%s): large messages within this host go by sockets", reason)
+            self._warned = True
+            return False
+        self._capacity = capacity
+        return True
+
     def allocate(self, size: int) -> Block | None:
-        """Returns a block of `size` bytes, or None until receivers have read enough."""
+        """Returns a block of `size` bytes, which `grow` has made room for, or None until receivers have read enough."""
         while self._blocks and not self._blocks[0].readers:
             self._blocks.popleft()
-        room = -(-size // _ALIGN) * _ALIGN
-        if room > self._capacity:
-            self._capacity = room + min(room, SPARE)
-            os.ftruncate(self.file.fd, self._capacity)
+        room = _aligned(size)
         start = self._blocks[-1].end if self._blocks else 0
         if start + room > self._capacity:
             start = 0

@@ -4,6 +4,7 @@ import os
 import re
 import secrets
 import select
+import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -35,7 +36,7 @@ T = TypeVar("T")
 
 CPU = torch.device("cpu")
 SHARED_MEMORY = "DISTFLOW_SHARED_MEMORY"  # environment variable; 0: send to workers of the same host by TCP, too
-PROBE_MS = 2000  # after which a peer that has not yet connected is asked whether it is there
+PROBE_S = 2.0  # after which a peer that has not yet connected is asked whether it is there
 
 
 class Transport:
@@ -64,7 +65,7 @@ class Transport:
         # The first worker decides on the token.
         token = self._store.compare_set("token", "", secrets.token_hex(16))
         self._token = token
-        self._listener = Listener(address, token)
+        self._listener = Listener(address, token, workers)
         host = f"[{address}]" if ":" in address else address
         self._store.set(str(rank), f"{host}:{self._listener.port} {self._listener.unix_name}")
         self._topology = Topology(tuple(range(workers)))  # until it is known: every worker on its own host
@@ -93,6 +94,11 @@ class Transport:
     def connections(self) -> int:
         """Returns the number of open sockets."""
         return len(self._outgoing) + len(self._incoming.all)
+
+    def data_age_s(self, peer: int) -> float | None:
+        """Returns how long ago this host received data of a peer by TCP, None if never. Any thread may call it."""
+        ages = [c.data_age_s() for (rank, _), c in list(self._incoming.all.items()) if rank == peer]
+        return min((age for age in ages if age is not None), default=None)
 
     def run(self, communication: Communication[T]) -> T:
         """Runs a generator to its end and executes its requests; returns the generator's result."""
@@ -142,7 +148,7 @@ class Transport:
     def _reserve(self, request: SendReceive, connections: Mapping[int, Outgoing]) -> tuple[Block | None, Tensor]:
         """Returns the memory to pack into, once it is free; with its block if receivers share it."""
         readers = [c for p, (a, b) in request.send.items() if (c := connections[p]).in_shared_memory(b - a)]
-        if not self._memory or not request.size:
+        if not self._memory or not request.size or not self._memory.grow(request.size):
             return None, self._send_buffer(request.size, CPU)
         if not readers:  # the same memory, if it is free: fresh pages are slow, and two buffers twice as many
             free = self._memory.allocate(request.size)
@@ -189,17 +195,23 @@ class Transport:
         if not unfinished.peers():
             return
         unfinished.poller.register(self._listener, select.POLLIN)
+        probe_at = time.monotonic() + PROBE_S  # by the clock: strangers may cause events all the time
         with self.waiting(unfinished.peers()):
             while unfinished.active or unfinished.awaited:
-                events = unfinished.poller.poll(PROBE_MS if unfinished.awaited else None)
+                events = unfinished.poller.poll(PROBE_S * 1000 if unfinished.awaited else None)
+                accept = probe = bool(unfinished.awaited) and time.monotonic() >= probe_at
                 for fd, _ in events:
-                    if fd != self._listener.fileno():
+                    if fd == self._listener.fileno():
+                        accept = True
+                    else:
                         unfinished.progress(unfinished.active[fd])
-                        continue
+                if accept:
                     for peer in self._accept() & unfinished.awaited.keys():
                         unfinished.receive(peer)
-                if not events:
+                if probe:
                     self._probe(unfinished.awaited)
+                    probe_at = time.monotonic() + PROBE_S
+        self._end_probes()
 
     def _accept(self) -> set[int]:
         """Accepts connections; returns their peers."""
@@ -214,6 +226,11 @@ class Transport:
             if self._store.check([str(peer)]):
                 self._connect([] if peer in self._outgoing else [peer])
                 self._outgoing[peer].read_acknowledgements()
+
+    def _end_probes(self) -> None:
+        """Closes connections that only a probe has needed: one that never greets would be closed as a stranger's."""
+        for peer in [p for p, connection in self._outgoing.items() if not connection.greeted]:
+            self._outgoing.pop(peer).sock.close()
 
     def _execute_on_device(self, request: SendReceive) -> Tensor:
         peers = tuple(sorted({*request.send, *request.receive}))

@@ -1,5 +1,6 @@
 """The sections and keys of a config, with their types, limits and defaults. Imports no torch."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -17,9 +18,27 @@ def _as_list(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
 
+def _as_score(value: Any) -> Any:
+    return float(value) if isinstance(value, int) and not isinstance(value, bool) else value
+
+
+def _short(key: str, kind: Any = str) -> BeforeValidator:
+    """Accepts the value of one key in place of a section."""
+    return BeforeValidator(lambda value: {key: value} if isinstance(value, kind) else value)
+
+
+def _each(change: Callable[[Any], Any], kind: type) -> BeforeValidator:
+    """Changes the values of this kind in a mapping."""
+    return BeforeValidator(
+        lambda m: {k: change(v) if isinstance(v, kind) else v for k, v in m.items()} if isinstance(m, dict) else m
+    )
+
+
+_CALLS = _each(lambda call: {"call": call}, str)
 Names = Annotated[list[str], BeforeValidator(_as_list)]
 Pair = Annotated[tuple[float, float], BeforeValidator(lambda v: tuple(v) if isinstance(v, list) else v)]
 Size = Annotated[int, Field(ge=0)]
+ScoreOrError = Annotated[Literal["error"] | float, BeforeValidator(_as_score)]
 Dtype = Literal["float32", "bfloat16"]
 TrackerName = Literal["tensorboard", "wandb", "mlflow", "trackio"]
 ALL_LINEAR = "all-linear"
@@ -35,6 +54,7 @@ class DataConfig(Section):
     fields: list[str] | None = None  # columns to load; default: the keys of the first row
     rename: dict[str, str] = {}  # column → its name in the flow, e.g. {question: prompt}
     max_prompt: int | None = Field(None, gt=0)  # tokens; longer ones are bad rows
+    rendered: bool = False  # a chat template has written the prompts: special tokens in their text are special
     on_bad_row: Literal["error", "skip"] = "error"
 
 
@@ -49,15 +69,10 @@ class PlaceConfig(Section):
 class PlacementConfig(Section):
     """Named rank sets, and where nodes and roles run. The most specific entry wins: node, role, default."""
 
-    ranks: dict[str, str] = {}  # rank set → its ranks, e.g. {rollout: 0-3, train: 4-7}
+    ranks: Annotated[dict[str, str], _each(str, int)] = {}  # rank set → its ranks, e.g. {rollout: 0-3, train: 4-7}
     default: PlaceConfig = PlaceConfig()
     roles: dict[str, PlaceConfig] = {}
     nodes: dict[str, PlaceConfig] = {}
-
-    @field_validator("ranks", mode="before")
-    @classmethod
-    def _number_as_string(cls, value: Any) -> Any:
-        return {k: str(v) if isinstance(v, int) else v for k, v in value.items()} if isinstance(value, dict) else value
 
 
 class ModelConfig(Section):
@@ -83,9 +98,7 @@ class ModelConfig(Section):
         return self
 
 
-def _model(value: Any) -> Any:
-    """Accepts the path of a model in place of its section."""
-    return {"path": value} if isinstance(value, str) else value
+ModelSection = Annotated[ModelConfig | None, _short("path")]
 
 
 class RoleConfig(Section):
@@ -93,17 +106,15 @@ class RoleConfig(Section):
 
     call: str | None = None
     args: dict[str, Any] = {}
-    model: ModelConfig | None = None
-
-    @field_validator("model", mode="before")
-    @classmethod
-    def _model_by_path(cls, value: Any) -> Any:
-        return _model(value)
+    model: ModelSection = None
 
     @model_validator(mode="after")
     def _one_of_two(self) -> "RoleConfig":
         if (self.call is None) == (self.model is None):
-            raise ValueError("give one of `call` (file.py:name) and `model` (a directory, or a name on the hub)")
+            raise ValueError(
+                "give one of `call` (file.py:name, or an installed name) and `model` (a directory, or a name on the"
+                " hub)"
+            )
         if self.model is not None and self.args:
             raise ValueError("`args` are those of `call`; a `model` has none")
         return self
@@ -177,12 +188,7 @@ class CriticConfig(TrainerConfig):
     """How the critic is trained, and its initial model."""
 
     lr: float = Field(1e-5, ge=0)
-    model: ModelConfig | None = None  # default: the model of the config
-
-    @field_validator("model", mode="before")
-    @classmethod
-    def _model_by_path(cls, value: Any) -> Any:
-        return _model(value)
+    model: ModelSection = None  # default: the model of the config
 
 
 class RewardFunctionConfig(Section):
@@ -192,26 +198,22 @@ class RewardFunctionConfig(Section):
     args: dict[str, Any] = {}  # keyword arguments of every call
 
 
+def _as_functions(value: Any) -> Any:
+    return [{"call": f} if isinstance(f, str) else f for f in (value if isinstance(value, list) else [value])]
+
+
+RewardFunctions = Annotated[list[RewardFunctionConfig], BeforeValidator(_as_functions)]
+
+
 class RewardConfig(Section):
     """Functions with verl's or TRL's signature, which run in processes that can be killed; or a reward `model`."""
 
-    functions: list[RewardFunctionConfig] = []
-    model: ModelConfig | None = None  # with one output, the score
+    functions: RewardFunctions = []
+    model: ModelSection = None  # with one output, the score
     processes: int = Field(1, gt=0)  # per worker
     time_limit_s: float = Field(30.0, gt=0, le=MAX_SECONDS)  # per sample
-    on_failure: Literal["error"] | float = "error"  # or the score of a sample whose function fails
+    on_failure: ScoreOrError = "error"  # or the score of a sample whose function fails
     answer: str | None = None  # column with the right answer, for functions that take `ground_truth`
-
-    @field_validator("functions", mode="before")
-    @classmethod
-    def _functions(cls, value: Any) -> Any:
-        functions = value if isinstance(value, list) else [value]
-        return [{"call": f} if isinstance(f, str) else f for f in functions]
-
-    @field_validator("model", mode="before")
-    @classmethod
-    def _model_by_path(cls, value: Any) -> Any:
-        return _model(value)
 
     @model_validator(mode="after")
     def _one_of_two(self) -> "RewardConfig":
@@ -221,10 +223,13 @@ class RewardConfig(Section):
             )
         return self
 
-    @field_validator("on_failure", mode="before")
-    @classmethod
-    def _score_as_float(cls, value: Any) -> Any:
-        return float(value) if isinstance(value, int) and not isinstance(value, bool) else value
+
+def _reward_by_functions(value: Any) -> Any:
+    functions = isinstance(value, str | list) or (isinstance(value, dict) and "call" in value)
+    return {"functions": value} if functions else value
+
+
+RewardSection = Annotated[RewardConfig | None, BeforeValidator(_reward_by_functions)]
 
 
 class McpServer(Section):
@@ -250,7 +255,7 @@ class EnvironmentConfig(Section):
     args: dict[str, Any] = {}  # of the environment's constructor
     kind: str = "auto"  # of environment; default: it is recognised
     python: str | None = None  # interpreter of another virtual environment, where its packages are installed
-    rewards: list[RewardFunctionConfig] = []  # TRL's that take `environments`: added to the environment's own
+    rewards: RewardFunctions = []  # TRL's that take `environments`: added to the environment's own
     ratio: float = Field(1.0, ge=0)  # of the prompts that get this one of several `environments`
     max_turns: int = Field(10, gt=0)  # of the model
     turn_tokens: int | None = Field(None, gt=0)  # that the model samples in a turn; default: rollout.max_tokens
@@ -258,18 +263,7 @@ class EnvironmentConfig(Section):
     concurrent: int = Field(64, gt=0)  # conversations of a worker at once
     endpoint_host: str = "127.0.0.1"  # address on which a worker's chat endpoint listens; 0.0.0.0: all of the host
     tool_parser: str = "auto"  # how the model writes tool calls; default: as its chat template says
-    on_failure: Literal["error"] | float = 0.0  # the score of a conversation that fails, or "error" to end the run
-
-    @field_validator("rewards", mode="before")
-    @classmethod
-    def _functions(cls, value: Any) -> Any:
-        functions = value if isinstance(value, list) else [value]
-        return [{"call": f} if isinstance(f, str) else f for f in functions]
-
-    @field_validator("on_failure", mode="before")
-    @classmethod
-    def _score_as_float(cls, value: Any) -> Any:
-        return float(value) if isinstance(value, int) and not isinstance(value, bool) else value
+    on_failure: ScoreOrError = 0.0  # the score of a conversation that fails, or "error" to end the run
 
     @model_validator(mode="after")
     def _something(self) -> "EnvironmentConfig":
@@ -279,17 +273,6 @@ class EnvironmentConfig(Section):
             names = "`call` (file.py:name), `tools` (file.py:function), `mcp` (servers)"
             raise ValueError(f"give one of {names} and `command` (a program)")
         return self
-
-
-def _environment(value: Any) -> Any:
-    """Accepts the name of an environment in place of its section."""
-    return {"call": value} if isinstance(value, str) else value
-
-
-def _reward(value: Any) -> Any:
-    """Accepts the functions of a reward in place of its section."""
-    functions = isinstance(value, str | list) or (isinstance(value, dict) and "call" in value)
-    return {"functions": value} if functions else value
 
 
 class CheckpointConfig(Section):
@@ -309,13 +292,8 @@ class EvalConfig(Section):
     n: int = Field(1, gt=0)  # responses per prompt; above 1 also pass@2, pass@4, … pass@n
     temperature: float = Field(0.0, ge=0)  # 0: greedy
     limit: int | None = Field(None, gt=0)  # rows
-    reward: RewardConfig | None = None  # default: the reward of the config
+    reward: RewardSection = None  # default: the reward of the config
     rename: dict[str, str] | None = None  # default: data.rename
-
-    @field_validator("reward", mode="before")
-    @classmethod
-    def _reward_by_functions(cls, value: Any) -> Any:
-        return _reward(value)
 
 
 class RecordConfig(Section):
@@ -337,23 +315,24 @@ class Config(Section):
     """A run."""
 
     flow: str | list[dict[str, Any]]  # the name of a built-in flow, `file.py:function` with @flow, or a list of nodes
-    data: DataConfig
+    data: Annotated[DataConfig, _short("files", str | list)]
     steps: int | None = Field(None, ge=0)  # default: one epoch; 0: only evaluate
     name: str  # default: the name of the flow
     algo: dict[str, Any] = Field(default_factory=dict)  # constants of the flow: its parameters that have a default
-    model: ModelConfig | None = None
+    model: ModelSection = None
     rollout: RolloutConfig = RolloutConfig()
     train: TrainConfig = TrainConfig()
     critic: CriticConfig = CriticConfig()
-    reward: RewardConfig | None = None
-    environment: EnvironmentConfig | None = None  # with one, the model has conversations instead of single responses
-    environments: dict[str, EnvironmentConfig] = Field(default_factory=dict)  # several: by column, or by ratio
-    eval: EvalConfig | None = None
+    reward: RewardSection = None
+    # With environments, the model has conversations instead of single responses.
+    environment: Annotated[EnvironmentConfig | None, _short("call")] = None
+    environments: Annotated[dict[str, EnvironmentConfig], _CALLS] = {}  # several: by column, or by ratio
+    eval: Annotated[EvalConfig | None, _short("files", str | list)] = None
     checkpoint: CheckpointConfig = CheckpointConfig()
     record: RecordConfig = RecordConfig()
     track: Annotated[list[TrackerName], BeforeValidator(_as_list)] = []  # further sinks of the metrics
     workers: int | None = Field(None, gt=0)
-    roles: dict[str, RoleConfig] = Field(default_factory=dict)
+    roles: Annotated[dict[str, RoleConfig], _CALLS] = {}
     placement: PlacementConfig = PlacementConfig()
     bytes: dict[str, Size] = Field(default_factory=dict)  # field → expected bytes per sample, for the plan's estimates
     seed: int = 0
@@ -363,40 +342,6 @@ class Config(Section):
     restarts: int = Field(3, ge=0)  # after failures that may be temporary, counted since the last progress
     ray: RayConfig = RayConfig()
     base: Path = Field(Path(), exclude=True)  # folder of the config file, which paths are relative to
-
-    @field_validator("roles", mode="before")
-    @classmethod
-    def _role_by_call(cls, value: Any) -> Any:
-        return (
-            {r: {"call": c} if isinstance(c, str) else c for r, c in value.items()}
-            if isinstance(value, dict)
-            else value
-        )
-
-    @field_validator("data", "eval", mode="before")
-    @classmethod
-    def _data_by_files(cls, value: Any) -> Any:
-        return {"files": value} if isinstance(value, str | list) else value
-
-    @field_validator("model", mode="before")
-    @classmethod
-    def _model_by_path(cls, value: Any) -> Any:
-        return _model(value)
-
-    @field_validator("reward", mode="before")
-    @classmethod
-    def _reward_by_functions(cls, value: Any) -> Any:
-        return _reward(value)
-
-    @field_validator("environment", mode="before")
-    @classmethod
-    def _environment_by_call(cls, value: Any) -> Any:
-        return _environment(value)
-
-    @field_validator("environments", mode="before")
-    @classmethod
-    def _environments_by_call(cls, value: Any) -> Any:
-        return {name: _environment(e) for name, e in value.items()} if isinstance(value, dict) else value
 
     @model_validator(mode="after")
     def _one_or_several(self) -> "Config":

@@ -64,7 +64,7 @@ class Coordinator:
         self.rank, self.plan, self.loader, self.topology = rank, plan, loader, topology
         self.buffer = Buffer()
         self.allocator = CachingAllocator()
-        self._steps: dict[int, _StepState] = {}  # those that are not over
+        self._steps: dict[int, _StepState] = {}  # steps that are not over
         self._domains: dict[int, Domains] = {}  # by the number of samples
         self._moved: set[Key] = set()  # columns received by a move, not written by a node of this rank
         self.position = 0  # of the next step's first prompt in the loader's stream, if the plan has a resample

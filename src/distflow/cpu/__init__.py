@@ -17,7 +17,8 @@ from torch import Tensor
 
 def kernels_for(tensor: Tensor) -> ModuleType | None:
     """Returns `cpu.kernels` if it can work on tensors like this one in this thread."""
-    return _kernels() if _supported(tensor.dtype, tensor.device) and torch.get_num_threads() == 1 else None
+    fits = tensor.is_cpu and tensor.dtype == torch.float32 and torch.get_num_threads() == 1
+    return _kernels() if fits else None
 
 
 def as_numpy(x: Tensor) -> NDArray[np.float32]:
@@ -27,11 +28,7 @@ def as_numpy(x: Tensor) -> NDArray[np.float32]:
 
 def prefers_transposed(dtype: torch.dtype, device: torch.device) -> bool:
     """Whether a weight [out, in] should lie transposed: MKL multiplies a few rows with it faster. Kernels repack it."""
-    return device.type == "cpu" and not (_supported(dtype, device) and _kernels())
-
-
-def _supported(dtype: torch.dtype, device: torch.device) -> bool:
-    return device.type == "cpu" and dtype == torch.float32
+    return device.type == "cpu" and not (dtype == torch.float32 and _kernels())
 
 
 @cache

@@ -39,7 +39,7 @@ class CpuLlamaForward:
 
     def __init__(self, model: Any, kernels: ModuleType) -> None:
         self.kernels, self.body, self.head = kernels, model.model, model.lm_head
-        self.layers = [_Layer(block, kernels) for block in self.body.layers]
+        self.layers = [_KernelLayer(block, kernels) for block in self.body.layers]
         self.norm, self.bias = _norm(self.body.norm), _bias([self.head])
         self.panels = _panels(self.head.weight, kernels) if _fits(self.head.weight, kernels) else None
         self.tied = self.head.weight.data_ptr() == self.body.embed_tokens.weight.data_ptr()
@@ -85,7 +85,7 @@ class CpuLlamaForward:
         return torch.from_numpy(out)
 
 
-class _Layer:
+class _KernelLayer:
     def __init__(self, block: Any, kernels: ModuleType) -> None:
         at, fused = block.self_attn, projections(block)
         self.kernels, self.index, self.params = kernels, at.layer_idx, attention_params(at)
@@ -113,7 +113,7 @@ class _Layer:
 class _Buffers:
     """Activations inside a layer, for one layer after the other."""
 
-    def __init__(self, n: int, layer: _Layer) -> None:
+    def __init__(self, n: int, layer: _KernelLayer) -> None:
         (qkv, *_), _, _, (down,) = layer.weights
         hidden, inner = qkv.shape[1], down.shape[1]
         self.normed = np.empty((n, hidden), np.float32)

@@ -48,7 +48,7 @@ class CpuRMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if _plain(x, self.weight) and kernels_for(x):
-            return _Norm.apply(x, self.weight, self.variance_epsilon)  # type: ignore[no-any-return, no-untyped-call]
+            return _NormFunction.apply(x, self.weight, self.variance_epsilon)  # type: ignore[no-any-return, no-untyped-call]
         return super().forward(x)  # type: ignore[no-any-return]
 
 
@@ -114,7 +114,7 @@ class _Linear(torch.autograd.Function):
         )
 
 
-class _Norm(torch.autograd.Function):
+class _NormFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
         kernels, rows = kernels_for(x), _rows(x)

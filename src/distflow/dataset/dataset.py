@@ -4,6 +4,7 @@ The index of a file is built once per host and shared through the page cache (ca
 """
 
 import glob
+import hashlib
 import json
 import os
 import weakref
@@ -25,6 +26,7 @@ from distflow.util.arrays import Ints
 SUFFIXES = (".jsonl", ".json", ".ndjson", ".parquet")
 
 _CHUNK = 1 << 24  # bytes of a JSON Lines file scanned at a time
+_BLOCK = 1 << 16  # bytes of a JSON Lines file that are hashed at a time
 _BATCH, _READ = 1024, 32  # Parquet rows converted at a time, and read
 _EXPANSION, _SMALL = 200, 64 << 20  # limits Parquet rows to this multiple of the file size, beyond this many bytes
 _MAX_LISTED = 20  # skipped rows listed
@@ -48,17 +50,17 @@ class Dataset:
         host_cache = HostCache(cache)
         skip = on_bad_row == "skip"
         names = tuple(fields or ())
-        self._files: list[_File] = []
+        self.files: list[_File] = []
         for path in paths:
             parquet = path.suffix.lower() == ".parquet"
-            self._files.append(_ParquetFile(path, host_cache, names) if parquet else _JsonLinesFile(path, host_cache))
-            names = names or self._files[-1].first_names(skip)
+            self.files.append(_ParquetFile(path, host_cache, names) if parquet else _JsonLinesFile(path, host_cache))
+            names = names or self.files[-1].first_names(skip)
         self.column_names = names
-        for file in self._files if skip else ():
+        for file in self.files if skip else ():
             file.find_bad_rows(names)
-        self._ends = list(accumulate(file.count - len(file.bad) for file in self._files))
-        self.skipped_count = sum(len(file.bad) for file in self._files)
-        bad = [(file, int(i)) for file in self._files for i in file.bad[:_MAX_LISTED]]
+        self._ends = list(accumulate(file.count - len(file.bad) for file in self.files))
+        self.skipped_count = sum(len(file.bad) for file in self.files)
+        bad = [(file, int(i)) for file in self.files for i in file.bad[:_MAX_LISTED]]
         self.skipped = [f"{file.location(i)}: {file.read_fields(i, names)}" for file, i in bad[:_MAX_LISTED]]
         if not len(self):
             reason = f"; all {self.skipped_count} were skipped, the first is {self.skipped[0]}" if bad else ""
@@ -83,7 +85,7 @@ class Dataset:
         if not 0 <= i < len(self):
             raise IndexError(f"row {i} of {len(self)}")
         k = bisect_right(self._ends, i)
-        return self._files[k], self._files[k].nth_good(i - (self._ends[k - 1] if k else 0))
+        return self.files[k], self.files[k].nth_good(i - (self._ends[k - 1] if k else 0))
 
 
 class _File(ABC):
@@ -99,6 +101,10 @@ class _File(ABC):
     @abstractmethod
     def read(self, i: int) -> dict[str, Any] | str:
         """Returns the row, or the reason that it is unusable."""
+
+    @abstractmethod
+    def digest(self, count: int, blocks: int) -> str:
+        """Returns a hash of the first `count` rows, of at most `blocks` blocks of them. It depends on their order."""
 
     def location(self, i: int) -> str:
         return f"{self.path}:{i + 1}"
@@ -164,12 +170,7 @@ class _JsonLinesFile(_File):
 
     def read(self, i: int) -> dict[str, Any] | str:
         start, end = self.index[i : i + 2, 1].tolist()
-        try:
-            raw = os.pread(self.fd, end - start, start).rstrip(_WHITESPACE)
-        except OSError as e:
-            raise DataError(
-                f"{self.path}: cannot be read any more: {e}; check that the file and its disk are still there"
-            ) from e
+        raw = self._pread(start, end).rstrip(_WHITESPACE)
         try:
             row = json.loads(raw.decode())
             if isinstance(row, dict):
@@ -181,6 +182,24 @@ class _JsonLinesFile(_File):
             reason = str(e)
         self._check_unchanged()
         return f"{_excerpt(raw[:400].decode(errors='replace'))} is not a JSON object on one line ({reason})"
+
+    def digest(self, count: int, blocks: int) -> str:
+        end = 0
+        if count:
+            start, end = self.index[count - 1 : count + 1, 1].tolist()
+            end = start + len(self._pread(start, end).rstrip(_WHITESPACE))  # rows that follow begin with a new line
+        digest = hashlib.sha256(str(end).encode())
+        for block in _evenly(-(-end // _BLOCK), blocks):
+            digest.update(self._pread(block * _BLOCK, min((block + 1) * _BLOCK, end)))
+        return digest.hexdigest()[:32]
+
+    def _pread(self, start: int, end: int) -> bytes:
+        try:
+            return os.pread(self.fd, end - start, start)
+        except OSError as e:
+            raise DataError(
+                f"{self.path}: cannot be read any more: {e}; check that the file and its disk are still there"
+            ) from e
 
     def _check_unchanged(self) -> None:
         stat = os.fstat(self.fd)
@@ -229,6 +248,13 @@ class _ParquetFile(_File):
         except (ValueError, ArithmeticError, LookupError) as e:  # a date out of Python's range, an unknown time zone
             return f"the row cannot be read ({e})"
 
+    def digest(self, count: int, blocks: int) -> str:
+        digest = hashlib.sha256(str(count).encode())
+        for block in _evenly(-(-count // _READ), blocks):
+            first, last = block * _READ, min((block + 1) * _READ, count)
+            digest.update(repr([self.read(i) for i in range(first, last)]).encode(errors="surrogatepass"))
+        return digest.hexdigest()[:32]
+
     def _convert(self, out: BinaryIO) -> None:
         try:
             with pq.ParquetFile(self.path, pre_buffer=False) as source:  # pre-buffering would hold entire row groups
@@ -263,6 +289,11 @@ class _ParquetFile(_File):
                 raise DataError(f"{self.path}: has two columns '{name}'; rename one of them")
         chosen = [c for c in columns if not self.fields or c.name in self.fields]
         return pa.schema(c.with_type(c.type.value_type) if pa.types.is_dictionary(c.type) else c for c in chosen)
+
+
+def _evenly(count: int, most: int) -> list[int]:
+    """Returns at most `most` of `count` places, the first and the last among them."""
+    return np.unique(np.linspace(0, count - 1, min(count, most)).astype(np.int64)).tolist() if count else []
 
 
 def _excerpt(text: str) -> str:

@@ -1,5 +1,6 @@
 """The loader: an endless stream of prompts in a computed order. Its only state is the step number."""
 
+from collections.abc import Sequence
 from concurrent.futures import Future
 from threading import Thread
 from typing import Any, Protocol
@@ -31,7 +32,19 @@ class Loader:
 
     def __init__(self, dataset: RowSource, prompts: int, repeat: int, seed: int, rewind: bool = False) -> None:
         self.dataset, self.prompts, self.repeat, self.seed, self.rewind = dataset, prompts, repeat, seed, rewind
+        # First position in the stream, and rows of its epochs: rows that were appended join with an epoch.
+        self.eras: list[tuple[int, int]] = [(0, len(dataset))]
         self._prefetched: tuple[tuple[int, int, int], Future[_Loaded]] | None = None
+
+    def resume(self, eras: Sequence[Sequence[int]], position: int) -> None:
+        """Continues a stream with these `eras`; rows that it did not have join with the first epoch after `position`.
+
+        Prompts before that position were drawn, or are drawn now as they would have been.
+        """
+        self.eras = [(int(start), int(rows)) for start, rows in eras if start <= position]
+        start, rows = self.eras[-1]
+        if rows != len(self.dataset):
+            self.eras.append((start + -(-(position - start) // rows) * rows, len(self.dataset)))
 
     def position(self, step: int) -> int:
         """Returns the position of a step's first prompt."""
@@ -39,7 +52,7 @@ class Loader:
 
     def epoch_of(self, step: int) -> int:
         """Returns the epoch in which a step begins; it may end in a later one."""
-        return step * self.prompts // len(self.dataset)
+        return int(self._rows(np.array([step * self.prompts], np.int64))[0][0])
 
     def load(self, step: int, replica: int, replicas: int) -> _Loaded:
         """Returns the sample ids, ascending, and one list per field, of one of `replicas` shares of a step.
@@ -86,8 +99,16 @@ class Loader:
 
     def _order(self, first: int, count: int) -> list[int]:
         """Returns the rows at `count` positions of the stream."""
-        epoch, index = np.divmod(np.arange(first, first + count, dtype=np.int64), len(self.dataset))
+        epoch, index, rows = self._rows(np.arange(first, first + count, dtype=np.int64))
         order: list[int] = []
         for e in np.unique(epoch).tolist():
-            order += permute(index[epoch == e], len(self.dataset), self.seed, e).tolist()
+            order += permute(index[epoch == e], int(rows[epoch == e][0]), self.seed, e).tolist()
         return order
+
+    def _rows(self, positions: Ints) -> tuple[Ints, Ints, Ints]:
+        """Returns for positions of the stream the epoch, the index in it, and how many rows that epoch has."""
+        starts, rows = np.array(self.eras, np.int64).T
+        epochs = np.concatenate(([0], np.cumsum(np.diff(starts) // rows[:-1])))
+        era = np.searchsorted(starts, positions, side="right") - 1
+        epoch, index = np.divmod(positions - starts[era], rows[era])
+        return epochs[era] + epoch, index, rows[era]

@@ -7,20 +7,17 @@ import traceback
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal, NamedTuple
 
-from distflow.comm.transport import is_peer_lost, short_message
-from distflow.errors import DistflowError, NodeError, PeerLostError, StuckError
+from distflow.errors import CheckpointError, DistflowError, NodeError, PeerLostError, StuckError
 from distflow.liveness.heartbeat import read_record, step_name
 from distflow.liveness.watchdog import PACKAGE
 from distflow.util.files import write_atomically
 
-if TYPE_CHECKING:
-    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
-
 Kind = Literal[
     "user_error",  # in the config, flow, placement or data, before the first step
     "node",  # the user's code or data failed in a step
+    "checkpoint",  # one could not be written, or a role has a state that cannot be
     "exception",  # anything else that was raised
     "stuck",  # a worker waited too long
     "peer_lost",  # this worker only noticed that another one is gone
@@ -28,6 +25,14 @@ Kind = Literal[
     "stopped",  # all workers ended because they were asked to
 ]
 TERMINATED = (-signal.SIGTERM, 128 + signal.SIGTERM)  # exit codes of a worker that was asked to end
+
+
+class Exit(NamedTuple):
+    """How a worker process has ended, as its launcher sees it."""
+
+    local_rank: int
+    exitcode: int
+    pid: int
 
 
 @dataclass(frozen=True)
@@ -48,7 +53,7 @@ class Failure:
         """Writes it for the launcher; False if that fails: the disk may be full, and that the cause."""
         path = folder / f"{self.rank}.error"
         try:
-            write_atomically(path, json.dumps(asdict(replace(self, time=time.time()))))
+            write_atomically(path, json.dumps(asdict(replace(self, time=time.monotonic()))))
         except OSError:
             return False
         return True
@@ -62,13 +67,19 @@ def _kind(error: BaseException, step: int) -> Kind:
             return "peer_lost"
         case NodeError():
             return "node"
+        case CheckpointError() if step >= 0:
+            return "checkpoint"
         case DistflowError():
             return "user_error" if step < 0 else "node"
+    from distflow.comm.transport import is_peer_lost  # imports torch, which a launcher does not need
+
     return "peer_lost" if is_peer_lost(error) else "exception"
 
 
 def _message(error: BaseException, rank: int) -> str:
     """The error with the frames of the user's code if that raised it, with all frames if the error is unexpected."""
+    from distflow.comm.transport import is_peer_lost, short_message
+
     expected = isinstance(error, DistflowError)
     cause = error.__cause__ if expected else error
     if not expected and is_peer_lost(error):
@@ -83,18 +94,18 @@ def _message(error: BaseException, rank: int) -> str:
 
 
 def read_failures(folder: Path) -> list[Failure]:
-    """Returns what the workers wrote: causes first, then stuck waits, then lost peers; each in the order of time."""
+    """Returns what the workers wrote: causes first, then stuck waits, then lost peers; each as they came."""
     failures = [Failure(**json.loads(p.read_text())) for p in folder.glob("*.error")]
     order = {"stuck": 1, "peer_lost": 2}
     return sorted(failures, key=lambda f: (order.get(f.kind, 0), f.time))
 
 
-def find_cause(folder: Path, exits: "Mapping[int, ProcessFailure]") -> Failure:
+def find_cause(folder: Path, exits: Mapping[int, Exit]) -> Failure:
     """Returns the one cause, with its rank, step and task."""
     reported = read_failures(folder)
     if reported and reported[0].kind != "peer_lost":
         return reported[0]
-    # No worker knows the cause: one died without reporting it. torchelastic itself asks the others to end.
+    # No worker knows the cause: one died without reporting it. The launcher itself asks the others to end.
     unreported = [e for e in exits.values() if e.local_rank not in {f.rank for f in reported}]
     unreported.sort(key=lambda e: e.exitcode in TERMINATED)
     if not unreported:
@@ -113,7 +124,7 @@ def find_cause(folder: Path, exits: "Mapping[int, ProcessFailure]") -> Failure:
 
 def why_not_restart(failure: Failure, previous: Failure | None, checkpoint: int | None) -> str | None:
     """Returns why another attempt would fail like this one; None if it may succeed, as after a lost or stuck worker."""
-    if failure.kind == "user_error":
+    if failure.kind in ("user_error", "checkpoint"):
         return "it would fail again"
     if failure.kind == "node" and checkpoint is None:
         return "it would fail again, as there is no checkpoint yet"

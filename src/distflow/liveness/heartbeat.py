@@ -1,9 +1,11 @@
 """Records the step and task of a worker: its watchdog sends the record to a peer, and writes it for a launcher here.
 
-The file outlives its worker, so the launcher learns what a killed worker was doing.
+The file outlives its worker, so the launcher learns what a killed worker was doing. Times are of the monotonic clock,
+which all processes of a host share; what is sent to another host are ages.
 """
 
 import json
+import logging
 import mmap
 import os
 import socket
@@ -15,6 +17,7 @@ from pathlib import Path
 
 from distflow.plan.layout import format_ranks
 
+logger = logging.getLogger(__name__)
 # Set by a launcher: a folder on this host for the records of its workers, and for why they ended.
 LAUNCHER_FOLDER = "DISTFLOW_LAUNCHER_FOLDER"
 SIZE = 1024  # bytes of a file
@@ -36,11 +39,12 @@ class Record:
 
 @dataclass(frozen=True)
 class Peer:
-    """Where another worker is; `local`: its process can be seen from here."""
+    """Where another worker is; `local`: its process can be seen from here; `address`: of its connections."""
 
     host: str
     pid: int
     local: bool
+    address: str = ""
 
 
 class Heartbeat:
@@ -51,17 +55,15 @@ class Heartbeat:
         self.rank, self.pid, self.host = rank, os.getpid(), socket.gethostname()
         self.folder = folder
         self.peers: Sequence[Peer] = ()  # by rank, once they are known
+        self.data_age_s: Callable[[int], float | None] = lambda rank: None  # since the transport received data of it
         self.on_wait: Callable[[tuple[int, ...], float], None] | None = None  # told the ranks and seconds of each wait
         self._map: mmap.mmap | None = None
         # Replaced as a whole: the watchdog reads it in its own thread.
-        self._state: tuple[int, str, tuple[int, ...], float] = (-1, "starting", (), time.time())
-        self._beat, self._done = time.time(), False
+        self._state: tuple[int, str, tuple[int, ...], float] = (-1, "starting", (), time.monotonic())
+        self._beat, self._done = time.monotonic(), False
         if folder:
             folder.mkdir(parents=True, exist_ok=True)
-            with open(_path(folder, rank), "wb") as f:
-                f.truncate(SIZE)
-            with open(_path(folder, rank), "r+b") as f:
-                self._map = mmap.mmap(f.fileno(), SIZE)
+            self._map = _map(_path(folder, rank))
         self._write()
 
     @property
@@ -75,23 +77,23 @@ class Heartbeat:
         return Record(self.rank, self.pid, self.host, step, task[:MAX_TASK], waits_for, since, self._beat, self._done)
 
     def start_task(self, step: int, task: str) -> None:
-        self._state = (step, task, (), time.time())
+        self._state = (step, task, (), time.monotonic())
         self._write()
 
     @contextmanager
     def waiting(self, ranks: tuple[int, ...]) -> Iterator[None]:
         """Records that this worker waits for the others of `ranks`."""
         step, task, before, _ = self._state
-        self._state = (step, task, ranks, time.time())
+        self._state = (step, task, ranks, time.monotonic())
         start = time.perf_counter()
         yield
         step, task, _, _ = self._state
-        self._state = (step, task, before, time.time())
+        self._state = (step, task, before, time.monotonic())
         if self.on_wait:
             self.on_wait(ranks, time.perf_counter() - start)
 
     def beat(self) -> None:
-        self._beat = time.time()
+        self._beat = time.monotonic()
         self._write()
 
     def finish(self) -> None:
@@ -103,15 +105,28 @@ class Heartbeat:
             self._map[:] = json.dumps(asdict(self.record)).encode()[:SIZE].ljust(SIZE)
 
 
+def _map(path: Path) -> mmap.mmap | None:
+    """Returns the memory of a record; None, and a warning, if there is no room for it."""
+    try:
+        with open(path, "w+b") as file:
+            if hasattr(os, "posix_fallocate"):  # else, where a disk is full, the first write kills the process
+                os.posix_fallocate(file.fileno(), 0, SIZE)
+            file.truncate(SIZE)
+            return mmap.mmap(file.fileno(), SIZE)
+    except OSError as e:
+        logger.warning("%s: cannot be written (%s); the launcher does not see what this worker does", path, e.strerror)
+        return None
+
+
 def pack(record: Record) -> dict[str, object]:
     """Returns a record for another host, whose clock is another one: times become ages."""
-    return asdict(replace(record, since=time.time() - record.since, beat=time.time() - record.beat))
+    return asdict(replace(record, since=time.monotonic() - record.since, beat=time.monotonic() - record.beat))
 
 
 def unpack(fields: dict[str, object]) -> Record:
     """Returns the record of another host by this one's clock. Raises TypeError on anything else."""
     record = Record(**fields)  # type: ignore[arg-type]
-    return replace(record, since=time.time() - record.since, beat=time.time() - record.beat)
+    return replace(record, since=time.monotonic() - record.since, beat=time.monotonic() - record.beat)
 
 
 def read_record(folder: Path, rank: int) -> Record | None:

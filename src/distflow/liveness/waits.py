@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 from distflow.liveness.beacon import Answer
 from distflow.liveness.heartbeat import Peer, Record, step_name
@@ -13,13 +14,19 @@ HEADER = ("host:pid", "step", "task", "for", "waits for ranks", "heartbeat")
 
 
 def describe_waits(
-    workers: int, answers: Mapping[int, Answer], silent: Mapping[int, Record], peers: Sequence[Peer] = ()
+    workers: int,
+    answers: Mapping[int, Answer],
+    silent: Mapping[int, Record],
+    peers: Sequence[Peer] = (),
+    reasons: Mapping[int, str] = MappingProxyType({}),
+    suspicion: Mapping[int, int] = MappingProxyType({}),
 ) -> str:
     """Returns the table, the ranks that did not answer, and the stacks of busy ones that others wait for.
 
-    `silent`: the last record of ranks without a heartbeat; `peers`: where each rank is, if known.
+    `silent`: the last record of ranks without a heartbeat; `peers`: where each rank is, if known; `reasons`: what is
+    known of ranks that did not answer; `suspicion`: by how many ranks each is not heard, the most suspected come first.
     """
-    now = time.time()
+    now = time.monotonic()
     records = {r: a.record for r, a in answers.items()} | dict(silent)
     rows = [_row(r, records.get(r), peers, now) for r in range(workers)]
     lines = _format([("rank", *HEADER), *rows]) if workers <= MAX_ROWS else _grouped(rows)
@@ -28,7 +35,8 @@ def describe_waits(
     for record in records.values():
         if record.waits_for:
             awaited |= set(parse_ranks(record.waits_for, workers, "heartbeat"))
-    causes = [line for r in sorted(awaited) if (line := _describe(r, answers, silent, peers, now))]
+    order = sorted(awaited, key=lambda r: (-suspicion.get(r, 0), r))
+    causes = [line for r in order if (line := _describe(r, answers, silent, peers, reasons.get(r, ""), now))]
     if len(causes) > MAX_NAMED:
         causes = [*causes[:MAX_NAMED], f"… and {len(causes) - MAX_NAMED} more ranks"]
     return "\n".join([*lines, *causes])
@@ -50,17 +58,23 @@ def _row(rank: int, record: Record | None, peers: Sequence[Peer], now: float) ->
 
 
 def _describe(
-    rank: int, answers: Mapping[int, Answer], silent: Mapping[int, Record], peers: Sequence[Peer], now: float
+    rank: int,
+    answers: Mapping[int, Answer],
+    silent: Mapping[int, Record],
+    peers: Sequence[Peer],
+    reason: str,
+    now: float,
 ) -> str | None:
     """Returns why others wait for this rank, None if it waits itself."""
     if rank not in answers:
         record = silent.get(rank)
         if record is None:
             where = f" on {peers[rank].host}" if peers else ""
-            return f"rank {rank}{where} did not answer: it is gone, or the network to its host is cut"
+            return f"rank {rank}{where} did not answer: {reason or 'it is gone, or the network to its host is cut'}"
+        reason = reason or "it was stopped or its machine is gone"
         return (
-            f"rank {rank} has had no heartbeat for {now - record.beat:.0f} s: it was stopped or its machine is gone;"
-            f" it was in {step_name(record.step)}, '{record.task}' on {record.host}"
+            f"rank {rank} has had no heartbeat for {now - record.beat:.0f} s: {reason}; it was in"
+            f" {step_name(record.step)}, '{record.task}' on {record.host}"
         )
     record, stack = answers[rank].record, answers[rank].stack
     if record.waits_for or record.done:

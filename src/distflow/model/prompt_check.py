@@ -1,5 +1,6 @@
 """Encodes every prompt once, a share on each worker, so that a bad one fails before training starts."""
 
+import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +14,8 @@ from distflow.dataset.view import DatasetView
 from distflow.errors import DataError
 from distflow.model.text import Text
 
+logger = logging.getLogger(__name__)
+TOKENIZER_ROWS = 20_000  # whose text a tokenizer is trained on
 _LISTED = 20
 _CHARACTERS = 1 << 20  # of one text that a tokenizer is trained on
 
@@ -38,11 +41,20 @@ def check_prompts(
     """
     if "prompt" not in rows.column_names:
         return CheckedPrompts(rows, [], 0)
+    warned = rank > 0
     bad: NDArray[np.bool_] = np.zeros(len(rows), bool)
     skipped = []
     for i in range(rank, len(rows), workers):
         try:
-            text.encode(rows[i]["prompt"])
+            text.encode(prompt := rows[i]["prompt"])
+            if not warned and (token := text.forged_token(prompt)):
+                warned = True
+                logger.warning(
+                    "%s: the prompt has '%s'; special tokens in the text of prompts are encoded as ordinary text: if a"
+                    " chat template has written these prompts, set data.rendered: true, or give chat messages",
+                    rows.location(i),
+                    token,
+                )
         except DataError as e:
             message = f"{rows.location(i)}: {e}"
             if not skip:
@@ -59,7 +71,7 @@ def check_prompts(
     return CheckedPrompts(rows.select(good), skipped[:_LISTED], int(bad.sum()))
 
 
-def texts(rows: DatasetView, most: int = 20_000) -> Iterator[str]:
+def texts(rows: DatasetView, most: int = TOKENIZER_ROWS) -> Iterator[str]:
     """Yields all text in the first rows, to train a tokenizer on."""
     for i in range(min(len(rows), most)):
         yield from _text_in(list(rows[i].values()))

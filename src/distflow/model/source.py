@@ -33,6 +33,7 @@ from distflow.model.tokenizer import train_tokenizer
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 Read = Callable[[str, tuple[slice, ...]], Tensor]
+Shapes = Mapping[str, Sequence[int]]
 Head = Literal["lm", "value"]  # the output for a token: logits over the vocabulary, or one number
 VALUE_HEAD = "score.weight"
 
@@ -87,20 +88,37 @@ class Source:
         assert isinstance(model, PreTrainedModel)
         return model
 
-    def reader(self, names: Sequence[str]) -> Read:
-        """Returns a function that reads a part of a parameter, by its name in the skeleton."""
+    def reader(self, shapes: Shapes) -> Read:
+        """Returns a function that reads a part of a parameter, by its name in the skeleton.
+
+        Raises if the weights have another shape than the skeleton's: `shapes`, by name.
+        """
         if self.weights is not None:
             return self.weights
         files = self._files if self.folder else {}
         if self.head == "value" and VALUE_HEAD not in files:
-            rest = replace(self, head="lm").reader([n for n in names if n != VALUE_HEAD])
+            rest = replace(self, head="lm").reader({n: s for n, s in shapes.items() if n != VALUE_HEAD})
             head = torch.zeros(1, self.config.get_text_config().hidden_size)
             return lambda name, part: head[part] if name == VALUE_HEAD else rest(name, part)
-        if files and all(n in files for n in names):
+        if files and all(n in files for n in shapes):
             opened = {f: safe_open(f, "pt") for f in set(files.values())}
+            self._check_shapes(shapes, {n: opened[files[n]].get_slice(n).get_shape() for n in shapes}, files)
             return lambda name, part: opened[files[name]].get_slice(name)[part]
         whole = self._whole()
+        self._check_shapes(shapes, {n: p.shape for n, p in whole.items()}, {})
         return lambda name, part: whole[name][part]
+
+    def _check_shapes(self, wanted: Shapes, stored: Shapes, files: Mapping[str, str]) -> None:
+        """Raises if a tensor has another shape than the config asks for: a part of it would be read silently."""
+        wrong = [n for n in wanted if tuple(stored.get(n, ())) != tuple(wanted[n])]
+        if not wrong:
+            return
+        name, others = wrong[0], f" ({len(wrong) - 1} others differ, too)" if len(wrong) > 1 else ""
+        found = f"has the shape {list(stored[name])}" if name in stored else "is missing"
+        raise ConfigError(
+            f"model: the tensor '{cut(name)}' in {files.get(name, self.folder)} {found}, and config.json asks for"
+            f" {list(wanted[name])}{others}; correct config.json, or get config and weights of one model again"
+        )
 
     @cached_property
     def _files(self) -> Mapping[str, str]:
@@ -127,9 +145,17 @@ class Source:
             model = AutoModelForCausalLM.from_config(deepcopy(self.config), dtype=torch.float32)
             torch.set_rng_state(state)
         else:
-            model = AutoModelForCausalLM.from_pretrained(
-                self.folder, dtype=torch.float32, trust_remote_code=self.remote_code
+            loading: Any = AutoModelForCausalLM.from_pretrained(
+                self.folder,
+                dtype=torch.float32,
+                trust_remote_code=self.remote_code,
+                ignore_mismatched_sizes=True,
+                output_loading_info=True,
             )
+            model, loaded = loading
+            mismatched = {name: tuple(stored) for name, stored, _ in loaded["mismatched_keys"]}
+            wrong = {n: p.shape for n, p in model.named_parameters() if n in loaded["missing_keys"] or n in mismatched}
+            self._check_shapes(wrong, mismatched, {})  # instead, they would have random weights
         return dict(model.named_parameters(remove_duplicate=False))
 
 

@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from distflow.batch.batch import Batch, Ragged
 from distflow.errors import ConfigError, DataError, shown
+from distflow.model.encoder import Encoder, check_whole
 from distflow.model.source import Source
 from distflow.model.time_limit import OutOfTimeError, time_limit
 
@@ -19,16 +20,29 @@ Prompt = str | list[dict[str, Any]]
 
 
 class Text:
-    """Encodes prompts of at most `limit` tokens, and decodes responses."""
+    """Encodes prompts of at most `limit` tokens, and decodes responses.
 
-    def __init__(self, source: Source, limit: int) -> None:
-        self.name, self.limit = source.name, limit
+    Special tokens in a prompt's text are ordinary text, unless a chat template has `rendered` the prompts before.
+    """
+
+    def __init__(self, source: Source, limit: int, rendered: bool = False) -> None:
+        self.name, self.limit, self.rendered = source.name, limit, rendered
         self.tokenizer: Tokenizer = source.tokenizer
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Encodes a prompt; chat messages go through the tokenizer's chat template."""
         self.check_size(prompt)
         return self.check_length(self._encode(prompt))
+
+    def encode_rendered(self, prompt: str) -> list[int]:
+        """Encodes a text that a chat template has rendered: special tokens in it are special."""
+        self.check_size(prompt)
+        check_whole(prompt, "the prompt")
+        return self.check_length(self.tokenizer(prompt, return_attention_mask=False)["input_ids"])
+
+    def forged_token(self, prompt: Prompt) -> str | None:
+        """Returns the first special token in the text of a prompt, if it is encoded as ordinary text."""
+        return self.encoder.special_in(prompt) if isinstance(prompt, str) and not self.rendered else None
 
     def check_length(self, tokens: list[int]) -> list[int]:
         """Returns the tokens of a prompt; raises if there are none or too many."""
@@ -60,18 +74,21 @@ class Text:
 
     def _encode(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):
+            if self.rendered:
+                return self.encode_rendered(prompt)
             check_whole(prompt, "the prompt")
-            return self.tokenizer(prompt, return_attention_mask=False)["input_ids"]  # type: ignore[no-any-return]
+            return self.encoder.encode_prompt(prompt)
         if prompt == []:
             return []
-        return self.apply_template(prompt, add_generation_prompt=True, return_dict=False)  # type: ignore[no-any-return]
+        return self.encoder.encode(self.encoder.render(_messages(prompt)))
+
+    @cached_property
+    def encoder(self) -> Encoder:
+        return Encoder(self.tokenizer, self.apply_template)
 
     def apply_template(self, messages: Prompt, **options: Any) -> Any:
         """Calls the tokenizer's chat template, within a time limit."""
-        if not isinstance(messages, list) or not all(isinstance(m, dict) and "content" in m for m in messages):
-            raise DataError(
-                f"the prompt is {str(messages)[:60]!r}; it is text or a list of chat messages {{role, content}}"
-            )
+        messages = _messages(messages)
         if not self.tokenizer.chat_template:
             raise DataError(
                 f"the prompt is a list of chat messages, and the tokenizer of '{self.name}' has no chat template;"
@@ -92,7 +109,7 @@ class Text:
 
     def encode_pairs(self, prompts: Sequence[Prompt], responses: Sequence[str]) -> dict[str, Ragged]:
         end = [self.tokenizer.eos_token_id]
-        answers = [self.tokenizer(_text(r), add_special_tokens=False)["input_ids"] + end for r in responses]
+        answers = [self.encoder.encode_text(_text(r), own=True) + end for r in responses]
         return {
             "prompt_tokens": ragged([self.encode(p) for p in prompts]),
             "response_tokens": ragged(answers),
@@ -132,6 +149,12 @@ def _count_characters(prompt: Any) -> int:
     return len(prompt) if isinstance(prompt, str) else 0
 
 
+def _messages(prompt: Any) -> list[dict[str, Any]]:
+    if not isinstance(prompt, list) or not all(isinstance(m, dict) and "content" in m for m in prompt):
+        raise DataError(f"the prompt is {str(prompt)[:60]!r}; it is text or a list of chat messages {{role, content}}")
+    return prompt
+
+
 def _text(response: Any) -> str:
     """Returns a response as text; given as chat messages, it is the last one."""
     if isinstance(response, list) and response and isinstance(response[-1], dict) and "content" in response[-1]:
@@ -140,14 +163,6 @@ def _text(response: Any) -> str:
         raise DataError(f"a response is {shown(response, 60)}; it is text, or chat messages that end with it")
     check_whole(response, "a response")
     return response
-
-
-def check_whole(text: str, what: str) -> None:
-    """Refuses lone surrogates, which JSON can express and no tokenizer accepts."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as e:
-        raise DataError(f"{what} has a lone surrogate, {text[e.start]!r}, at {e.start}: {shown(text, 60)}") from None
 
 
 def ragged(rows: Sequence[Sequence[int]]) -> Ragged:

@@ -46,6 +46,7 @@ SENTENCES = {
     "sampling/rounds": "Rounds of dynamic sampling that filled the step; if it rises, most groups have no signal.",
     "sampling/discarded": "Groups that dynamic sampling has dropped.",
     "sampling/filled": "Groups that were kept although they have no signal, since no round was left.",
+    "record/failed_writes": "Writes to logs and trackers that failed, on all workers: the disk may be full.",
     "data/bytes_sent*": "Bytes a worker sent to others in the step: the mean, or the maximum (`_max`).",
     "data/bytes_received*": "Bytes a worker received from others.",
     "data/bytes_local*": "Bytes that stayed on their worker; the more, the better the placement.",

@@ -4,7 +4,7 @@ import json
 import math
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -13,12 +13,14 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 
-from distflow.errors import printable
+from distflow.errors import ConfigError, printable, short_reason
+from distflow.observe.bounded_log import UNLIMITED, BoundedLog
 from distflow.observe.findings import LONGER, findings
 from distflow.observe.stragglers import Stragglers
 from distflow.observe.trackers.thread import TrackerThread
 from distflow.run_folder import METRICS, SAMPLES, SPANS, STATE, SUSPICIOUS
-from distflow.util.files import write_atomically
+from distflow.util.lines import row_step
+from distflow.util.patient_files import WholeFiles, WriteErrors
 from distflow.util.text import human_bytes
 
 SHOWN = 4  # metrics in a step's line, in the order of PREFERRED
@@ -39,19 +41,23 @@ class Progress:
         first: int = 0,
         hosts: Sequence[str] = (),
         trackers: Sequence[TrackerThread] = (),
+        files: WholeFiles | None = None,
     ) -> None:
         """`first`: the step after which a resumed run continues; lines of later steps are removed from the logs.
-        `hosts`: the name of each rank's host."""
-        self.steps, self.trackers, self.folder = steps, trackers, folder
+        `hosts`: the name of each rank's host. `files`: further ones to try again if they could not be written."""
+        self.steps, self.trackers, self.folder, self.files = steps, trackers, folder, files or WholeFiles()
         self.console = Console()
-        path = folder / METRICS
-        for name in (METRICS, SUSPICIOUS):
-            _truncate_log(folder / name, first) if first else _archive(folder / name)
-        for name in (SPANS, SAMPLES):  # of a run that is continued, each worker truncates its own
-            if not first:
+        self._output = WriteErrors("the output of the run", counts_losses=False)
+        self._log = BoundedLog(folder / METRICS, UNLIMITED, row_step)
+        if first:  # each worker truncates its own spans and samples
+            suspicious = BoundedLog(folder / SUSPICIOUS, UNLIMITED, row_step)
+            if suspicious.path.exists():
+                suspicious.open(first)
+                suspicious.close()
+        else:
+            for name in (METRICS, SUSPICIOUS, SPANS, SAMPLES):
                 _archive(folder / name)
-        self._log = open(path, "a", buffering=1)  # noqa: SIM115 (closed by `close`)
-        self._state = folder / STATE
+        self._log.open(first)
         self._write_state("running")
         if skipped_count:
             self._print(f"skipped {skipped_count} bad rows" + "".join(f"\n  {row}" for row in skipped))
@@ -80,7 +86,8 @@ class Progress:
             metrics["perf/tokens_per_s"] = metrics["perf/tokens"] / metrics["timing_max_s/step"]
         self._stragglers.update(step, metrics)
         finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}  # JSON has no NaN
-        self._log.write(json.dumps({"step": step, "time": time.time(), **finite}) + "\n")
+        self._log.append([json.dumps({"step": step, "time": time.time(), **finite}).encode() + b"\n"])
+        self.files.retry()
         for tracker in self.trackers:
             tracker.log(step, metrics)
         self._warn(step, finite)
@@ -94,7 +101,7 @@ class Progress:
         elif self._bar:
             self._bar.update(self._task, advance=1, description=line)
         else:
-            print(f"step {step}/{self.steps}  {line}", flush=True)
+            self._say(lambda: print(f"step {step}/{self.steps}  {line}", flush=True))
 
     def on_samples(self, step: int, rows: list[dict[str, Any]]) -> None:
         """Tells the trackers of samples that this worker has recorded."""
@@ -113,7 +120,9 @@ class Progress:
             self._print(run_summary(means, self._count))
             if line := self._stragglers.summary():
                 self._print(line)
-            self._print(f"metrics: {self._log.name}; see it all: distflow show {self.folder}")
+            self._print(f"metrics: {self._log.path}; see it all: distflow show {self.folder}")
+        self.files.close()
+        self._output.close()
 
     def _warn(self, step: int, metrics: dict[str, float | None]) -> None:
         """Warns once when a condition starts; again only after it cleared."""
@@ -126,10 +135,19 @@ class Progress:
 
     def _write_state(self, state: str) -> None:
         """Records how many steps the run has; a run that is killed never records that it has ended."""
-        self._state.write_text(json.dumps({"state": state, "steps": self.steps, "time": time.time()}) + "\n")
+        text = json.dumps({"state": state, "steps": self.steps, "time": time.time()}) + "\n"
+        self.files.write(self.folder / STATE, text)
 
     def _print(self, text: str) -> None:
-        self.console.print(printable(text), highlight=False, markup=False, soft_wrap=True)
+        self._say(lambda: self.console.print(printable(text), highlight=False, markup=False, soft_wrap=True))
+
+    def _say(self, write: Callable[[], object]) -> None:
+        try:
+            write()
+        except OSError as e:  # the output may be a file on a full disk, or a pipe that nobody reads
+            self._output.failed(e)
+        else:
+            self._output.succeeded()
 
 
 def step_line(metrics: dict[str, float]) -> str:
@@ -165,22 +183,11 @@ def run_summary(means: dict[str, float], steps: int) -> str:
 
 def _archive(path: Path) -> None:
     """Keeps a log of an earlier run in this folder under another name."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     if path.exists():
         names = (path.with_name(f"{path.stem}.{n}{path.suffix}") for n in count(1))
-        path.rename(next(name for name in names if not name.exists()))
-
-
-def _truncate_log(path: Path, step: int) -> None:
-    """Keeps only complete lines of steps up to this one."""
-    if not path.exists():
-        return
-    kept = []
-    for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
         try:
-            row = json.loads(line)
-        except ValueError:
-            continue
-        if row["step"] <= step and line.endswith("\n"):
-            kept.append(line)
-    write_atomically(path, "".join(kept))
+            path.rename(next(name for name in names if not name.exists()))
+        except OSError as e:
+            raise ConfigError(
+                f"run_dir: {path} of an earlier run cannot be renamed: {short_reason(e)}; choose another one"
+            ) from None

@@ -1,6 +1,5 @@
 """Reads the folder of a run, whatever state it is in: running, killed, of an older version, without samples."""
 
-import fcntl
 import json
 import threading
 import time
@@ -16,8 +15,9 @@ from distflow.observe.spans import step_of
 from distflow.page.plan_view import plan_view
 from distflow.page.sample_index import SampleIndex
 from distflow.page.step_view import MAX_LANES, StepView, parse_spans
-from distflow.run_folder import CONFIG, LOCK, METRICS, PLAN, RUN, SAMPLES, SPANS, STATE, VERSIONS, rank_file
+from distflow.run_folder import CONFIG, METRICS, PLAN, RUN, SAMPLES, SPANS, STATE, VERSIONS, rank_file
 from distflow.util.lines import Tail, lines_of_steps, log_files, parse
+from distflow.util.owner import OwnerView
 
 MAX_POINTS = 2000  # of a curve
 ENDED = {"ended": "finished", "simulated": "simulated"}  # in state.json → as it is shown
@@ -35,6 +35,7 @@ class RunFolder:
             raise ConfigError(f"{path}: is not the folder of a run; give one, such as runs/grpo (`distflow runs DIR`)")
         self.path, self.name = path, path.resolve().name
         self.samples = SampleIndex(path)
+        self._owner = OwnerView(path)
         self._lock = threading.Lock()  # requests are answered by several threads
         self._tail = Tail(path / METRICS)
         self._rows: list[dict[str, Any]] = []
@@ -95,11 +96,17 @@ class RunFolder:
             word = "stopped" if "stopped on request" in error else "failed"
         elif state.get("state") in ENDED:
             word = ENDED[state["state"]]
-        elif _locked(self.path / LOCK) or time.time() - last < max(QUIET_S, QUIET_STEPS * _longest_step(rows)):
+        elif self._is_alive(rows, last):
             word = "running"
         else:  # no final state recorded
             word = "killed" if state else "ended"
         return {"state": word, "step": step, "steps": steps, "last": last, "error": error}
+
+    def _is_alive(self, rows: Sequence[Mapping[str, Any]], last: float) -> bool:
+        alive = self._owner.is_alive()
+        if alive is None:  # on another host, until its record was seen to be renewed
+            alive = time.time() - last < max(QUIET_S, QUIET_STEPS * _longest_step(rows))
+        return alive
 
     def _error(self) -> str:
         """Returns why the run ended, if a worker could still say it and nothing came after it."""
@@ -204,18 +211,6 @@ def _longest_step(rows: Sequence[Mapping[str, Any]]) -> float:
 
 def _short(value: Any) -> Any:
     return float(f"{value:.6g}") if isinstance(value, float) else value
-
-
-def _locked(path: Path) -> bool:
-    """Returns whether a launcher of this host runs the run."""
-    try:
-        with open(path, "rb") as file:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        return False
-    return False
 
 
 def _last_line(path: Path) -> bytes:

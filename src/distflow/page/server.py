@@ -1,9 +1,11 @@
-"""Serves the page of some runs, on loopback only: whoever may read the run's folder may look, nobody may write.
+"""Serves the page of some runs, on loopback only, to whoever has the token that is in its address; nobody may write.
 
+Loopback is open to all users of the machine, so everything is below the token, and a request without it learns nothing.
 Only GET, only a fixed set of files and requests: no path of the file system is ever part of a request. The Host header
 must be a name of this machine, so that no page of the web can be pointed here (DNS rebinding).
 """
 
+import secrets
 import socket
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -12,14 +14,18 @@ from distflow.errors import ConfigError
 from distflow.page.api import Api, RequestError
 from distflow.page.assets import INSTALL, files
 from distflow.page.run_folder import RunFolder
+from distflow.util.http_connections import bounded_connection
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette
     from starlette.requests import Request
     from starlette.responses import Response
+    from starlette.types import ASGIApp, Receive, Scope, Send
+    from uvicorn import Server
 
 LOOPBACK, NAMES = "127.0.0.1", ["127.0.0.1", "localhost"]
-PORT = 8265  # tried first, so that a page that is open finds its server again
+PORT = 8265  # tried first, as it is the one that people forward by ssh
+MAX_CONNECTIONS, SILENT_S = 128, 10.0  # seconds until the first request
 TYPES = {"html": "text/html", "js": "text/javascript", "css": "text/css"}
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self';"
@@ -31,8 +37,8 @@ HEADERS = {
 }
 
 
-def make_app(runs: Sequence[RunFolder], follow: bool = False) -> "Starlette":
-    """Returns the application that answers for these runs."""
+def make_app(runs: Sequence[RunFolder], token: str, follow: bool = False) -> "Starlette":
+    """Returns the application that answers for these runs, below `/token/`."""
     try:
         from starlette.applications import Starlette
         from starlette.middleware import Middleware
@@ -58,10 +64,26 @@ def make_app(runs: Sequence[RunFolder], follow: bool = False) -> "Starlette":
         except RequestError as e:
             return JSONResponse({"error": str(e)}, 404, headers=HEADERS)
 
+    class OnlyWithToken:
+        """Cuts the token from the path; a request without it is refused, whatever it is."""
+
+        def __init__(self, app: "ASGIApp") -> None:
+            self.app = app
+
+        async def __call__(self, scope: "Scope", receive: "Receive", send: "Send") -> None:
+            first, slash, rest = scope["path"].removeprefix("/").partition("/")
+            if not slash or not secrets.compare_digest(first.encode(), token.encode()):
+                text = "the address of this page has a token: open the one that `distflow show` has printed"
+                await Response(text, 403, HEADERS | {"Connection": "close"})(scope, receive, send)
+                return
+            scope["state"]["trust"]()
+            await self.app({**scope, "path": f"/{rest}"}, receive, send)
+
     return Starlette(
         routes=[Route("/", asset), Route("/api/{word}", answer), Route("/{name}", asset)],
         middleware=[
             Middleware(TrustedHostMiddleware, allowed_hosts=NAMES),
+            Middleware(OnlyWithToken),
             Middleware(GZipMiddleware, minimum_size=4096),
         ],
     )
@@ -84,13 +106,28 @@ def bind(port: int | None) -> socket.socket:
 
 def serve(runs: Sequence[RunFolder], port: int | None = None, follow: bool = False) -> None:
     """Serves until Ctrl-C."""
-    app = make_app(runs, follow)
+    token = secrets.token_hex(16)
+    server = make_server(make_app(runs, token, follow))
+    sock = bind(port)
+    address = f"http://localhost:{sock.getsockname()[1]}/{token}/"
+    print(f"{', '.join(str(r.path) for r in runs)}: {address} (Ctrl-C to stop)", flush=True)
+    server.run(sockets=[sock])
+
+
+def make_server(app: "Starlette") -> "Server":
     try:
         import uvicorn
     except ImportError:
         raise ConfigError(f"the server uvicorn is not installed; {INSTALL}") from None
-    sock = bind(port)
-    address = f"http://localhost:{sock.getsockname()[1]}/"
-    print(f"{', '.join(str(r.path) for r in runs)}: {address} (Ctrl-C to stop)", flush=True)
-    server = uvicorn.Server(uvicorn.Config(app, log_level="error", lifespan="off"))
-    server.run(sockets=[sock])
+    connection = bounded_connection(MAX_CONNECTIONS, SILENT_S)
+    return uvicorn.Server(
+        uvicorn.Config(
+            app,
+            http=connection,
+            log_level="error",
+            lifespan="off",
+            ws="none",
+            proxy_headers=False,
+            access_log=False,
+        )
+    )

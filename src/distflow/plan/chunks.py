@@ -41,7 +41,7 @@ def in_chunks(
     chunked = _chunked_nodes(tasks, flow, home, whole, chunk, repeat)
     if not chunked:
         raise PlacementError(
-            f"{_KEY}: no node runs chunk by chunk: they would be those that work sample by sample on what"
+            f"{_KEY}: no node runs chunk by chunk: it would have to work sample by sample on what"
             f" '{generates[0].id}' writes, on other ranks, whose replicas divide a chunk evenly; leave it out"
         )
     partitions = {home[n].id for n in chunked}

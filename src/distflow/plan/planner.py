@@ -77,7 +77,7 @@ class _Planner:
         self.home: dict[str, Partition] = {}  # node → the partition it runs in
         self.held: dict[str, list[Partition]] = {}  # field → the partitions that hold it, its writer's first
         self.closed: set[str] = set()  # partitions from before a resample; no later node may run there
-        self.resampled: dict[str, Partition] = {}  # id of a closed partition → what it is after the resample
+        self.resampled: dict[str, Partition] = {}  # id of a closed partition → the one after the resample
         self.assigned: set[str] = set()  # partitions whose samples are already assigned to replicas
         self.tasks: list[Task] = []
 
@@ -90,7 +90,7 @@ class _Planner:
             if n.dynamic_sampling:
                 self.closed = {p.id for p in self.partitions}
                 self.resampled = {p.id: _resampled(p) for p in self.partitions}
-                # Only those of a single replica have the samples that later nodes want, and as many.
+                # Only nodes of a single replica have the samples that later nodes want, and as many.
                 self.partitions += [p for p in self.resampled.values() if not p.uneven]
         self.tasks.append(Load(source, self._with_readers(self.flow.source)))
         self._hold(self.flow.source, source)

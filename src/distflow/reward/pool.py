@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,23 +32,6 @@ class RewardCall:
     samples: int = 1
 
 
-@dataclass(frozen=True)
-class _Finished:
-    call: int
-    results: list[Result]
-    seconds: float
-
-
-@dataclass(frozen=True)
-class _Lost:
-    """A call whose process died, or was killed at the time limit, and the calls that were queued behind it."""
-
-    call: int
-    queued: tuple[int, ...]
-    reason: str
-    died: bool
-
-
 @dataclass
 class _Worker:
     """A process: its pid once it has loaded the functions, and the calls it holds, of which it runs the first."""
@@ -76,6 +59,10 @@ class Pool:
         self._signatures: list[Signature] = []
         self._seconds = [math.inf] * len(functions)  # duration of the latest call of each function
         self._failed_starts = 0
+        self._calls: Sequence[RewardCall] = ()  # that run now
+        self._pending = deque[int]()  # calls that no process holds
+        self._deaths = Counter[int]()  # call → processes that died in it
+        self._done: list[tuple[int, list[Result]]] = []
         names = ", ".join(f"reward '{f.name}' ({f.call})" for f in functions)
         # Each process loads the functions by itself, after its fork: what they start in it, such as threads or a
         # device, would not survive a fork.
@@ -111,33 +98,24 @@ class Pool:
 
     def run(self, calls: Sequence[RewardCall]) -> Generator[tuple[int, list[Result]], None, None]:
         """Yields (index of a call, results of its samples) as calls finish. Closing it early drops the rest."""
-        pending, remaining, deaths = deque(range(len(calls))), len(calls), [0] * len(calls)
+        self._calls, self._pending, self._deaths = calls, deque(range(len(calls))), Counter()
+        self._done, remaining = [], len(calls)
         try:
             while remaining:
-                self._assign(pending, calls)
-                for outcome in self._wait():
-                    call = calls[outcome.call]
-                    if isinstance(outcome, _Finished):
-                        self._seconds[call.function] = outcome.seconds
-                        results = outcome.results
-                        if len(results) != call.samples:
-                            results = [NoScore(_FOREIGN_MESSAGE)] * call.samples
-                    else:
-                        pending.extendleft(reversed(outcome.queued))
-                        deaths[outcome.call] += outcome.died
-                        if outcome.died and deaths[outcome.call] < _ATTEMPTS:
-                            pending.appendleft(outcome.call)
-                            continue
-                        results = [NoScore(outcome.reason)] * call.samples
-                    remaining -= 1
-                    yield outcome.call, results
+                self._assign()
+                self._wait()
+                done, self._done = self._done, []
+                remaining -= len(done)
+                yield from done
         finally:
             for key in [key for key, w in self._workers.items() if w.calls]:
                 self._processes.kill(key)
                 self._restart(key)
 
-    def _assign(self, pending: deque[int], calls: Sequence[RewardCall]) -> None:
+    def _assign(self) -> None:
         """Gives each process its next call, and several at once of fast ones, to save round trips."""
+
+        calls, pending = self._calls, self._pending
 
         def fast(i: int) -> bool:
             return self._seconds[calls[i].function] < _FAST_S
@@ -161,14 +139,15 @@ class Pool:
                 " store text, numbers, or lists and dicts of these in the data file"
             ) from None
 
-    def _wait(self) -> list[_Finished | _Lost]:
-        """Waits for the next event; returns the calls that it ended."""
-        outcomes: list[_Finished | _Lost] = []
+    def _wait(self) -> None:
+        """Waits for the next event."""
         for event in self._processes.poll():
-            outcomes += self._handle(event) if isinstance(event, Message) else self._handle_failure(event)
-        return outcomes
+            if isinstance(event, Message):
+                self._handle(event)
+            else:
+                self._handle_failure(event)
 
-    def _handle(self, message: Message) -> list[_Finished]:
+    def _handle(self, message: Message) -> None:
         worker = self._workers[message.key]
         match message.body:
             case {"ready": signatures, "pid": pid} if worker.pid is None:
@@ -180,11 +159,14 @@ class Pool:
             case {"load_error": error}:
                 raise RewardError(error)
             case {"results": results, "seconds": seconds} if worker.calls:
-                call = worker.calls.popleft()
-                return [_Finished(call, [NoScore(r) if isinstance(r, str) else Score(*r) for r in results], seconds)]
-        return []
+                index = worker.calls.popleft()
+                call = self._calls[index]
+                self._seconds[call.function] = seconds
+                if len(results) != call.samples:
+                    results = [_FOREIGN_MESSAGE] * call.samples
+                self._done.append((index, [NoScore(r) if isinstance(r, str) else Score(*r) for r in results]))
 
-    def _handle_failure(self, failed: Failed) -> list[_Lost]:
+    def _handle_failure(self, failed: Failed) -> None:
         loading = self._workers[failed.key].pid is None
         if loading and failed.cause == "late":
             raise self._processes.late_start(self._program)
@@ -194,19 +176,23 @@ class Pool:
                 f"{self._program.names}: {_FAILED_STARTS} processes in a row died while loading, the last one"
                 f" {failed.reason}; see what they wrote to stderr"
             )
-        if failed.cause == "late":
-            return self._restart(failed.key, failed.reason)
-        return self._restart(failed.key, f"ended its process in both attempts: it {failed.reason}", died=True)
+        lost, died = self._workers[failed.key].calls, failed.cause != "late"
+        self._restart(failed.key)
+        if not lost:
+            return
+        call, *queued = lost
+        self._pending.extendleft(reversed(queued))
+        self._deaths[call] += died
+        if died and self._deaths[call] < _ATTEMPTS:
+            self._pending.appendleft(call)
+            return
+        reason = f"ended its process in both attempts: it {failed.reason}" if died else failed.reason
+        self._done.append((call, [NoScore(reason)] * self._calls[call].samples))
 
-    def _restart(self, key: int, reason: str = "", died: bool = False) -> list[_Lost]:
-        """Starts a process in the place of one that is gone; returns the call that was running in that, if any."""
-        lost = self._workers[key].calls
+    def _restart(self, key: int) -> None:
+        """Starts a process in the place of one that is gone."""
         self.restarts += 1
         self._start(key)
-        if not lost:
-            return []
-        call, *queued = lost
-        return [_Lost(call, tuple(queued), reason, died)]
 
     def _start(self, key: int) -> None:
         self._workers[key] = _Worker()

@@ -16,6 +16,7 @@ from distflow.reward.scores import Scores
 from distflow.reward.signature import NoScore, Result, Score
 from distflow.roles.role import Role
 from distflow.run_folder import SUSPICIOUS
+from distflow.util.patient_files import SharedLog
 
 if TYPE_CHECKING:  # flows are planned without torch
     from distflow.batch.batch import Batch
@@ -55,7 +56,9 @@ class Reward(Role):
         if on_failure != "error" and not is_number:
             raise RewardError(f"reward.on_failure is {on_failure!r}; set it to 'error' or to a finite score")
         self.functions = parse_functions(functions)
-        self.on_failure, self.answer, self.log = on_failure, answer, log
+        self.on_failure, self.answer = on_failure, answer
+        self.log = SharedLog(log) if log else None
+        self.suspicious = SharedLog(log.with_name(SUSPICIOUS)) if log else None
         self._warned = False
         self.pool = Pool(self.functions, processes, time_limit_s, Path(base))
 
@@ -76,9 +79,9 @@ class Reward(Role):
         failures = scores.failures()
         if failures and self.log and ctx.is_dp_leader:
             described = [f"{self._describe_failure(samples, *f)}\n{samples.excerpt(f[0])}" for f in failures]
-            _append_lines(self.log, [f"step {ctx.step}: {text}" for text in described])
-        if self.log and ctx.is_dp_leader and (lines := list(_marked_samples(ctx.step, samples, scores))):
-            _append_lines(self.log.with_name(SUSPICIOUS), lines)
+            self.log.append(f"step {ctx.step}: {text}" for text in described)
+        if self.suspicious and ctx.is_dp_leader and (lines := list(_marked_samples(ctx.step, samples, scores))):
+            self.suspicious.append(lines)
         if len(samples):
             scores.log(ctx.metrics, samples.sources)
             if ctx.held_out:
@@ -187,9 +190,3 @@ def _marked_samples(step: int, samples: "Samples", scores: Scores) -> Iterator[s
     for i in sorted(marked, key=lambda i: -scores.totals[i])[:_MARKED_PER_STEP]:
         row = {"step": step, "sample": samples.ids[i], "score": scores.totals[i], "suspicious": reasons[i]}
         yield json.dumps({**row, "response": samples["response"][i]}, ensure_ascii=False)
-
-
-def _append_lines(path: Path, lines: Sequence[str]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("ab", buffering=0) as file:  # one write: other workers append to the same file
-        file.write("".join(line + "\n" for line in lines).encode(errors="replace"))

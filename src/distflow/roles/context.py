@@ -33,6 +33,7 @@ class RoleContext:
     train: TrainConfig
     critic: CriticConfig
     max_prompt: int | None  # tokens, as in data.max_prompt
+    rendered: bool  # as in data.rendered
     steps: int  # of the run
     seed: int
     base: Path  # folder of the config; losses and models are looked up from here

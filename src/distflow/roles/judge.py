@@ -17,7 +17,7 @@ from distflow.flow import node
 from distflow.plan.layout import Layout, format_ranks
 from distflow.roles.actor import Actor
 from distflow.roles.context import RoleContext
-from distflow.roles.judge_endpoint import Endpoint
+from distflow.roles.judge_endpoint import ChatClient
 from distflow.roles.role import Role
 
 if TYPE_CHECKING:
@@ -57,11 +57,13 @@ class JudgeOptions:
         if (self.base_url is None) != (self.name is None) or (self.base_url and self.model):
             raise ConfigError(f"{where}: give `base_url` and `name` of a model there, or `model`, or none of them")
 
-    def endpoint(self) -> "Endpoint | None":
+    def endpoint(self) -> "ChatClient | None":
         """Returns the endpoint that is asked, if it is one."""
         if self.base_url is None or self.name is None:
             return None
-        return Endpoint(self.base_url, self.name, self.api_key_env, self.max_tokens, self.concurrent, self.time_limit_s)
+        return ChatClient(
+            self.base_url, self.name, self.api_key_env, self.max_tokens, self.concurrent, self.time_limit_s
+        )
 
 
 class Judge(Role):
@@ -84,7 +86,7 @@ class Judge(Role):
         layout, endpoint = role.layout("score"), self.options.endpoint()
         if endpoint and layout is not None and layout.tp > 1:
             raise ConfigError(f"placement: {self.where} asks an endpoint, once for each sample; give it tp: 1")
-        self.model: Endpoint | JudgeEngine | None = endpoint
+        self.model: ChatClient | JudgeEngine | None = endpoint
         if endpoint is None and layout is not None and role.rank in layout.ranks:
             self.model = self._engine(role, layout)
 

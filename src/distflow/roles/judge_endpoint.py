@@ -16,7 +16,7 @@ _REPLY = 1 << 20  # bytes of an answer, at most
 
 
 @dataclass(frozen=True)
-class Endpoint:
+class ChatClient:
     """Asks the model `name` of a server; the key is in the environment variable `api_key_env`."""
 
     base_url: str

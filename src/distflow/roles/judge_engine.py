@@ -1,6 +1,6 @@
 """The model of a judge in the worker itself: in the engine that the run generates with, or in one of its own."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from distflow.config.schema import ModelConfig
@@ -16,19 +16,15 @@ from distflow.rollout.responses import complete
 
 
 class JudgeEngine:
-    """Answers questions greedily, all of a step at once. `longest`: tokens of a question, at most."""
+    """Answers questions greedily, all of a step at once. `longest`: tokens of a question, at most.
+
+    The engine is that of `lender`, a policy, or one of its own with weights that nobody trains.
+    """
 
     def __init__(
-        self,
-        engine: RolloutEngine,
-        source: Source,
-        longest: int,
-        max_tokens: int,
-        release: Callable[[], None],
-        version: Callable[[], int] = lambda: 0,
+        self, engine: RolloutEngine, source: Source, longest: int, max_tokens: int, lender: Policy | None = None
     ) -> None:
-        """`release` gives memory back after a step; `version` is that of the weights which the engine should have."""
-        self.engine, self.release, self.version = engine, release, version
+        self.engine, self.lender = engine, lender
         self.text = Text(source, longest)
         self.params = SamplingParams(max_tokens, temperature=0.0, stop=self.text.stop_tokens(source, ()))
 
@@ -43,9 +39,13 @@ class JudgeEngine:
             except DataError as e:  # a conversation that is too long to judge
                 verdicts[i] = e
 
-        for i, completion in complete(self.engine, requests, self.version()).items():
+        version = self.lender.weight_version if self.lender else 0
+        for i, completion in complete(self.engine, requests, version).items():
             verdicts[i] = str(self.text.tokenizer.decode(completion.tokens.tolist(), skip_special_tokens=True))
-        self.release()
+        if self.lender:
+            self.lender.return_engine()
+        else:
+            self.engine.release_memory(weights=False)
         return [verdicts[i] for i in range(len(questions))]
 
 
@@ -60,14 +60,10 @@ def frozen_engine(
     engine = BuiltinEngine(EngineSetup(source, *where, role.rollout, dtype, role.device, limit + max_tokens))
     engine.read_weights(source)
     engine.commit_weights(0)
-
-    def release() -> None:
-        engine.release_memory(weights=False)
-
-    return JudgeEngine(engine, source, limit, max_tokens, release)
+    return JudgeEngine(engine, source, limit, max_tokens)
 
 
 def borrowed_engine(policy: Policy, max_tokens: int) -> JudgeEngine:
     """Judges with the engine of a role that generates, and so with the weights that the step's samples are from."""
-    engine, source, longest = policy.lend_engine(), policy.role.model, policy.longest_prompt(max_tokens)
-    return JudgeEngine(engine, source, longest, max_tokens, policy.return_engine, lambda: policy.weight_version)
+    engine, longest = policy.lend_engine(), policy.longest_prompt(max_tokens)
+    return JudgeEngine(engine, policy.role.model, longest, max_tokens, policy)

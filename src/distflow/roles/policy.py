@@ -26,7 +26,7 @@ class Policy:
     def __init__(self, role: RoleContext) -> None:
         source, config = role.model, role.rollout
         self.role, self.dtype = role, DTYPES[role.train.dtype]
-        self.text = Text(source, prompt_limit(source, config.max_tokens, role.max_prompt))
+        self.text = Text(source, prompt_limit(source, config.max_tokens, role.max_prompt), role.rendered)
         trained = role.layout("update", "update_pairs", "logprobs", "ema_logprobs")
         generates = role.layout("generate", "converse")
         trainable = not {"update", "update_pairs"}.isdisjoint(role.layouts)

@@ -26,7 +26,7 @@ class RewardScorer:
         trainable = "update_pairs" in role.layouts
         if not trainable:
             check_reward_model(role.name, source)
-        self.text = Text(source, prompt_limit(source, role.rollout.max_tokens, role.max_prompt))
+        self.text = Text(source, prompt_limit(source, role.rollout.max_tokens, role.max_prompt), role.rendered)
         layout = role.layout("score", "update_pairs")
         assert layout is not None
         self.trainer = make_trainer(role, source.with_value_head(), layout, TrainerOptions(role.train, trainable))
@@ -47,7 +47,7 @@ def check_reward_model(role: str, source: Source) -> None:
 
 
 def with_appended_token(batch: Batch) -> Batch:
-    """Appends a token to every response: the value before it is that of the whole response, whoever said it."""
+    """Appends a token to every response: the value before it is that of the whole response."""
     responses: Ragged = batch[RESPONSE]
     lengths = responses.lengths + 1
     values = torch.zeros(int(lengths.sum()), dtype=responses.dtype)

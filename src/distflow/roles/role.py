@@ -60,7 +60,7 @@ class Role:
         """
 
     def sync_weights(self, version: int, weights: Any = None) -> "Iterator[SendReceive]":
-        """Moves the weights from the ranks that train to those that generate; yields the messages this takes.
+        """Moves the weights from the training ranks to the generating ones; yields the messages this takes.
 
         Called before a node with `generates=True`, on all ranks of the role. `version`: how many steps have trained the
         weights. `weights`: what `copy_weights` returned after these steps; None: the newest.

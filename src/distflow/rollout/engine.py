@@ -69,9 +69,9 @@ class Request:
     params: SamplingParams
     seed: int
     position: int = 0  # in the response, of the first token to generate; above 0 if `prompt` ends with its beginning
-    max_tokens: int | None = None  # to generate; by default those that are left of `params.max_tokens`
+    max_tokens: int | None = None  # to generate; by default the rest of `params.max_tokens`
     request_id: int = -1  # by default the sample id; a sample with several requests at once gives each its own
-    priority: int = 0  # of those that wait, requests with a lower one start first
+    priority: int = 0  # waiting requests with a lower one start first
     keep: bool = False  # the sample's next request begins as this one and its response do; `forget` ends that
 
     @property
@@ -107,7 +107,7 @@ class Completion:
 
 @dataclass(frozen=True)
 class EngineSetup:
-    """Everything that an engine is made from: the model, and this rank's place among those that generate."""
+    """Everything that an engine is made from: the model, and this rank's place among the generating ones."""
 
     source: Source
     layout: Layout
@@ -152,7 +152,7 @@ class RolloutEngine(ABC):
     def read_weights(self, source: Source) -> None:
         """Fills the weights from where the model comes from: nobody trains it."""
         shards = self.shards(self.weight_specs, self.setup.layout)
-        read, targets = source.reader([s.name for s in self.weight_specs]), self.weight_targets()
+        read, targets = source.reader({s.name: s.shape for s in self.weight_specs}), self.weight_targets()
         for spec in self.weight_specs:
             targets[spec.name].copy_(read(spec.name, slices(shards.box(spec, self.setup.rank))))
 

@@ -1,4 +1,4 @@
-"""The names of rollout engines: the package's own, and those that installed packages bring by entry point.
+"""Names rollout engines: the package's own, and others that installed packages bring by entry point.
 
 Imports neither torch nor an engine, so that a config can be checked anywhere.
 """

@@ -1,11 +1,12 @@
 """Samples tokens. The noise is a function of (seed, sample, position): a sample gets the same tokens anywhere."""
 
 import math
-from functools import cache
+from functools import cache, lru_cache
 from types import ModuleType
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from distflow.cpu import kernels_for
@@ -42,9 +43,13 @@ def sample(
 
 def noise_keys(seed: int, sample_ids: Ints, positions: Ints) -> Ints:
     """Returns 64 random bits for each (sample, position)."""
-    with np.errstate(over="ignore"):
-        word = mix(mix(np.array([seed & (2**64 - 1)], np.uint64)) + sample_ids.astype(np.uint64))
-        return mix(word + positions.astype(np.uint64)).view(np.int64)
+    word = mix(_seed_word(seed) + sample_ids.view(np.uint64))
+    return mix(word + positions.view(np.uint64)).view(np.int64)
+
+
+@lru_cache
+def _seed_word(seed: int) -> NDArray[np.uint64]:
+    return mix(np.array([seed & (2**64 - 1)], np.uint64))
 
 
 def gumbel_sample(logits: Tensor, keys: Ints) -> tuple[Tensor, Tensor]:

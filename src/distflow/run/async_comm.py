@@ -184,8 +184,9 @@ class AsyncComm(Comm):
     def _chunks(self, worker: Worker, step: int, split: Split) -> Communication[None]:
         """Does the tasks of all chunks, in an order on which its ranks agree: as they become complete.
 
-        In the r-th round every rank says which of its chunks are complete, once r of them are; those that are complete
-        everywhere are next. So there are at most as many rounds as chunks, a few bytes in O(log N) messages each.
+        In the r-th round every rank says which of its chunks are complete, once r of them are; chunks that are
+        complete everywhere are next. So there are at most as many rounds as chunks, of a few bytes in O(log N)
+        messages.
         """
         data, count, complete = worker.data, len(split.parts), list[int]()
         generates, order = split.partition.layout.replica_of(data.rank) is not None, list[int]()

@@ -68,7 +68,7 @@ def _check_model(
     parameters = f"{count:,} parameters{trained}, {len(source.tokenizer)} tokens"
     yield f"model     {source.name}: {source.config.model_type}, {parameters}"
     yield from _check_other_models(config, plan, source)
-    text = Text(source, prompt_limit(source, config.rollout.max_tokens, config.data.max_prompt))
+    text = Text(source, prompt_limit(source, config.rollout.max_tokens, config.data.max_prompt), config.data.rendered)
     text.stop_tokens(source, config.rollout.stop)
     checked = check_prompts(rows, text, config.data.on_bad_row == "skip", 0, 1)
     if held_out:

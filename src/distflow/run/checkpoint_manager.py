@@ -8,6 +8,7 @@ from typing import Any
 
 from distflow.checkpoint.shared_folder import check_shared
 from distflow.checkpoint.store import (
+    RUN_STATE,
     TENSORS,
     archive_checkpoints,
     format_problem,
@@ -21,15 +22,19 @@ from distflow.checkpoint.store import (
     verify,
 )
 from distflow.checkpoint.writer import CheckpointWriter, Parts
+from distflow.cluster.identity import thread_counts
 from distflow.cluster.world import World
 from distflow.comm.collectives import broadcast_bytes
 from distflow.coordinator.coordinator import Coordinator
+from distflow.dataset.fingerprint import changes, fingerprint
+from distflow.dataset.view import DatasetView
 from distflow.errors import CheckpointError, ConfigError, cut
 from distflow.roles.role import Role
 from distflow.run.program import Program
 from distflow.run.rollouts import ROLLOUTS, Rollouts
 from distflow.run_folder import AUTO, BEST, CHECKPOINTS, HUGGINGFACE, METRICS, NEWEST
-from distflow.util.files import write_atomically
+from distflow.util.lines import Tail, step_row
+from distflow.util.patient_files import WholeFiles
 from distflow.weights.state import RoleState
 
 logger = logging.getLogger(__name__)
@@ -40,10 +45,17 @@ class CheckpointManager:
     and the step."""
 
     def __init__(
-        self, program: Program, world: World, roles: Mapping[str, Role], data: Coordinator, rollouts: Rollouts
+        self,
+        program: Program,
+        world: World,
+        roles: Mapping[str, Role],
+        data: Coordinator,
+        rollouts: Rollouts,
+        rows: DatasetView,
     ) -> None:
         self.program, self.config, self.world = program, program.config, world
-        self.roles, self.data, self.rollouts = roles, data, rollouts
+        self.roles, self.data, self.rollouts, self.rows = roles, data, rollouts, rows
+        self._fingerprint: dict[str, Any] = {}  # of the rows, on rank 0
         self.folder = self.config.run_folder / CHECKPOINTS
         plan, self.rank = data.plan, data.rank
         self.ranks: dict[str, tuple[int, ...]] = {}  # that hold the state of a role
@@ -53,6 +65,7 @@ class CheckpointManager:
             self.ranks[role] = plan.partition_of((trained or nodes)[0].id).layout.ranks
         if rollouts.writers:
             self.ranks[ROLLOUTS] = rollouts.writers
+        self.files = WholeFiles()
         self._copies: dict[int, Parts] = {}  # step → what this worker writes, until all have come there
         self.writer = CheckpointWriter(self.folder, self.rank, world.all_ranks, self.ranks, world.background.run)
 
@@ -74,7 +87,8 @@ class CheckpointManager:
         if step not in self._copies:
             self.copy(step)
         parts = {**self._copies.pop(step), **self._rollouts_after(step)}
-        self.writer.save(step, parts, self._run_state(), self._on_complete)
+        export = self._export if self.config.checkpoint.export and "actor" in self.ranks else None
+        self.writer.save(step, parts, self._run_state(), self._on_complete, export)
 
     def _rollouts_after(self, step: int) -> Parts:
         tensors = self.rollouts.tensors(step)
@@ -93,6 +107,8 @@ class CheckpointManager:
     def resume(self, source: str | None) -> int:
         """Restores a checkpoint, given as for `--resume`, and returns its step; 0 starts anew."""
         world = self.world
+        if self.rank == 0:
+            self._fingerprint = fingerprint(self.rows)
         check_shared(self.config.run_folder, self.rank, world.all_ranks, world.transport.run)
         if source is None:
             return self._start_anew()
@@ -104,9 +120,11 @@ class CheckpointManager:
             if problems:
                 raise ConfigError(f"--resume: {problems[0]}")
         for path, problem in zip(paths, problems, strict=True):
-            problem = problem or verify(path, self.rank, len(world.all_ranks))
+            problem = problem or verify(path, self.rank, len(world.all_ranks), "state")
             if not world.any_rank(problem is not None):
                 step = self._restore(path)
+                if damage := verify(path, self.rank, len(world.all_ranks), "export"):
+                    logger.warning("%s; the run does not need it, `distflow export` writes another", damage)
                 if self.rank == 0:
                     logger.info("resumed from %s", path)
                 return step
@@ -141,11 +159,13 @@ class CheckpointManager:
         return {name: RoleState.of(state, name) for name, state in states.items() if state is not None}
 
     def _kept_here(self) -> list[tuple[str, Role]]:
-        """Returns the roles whose state this worker holds; those of an evaluation alone have none."""
+        """Returns the roles whose state this worker holds; the roles of an evaluation alone have none."""
         return [(name, role) for name, role in self.roles.items() if self.rank in self.ranks.get(name, ())]
 
     def _run_state(self) -> dict[str, Any]:
-        return {"position": self.data.position, **self._identity()}
+        data = {"eras": self.data.loader.eras, **self._fingerprint} if self.rank == 0 else {}  # which writes it
+        threads = thread_counts(self.world.identities)
+        return {"position": self.data.position, "data": data, "threads": threads, **self._identity()}
 
     def _identity(self) -> dict[str, Any]:
         """Returns what must be the same for a run to be the same."""
@@ -177,30 +197,89 @@ class CheckpointManager:
                 else:
                     role.restore(values | load_full_tensors(folder) if isinstance(values, dict) else values)
         if (path / ROLLOUTS).is_dir():
-            self.rollouts.open(path / ROLLOUTS / TENSORS, read_values(path / ROLLOUTS))
+            tensors, values = path / ROLLOUTS / TENSORS, read_values(path / ROLLOUTS)
+            self.rollouts.open(tensors, values)
+            if self.rank == 0 and (dropped := self.rollouts.unused(tensors, values)):
+                logger.warning("--resume: %s: %s", path, dropped)
         self.data.position = state["position"]
+        self._resume_data(path, state)
+        self._compare_threads(path, state.get("threads"))
         return int(state["step"])
 
-    def _on_complete(self, path: Path) -> None:
-        """Exports, prunes and marks the best; called on rank 0 when a checkpoint is complete."""
-        config = self.config.checkpoint
-        if config.export and (path / "actor").is_dir():
-            from distflow.checkpoint.export import export_role
+    def _resume_data(self, path: Path, state: Mapping[str, Any]) -> None:
+        """Continues the stream of prompts; refuses if its rows are not those it was drawn from."""
+        recorded, loader, plan = state.get("data"), self.data.loader, self.data.plan
+        if not recorded:
+            if self.rank == 0:
+                logger.warning("%s does not say which data it was trained on; that it is the same is not checked", path)
+            return
+        problem = None
+        try:
+            if self.rank == 0:
+                problem = changes(self.rows, recorded) or self._tokenizer_change(int(recorded["rows"]))
+            position = max(state["position"], loader.position(state["step"]))  # dynamic sampling is ahead
+            drawn = position + plan.prompts_ahead + plan.staleness * loader.prompts
+            loader.resume(recorded["eras"], drawn)
+        except (LookupError, TypeError, ValueError, ArithmeticError) as e:
+            raise CheckpointError(
+                f"{path / RUN_STATE} is not the state of a run ({e!r}); use another checkpoint"
+            ) from e
+        if self.world.any_rank(problem is not None):
+            raise ConfigError(
+                f"--resume: {problem or 'the data has changed, as rank 0 says'}; some rows would be trained twice and"
+                " others never: put the rows back in their places (new ones may follow the last), or start anew from"
+                f" an export of {path} (`distflow export`, model: DIRECTORY) in another run_dir"
+            )
+        if self.rank == 0 and loader.eras[-1][1] != loader.eras[0][1] and loader.eras[-1][0] >= position:
+            start, rows = loader.eras[-1]
+            logger.info("the data has %d rows now; the new ones join with the next epoch, at prompt %d", rows, start)
 
-            export_role(path / "actor", path / HUGGINGFACE)
+    def _compare_threads(self, path: Path, written: Any) -> None:
+        threads = thread_counts(self.world.identities)
+        if self.rank == 0 and self.world.device.type == "cpu" and written not in (None, threads):
+            logger.warning(
+                "%s was written by workers with %s threads each, these have %s: results may differ in their last bits;"
+                " start with that OMP_NUM_THREADS to continue to the bit",
+                path,
+                " or ".join(map(str, written)) if isinstance(written, list) else written,
+                " or ".join(map(str, threads)),
+            )
+
+    def _tokenizer_change(self, rows: int) -> str | None:
+        """Returns why rows may not even be appended: a tokenizer is made of the first ones."""
+        from distflow.model.prompt_check import TOKENIZER_ROWS
+        from distflow.model.tokenizer import SMALLEST
+
+        model = self.config.model
+        if model is None or model.arch is None or model.vocab <= SMALLEST or len(self.rows) == rows:
+            return None
+        return (
+            None
+            if rows >= TOKENIZER_ROWS
+            else f"rows were appended, and the tokenizer of `model.arch` is made of the first {TOKENIZER_ROWS:,} rows"
+        )
+
+    def _export(self, path: Path) -> None:
+        """Exports the actor into a checkpoint; called on rank 0 before it is complete."""
+        from distflow.checkpoint.export import export_role
+
+        export_role(path / "actor", path / HUGGINGFACE)
+
+    def _on_complete(self, path: Path) -> None:
+        """Prunes and marks the best; called on rank 0 when a checkpoint is complete."""
+        config = self.config.checkpoint
         best = self._best() if config.best else None
         prune(self.folder, config.keep, () if best is None else (best,))
         if best is not None:
-            write_atomically(self.folder / BEST, json.dumps({"step": best}))
+            self.files.write(self.folder / BEST, json.dumps({"step": best}))
 
     def _best(self) -> int | None:
-        """Returns the checkpoint after whose last step the metric `checkpoint.best` was highest."""
+        """Returns the checkpoint after whose last step the metric `checkpoint.best` was highest, as far as is known."""
         values: dict[int, float] = {}
-        with open(self.config.run_folder / METRICS, encoding="utf-8") as file:
-            for line in file:
-                row = json.loads(line) if line.endswith("\n") else {}
-                value = row.get(self.config.checkpoint.best)
-                if isinstance(value, int | float):
-                    values[int(row["step"])] = value
+        for _, line in Tail(self.config.run_folder / METRICS).lines():
+            row = step_row(line) or {}
+            value = row.get(str(self.config.checkpoint.best))
+            if isinstance(value, int | float):
+                values[row["step"]] = value
         steps = [s for s in list_checkpoints(self.folder) if s in values]
         return max(steps, key=lambda s: (values[s], s), default=None)

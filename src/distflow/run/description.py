@@ -14,13 +14,19 @@ from distflow.config import Config
 from distflow.plan import Plan
 from distflow.run.redaction import redact, redact_word
 from distflow.run_folder import CONFIG, PLAN, RUN, VERSIONS, make_dir
-from distflow.util.files import write_atomically
+from distflow.util.patient_files import WholeFiles
 from distflow.util.seeds import eval_seed
 from distflow.util.version import __version__
 
 
-def describe_run(config: Config, plan: Plan, hosts: Sequence[Mapping[str, str]] = ()) -> None:
-    """Writes what was run: the resolved config, the plan, versions, seeds and hosts. Secrets are hidden."""
+def describe_run(
+    config: Config, plan: Plan, hosts: Sequence[Mapping[str, str]] = (), files: WholeFiles | None = None
+) -> None:
+    """Writes what was run: the resolved config, the plan, versions, seeds and hosts. Secrets are hidden.
+
+    `files` tries again later if something cannot be written.
+    """
+    files = files or WholeFiles()
     folder = config.run_folder
     make_dir(folder)
     text = yaml.safe_dump(redact(config.model_dump(mode="json")), sort_keys=False, allow_unicode=True)
@@ -37,6 +43,6 @@ def describe_run(config: Config, plan: Plan, hosts: Sequence[Mapping[str, str]] 
         "seeds": {"model": config.seed, "data": config.seed, "rollout": config.seed, "eval": eval_seed(config.seed)},
         "plan": plan.hash,
     }
-    write_atomically(folder / CONFIG, base + text)
+    files.write(folder / CONFIG, base + text)
     for name, content in ((VERSIONS, versions), (PLAN, redact(plan.to_json())), (RUN, run)):
-        write_atomically(folder / name, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
+        files.write(folder / name, json.dumps(content, indent=2, ensure_ascii=False) + "\n")

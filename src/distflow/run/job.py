@@ -40,6 +40,7 @@ from distflow.run.rollouts import Rollouts
 from distflow.run.versions import Versions
 from distflow.run.worker import Surroundings, Worker
 from distflow.train.update_spec import check_losses
+from distflow.util.patient_files import WholeFiles, WriteErrors
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,8 @@ class Inputs:
 
 
 class Job:
-    """A run as one worker sees it. `resume` is what `--resume` names; `stop_requested` is checked after every step.
+    """A run as one worker sees it. `resume` is what `--resume` names; `stop_requested` is checked after every step, and
+    `check_owner`, which raises if the folder is no longer this run's, before anything of a step is written there.
 
     It is prepared in phases. From the second on workers communicate, so all of them go through these in one order.
     """
@@ -84,16 +86,19 @@ class Job:
         heartbeat: Heartbeat,
         resume: str | None = None,
         stop_requested: Callable[[], bool] = lambda: False,
+        check_owner: Callable[[], None] = lambda: None,
     ) -> None:
+        self.check_owner = check_owner
         self.program, self.config, self.plan, self.rank = program, program.config, plan, rendezvous.rank
         self.heartbeat, self.stop_requested = heartbeat, stop_requested
+        self.files = WholeFiles()
         # 1. Alone.
         self.inputs = Inputs.open(program, plan)
         self.plans = self.inputs.plans
         # 2. Meet the other workers.
         self.world = World(self.config, self.plans, self._model_layouts(), heartbeat, rendezvous)
         if self.rank == 0:
-            describe_run(self.config, self.plans[0], list_hosts(self.world.identities))
+            describe_run(self.config, self.plans[0], list_hosts(self.world.identities), self.files)
         # 3. Open the model, and drop prompts that it cannot read.
         self.source, self.inputs = self._open_model()
         # 4. Load the models of roles.
@@ -105,7 +110,7 @@ class Job:
         # 5. Restore the state of a checkpoint.
         self.data = self._coordinator(plan, Loader(rows, data.batch, program.repeat, self.config.seed))
         self.rollouts = Rollouts(plan)
-        self.checkpoints = CheckpointManager(program, self.world, self.roles, self.data, self.rollouts)
+        self.checkpoints = CheckpointManager(program, self.world, self.roles, self.data, self.rollouts, rows)
         self.first = self.checkpoints.resume(resume) if self.steps else 0  # the step after which this run starts
         # 6. Open the logs, and make the workers of the plans.
         self.progress = self._open_progress() if self.rank == 0 else None
@@ -129,6 +134,8 @@ class Job:
         if self.steps > self.first:
             self.checkpoints.finish(self.steps)
         self.metrics.wait()
+        if self.rank == 0:
+            self.check_owner()
         self.world.leave_together()
 
     def _evaluate_first(self) -> None:
@@ -176,7 +183,9 @@ class Job:
             source = open_checkpoint(find_role(checkpoint, "actor"))
         else:
             source = open_model(config.model, lambda: texts(inputs.rows), config.base, config.seed)
-        text = Text(source, prompt_limit(source, config.rollout.max_tokens, config.data.max_prompt))
+        text = Text(
+            source, prompt_limit(source, config.rollout.max_tokens, config.data.max_prompt), config.data.rendered
+        )
         with self.heartbeat.waiting(all_ranks):
             skip = config.data.on_bad_row == "skip"
             checked = check_prompts(inputs.rows, text, skip, self.rank, len(all_ranks), self.world.all_reduce)
@@ -188,7 +197,7 @@ class Job:
 
     def _verify(self, checkpoint: Path) -> None:
         """Verifies a checkpoint, of which every worker reads a share."""
-        problem = verify(checkpoint, self.rank, len(self.world.all_ranks))
+        problem = verify(checkpoint, self.rank, len(self.world.all_ranks), "state")
         if self.world.any_rank(problem is not None):
             problem = problem or f"{checkpoint} is damaged, as another worker has found"
             raise ConfigError(f"{problem}; name another checkpoint")
@@ -219,6 +228,7 @@ class Job:
                 train=config.train,
                 critic=config.critic,
                 max_prompt=config.data.max_prompt,
+                rendered=config.data.rendered,
                 steps=self.steps,
                 seed=config.seed,
                 base=config.base,
@@ -253,7 +263,9 @@ class Job:
         folder, settings = config.run_folder, redact(config.model_dump(mode="json"))
         trackers = start_trackers(config.track, RunInfo(folder.name, folder, settings, self.first))
         hosts = [i.host for i in self.world.identities]
-        return Progress(folder, self.steps, inputs.skipped, inputs.skipped_count, self.first, hosts, trackers)
+        return Progress(
+            folder, self.steps, inputs.skipped, inputs.skipped_count, self.first, hosts, trackers, self.files
+        )
 
     def _open_recorder(self) -> Recorder:
         config, record = self.config, self.config.record
@@ -287,10 +299,14 @@ class Job:
 
     def _end_metrics(self, step: int, metrics: StepMetrics, vote: Callable[[], bool]) -> Communication[None]:
         """Evaluates if it is time to, and reduces the metrics; the vote whether to stop goes with them."""
+        if self.rank == 0:
+            self.check_owner()
         if self.evaluation:
             yield from self.evaluation(step, metrics)
         if self.world.device.type != "cpu":
             metrics.log("perf/device_peak_mib", torch.accelerator.max_memory_allocated() / (1 << 20), reduce="max")
+        if failed := WriteErrors.take_count():
+            metrics.log("record/failed_writes", failed, reduce="sum")
         with self.recorder.span(step, "control", "metrics"):
             yield from self.comm.reduce(self.metrics, step, metrics, vote())
 
@@ -307,6 +323,7 @@ class Job:
     def _end_of_step(self, step: int, metrics: StepMetrics) -> None:
         stop = step == self.comm.versions.stop_step
         if stop or self.checkpoints.due(step):
+            self.check_owner()
             with self.recorder.span(step, "checkpoint", "save"):
                 self.checkpoints.save(step)
         self.recorder.end_step(step, local=int(metrics.totals.get(("data/bytes_local", "mean"), (0, 0))[0]))

@@ -27,10 +27,17 @@ from distflow.plan import Plan
 from distflow.run.job import Job
 from distflow.run.program import Program
 from distflow.run_folder import AUTO, make_dir
+from distflow.util.owner import OWNER, RENEW_S, Owner, check_owner
+from distflow.util.parent import watch_ancestor
+from distflow.util.temporary import remove_leftovers
 
 logger = logging.getLogger(__name__)
 STOPPED = 128 + signal.SIGTERM  # exit code
 AGAIN_S = 1.0  # between two SIGINTs that are not one, of a terminal and of torchrun
+_GIVEN_BY = {
+    "torchrun": "TORCHELASTIC_RUN_ID",
+    "Slurm": "SLURM_PROCID",
+}  # its workers have it
 RESTARTED = "restarted"  # key in the store: how many workers know that they were restarted
 
 
@@ -40,6 +47,7 @@ def run_worker(program: Program, env: LaunchEnv, resume: str | None = None) -> i
     env.export()
     _prepare_process(env)
     folder = Path(os.environ[LAUNCHER_FOLDER]) if LAUNCHER_FOLDER in os.environ else None
+    ownership = _Ownership(config.run_folder)
 
     def report(error: BaseException) -> None:
         failure = Failure.of(error, rank, heartbeat.step)
@@ -51,21 +59,24 @@ def run_worker(program: Program, env: LaunchEnv, resume: str | None = None) -> i
 
     def end_stuck(error: DistflowError) -> NoReturn:
         # At once: the main thread may be inside a collective that never returns.
-        if isinstance(error, StoppedError):
-            os._exit(STOPPED)
-        report(error)
-        os._exit(1)
+        if not isinstance(error, StoppedError):
+            report(error)
+        ownership.release()
+        os._exit(STOPPED if isinstance(error, StoppedError) else 1)
 
     heartbeat = Heartbeat(rank, folder)
     stop_requested = _handle_signals(config.stop_limit_s, heartbeat)
+    if (variable := _GIVEN_BY.get(env.launcher, "")) in os.environ:
+        gone = f"rank {rank} on {heartbeat.host} ends, as what launched it is gone: {env.launcher}, pid"
+        watch_ancestor(variable, lambda pid: end_stuck(DistflowError(f"{gone} {pid}")))
     try:
         heartbeat.start_task(-1, "connect")
-        rendezvous, beacon, plan = _join(program, env)
+        rendezvous, beacon, plan = _join(program, env, ownership, lambda why: end_stuck(DistflowError(why)))
         if rendezvous.store.add(RESTARTED, 0) > 0:
             resume = resume or AUTO
         watchdog = Watchdog(heartbeat, beacon, config.wait_limit_s, end_stuck, stop_requested)
         watchdog.start()
-        job = Job(program, plan, rendezvous, heartbeat, resume, stop_requested)
+        job = Job(program, plan, rendezvous, heartbeat, resume, stop_requested, ownership.check)
         exit_code = 0
         try:
             job.run()
@@ -75,9 +86,11 @@ def run_worker(program: Program, env: LaunchEnv, resume: str | None = None) -> i
             exit_code = STOPPED
         job.close()
         watchdog.stop()
+        ownership.release()
         return exit_code
     except Exception as e:
         report(e)
+        ownership.release()
         # No cleanup: it would wait for peers, which see from the exit that this worker is gone.
         sys.stdout.flush()
         sys.stderr.flush()
@@ -86,7 +99,37 @@ def run_worker(program: Program, env: LaunchEnv, resume: str | None = None) -> i
         os._exit(1)
 
 
-def _join(program: Program, env: LaunchEnv) -> tuple[Rendezvous, Beacon | None, Plan]:
+class _Ownership:
+    """The run's hold on its folder: the launcher's if that is ours, else one that rank 0 takes for all workers."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._token = folder, os.environ.pop(OWNER, "")
+        self._owner: Owner | None = None
+
+    def take(self, rendezvous: Rendezvous, on_lost: Callable[[str], None]) -> None:
+        """Raises if another run owns the folder. Rank 0 calls it before the others are told that all is well."""
+        if not self._token and rendezvous.rank == 0:
+            self._owner = Owner(self._folder, on_lost)
+            self._token = self._owner.token
+            rendezvous.publish("owner", self._token)
+
+    def learn(self, rendezvous: Rendezvous) -> None:
+        self._token = self._token or rendezvous.lookup("owner", 0)
+
+    def check(self) -> None:
+        """Raises if another run has taken the folder, or it was emptied; call it before writing there."""
+        check_owner(self._token)
+
+    def release(self) -> None:
+        if self._owner:  # in a thread: a worker ends also where a file system hangs
+            thread = threading.Thread(target=self._owner.release, daemon=True)
+            thread.start()
+            thread.join(RENEW_S)
+
+
+def _join(
+    program: Program, env: LaunchEnv, ownership: _Ownership, on_lost: Callable[[str], None]
+) -> tuple[Rendezvous, Beacon | None, Plan]:
     """Meets the other workers. Checks all that needs no others first, and tells a failure to the waiting workers."""
     config, workers = program.config, env.workers
     # The watchdog has to report a stuck run first: the store gives up by itself only much later.
@@ -99,6 +142,7 @@ def _join(program: Program, env: LaunchEnv) -> tuple[Rendezvous, Beacon | None, 
         plan = program.plan(workers)
         make_dir(config.run_folder)
         own_device()  # raises if there is none for this worker
+        ownership.take(rendezvous, on_lost)
         beacon = Beacon(env.rank, workers, rendezvous.address) if workers > 1 else None
         if beacon:
             rendezvous.publish("heartbeat", beacon.address)
@@ -109,6 +153,7 @@ def _join(program: Program, env: LaunchEnv) -> tuple[Rendezvous, Beacon | None, 
         rendezvous.fail(str(e))
         raise
     rendezvous.wait_for_all()
+    ownership.learn(rendezvous)
     if beacon:
         beacon.connect(rendezvous.token, lambda r: rendezvous.lookup("heartbeat", r))
     return rendezvous, beacon, plan
@@ -120,32 +165,37 @@ def _handle_signals(limit_s: float, heartbeat: Heartbeat) -> Callable[[], bool]:
     A second SIGINT ends it at once; a launcher passes the first one on, so only one that comes later counts as such.
     Before the first step nothing would be lost, and a launcher asks all workers: they end at once.
     """
-    requested, launched, first = threading.Event(), heartbeat.folder is not None, 0.0
+    launched, requested_at = heartbeat.folder is not None, 0.0
+    # Handlers only note: an event, a thread or a log would wait for locks that the interrupted code may hold.
+    waiting, request = os.pipe()
+
+    def end_late() -> None:
+        os.read(waiting, 1)
+        time.sleep(limit_s)
+        os._exit(STOPPED)
 
     def handle(number: int, _: object) -> None:
-        nonlocal first
-        if requested.is_set():
-            if number == signal.SIGINT and not launched and time.monotonic() - first > AGAIN_S:
+        nonlocal requested_at
+        if requested_at:
+            if number == signal.SIGINT and not launched and time.monotonic() - requested_at > AGAIN_S:
                 os._exit(128 + number)
             return
         if launched and heartbeat.step < 1:
             os._exit(STOPPED)
-        first = time.monotonic()
-        requested.set()
-        timer = threading.Timer(limit_s, os._exit, (STOPPED,))
-        timer.daemon = True
-        timer.start()
+        requested_at = time.monotonic()
+        os.write(request, b"!")
 
+    threading.Thread(target=end_late, name="stop limit", daemon=True).start()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, handle)
-    return requested.is_set
+    return lambda: requested_at > 0
 
 
 def _prepare_process(env: LaunchEnv) -> None:
-    if LAUNCHER_FOLDER in os.environ and sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: never outlive the launcher
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // (env.local_workers or env.workers)))
+    if env.local_rank == 0 and env.launcher != "distflow":  # which does it itself
+        remove_leftovers()
     keep_freed_memory()
 
 

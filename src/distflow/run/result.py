@@ -3,7 +3,6 @@
 import os
 import signal
 import threading
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any
 
 from distflow.errors import DistflowError
 from distflow.run_folder import CHECKPOINTS, METRICS, checkpoint_dir
-from distflow.util.lines import Tail, parse
+from distflow.util.lines import Tail, step_row
 
 POLL_S = 0.2
 
@@ -48,7 +47,8 @@ class StepCalls:
 
     def __init__(self, folder: Path, function: Callable[[int, dict[str, float]], object]) -> None:
         self._tail, self._function = Tail(folder / METRICS), function
-        self._start, self._last = time.time(), -1
+        # A resumed run keeps the rows of earlier ones.
+        self._earlier, self._last = {_key(row) for row in _new_rows(Tail(folder / METRICS))}, -1
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._error: BaseException | None = None
@@ -81,14 +81,17 @@ class StepCalls:
     def _call_new(self) -> None:
         for row in _new_rows(self._tail):
             step = int(row["step"])
-            # Before the run has started, the file may be that of an earlier one; after a restart, steps come again.
-            if row["time"] >= self._start and step > self._last:
+            if _key(row) not in self._earlier and step > self._last:  # after a restart, steps come again
                 self._last = step
                 self._function(step, row)
+
+
+def _key(row: dict[str, Any]) -> tuple[Any, Any]:
+    return row.get("step"), row.get("time")
 
 
 def _new_rows(tail: Tail) -> Iterator[dict[str, Any]]:
     """Yields the rows of complete lines that were written since the last time."""
     for _, line in tail.lines():
-        if row := parse(line):
+        if row := step_row(line):
             yield row

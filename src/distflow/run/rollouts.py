@@ -19,15 +19,16 @@ from torch import Tensor
 from distflow.batch.batch import NO_SAMPLES, Batch, Column, Ragged, concat, select
 from distflow.checkpoint.tensor_index import file_name
 from distflow.comm.routes import contiguous_replicas
-from distflow.errors import CheckpointError
+from distflow.errors import CheckpointError, cut
 from distflow.flow.graph import Node
 from distflow.observe.metrics import StepMetrics
-from distflow.plan.layout import Layout, contiguous_share
+from distflow.plan.layout import Layout, contiguous_share, format_ranks
 from distflow.plan.tasks import Plan
 from distflow.util.arrays import Ints
 
 ROLLOUTS = "rollouts-ahead"  # a folder of a checkpoint, beside those of roles, which cannot have such a name
-CARRIED = "carried on/"  # beside the ids of nodes, which cannot have such a name
+_CARRIED_NODE = "carried on"  # beside the ids of nodes, which cannot have such a name
+CARRIED = f"{_CARRIED_NODE}/"
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ class Rollout:
 
 
 class PartialRollouts:
-    """The samples that a node may begin early, those begun before, and those that it carries on to the next step."""
+    """The samples that a node may begin early, has begun before, and carries on to the next step."""
 
     def __init__(self, ahead: Batch, begun: Batch | None) -> None:
         self.ahead, self.begun = ahead, begun
@@ -60,6 +61,9 @@ class Rollouts:
         self._kept: dict[tuple[int, str], Rollout] = {}
         self._carried: tuple[int, Batch | None] = -1, None  # the step that was generated last, what is carried on
         self._prompts, self._repeat = plan.samples // plan.repeat, plan.repeat
+        self._nodes = {n.id for n in plan.flow.nodes if n.generates}
+        if plan.prompts_ahead:
+            self._nodes.add(_CARRIED_NODE)
         self._folder: Path | None = None
         self._places = 0  # files in the folder
 
@@ -105,6 +109,35 @@ class Rollouts:
         """Reads the rollouts of a checkpoint from now on, unless it was made with another staleness."""
         if values.get("staleness") == self.delay:
             self._folder, self._places = folder, int(values["places"])
+
+    def unused(self, folder: Path, values: Mapping[str, int]) -> str:
+        """Returns which rollouts of a checkpoint this run generates again, and why; "" if it uses all."""
+        before, places = values.get("staleness"), range(int(values["places"]))
+        dropped: dict[str, set[int]] = {}  # by node
+        steps: set[int] = set()
+        try:
+            for place in places:
+                with safe_open(folder / file_name(place), "pt") as file:
+                    for name in file.keys():  # noqa: SIM118 (it is no dict)
+                        step, node, kind = name.split("/", 2)
+                        if kind == "ids" and (before != self.delay or node not in self._nodes):
+                            dropped.setdefault(node, set()).update(file.get_tensor(name).tolist())
+                            steps.add(int(step))
+                if not dropped:  # the others have the same nodes
+                    return ""
+        except (SafetensorError, OSError, ValueError, LookupError, TypeError) as e:
+            raise CheckpointError(f"{folder}: cannot be read ({e}); use another checkpoint") from e
+        if before != self.delay:
+            why = f"it was written with rollout.staleness {before}, the config has {self.delay}"
+        elif dropped.keys() == {_CARRIED_NODE}:
+            why = "it was written with rollout.partial, which the config has not"
+        else:
+            why = f"the flow has no node '{min(dropped)}' that generates"
+        ids = cut(format_ranks(tuple(sorted(set().union(*dropped.values())))), 300)
+        return (
+            f"{why}; rollouts of steps {format_ranks(tuple(sorted(steps)))} are dropped, and samples {ids} are"
+            " generated again; set it back to use them"
+        )
 
     def recall(self, step: int, node: Node, layout: Layout, rank: int, ids: Ints) -> Rollout | None:
         """Returns a rollout that the checkpoint has of these samples, None if there is none."""

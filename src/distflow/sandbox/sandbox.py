@@ -150,7 +150,7 @@ class _Jail:
             raise SandboxError("the sandbox for code needs Linux; score code on a Linux machine")
         self.broken = False
         self.channel, child_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._folder = os.path.join(tempfile.gettempdir(), f"distflow-jail-{secrets.token_hex(8)}")
+        self._folder, self._held = _make_folder()
         try:
             # It gets no environment, no site-packages, no terminal and none of our descriptors.
             self._process = subprocess.Popen(
@@ -164,6 +164,8 @@ class _Jail:
             )
         except OSError as e:
             self.channel.close()
+            os.rmdir(self._folder)
+            os.close(self._held)
             raise SandboxError(f"cannot start a sandbox: {e}; free memory, or start fewer processes") from e
         finally:
             child_end.close()
@@ -198,6 +200,24 @@ class _Jail:
         with contextlib.suppress(OSError):  # in case it was killed
             os.chmod(self._folder, 0o700)
             shutil.rmtree(self._folder)
+        if self._held >= 0:
+            os.close(self._held)
+            self._held = -1
+
+
+def _make_folder() -> tuple[str, int]:
+    """Makes the folder of a jail, and locks it: one that nobody holds is left over from a process that was killed."""
+    while True:
+        path = os.path.join(tempfile.gettempdir(), f"distflow-jail-{secrets.token_hex(8)}")
+        try:
+            os.mkdir(path, 0o700)
+            held = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        except OSError as e:
+            raise SandboxError(f"cannot make a folder for a sandbox: {e}; set TMPDIR to one that can be written") from e
+        fcntl.flock(held, fcntl.LOCK_EX)
+        if os.path.exists(path):  # nobody took it for a left-over one before it was locked
+            return path, held
+        os.close(held)
 
 
 class RunningProgram:

@@ -100,7 +100,7 @@ class Trainer:
         # Now, as FSDP shows whole tensors during a pass and, for the root, until the next.
         parameters = {base_name(name): p for name, p in self.model.lm.named_parameters()}
         self.base = self.trained = [(spec, parameters[spec.name]) for spec in self.specs]
-        self._read(self.source.reader([s.name for s in self.specs]), rank)
+        self._read(self.source.reader({s.name: s.shape for s in self.specs}), rank)
         if self.adapter:
             self.trained = [(spec, parameters[spec.name]) for spec in self.adapter.specs]
             self._read(self.adapter.initial_weights(self.source.seed), rank)

@@ -1,10 +1,14 @@
 """Files that are complete or absent, whatever is killed when. Imports no torch."""
 
+import errno
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
+
+from distflow.util.text import human_bytes
 
 PARTIAL = ".part"  # end of the name of what is not complete
 
@@ -37,3 +41,12 @@ def fsync(path: Path) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
+
+
+def way_out(folder: Path, error: BaseException | str) -> str:
+    """Returns what to do about a write in a folder that failed."""
+    full = [os.strerror(code) for code in (errno.ENOSPC, errno.EDQUOT)]
+    if not any(text in str(error) for text in full):
+        return f"see to it that {folder} can be written"
+    existing = next(p for p in (folder, *folder.absolute().parents) if p.exists())
+    return f"make room in {folder}, where {human_bytes(shutil.disk_usage(existing).free)} are free"

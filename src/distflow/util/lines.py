@@ -20,8 +20,20 @@ def parse(line: bytes) -> Any:
     """Returns a line's value, None if it is not a whole line of JSON."""
     try:
         return json.loads(line) if line.endswith(b"\n") else None
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
+
+
+def step_row(line: bytes) -> dict[str, Any] | None:
+    """Returns the object of a line that belongs to a step, None if it is not a whole one of these."""
+    row = parse(line)
+    return row if isinstance(row, dict) and type(row.get("step")) is int else None
+
+
+def row_step(line: bytes) -> int | None:
+    """Returns the step of such a line."""
+    row = step_row(line)
+    return None if row is None else int(row["step"])
 
 
 class Tail:

@@ -29,6 +29,20 @@ def why_unsafe(path: Path, parents: bool = False) -> str:
     return ""
 
 
+def planted_link(path: Path, depth: int = 40) -> str:
+    """Returns which link on the way to a folder another user has made, "" if there is none: it may lead anywhere."""
+    current = Path(path.absolute().anchor)
+    for part in path.absolute().parts[1:]:
+        current /= part
+        if not current.is_symlink():
+            continue
+        if (owner := current.lstat().st_uid) not in (os.geteuid(), 0):
+            return f"{current} is a link that another user (uid {owner}) has made, to {os.readlink(current)}"
+        if depth and (reason := planted_link(current.parent / os.readlink(current), depth - 1)):
+            return reason
+    return ""
+
+
 def _owner_of_new_files(path: Path) -> int:
     """Returns whose the files are that this user makes there: network file systems and containers map users."""
     with tempfile.TemporaryFile(dir=path) as file:

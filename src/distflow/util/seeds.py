@@ -4,14 +4,17 @@ import numpy as np
 import numpy.typing as npt
 
 _Words = npt.NDArray[np.uint64]
+_GAMMA, _FIRST, _SECOND, _30, _27, _31 = (
+    np.uint64(x) for x in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB, 30, 27, 31)
+)
 
 
 def mix(x: _Words) -> _Words:
     """Applies one step of SplitMix64: each input bit flips each output bit with probability one half."""
-    x = x + np.uint64(0x9E3779B97F4A7C15)
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
+    x = x + _GAMMA
+    x = (x ^ (x >> _30)) * _FIRST
+    x = (x ^ (x >> _27)) * _SECOND
+    return x ^ (x >> _31)
 
 
 def eval_seed(seed: int) -> int:

@@ -61,7 +61,7 @@ class _Incoming:
 
     @property
     def bytes(self) -> int:
-        """The size of the buffer: of all pieces, or of those that come from other ranks."""
+        """The size of the buffer: of all pieces, or of the pieces from other ranks."""
         return (self.path.order.total if isinstance(self.path, _Gather) else len(self.path)) * self.format.bytes
 
     def ranges(self) -> dict[int, Range]:

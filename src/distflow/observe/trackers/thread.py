@@ -6,9 +6,11 @@ import queue
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 from distflow.observe.trackers.tracker import Tracker, sample_rows
+from distflow.util.patient_files import WriteErrors
 
 logger = logging.getLogger(__name__)
 MAX_BACKLOG = 200  # steps that a tracker may be behind; older ones wait, newer ones are dropped
@@ -16,16 +18,20 @@ CLOSE_LIMIT_S = 20.0  # a run waits this long for its trackers at the end
 
 Opens = Callable[[], Tracker]
 Act = Callable[[Tracker], None]
+T = TypeVar("T")
 
 
 class TrackerThread:
-    """One tracker in a thread of its own, which opens it, feeds it and closes it."""
+    """One tracker in a thread of its own, which opens it, feeds it and closes it.
+
+    What fails is lost to the tracker, and it is tried again: to open it after 1, 2, 4, … further entries.
+    """
 
     def __init__(self, name: str, opens: Opens) -> None:
         self.name = name
         self.dropped = 0
         self._queue: queue.Queue[Act | None] = queue.Queue(MAX_BACKLOG)
-        self._failed = False
+        self._errors = WriteErrors(f"track: {name}")
         self._thread = threading.Thread(target=self._run, args=(opens,), name=f"tracker {name}", daemon=True)
         self._thread.start()
 
@@ -42,25 +48,43 @@ class TrackerThread:
         with suppress(queue.Full):  # said below
             self._queue.put(None, timeout=CLOSE_LIMIT_S)
         self._thread.join(CLOSE_LIMIT_S)
-        if self._thread.is_alive() and not self._failed:
+        if self._thread.is_alive():
             logger.warning("track: %s has not finished in %.0f s; what is left is lost", self.name, CLOSE_LIMIT_S)
         if self.dropped:
             logger.warning("track: %s was too slow; %d entries were dropped", self.name, self.dropped)
 
     def _put(self, act: Act) -> None:
-        if self._failed:
-            return
         try:
             self._queue.put_nowait(act)
         except queue.Full:
             self.dropped += 1
 
     def _run(self, opens: Opens) -> None:
+        tracker = self._try(opens)
+        wait = left = 1  # entries before it is opened again
+        while (act := self._queue.get()) is not None:
+            left -= 1
+            if tracker is None and left == 0:
+                tracker = self._try(opens)
+                wait = left = 2 * wait
+            if tracker is None:
+                self._errors.lost += 1
+            elif self._try(partial(_done, act, tracker)):
+                self._errors.succeeded()
+            else:
+                self._errors.lost += 1
+        if tracker is not None:
+            self._try(tracker.close)
+        self._errors.close()
+
+    def _try(self, act: Callable[[], T]) -> T | None:
         try:
-            tracker = opens()
-            while (act := self._queue.get()) is not None:
-                act(tracker)
-            tracker.close()
+            return act()
         except Exception as e:  # of a package that is not ours: anything; the run goes on without it
-            self._failed = True
-            logger.warning("track: %s failed, the run goes on without it: %s: %s", self.name, type(e).__name__, e)
+            self._errors.failed(e)
+            return None
+
+
+def _done(act: Act, tracker: Tracker) -> bool:
+    act(tracker)
+    return True

@@ -19,7 +19,7 @@ class RunInfo:
 
 
 class Tracker(Protocol):
-    """Called by one thread. An exception ends the tracker, but not the run."""
+    """Called by one thread. An exception is reported, and the next entry is tried again."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
 

@@ -100,7 +100,7 @@ class Generator:
                 history.closed = True
 
     def abort(self, request_ids: Iterable[int]) -> None:
-        """Drops requests; those that run leave the batch after its next decoding step."""
+        """Drops requests; running ones leave the batch after its next decoding step."""
         for sequence in [self._unfinished.pop(i) for i in request_ids if i in self._unfinished]:
             sequence.aborted = True
         self._queue = [s for s in self._queue if not s.aborted]
@@ -189,7 +189,7 @@ class Generator:
         return batches[0] if alone else self._cleanup.enter_context(ThreadedBatches(batches, threads))
 
     def _page(self, longest: int) -> int:
-        """Returns the size of pages: those that there are, if they are large enough and not too large."""
+        """Returns the size of pages: that of the present ones, if they are large enough and not too large."""
         kept, page = self.caches[0].page if self.caches else 0, min(PAGE, longest)
         return kept if kept > page and self.limits.fits(kept, longest) else page
 

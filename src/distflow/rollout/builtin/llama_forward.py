@@ -17,8 +17,8 @@ class LlamaForward:
 
     def __init__(self, model: Any) -> None:
         self.body, self.head = model.model, _FusedLinear([model.lm_head])
-        self.layers = [_Layer(block) for block in self.body.layers]
-        self.norm = _Norm(self.body.norm)
+        self.layers = [_LlamaLayer(block) for block in self.body.layers]
+        self.norm = _RMSNorm(self.body.norm)
 
     def __call__(self, tokens: Tensor, positions: Tensor, attention: Attention, keep: Tensor | None) -> Tensor:
         x = self.body.embed_tokens(tokens)
@@ -34,16 +34,16 @@ class LlamaForward:
         return nullcontext()
 
 
-class _Layer:
+class _LlamaLayer:
     def __init__(self, block: Any) -> None:
         at, self.act = block.self_attn, block.mlp.act_fn
         self.index, self.dim = at.layer_idx, at.head_dim
         self.params = attention_params(at)
-        self.input_norm, self.post_norm = _Norm(block.input_layernorm), _Norm(block.post_attention_layernorm)
+        self.input_norm, self.post_norm = _RMSNorm(block.input_layernorm), _RMSNorm(block.post_attention_layernorm)
         qkv, o, gate_up, down = projections(block)
         self.heads = [len(layer.weight) // self.dim for layer in qkv]
         self.qkv, self.o, self.gate_up, self.down = (_FusedLinear(layers) for layers in (qkv, o, gate_up, down))
-        self.norms = (_Norm(at.q_norm), _Norm(at.k_norm)) if hasattr(at, "q_norm") else None
+        self.norms = (_RMSNorm(at.q_norm), _RMSNorm(at.k_norm)) if hasattr(at, "q_norm") else None
 
     def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, attention: Attention) -> Tensor:
         """Overwrites `x`."""
@@ -100,7 +100,7 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return (x * cos).addcmul_(x.roll(x.shape[-1] // 2, -1), sin)
 
 
-class _Norm:
+class _RMSNorm:
     def __init__(self, module: Any) -> None:
         self.module, self.weight = module, module.weight
         self.epsilon = self.weight.new_tensor(module.variance_epsilon)

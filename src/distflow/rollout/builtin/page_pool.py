@@ -16,7 +16,7 @@ class PagePool:
     def __init__(self, pages: int, page: int) -> None:
         self.pages, self.page = pages, page
         self._free = list(range(pages - 1, -1, -1))  # the last one freed is taken first: its memory was used before
-        self._reserve = 0  # the most that a sequence can claim, of those that were admitted since none was running
+        self._reserve = 0  # the largest possible claim of a sequence admitted since none was running
 
     def need(self, length: int) -> int:
         """Returns the pages that a sequence of this length has."""

@@ -13,7 +13,7 @@ from distflow.util.arrays import Ints
 
 
 class Scheduler:
-    """`running` has at most `slots` sequences, those that `wait` join it in their order, as the pool has pages."""
+    """Admits sequences from `waiting` to `running` in their order, at most `slots`, as the pool has pages."""
 
     def __init__(
         self, slots: int, prefill_tokens: int, pool: PagePool, history_pages: HistoryPages | None = None
@@ -31,7 +31,7 @@ class Scheduler:
         return bool(self.waiting or self.running)
 
     def add(self, sequences: Iterable[Sequence]) -> None:
-        """Queues sequences by priority, prompts by length: those of one length are prefilled together."""
+        """Queues sequences by priority, prompts by length, as equal lengths are prefilled together."""
         first_seen: dict[tuple[int, ...], int] = {}
 
         def order(sequence: Sequence) -> tuple[int, int, int]:
@@ -50,7 +50,7 @@ class Scheduler:
             return
         for sequence in [s for s in list(self.waiting) if s.aborted]:  # a list at once: others may join it meanwhile
             self.waiting.remove(sequence)
-        self.retire()  # those that were aborted
+        self.retire()  # aborted ones
         free = self.slots - len(self.running)
         if not self.waiting or free < min(len(self.waiting), max(1, self.slots // 8)):
             return

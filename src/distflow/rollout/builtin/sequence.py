@@ -13,7 +13,7 @@ class Sequence:
     request: Request
     history: History | None = None  # of its sample, in which it runs
     reused: int = 0  # tokens of the prompt that its history has
-    slot: int = -1  # its place among those that run
+    slot: int = -1  # its place among the running ones
     order: int = -1  # in which it was admitted
     pages: list[int] = field(default_factory=list)  # of the KV cache, while it is running
     tokens: list[int] = field(default_factory=list)
@@ -50,7 +50,7 @@ class Sequence:
         self.stopped = token in self.request.params.stop
 
     def leave_history(self, page: int) -> None:
-        """Leaves the keys and values of its tokens, all but the newest, to whoever continues them."""
+        """Leaves the keys and values of its tokens, all but the newest, to the next request of its sample."""
         if self.history:
             kept = [*self.request.prompt, *self.tokens[:-1]][: self.history_pages * page]
             self.history.tokens, self.history.busy = kept, False

@@ -84,7 +84,7 @@ class VllmEngine(RolloutEngine):
         self.weight_specs = parameter_specs(skeleton, styles)
         self.adapter_specs = LoraAdapter(skeleton, lora, styles).specs if lora else []
         self._requests: dict[str, Request] = {}  # unfinished ones, by vLLM's id
-        self._logprobs: dict[int, list[float]] = {}  # id of a request → those of its response so far
+        self._logprobs: dict[int, list[float]] = {}  # id of a request → of its response so far
         cache_bytes = int(config.kv_cache_gb * (1 << 30))
         blocks = cache_bytes // (kv_bytes(source.config, setup.dtype, layout.tp) * _BLOCK)
         self.longest = min(setup.longest, (blocks - 1) * _BLOCK)  # one block is never used
@@ -204,7 +204,7 @@ class VllmEngine(RolloutEngine):
             self.asleep = False
 
     def _check_views(self) -> None:
-        """Refuses a model whose parameters in vLLM are not those that the weight sync fills: some would never be."""
+        """Refuses a model with parameters in vLLM that the weight sync would not fill."""
         views, shards = self.held_weights(), self.shards(self.weight_specs, self.setup.layout)
         for spec in [*self.weight_specs, *self.adapter_specs]:
             wanted = tuple(high - low for low, high in shards.box(spec, self.setup.rank))
@@ -309,7 +309,7 @@ def _init_groups(replica: Sequence[int], rank: int, device: torch.device) -> Non
 def _cpu_set_up() -> Iterator[None]:
     """Starts vLLM for CPU in a way that suits a process with others in it.
 
-    After loading it would pack weights for oneDNN and never look again at those that are synced. It would bind all
+    After loading it would pack weights for oneDNN and never look again at the synced ones. It would bind all
     memory to one NUMA node; compile a function of embeddings, which takes a C++ compiler and half a minute; and fail
     once numba is in use, in whose bindings it looks for kernels.
     """

@@ -360,7 +360,6 @@ def serve(channel: socket.socket, setup: Mapping[str, Any]) -> None:
     """Runs programs until the other end is closed."""
     folder = setup["folder"]
     os.chdir(os.path.dirname(folder))
-    os.mkdir(folder, 0o700)
     try:
         jail = Jail(folder, setup["mechanisms"], setup["packages"])
         sys.path.extend(setup["packages"])

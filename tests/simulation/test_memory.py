@@ -1,0 +1,60 @@
+"""The memory of a worker, by hand: weights, gradients and both moments of Adam are there between steps."""
+
+import pytest
+
+from distflow.flow import Flow, Node
+from distflow.plan import Place, Placement, Workload, plan
+from distflow.simulate import Costs, ModelShape
+from distflow.simulate.memory import Memory, memory_of
+
+MODEL = ModelShape(hidden=8, layers=2, heads=2, kv_heads=1, head_dim=4, ffn=16, vocab=10)
+NODES = (
+    Node("generate", role="actor", type="inference", writes=("x",), generates=True, method=True),
+    Node("ref", role="reference", type="inference", reads=("x",), writes=("r",), method=True),
+    Node("update", role="actor", type="train", reads=("x", "r"), method=True),
+)
+
+
+def memory(dp: int = 1, tp: int = 1, rank: int = 0, places: dict[str, Place] | None = None, **costs: object) -> Memory:
+    sets = {"first": "0", "rest": "1-"} if places else {}
+    placement = Placement(dp * tp, sets, Place(tp=tp), {}, places or {})
+    p = plan(Flow("flow", (), NODES), placement, Workload(4, 1, {"x": 8, "r": 8}))
+    models = {"actor": MODEL, "reference": MODEL}
+    return memory_of(p, rank, Costs(models=models, kv_cache=1000.0, **costs))  # type: ignore[arg-type]
+
+
+def test_a_trained_parameter_takes_16_bytes_and_a_frozen_one_those_of_its_dtype() -> None:
+    assert memory().state == pytest.approx((4 + 4 + 8 + 2) * MODEL.params)
+    assert memory(dtype_bytes=4).state == pytest.approx((16 + 4) * MODEL.params)
+
+
+def test_shards_and_tensor_parallelism_divide_the_state() -> None:
+    whole = memory().state
+    assert memory(dp=4).state == pytest.approx(whole / 4)
+    assert memory(dp=4, shard=2).state == pytest.approx(whole / 2)
+    assert memory(dp=2, tp=2).state == pytest.approx(whole / 4)
+
+
+def test_an_engine_has_whole_weights_and_a_cache() -> None:
+    assert memory(dp=4).generation == pytest.approx(2 * MODEL.params + 1000)
+    assert memory(dp=2, tp=2).generation == pytest.approx(2 * MODEL.params / 2 + 1000)
+
+
+def test_a_worker_has_only_what_its_own_nodes_need() -> None:
+    split = {"generate": Place("first"), "ref": Place("rest"), "update": Place("rest")}
+    engine, trainer = (memory(dp=3, rank=r, places=split) for r in (0, 1))
+    assert (engine.state, engine.training) == (0, 0)
+    assert trainer.generation == 0
+    assert trainer.state == pytest.approx(18 * MODEL.params / 2)
+
+
+def test_generation_and_training_do_not_need_their_memory_at_once() -> None:
+    assert Memory(10.0, 5.0, 7.0).peak == 17.0
+    assert Memory(10.0, 9.0, 7.0).peak == 19.0
+
+
+def test_checkpointing_keeps_the_inputs_of_layers_only() -> None:
+    short, long = (memory(micro_tokens=n, gradient_checkpointing=False).training for n in (1000, 2000))
+    assert long - short == pytest.approx(1000 * (MODEL.layers + 1) * 34 * MODEL.hidden)
+    short, long = (memory(micro_tokens=n, gradient_checkpointing=True).training for n in (1000, 2000))
+    assert long - short == pytest.approx(1000 * (MODEL.layers * 2 + 34) * MODEL.hidden)
