@@ -110,6 +110,7 @@ def test_a_stranger_makes_a_listener_hold_no_descriptor(listener: Listener) -> N
 @pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="no descriptors are sent here")
 def test_a_peer_of_the_same_host_sends_its_memory_after_its_greeting(listener: Listener) -> None:
     memory = SendMemory()
+    assert memory.grow(10_000)
     block = memory.allocate(10_000)
     assert block is not None
     memory.view(block)[:] = 7

@@ -69,8 +69,9 @@ def test_outputs_and_gradients(arch: str, ways: set[str]) -> None:
         size = exact.norm()
         wrong, before = ((x[name] - exact).norm() / size for x in (got, plain))
         assert wrong < max(4 * before, 1e-5), name
-    used = operations_of(logits_of(model)) & {"_LinearBackward", "_NormBackward", "_GateBackward"}
-    between = {"_NormBackward", "_GateBackward"} if "kernels" in ways and not arch.startswith("gemma") else set()
+    ours = {"_NormFunctionBackward", "_GateBackward"}
+    used = operations_of(logits_of(model)) & {"_LinearBackward", *ours}
+    between = ours if "kernels" in ways and not arch.startswith("gemma") else set()
     assert used == between | ({"_LinearBackward"} if "AMD" in ways else set())
 
 

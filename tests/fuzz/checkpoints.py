@@ -26,6 +26,10 @@ from distflow.checkpoint.store import (
     verify,
 )
 from distflow.checkpoint.writer import CheckpointWriter
+from distflow.dataset.dataset import Dataset
+from distflow.dataset.fingerprint import fingerprint
+from distflow.dataset.loader import Loader
+from distflow.dataset.view import DatasetView
 from distflow.errors import ConfigError
 from distflow.roles.role import Role
 from distflow.run.checkpoint_manager import CheckpointManager
@@ -73,23 +77,31 @@ class Checkpoints:
         ranks = {"actor": (0,), "judge": (0,)}
         writer = CheckpointWriter(self.folder, 0, (0,), ranks, alone)
         identity = {"flow": "f", "seed": 0, "batch": 2, "repeat": 1}
+        (folder / "rows.jsonl").write_text('{"prompt": "p"}\n' * 10)
+        rows = DatasetView(Dataset([folder / "rows.jsonl"], cache=folder), {})
+        loader = Loader(rows, 2, 1, seed=0)
+        data = {"eras": loader.eras, **fingerprint(rows)}
         states = {"actor": Actor().state(), "judge": RoleState.of(Judge().state(), "judge")}
         for step in (2, 4):
-            writer.save(step, writer.copy(states), {"position": 0, **identity}, lambda path: None)
+            writer.save(step, writer.copy(states), {"position": 0, "data": data, **identity}, lambda path: None)
             writer.wait()
         writer.close()
         self.path = checkpoint_dir(self.folder, 4)
         self.files = {p: p.read_bytes() for p in sorted(self.path.rglob("*")) if p.is_file()}
         self.manager = CheckpointManager.__new__(CheckpointManager)
         self.manager.folder, self.manager.rank, self.manager.ranks = self.folder, 0, ranks  # type: ignore[assignment]
-        self.manager.config = SimpleNamespace(run_folder=folder / "run")  # type: ignore[assignment]
+        self.manager.config = SimpleNamespace(run_folder=folder / "run", model=None)  # type: ignore[assignment]
         self.manager.world = SimpleNamespace(  # type: ignore[assignment]
             all_ranks=(0,),
             any_rank=lambda value: value,
             transport=SimpleNamespace(run=alone),
+            identities=(),
+            device=torch.device("cpu"),
         )
+        self.manager.rows = rows
         self.manager.roles = {"actor": Actor(), "judge": Judge()}
-        self.manager.data = SimpleNamespace(position=0)  # type: ignore[assignment]
+        unplanned = SimpleNamespace(prompts_ahead=0, staleness=0)
+        self.manager.data = SimpleNamespace(position=0, loader=loader, plan=unplanned)  # type: ignore[assignment]
         self.manager._identity = lambda: identity  # type: ignore[method-assign]
 
     def close(self) -> None:
