@@ -18,7 +18,7 @@ EXTRAS := tests/observe/test_trackers.py tests/reward/test_reward_gym.py tests/r
 	tests/distributed/test_ray.py
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-vllm test-extras test-wheel test-versions lint slow bench setup clean
+.PHONY: help demo test test-vllm test-extras test-harnesses test-wheel test-versions lint slow bench setup clean
 
 help:  ## this list
 	@sed -nE 's/^([a-z-]+):.*  ## (.*)/\1|\2/p' $(MAKEFILE_LIST) | while IFS='|' read -r name what; do \
@@ -46,6 +46,9 @@ test-vllm: .venv-vllm/ready  ## the real vLLM, for CPU, in .venv-vllm
 test-extras: .venv-extras/ready  ## trackers, Ray, gyms, math-verify and verifiers as they are, in .venv-extras
 	PATH="$(CURDIR)/.venv-extras/bin:$$PATH" OMP_NUM_THREADS=1 .venv-extras/bin/pytest -m '' $(EXTRAS)
 
+test-harnesses: setup .venv-harness/ready  ## agents of other projects as they are, also Claude Code and Codex, with npm
+	OMP_NUM_THREADS=1 $(BIN)/pytest -m slow tests/agents/test_harnesses.py
+
 test-wheel: .venv-wheel/ready  ## the first hour of a user, from a wheel in an environment without the source tree
 	rm -rf dist
 	.venv-wheel/bin/pip wheel --quiet --no-deps --wheel-dir dist .
@@ -63,6 +66,7 @@ bench: setup  ## every benchmark; each prints one JSON object as its last line
 	$(BIN)/python bench/scale.py
 	$(BIN)/python bench/exchange.py
 	$(BIN)/python bench/memory.py
+	$(BIN)/python bench/long.py
 	$(BIN)/python bench/rollout.py
 	$(BIN)/python bench/step.py
 	$(BIN)/python bench/learn.py
@@ -76,6 +80,7 @@ bench: setup  ## every benchmark; each prints one JSON object as its last line
 	$(BIN)/python bench/overlap.py
 	$(BIN)/python bench/staleness_curve.py
 	$(BIN)/python bench/walk.py
+	$(BIN)/python bench/rehearsal.py
 
 clean:  ## removes the environments, caches and runs
 	rm -rf .venv .venv-* .mypy_cache .ruff_cache .pytest_cache .hypothesis dist runs
@@ -105,6 +110,14 @@ docs: setup  ## the documentation as a site, in build/site; links are checked
 	.venv-extras/bin/pip install --quiet --constraint constraints.txt torch
 	.venv-extras/bin/pip install --quiet --no-deps -r requirements-extras.txt
 	.venv-extras/bin/pip install --quiet --no-deps --no-build-isolation --editable .
+	touch $@
+
+# Agents, each with its own idea of what it depends on: none of it is installed for anything else.
+.venv-harness/ready: tests/harnesses/requirements.txt tests/harnesses/package.json
+	$(PY) -m venv .venv-harness
+	.venv-harness/bin/pip install --quiet -r tests/harnesses/requirements.txt
+	cp tests/harnesses/package.json .venv-harness/
+	npm install --silent --prefix .venv-harness
 	touch $@
 
 # What the wheel itself asks for, so that a requirement that is missing is missed; and what the tests need.

@@ -1,17 +1,20 @@
-"""A run that is killed over and over, against the same run undisturbed: weights, metrics and samples must be equal.
+"""A run that is disturbed over and over, against the same run undisturbed: weights, metrics and samples must be equal.
 
-`python bench/chaos.py [--steps 100] [--kills 22] [--workers 4] [--seed 0] [--conversations]`. Workers are killed
-(SIGKILL) at random moments, while they generate, exchange, update or write a checkpoint, one of them or all; between
-attempts files of the newest checkpoint are truncated, and the disk is filled for a while (on a small tmpfs, if it can
-be mounted). Only its launcher restarts the run. With `--conversations`, rollouts are conversations with an environment
-that takes its time. One JSON object is the last line.
+    python bench/chaos.py [--rounds 2] [--steps 240] [--workers 4] [--seed 0] [--conversations]
+
+A round has 20 disturbances; `disturbances.py` says what they are: workers and launchers are killed, the newest
+checkpoint is cut short, the disk is filled, the clock is set, another run is started in the folder, and links between
+hosts are cut for a while or for good, both ways or one way. Whoever is left has to cope: the launcher restarts workers,
+as often as it does by default, and only a launcher or host that is gone is started again, with `--resume=auto`. With
+`--conversations`, rollouts are conversations with an environment that takes its time. Hosts and small disks need root;
+without it those disturbances are left out. One JSON object is the last line.
 """
 
 import argparse
 import json
 import os
 import random
-import signal
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -22,10 +25,10 @@ from pathlib import Path
 
 import torch
 
-from distflow.checkpoint.store import list_checkpoints, load_full_tensors
+from distflow.checkpoint.store import load_full_tensors
 from distflow.run_folder import checkpoint_dir
+from disturbances import ROUND, Storm, why_no_hosts
 
-MOMENTS = ("actor.generate", "move", "actor.update", "checkpoint", "any")
 CURVES = ("actor/loss", "actor/grad_norm", "actor/kl", "actor/entropy", "reward/mean", "response_length/mean")
 FLOW = """
 import json
@@ -76,7 +79,6 @@ class Echo:
     def close(self):
         pass
 """
-Records = list[dict[str, object]]
 
 
 def prepare(folder: Path, steps: int, workers: int, conversations: bool) -> Path:
@@ -97,8 +99,7 @@ def prepare(folder: Path, steps: int, workers: int, conversations: bool) -> Path
         "checkpoint": {"every": 4, "keep": 3},
         "steps": steps,
         "workers": workers,
-        "restarts": 1000,
-        "wait_limit_s": 30,
+        "wait_limit_s": 60,
     }
     if conversations:
         del config["reward"]
@@ -106,89 +107,6 @@ def prepare(folder: Path, steps: int, workers: int, conversations: bool) -> Path
     path = folder / "run.yaml"
     path.write_text(json.dumps(config))
     return path
-
-
-def start(config: Path, run: Path) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", "distflow", "run", str(config), f"run_dir={run}"]
-    log = open(run.with_suffix(".log"), "ab")  # noqa: SIM115 (the process has it)
-    return subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=log, stderr=log)
-
-
-def records(run: Path, workers: int) -> Records:
-    """Returns the heartbeats of all workers; empty unless all of them are running."""
-    heartbeats: Records = []
-    for rank in range(workers):
-        try:
-            record = json.loads((run / "workers" / f"{rank}.heartbeat").read_text())
-            os.kill(record["pid"], 0)
-        except (OSError, ValueError, KeyError):
-            return []
-        heartbeats.append(record)
-    return heartbeats
-
-
-class Chaos:
-    def __init__(self, run: Path, workers: int, steps: int, kills: int, seed: int, disk: bool) -> None:
-        self.run, self.workers, self.steps, self.kills, self.disk = run, workers, steps, kills, disk
-        self.rng = random.Random(seed)
-        self.moments: Counter[str] = Counter()
-        self.killed_all = self.truncated = self.filled = 0
-
-    def strike(self, process: subprocess.Popen[bytes], number: int) -> bool:
-        """Kills one worker or all at some moment; False if the run ended before."""
-        moment = MOMENTS[number % len(MOMENTS)]
-        victim, everybody = self.rng.randrange(self.workers), self.rng.random() < 0.3
-        share = self.rng.random()
-        when: int | None = None  # the step, chosen so that all kills fit into the run
-        deadline = time.monotonic() + 180
-        now: Records = []
-        while time.monotonic() < deadline:
-            if process.poll() is not None:
-                return False
-            now = records(self.run, self.workers)
-            step = int(now[victim]["step"]) if now else -1  # type: ignore[call-overload]
-            if step >= 0:
-                if when is None:
-                    when = step + int(share * 1.5 * (self.steps - step) / (self.kills - number + 1))
-                # Do not wait for ever for a moment that does not come.
-                if step >= when and (self._is(moment, now[victim]) or step > when + 6):
-                    break
-            time.sleep(0.001)
-        targets = now if everybody else [now[victim]] if now else []
-        for record in targets:
-            with suppress(ProcessLookupError):
-                os.kill(int(record["pid"]), signal.SIGKILL)  # type: ignore[call-overload]
-        self.moments[moment] += 1
-        self.killed_all += everybody
-        if number % 5 == 3:
-            self._truncate()
-        if self.disk and number % 8 == 6:
-            self._fill()
-        return bool(targets)
-
-    def _is(self, moment: str, record: dict[str, object]) -> bool:
-        if moment == "checkpoint":
-            return any((self.run / "checkpoints").glob("step_*.part"))
-        return moment == "any" or str(record["task"]).startswith(moment)
-
-    def _truncate(self) -> None:
-        folder = self.run / "checkpoints"
-        steps = list_checkpoints(folder)
-        with suppress(OSError):
-            if len(steps) > 1:
-                path = self.rng.choice(sorted(p for p in checkpoint_dir(folder, steps[0]).rglob("*") if p.is_file()))
-                os.truncate(path, path.stat().st_size // 2)
-                self.truncated += 1
-
-    def _fill(self) -> None:
-        ballast = self.run / "ballast"
-        with suppress(OSError), open(ballast, "wb") as file:
-            while True:
-                file.write(bytes(1 << 16))
-                file.flush()
-        time.sleep(self.rng.uniform(1, 4))
-        ballast.unlink(missing_ok=True)
-        self.filled += 1
 
 
 def history(run: Path, workers: int) -> dict[int, list[int]]:
@@ -207,56 +125,68 @@ def curves(run: Path) -> list[list[float]]:
     return [[row["step"], *(row[c] for c in CURVES)] for row in rows]
 
 
+def calm_run(config: Path, run: Path) -> None:
+    command = [sys.executable, "-m", "distflow", "run", str(config), f"run_dir={run}"]
+    done = subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(done.stdout + done.stderr)
+
+
+def order(rounds: int, leave_out: set[str], rng: random.Random) -> list[str]:
+    """Returns the disturbances in their order: those of hosts are the last of a round, as they need others."""
+    result: list[str] = []
+    for _ in range(rounds):
+        kinds = [kind for kind, count in ROUND.items() for _ in range(count) if kind not in leave_out]
+        rng.shuffle(kinds)
+        result += sorted(kinds, key=lambda kind: kind.startswith("link"))
+    return result
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--kills", type=int, default=22)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=240)
     parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--conversations", action="store_true")
+    parser.add_argument("--leave-out", nargs="+", default=[], choices=list(ROUND), metavar="KIND")
     args = parser.parse_args()
-    began = time.monotonic()
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        config = prepare(folder, args.steps, args.workers, args.conversations)
-        calm, storm = folder / "calm", folder / "storm"
-        if start(config, calm).wait():
-            raise SystemExit((folder / "calm.log").read_text())
-        calm_s = time.monotonic() - began
-        storm.mkdir()
-        mount = ["mount", "-t", "tmpfs", "-o", "size=48m,mode=700", "tmpfs", str(storm)]
-        disk = subprocess.run(mount, capture_output=True).returncode == 0
-        chaos, kills = Chaos(storm, args.workers, args.steps, args.kills, args.seed, disk), 0
-        try:
-            process = start(config, storm)
-            while kills < args.kills and chaos.strike(process, kills):
-                kills += 1
-                print(f"kill {kills}: {dict(chaos.moments)}", file=sys.stderr)
-            code = process.wait()
-            log = (folder / "storm.log").read_text()
-            if code:
-                raise SystemExit(log)
-            final = [checkpoint_dir(run / "checkpoints", args.steps) / "actor" for run in (calm, storm)]
-            one, other = (load_full_tensors(folder) for folder in final)
-            same_weights = one.keys() == other.keys() and all(torch.equal(one[k], other[k]) for k in one)
-            same_curves = curves(calm) == curves(storm)
-            wanted, got = (history(run, args.workers) for run in (calm, storm))
-        finally:
-            if disk:
-                subprocess.run(["umount", "-l", str(storm)], check=False)
+    began, rng = time.monotonic(), random.Random(args.seed)
+    folder = Path(tempfile.mkdtemp(prefix="chaos-"))
+    config = prepare(folder, args.steps, args.workers, args.conversations)
+    calm, run = folder / "calm", folder / "storm"
+    calm_run(config, calm)
+    calm_s = time.monotonic() - began
+    leave_out = set(args.leave_out)
+    run.mkdir(mode=0o700)
+    mount = ["mount", "-t", "tmpfs", "-o", "size=48m,mode=700", "tmpfs", str(run)]
+    mounted = subprocess.run(mount, capture_output=True).returncode == 0
+    if not mounted:
+        leave_out.add("disk full")
+    if why_no_hosts():
+        leave_out |= {kind for kind in ROUND if kind.startswith("link")}
+    try:
+        storm = Storm(config, run, args.workers, args.steps, rng)
+        storm.weather(order(args.rounds, leave_out, rng))
+        final = [checkpoint_dir(r / "checkpoints", args.steps) / "actor" for r in (calm, run)]
+        one, other = (load_full_tensors(folder) for folder in final)
+        same_weights = one.keys() == other.keys() and all(torch.equal(one[k], other[k]) for k in one)
+        same_curves = curves(calm) == curves(run)
+        wanted, got = (history(r, args.workers) for r in (calm, run))
+    finally:
+        if mounted:
+            subprocess.run(["umount", "-l", str(run)], check=False)
     loaded = Counter(i for ids in wanted.values() for i in ids)
     trained = Counter(i for ids in got.values() for i in ids)
     result = {
-        "kills": kills,
+        "disturbances": sum(storm.done.values()),
         "identical": same_weights and same_curves,
         "samples_lost": sum((loaded - trained).values()),
         "samples_repeated": sum((trained - loaded).values()),
         "samples": sum(loaded.values()),
-        "moments": dict(chaos.moments),
-        "killed_all": chaos.killed_all,
-        "truncated": chaos.truncated,
-        "disk_filled": chaos.filled,
-        "restarts": log.count("restart "),
+        "kinds": dict(storm.done),
+        "left_out": sorted(leave_out),
+        **storm.counts(),
         "steps": args.steps,
         "workers": args.workers,
         "conversations": args.conversations,
@@ -264,6 +194,8 @@ def main() -> None:
         "s": round(time.monotonic() - began),
     }
     print(json.dumps(result))
+    shutil.rmtree(folder)
+    sys.exit(0 if result["identical"] and not (result["samples_lost"] or result["samples_repeated"]) else 1)
 
 
 if __name__ == "__main__":

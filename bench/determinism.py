@@ -1,22 +1,17 @@
-"""The same run again and again on a busy machine: weights and curves have to be equal to the bit; and what that costs.
+"""The same run again and again on a busy machine: weights and curves have to be equal to the bit.
 
-    python bench/determinism.py [--runs 60] [--only grpo,ppo] [--rounds 80]
+    python bench/determinism.py [--runs 60] [--only grpo,ppo]
 
 Small runs of several algorithms, two workers each, three runs at a time, beside load on every core. Runs of one
 algorithm are compared by the final weights of all roles, and by every metric of every step but timings. Some runs are
 fresh processes that compile their kernels, or load them from the cache; the others are forks of one that has done so.
-
-The cost is measured on a larger model (hidden 256, 4 layers, vocabulary 1024) in two processes of one thread, in turn
-with the kernels as they are and with kernels whose bits depend on where memory is free (see `former_kernels`). The last
-line is one JSON object.
+The last line is one JSON object.
 """
 
 import argparse
 import hashlib
-import importlib
 import json
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -28,7 +23,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import cycle, islice
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 TESTS = Path(__file__).resolve().parents[1] / "tests"
@@ -186,157 +180,16 @@ def compare(folder: Path, algorithms: list[str], runs: int) -> dict[str, dict[st
     return rows
 
 
-# ---------------------------------------------------------------------------------------------- what it costs
-
-ONE_LOOP = """\
-        for start in range(0, vocabulary, SUM):
-            some = _F(0)
-            for c in range(start, min(start + SUM, vocabulary)):
-                odds = exp(row[c] - peak)
-                some += odds
-                x = _U(columns[c] + one)
-                x = _U(_U(x ^ _U(x >> _U(16))) * _U(0x21F0AAAD)) ^ other
-                x = _U(_U(x ^ _U(x >> _U(15))) * _U(0x735A2D97))
-                uniform = (_F(_I(x >> _U(9))) + _F(0.5)) * _F(2.0**-23)
-                arrivals[c] = odds / log(uniform)
-            total += some
-"""
-
-
-def former_kernels() -> dict[str, str]:
-    """Returns the files of kernels without the fix: one loop both sums and stores, and they call each other without
-    inlining."""
-    from distflow.cpu import kernels
-
-    files = {path.name: path.read_text() for path in Path(kernels.__file__).parent.glob("*.py")}
-    text = files["layers.py"]
-    start = text.index("        for start in range", text.index("def gumbel_sample("))
-    files["layers.py"] = text[:start] + ONE_LOOP + text[text.index("        best, first", start) :]
-    assert files["compiled.py"].count("forceinline=inline") == 1
-    files["compiled.py"] = files["compiled.py"].replace("forceinline=inline", "forceinline=False")
-    return {name: text.replace("distflow.cpu.kernels.", "former.") for name, text in files.items()}
-
-
-def cost_worker(out: str, folder: str, rounds: int) -> None:
-    """One of two processes that do the work of a step in turn with today's kernels and with the former ones."""
-    import numpy as np
-    import torch
-    import torch.distributed as dist
-    from transformers import AutoModelForCausalLM
-    from transformers.utils import logging
-
-    from distflow import cpu
-    from distflow.batch.response_mask import ModelTokens
-    from distflow.cpu import kernels
-    from distflow.cpu.train_ops import use_cpu_modules
-    from distflow.model import attention
-    from distflow.model.source import kv_bytes
-    from distflow.rollout.builtin.generator import CacheLimits, Generator
-    from distflow.rollout.engine import Request, SamplingParams
-    from distflow.run.process import keep_freed_memory
-    from distflow.train.heads import LogprobHead
-    from distflow.train.packing import Pack
-
-    logging.disable_progress_bar()
-    torch.set_num_threads(1)
-    keep_freed_memory()
-    dist.init_process_group("gloo")
-    sys.path.insert(0, folder)
-    old = importlib.import_module("former")
-    policy, trained = (
-        AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation=attention.NAME)
-        for _ in range(2)
-    )
-    policy.eval().requires_grad_(False)
-    use_cpu_modules(trained)
-    samples, prompt, response = 16, 16, 16
-    limits = CacheLimits(kv_bytes(policy.config, torch.float32, 1), 1 << 28, samples)
-    generator = Generator(policy, limits, torch.device("cpu"))
-    draw, each = np.random.default_rng(0), np.arange(samples)
-    prompts = [tuple(row) for row in draw.integers(2, VOCAB, (samples, prompt)).tolist()]
-    length = prompt + response - 1
-    tokens = torch.from_numpy(draw.integers(2, VOCAB, samples * length))
-    rows = torch.arange(samples * length).view(samples, length)
-    keep = rows[:, prompt - 1 :].flatten()
-    pack = Pack(
-        index=each,
-        tokens=tokens,
-        positions=torch.arange(length).repeat(samples),
-        lengths=[length] * samples,
-        shared=None,
-        keep=keep,
-        targets=torch.from_numpy(draw.integers(2, VOCAB, len(keep))),
-        responses=torch.full((samples,), response),
-        per_token={},
-        per_sample={},
-        model_tokens=ModelTokens(np.full(samples, response)),
-    )
-    head = LogprobHead(trained)
-
-    params = SamplingParams(response)
-
-    def work() -> None:
-        for i, tokens in enumerate(prompts):
-            generator.add_request(Request(i, tokens, params, seed=0))
-        while generator.has_unfinished:
-            generator.step()
-        with torch.no_grad():
-            head(pack, 1.0)
-        logprobs, _ = head(pack, 1.0)
-        logprobs.sum().backward()
-
-    def took(chosen: ModuleType) -> tuple[float, float]:
-        cpu._kernels = lambda: chosen  # type: ignore[assignment]
-        wall, busy = time.perf_counter(), time.thread_time()
-        work()
-        return time.perf_counter() - wall, time.thread_time() - busy
-
-    for chosen in (kernels, old) * 3:
-        took(chosen)
-    dist.barrier()
-    ratios = []
-    for i in range(rounds):
-        turns = (kernels, old) if i % 2 else (old, kernels)
-        spent = {chosen: took(chosen) for chosen in turns}
-        ratios.append([now / before for now, before in zip(spent[kernels], spent[old], strict=True)])
-    every: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(every, ratios)
-    if dist.get_rank() == 0:
-        wall, busy = (statistics.median(r[k] for some in every for r in some) - 1 for k in (0, 1))
-        Path(out).write_text(json.dumps({"cost_frac": round(busy, 4), "cost_wall_frac": round(wall, 4)}))
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-def cost(folder: Path, rounds: int) -> dict[str, Any]:
-    """Measures by how much generation, inference and training take longer with today's kernels: medians over pairs of
-    passes that follow each other. `cost_frac` is in CPU seconds, which load on the machine hardly changes."""
-    from assets import make_model
-    from workers import run_workers
-
-    make_model(folder, VOCAB)
-    (folder / "former").mkdir()
-    for name, text in former_kernels().items():
-        (folder / "former" / name).write_text(text)
-    return run_workers(__file__, WORKERS, str(folder), str(rounds))
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=60, help="in all")
     parser.add_argument("--only", default=",".join(ALGORITHMS), help="some of the algorithms")
-    parser.add_argument("--rounds", type=int, default=80, help="to measure the cost; 0: not at all")
     args = parser.parse_args()
     algorithms = args.only.split(",")
     # The server that runs are forks of finds its modules by this.
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(TESTS), os.environ.get("PYTHONPATH"))))
     sys.path.append(str(TESTS))
     began = time.monotonic()
-    spent: dict[str, Any] = {}
-    if args.rounds:
-        with tempfile.TemporaryDirectory() as name:
-            spent = cost(Path(name), args.rounds)
-        print(f"cost: {spent['cost_frac']:+.2%} of CPU time, {spent['cost_wall_frac']:+.2%} of time", flush=True)
     with tempfile.TemporaryDirectory() as name:
         rows = compare(Path(name), algorithms, args.runs)
     print(f"{'':6s} {'runs':>5s} {'different':>10s} {'tensors':>8s} {'metrics':>8s} {'steps':>6s}")
@@ -348,7 +201,6 @@ def main() -> None:
     result = {
         "runs": sum(row["runs"] for row in rows.values()),
         "different": sum(row["different"] for row in rows.values()),
-        **spent,
         "algorithms": rows,
         "s": round(time.monotonic() - began),
     }
@@ -356,7 +208,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--worker"]:
-        cost_worker(sys.argv[2], sys.argv[3], int(sys.argv[4]))
-    else:
-        main()
+    main()

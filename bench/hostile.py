@@ -10,23 +10,21 @@ one JSON object.
 """
 
 import argparse
-import array
 import json
 import os
 import re
 import resource
-import selectors
-import socket
 import subprocess
 import sys
 import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
+from strangers import Strangers, listening_sockets
 
 AGENT = """
 import json
@@ -41,17 +39,6 @@ def ask(base_url, api_key, row):
         text = json.loads(reply.read())["choices"][0]["message"]["content"]
     return sum(c.isdigit() for c in text or "") / 10
 """
-NESTED = b"[" * 60_000
-TCP: dict[str, bytes] = {
-    "silent": b"",
-    "part of a greeting": b"x" * 10,
-    "wrong greeting": b"x" * 48,
-    "part of a request": b"POST /v1/chat/completions HTTP/1.1\r\nX: ",
-    "request without a key": b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n\r\n",
-    "nested JSON": NESTED,
-}
-UNIX = {"descriptor with a part of a greeting": b"x", "descriptor with a wrong greeting": b"x" * 48}
-UDP = {"nested JSON": NESTED, "bytes": b"\xff" * 100, "alarm": b'["","alarm",{"raiser":0,"address":"","reason":""}]'}
 CURVES = ("actor/loss", "actor/grad_norm", "reward/mean", "response_length/mean")
 
 
@@ -87,25 +74,6 @@ def curve(run: Path) -> list[list[Any]]:
     return [[row["step"], *(row.get(name) for name in CURVES)] for row in rows]
 
 
-def sockets(pid: int) -> dict[str, set[str]]:
-    """Returns what a process listens to: ports by `tcp` and `udp`, names by `unix`. Other users read it by uid."""
-    inodes = set()
-    for name in os.listdir(f"/proc/{pid}/fd"):
-        with suppress(OSError):
-            inodes.add(os.readlink(f"/proc/{pid}/fd/{name}").removeprefix("socket:[").removesuffix("]"))
-    found: dict[str, set[str]] = {"tcp": set(), "udp": set(), "unix": set()}
-    for kind, listens in (("tcp", "0A"), ("udp", "07")):
-        for row in Path(f"/proc/net/{kind}").read_text().splitlines()[1:]:
-            fields = row.split()
-            if fields[3] == listens and fields[9] in inodes:
-                found[kind].add(str(int(fields[1].partition(":")[2], 16)))
-    for row in Path("/proc/net/unix").read_text().splitlines()[1:]:
-        fields = row.split()
-        if len(fields) > 7 and fields[6] in inodes and fields[7].startswith("@distflow-") and fields[3] == "00010000":
-            found["unix"].add(fields[7][1:])
-    return found
-
-
 def attack(targets: dict[str, list[str]], connections: int) -> None:
     """Attacks until it is killed; prints how many connections it has opened in all, by kind."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -115,61 +83,13 @@ def attack(targets: dict[str, list[str]], connections: int) -> None:
         os.setgroups([])
         os.setgid(65534)
         os.setuid(65534)
-    selector, counts, null = selectors.DefaultSelector(), dict[str, int](), os.open("/dev/null", os.O_RDONLY)
-
-    def open_tcp(port: str, data: bytes) -> socket.socket:
-        sock = socket.create_connection(("127.0.0.1", int(port)), 10)
-        sock.setblocking(False)
-        with suppress(OSError):
-            sock.send(data)
-        return sock
-
-    def open_unix(name: str, data: bytes) -> socket.socket:
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        sock.settimeout(10)
-        sock.connect(b"\0" + name.encode())
-        with suppress(OSError):
-            sock.sendmsg([data], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [null]))])
-        sock.setblocking(False)
-        return sock
-
-    def hold(open_it: Callable[[str, bytes], socket.socket], at: str, kind: str, data: bytes) -> None:
-        with suppress(OSError):
-            selector.register(open_it(at, data), selectors.EVENT_READ, (open_it, at, kind, data))
-            counts[kind] = counts.get(kind, 0) + 1
-
-    udp = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+    strangers = Strangers(targets)
     for _ in range(connections):
-        for port in targets["tcp"]:
-            for kind, data in TCP.items():
-                hold(open_tcp, port, f"tcp: {kind}", data)
-        for name in targets["unix"]:
-            for kind, data in UNIX.items():
-                hold(open_unix, name, f"unix: {kind}", data)
-        for port in targets["udp"]:
-            for kind, data in UDP.items():
-                with suppress(OSError):
-                    udp.sendto(data, ("127.0.0.1", int(port)))
-                    counts[f"udp: {kind}"] = counts.get(f"udp: {kind}", 0) + 1
-    print(json.dumps(counts), flush=True)
+        strangers.connect()
+    print(json.dumps(strangers.counts), flush=True)
     while True:
         time.sleep(0.5)
-        for key, _ in selector.select(0)[:200]:
-            sock = key.fileobj
-            assert isinstance(sock, socket.socket)
-            with suppress(BlockingIOError):
-                try:
-                    gone = not sock.recv(1 << 16)
-                except ConnectionError:
-                    gone = True
-                if gone:
-                    selector.unregister(sock)
-                    sock.close()
-                    hold(*key.data)
-        for port in targets["udp"]:
-            for data in UDP.values():
-                with suppress(OSError):
-                    udp.sendto(data, ("127.0.0.1", int(port)))
+        strangers.connect_again()
 
 
 def status(url: str) -> int:
@@ -209,14 +129,10 @@ def main() -> None:
     address = re.search(r"http://\S+", page.stdout.readline())
     assert address is not None
     pids = [json.loads((run / "workers" / f"{r}.heartbeat").read_text())["pid"] for r in range(args.workers)]
-    targets: dict[str, set[str]] = {"tcp": set(), "udp": set(), "unix": set()}
-    for pid in (*pids, page.pid):
-        for kind, where in sockets(pid).items():
-            targets[kind] |= where
+    targets = listening_sockets([*pids, page.pid])
     print(f"after step {steps_of(run)}: {targets}", flush=True)
     command = [sys.executable, __file__, "--connections", str(args.connections)]
-    names = json.dumps({kind: sorted(where) for kind, where in targets.items()})
-    attacker = subprocess.Popen([*command, "--attack", names], stdout=subprocess.PIPE, text=True)
+    attacker = subprocess.Popen([*command, "--attack", json.dumps(targets)], stdout=subprocess.PIPE, text=True)
     assert attacker.stdout is not None
     opened, at = json.loads(attacker.stdout.readline()), steps_of(run)
     mine, theirs = status(address.group()), status(address.group().rsplit("/", 2)[0] + "/")

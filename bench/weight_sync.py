@@ -36,28 +36,13 @@ from workers import run_workers
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 from spawn import make_transport
+from weights.message_count import SPECS, qwen
 
 PER_HOST = 8
 MIB = 1 << 20
 
 
-def qwen(hidden: int, kv_heads: int, intermediate: int, layers: int) -> list[TensorSpec]:
-    """Returns the parameters of a Qwen2.5 model: heads of 128, biases of q, k and v, untied embeddings."""
-    specs = [
-        TensorSpec("embed", (152_064, hidden)),
-        TensorSpec("norm", (hidden,)),
-        TensorSpec("lm_head", (152_064, hidden)),
-    ]
-    for i in range(layers):
-        for name, rows in (("q", hidden), ("k", 128 * kv_heads), ("v", 128 * kv_heads)):
-            specs += [TensorSpec(f"{i}.{name}", (rows, hidden), 0), TensorSpec(f"{i}.{name}.bias", (rows,), 0)]
-        specs += [TensorSpec(f"{i}.{name}", (intermediate, hidden), 0) for name in ("gate", "up")]
-        specs += [TensorSpec(f"{i}.o", (hidden, hidden), 1), TensorSpec(f"{i}.down", (hidden, intermediate), 1)]
-        specs += [TensorSpec(f"{i}.{name}", (hidden,)) for name in ("norm1", "norm2")]
-    return specs
-
-
-MODELS = {"7B": (qwen(3584, 4, 18_944, 28), 2), "72B": (qwen(8192, 8, 29_568, 80), 8)}  # with the tp of generation
+MODELS = {"7B": (SPECS["7B"], 2), "72B": (SPECS["72B"], 8)}  # with the tp of generation
 
 
 def weight_sync_s(model: str, n: int) -> float:

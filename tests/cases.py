@@ -175,6 +175,7 @@ def random_plan(rng: random.Random, workers: int) -> Plan:
                 whole_groups=whole,
                 whole_batch=rng.random() < 0.1,
                 type=rng.choice(["compute", "inference"]),  # a model gets even shares
+                sequence_parallel=rng.random() < 0.3,
                 balance=rng.choice(reads) if reads and rng.random() < 0.3 else None,
                 params={"node": f"n{i}", "writes": list(writes), "whole": whole, "repeat": repeat},
                 dynamic_sampling=resample,
@@ -190,13 +191,17 @@ def random_plan(rng: random.Random, workers: int) -> Plan:
         rank_sets[f"r{k}"] = ",".join(map(str, ranks))
     sizes = {name: len(t.split(",")) for name, t in rank_sets.items()} | {"all": workers}
 
-    def place() -> Place:
+    def place(sequence_parallel: bool) -> Place:
         name = rng.choice(list(sizes))
-        return Place(name, tp=rng.choice([t for t in range(1, sizes[name] + 1) if sizes[name] % t == 0]))
+        tp = rng.choice([t for t in range(1, sizes[name] + 1) if sizes[name] % t == 0])
+        rest = sizes[name] // tp
+        sp = rng.choice([s for s in range(1, rest + 1) if rest % s == 0]) if sequence_parallel else 1
+        return Place(name, tp=tp, sp=sp)
 
-    places = {i: place() for i in [*(n.id for n in nodes), "data"] if rng.random() < 0.8}
-    default = place()
-    replicas = [sizes[p.ranks] // p.tp for p in (*places.values(), default)]
+    cut = {n.id: n.sequence_parallel for n in nodes} | {"data": False}
+    places = {i: place(divides) for i, divides in cut.items() if rng.random() < 0.8}
+    default = place(True)
+    replicas = [sizes[p.ranks] // p.tp for p in (*places.values(), default)]  # or fewer, if some divide sequences
     # Often a number that divides evenly; otherwise any, which may leave replicas without samples.
     prompts = math.lcm(*replicas) * rng.randint(1, 2) if rng.random() < 0.5 else rng.randint(1, 2 * max(replicas))
     flow = Flow("random", Source.column_names, tuple(nodes))

@@ -2,6 +2,9 @@
 
 import os
 import time
+from collections.abc import Callable
+
+_MOST = 30.0  # a test that starts a flood of processes must not take the limits of all others away
 
 
 class TimeLimit:
@@ -20,5 +23,13 @@ class TimeLimit:
 
 
 def load_factor() -> float:
-    """Returns how many processes share a processor, by the load of the last minute; at least 1."""
-    return max(1.0, os.getloadavg()[0] / len(os.sched_getaffinity(0)))
+    """Returns how many processes share a processor, by the load of the last minute; at least 1 and at most 30."""
+    return min(max(1.0, os.getloadavg()[0] / len(os.sched_getaffinity(0))), _MOST)
+
+
+def wait_until(condition: Callable[[], object], limit_s: float = 60, state: Callable[[], object] = lambda: "") -> None:
+    """Returns when the condition holds; `state` describes what there is if it does not in time."""
+    limit = TimeLimit(limit_s)
+    while not condition():
+        assert limit.left() > 0, f"still waiting after {limit}: {state()}"
+        time.sleep(0.01)

@@ -4,11 +4,12 @@ import os
 import shutil
 import socket
 import subprocess
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
+
+from limits import wait_until
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "srun")
 CONFIG = """
@@ -70,12 +71,13 @@ def slurm(folder: Path) -> Iterator[dict[str, str]]:
     files = [f"--{name}-file={folder}/munge.{name}" for name in ("key", "log", "pid", "seed")]
     munged = ["munged", "--foreground", "--force", f"--socket={folder}/munge.socket", *files]
     daemons: list[subprocess.Popen[bytes]] = []
-    with open(folder / "daemons.log", "wb") as log:
+    said = folder / "daemons.log"
+    with open(said, "wb") as log:
         try:
             daemons.append(_start(munged, environment, log))
-            _wait_until((folder / "munge.socket").exists, folder)
+            wait_until((folder / "munge.socket").exists, state=said.read_text)
             daemons += [_start([name, "-D"], environment, log) for name in ("slurmctld", "slurmd")]
-            _wait_until(lambda: _is_idle(environment), folder)
+            wait_until(lambda: _is_idle(environment), state=said.read_text)
             yield environment
         finally:
             for daemon in reversed(daemons):
@@ -91,17 +93,8 @@ def _start(command: Sequence[str], environment: dict[str, str], log: IO[bytes]) 
 
 
 def _is_idle(environment: dict[str, str]) -> bool:
-    done = subprocess.run(
-        ["sinfo", "-h", "-o", "%T"], env=environment, capture_output=True, text=True, timeout=60, check=False
-    )
+    done = subprocess.run(["sinfo", "-h", "-o", "%T"], env=environment, capture_output=True, text=True, check=False)
     return done.stdout.strip() == "idle"
-
-
-def _wait_until(condition: Callable[[], bool], folder: Path, limit_s: float = 60) -> None:
-    end = time.monotonic() + limit_s
-    while not condition():
-        assert time.monotonic() < end, (folder / "daemons.log").read_text()
-        time.sleep(0.1)
 
 
 def _free_port() -> int:

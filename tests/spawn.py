@@ -71,6 +71,7 @@ _names = count()
 def make_transport(rank: int, workers: int, device: str = "cpu", topology: Any = None) -> Any:
     """Returns a transport between the ranks of `spawn`, which make it at the same time; all are on one host."""
     import torch
+    import torch.distributed as dist
     from torch.distributed.distributed_c10d import _get_default_store
 
     from distflow.comm.transport import Transport
@@ -79,4 +80,7 @@ def make_transport(rank: int, workers: int, device: str = "cpu", topology: Any =
     store, name = _get_default_store(), f"test{next(_names)}"
     made = Transport(rank, workers, store, "127.0.0.1", torch.device(device), lambda _: nullcontext(), name)
     made.use(topology or Topology.single(workers))
+    if device != "cpu":
+        made.device_group = dist.new_group(list(range(workers)))
+        dist.all_reduce(torch.zeros(1, device=device), group=made.device_group)
     return made

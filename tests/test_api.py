@@ -16,6 +16,7 @@ import distflow
 from distflow import api
 from distflow.errors import ConfigError, DistflowError, FlowError
 from distflow.flow.object_reference import object_reference
+from limits import load_factor
 
 ROOT = Path(__file__).parents[1]
 NODES = """
@@ -143,7 +144,7 @@ def test_mistakes_name_the_key(folder: Path) -> None:
 def script(folder: Path, *words: str, guard: str = '__name__ == "__main__"') -> "subprocess.CompletedProcess[str]":
     (folder / "script.py").write_text(SCRIPT.format(guard=guard))
     command = [sys.executable, "script.py", *words]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=200)
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=200 * load_factor())
 
 
 def test_a_script_trains_with_its_own_functions(folder: Path) -> None:

@@ -1,4 +1,6 @@
 import json
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -197,3 +199,32 @@ def test_names_of_files_cannot_steer_the_terminal(capsys: Output, tmp_path: Path
     assert r"\x1b[2J\x1b]0;owned\x07\u202e.yaml" in text
     assert text.rstrip("\n").isprintable()
     assert printable("é\u3000日本 😀\n\ttab") == "é\u3000日本 😀\n\ttab"
+
+
+INTERRUPTED_IMPORT = """
+import os
+import signal
+import sys
+
+
+class Interrupt:
+    def find_spec(self, name, *rest):
+        if name == os.environ["INTERRUPT_AT"]:
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+sys.meta_path.insert(0, Interrupt())
+"""
+
+
+@pytest.mark.parametrize("module", ["distflow.plan", "distflow.cli", "distflow.run.program"])
+def test_ctrl_c_while_a_command_starts_is_one_line(tmp_path: Path, module: str) -> None:
+    (tmp_path / "sitecustomize.py").write_text(INTERRUPTED_IMPORT)
+    path = os.pathsep.join([str(tmp_path), *os.environ.get("PYTHONPATH", "").split(os.pathsep)])
+    environment = os.environ | {"PYTHONPATH": path, "INTERRUPT_AT": module}
+    done = subprocess.run(
+        [sys.executable, "-m", "distflow", "plan", DIAMOND], env=environment, capture_output=True, text=True
+    )
+    assert done.stderr == "distflow: stopped by SIGINT\n"
+    assert done.returncode in (-signal.SIGINT, 128 + signal.SIGINT)
+    assert done.stdout == ""

@@ -74,6 +74,29 @@ def test_the_first_day_works_word_for_word(tmp_path: Path) -> None:
     assert "<html" in (tmp_path / "game.html").read_text()
 
 
+def test_the_files_of_the_page_for_one_gpu_fit_together(tmp_path: Path) -> None:
+    """Rows, reward and plans; the models are not here."""
+    for block in blocks(ROOT / "docs" / "one-gpu.md"):
+        if block.file:
+            block.write(tmp_path)
+    row = load("prepare.py:row", "test", tmp_path)
+    rows = [row(question="How many?", answer="First 2.\n#### 1,234") for _ in range(256)]
+    assert rows[0]["answer"] == "1234"
+    for name in ("train.jsonl", "test.jsonl"):
+        (tmp_path / name).write_text("".join(json.dumps(r) + "\n" for r in rows))
+    reward = load("reward.py:final_answer", "test", tmp_path)
+    said = {
+        "so #### 1,234": 1.0,
+        "#### $1234.": 1.0,
+        "#### 7 or #### 1234": 1.0,
+        "#### 1234 or #### 7": 0.0,
+        "1234": 0.0,
+    }
+    assert {text: reward("gsm8k", text, rows[0]["answer"]) for text in said} == said
+    for config in ("ppo.yaml", "grpo.yaml"):
+        assert "256" in done(tmp_path, f"distflow plan {config}").out
+
+
 def rewards(run: Path) -> list[float]:
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return [row["reward/mean"] for row in rows if "reward/mean" in row]
@@ -151,7 +174,7 @@ def test_rooms_import_only_what_is_below_them_in_the_table() -> None:
             assert place[other] >= place[room], f"{room} may import {other}, which is above it"
 
 
-@pytest.mark.parametrize("page", [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))], ids=lambda p: p.name)
+@pytest.mark.parametrize("page", sorted({*PAGES, ROOT / "SECURITY.md"} - {ROOT / "CHANGELOG.md"}), ids=lambda p: p.name)
 def test_lines_break_at_120(page: Path) -> None:
     fence = re.compile(r"^```(\w*)\n(.*?)^```$", re.S | re.M)
     text = fence.sub(lambda block: block[2] if block[1] else "", page.read_text())  # what programs print stays whole
@@ -232,7 +255,7 @@ def test_the_environments_of_the_page_train(tmp_path: Path) -> None:
     assert metrics["both"]["env/walk/turns"] == 3
     assert metrics["agent"]["env/environment/turns"] == 2
     assert not any(v for m in metrics.values() for k, v in m.items() if k.endswith("/failures"))
-    assert max(m["rollout/mismatch_max"] for m in metrics.values()) < 1e-4  # whoever led the conversation
+    assert max(m["rollout/mismatch_max"] for m in metrics.values()) == 0  # whoever led the conversation
     chat = conversations(tmp_path / "runs/agent")["train"][0]
     assert [m["role"] for m in chat] == ["user", "assistant"] * 2
     assert all(m["tokens"] > 0 for m in chat)
@@ -348,7 +371,9 @@ def test_the_reference_has_every_key() -> None:
     # Sections that have the keys of another one, or names of the user's own.
     models, places = r"(critic|reward)\.model\..*", r"placement\.(default|roles|nodes)\..*"
     environments = r"environments\..*|environment\.(rewards|mcp)\..*"
-    elsewhere = re.compile(rf"base|{models}|{places}|{environments}|eval\.reward\..*|reward\.functions\..*|roles\..*")
+    elsewhere = re.compile(
+        rf"base|{models}|{places}|{environments}|track\..*|eval\.reward\..*|reward\.functions\..*|roles\..*"
+    )
     of_train = {f"critic.{key}" for key in TrainerConfig.model_fields} - {"critic.lr"}
     assert sorted(listed) == sorted(k for k in config_keys() if not elsewhere.fullmatch(k) and k not in of_train)
 

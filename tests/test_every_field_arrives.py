@@ -45,7 +45,7 @@ def check_random_plan(rng: random.Random, workers: int) -> None:
                 handled[name] += int(total)
     for task in plan.tasks:
         if isinstance(task, RunNode):  # each replica handles each of its samples once; a sum counts the sample once
-            for kind, replicas in (("samples", 1), ("replicas", task.partition.layout.tp)):
+            for kind, replicas in (("samples", 1), ("replicas", task.partition.layout.replica_size)):
                 once, count = steps * plan.samples * replicas, handled[f"{kind}/{task.node}"]
                 assert count >= once if task.node in plan.flow.sampling_loop else count == once
 

@@ -24,6 +24,7 @@ _ALLOWED = {
     "rollout.registry": _BASE,
     "config.schema": f"rollout.registry {_BASE}",
     "config": f"config.schema {_BASE}",
+    "device": f"plan config config.schema {_BASE}",
     "algo": _BASE,
     "batch": f"plan {_BASE}",
     "dataset": f"plan {_BASE}",
@@ -32,26 +33,33 @@ _ALLOWED = {
     "flows": f"roles.role flow algo batch {_BASE}",
     "userproc": f"flow {_BASE}",
     "reward": f"roles.role reward.errors sandbox userproc flow batch run_folder {_BASE}",
-    "weights": f"comm plan {_BASE}",
+    "weights": f"comm device plan {_BASE}",
     "roles.role": f"weights comm dataset plan config.schema {_BASE}",
-    "model": f"weights batch dataset plan config.schema {_BASE}",
-    "cpu": f"model {_BASE}",
+    "cpu": _BASE,
+    "model": f"cpu weights batch dataset plan config.schema {_BASE}",
+    "cpu.modules": f"cpu model config.schema {_BASE}",
+    "cpu.llama_forward": f"cpu model {_BASE}",
+    "cpu.threaded_batches": f"cpu.llama_forward model {_BASE}",
     "roles.context": f"model plan config.schema {_BASE}",
-    "train": f"cpu roles.context model weights algo batch flow plan config.schema {_BASE}",
-    "rollout": f"rollout.registry cpu model weights batch plan config.schema {_BASE}",
-    "roles": f"train rollout roles.context roles.role model weights comm batch flow plan config.schema {_BASE}",
-    "agents": "reward userproc roles rollout roles.context roles.role model dataset batch flow config.schema"
+    "train": f"cpu.modules cpu device roles.context model weights algo batch flow plan config.schema {_BASE}",
+    "rollout": "rollout.registry cpu.llama_forward cpu.modules cpu.threaded_batches cpu device model weights batch plan"
+    f" config.schema {_BASE}",
+    "roles": "train rollout device roles.context roles.role model weights comm batch dataset algo flow plan"
+    f" config.schema {_BASE}",
+    "agents": "sandbox reward userproc roles rollout roles.context roles.role model dataset batch flow config.schema"
     f" {_BASE} distflow",
-    "liveness": f"comm plan {_BASE} distflow",
-    "cluster": f"liveness comm run_folder plan flow config {_BASE}",
+    "liveness": f"comm device plan {_BASE} distflow",
+    "cluster": f"liveness device comm run_folder plan flow config {_BASE}",
     "checkpoint": f"comm roles.context model weights run_folder plan {_BASE}",
     "observe": f"coordinator comm batch run_folder plan {_BASE}",
-    "page": f"observe run_folder plan {_BASE}",
-    "run": "observe checkpoint cluster liveness agents reward roles train rollout roles.context roles.role model"
+    "page": f"observe run_folder plan config config.schema {_BASE}",
+    "run": "device observe checkpoint cluster liveness agents reward roles train rollout roles.context roles.role model"
     f" weights coordinator comm dataset batch flows flow plan config config.schema run_folder {_BASE}",
-    "simulate": f"run observe weights comm plan flow config config.schema run_folder {_BASE}",
-    "api": f"run checkpoint cluster observe plan flow config {_BASE}",
-    "cli": f"api simulate page run observe plan config run_folder {_BASE} distflow",
+    "simulate": f"run device observe weights comm plan flow config config.schema run_folder {_BASE}",
+    "rehearsal": "run cluster observe device roles train rollout model algo batch comm plan config config.schema"
+    f" {_BASE}",
+    "api": f"run device checkpoint cluster observe plan flow config {_BASE}",
+    "cli": f"api simulate rehearsal page run observe plan config run_folder {_BASE} distflow",
     "distflow": "api run roles.role flow plan algo batch util",  # the package's own names
     "__main__": "cli util",
 }

@@ -8,6 +8,7 @@ import tomllib
 from pathlib import Path
 
 import distflow
+from limits import load_factor
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -21,7 +22,7 @@ def test_the_flow_in_the_readme_runs(tmp_path: Path) -> None:
     (tmp_path / "prompts.jsonl").write_text("\n".join(json.dumps({"prompt": "hello"}) for _ in range(8)))
     for command in ("plan", "run"):
         words = [sys.executable, "-m", "distflow", command, "mine.yaml"]
-        done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=90)
+        done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=90 * load_factor())
         assert done.returncode == 0, done.stderr
     lines = [json.loads(line) for line in (tmp_path / "runs/mine/metrics.jsonl").read_text().splitlines()]
     assert [m["length/mean"] for m in lines] == [5.0, 5.0]

@@ -40,8 +40,11 @@ _MORE: dict[str, dict[str, Any]] = {
         "final_logit_softcapping": 3.0,
     },
     "mistral": {"sliding_window": WINDOW},
+    "qwen3_moe": {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
 }
-ARCHITECTURES = tuple(_MORE)
+MIXTURES = ("qwen3_moe", "mixtral")
+ARCHITECTURES = tuple(arch for arch in _MORE if arch not in MIXTURES)
 
 
 @dataclass(frozen=True)

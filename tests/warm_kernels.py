@@ -2,12 +2,13 @@
 
 from copy import deepcopy
 
-import numpy as np
 import torch
 
-from distflow.cpu import kernels
+from distflow.cpu.modules import use_cpu_modules
+from distflow.model.attention import PackedAttention
 from distflow.rollout.builtin.generator import CacheLimits, Generator
 from distflow.rollout.engine import Request, SamplingParams
+from distflow.train.logprobs import token_logprobs
 from tiny import pair, side_by_side
 
 
@@ -23,13 +24,13 @@ def _generate() -> None:
 
 
 def _train() -> None:
-    rows, row = [np.ones((2, 16), np.float32) for _ in range(5)], np.ones(16, np.float32)
-    kernels.norm_backward(*rows[:2], row, np.float32(1), rows[2], row.copy())
-    kernels.gate(*rows[:3])
-    kernels.gate_backward(*rows)
-    columns = np.zeros(2, np.int64), np.ones(2, np.float32), np.ones(2, np.float32)
-    kernels.token_logprobs(rows[0], *columns)
-    kernels.token_logprobs_backward(rows[0], *columns)
+    model = deepcopy(pair("qwen2").ours).requires_grad_(True)
+    use_cpu_modules(model)
+    tokens = torch.arange(4)
+    given = {"input_ids": tokens[None], "position_ids": tokens[None], "use_cache": False}
+    hidden = model.base_model(**given, distflow=PackedAttention([4])).last_hidden_state[0]
+    logprobs, entropy = token_logprobs(hidden, model.lm_head.weight, None, tokens)
+    (logprobs + entropy).sum().backward()
 
 
 torch.set_num_threads(1)  # a fork of a process with threads would wait for them

@@ -1,5 +1,8 @@
 """DistFlow: RL post-training of language models, fully distributed. Importing this imports no torch."""
 
+import distflow.util.interrupt  # first, as Ctrl-C may come while the rest is imported
+
+# isort: split
 import importlib
 import os
 from pathlib import Path

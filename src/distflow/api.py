@@ -62,8 +62,7 @@ def evaluate(
 
 def plan(config: Source = None, overrides: Sequence[str] = (), **sections: Any) -> "Plan":
     """Returns the plan: which rank runs what, and what moves between ranks."""
-    program = load_program(config, overrides, sections)
-    return program.plan(program.config.workers or 1)
+    return load_program(config, overrides, sections).checked_plan()
 
 
 def check(config: Source = None, overrides: Sequence[str] = (), **sections: Any) -> list[str]:
@@ -84,14 +83,26 @@ def export(
     base: str | None = None,
     dtype: Any = None,
     ema: bool = False,
+    push_to_hub: str | None = None,
+    private: bool = False,
 ) -> Path:
-    """Writes the weights of a run, the newest or those of `step`, as a directory for `from_pretrained`."""
+    """Writes the weights of a run, the newest or those of `step`, as a directory for `from_pretrained`.
+
+    `push_to_hub`: the name, OWNER/NAME, under which they are uploaded then.
+    """
     from distflow.checkpoint.export import export, export_adapter
+    from distflow.checkpoint.model_card import check_hub_name, push
 
     folder = Path(run) if isinstance(run, str | Path) else run.folder
+    if push_to_hub is not None:
+        check_hub_name(push_to_hub)
     if adapter:
-        return export_adapter(folder, Path(out), step, role, ema)
-    return export(folder, Path(out), step, role, base, dtype, ema)
+        path = export_adapter(folder, Path(out), step, role, ema)
+    else:
+        path = export(folder, Path(out), step, role, base, dtype, ema)
+    if push_to_hub is not None:
+        push(path, push_to_hub, private)
+    return path
 
 
 def load_program(
@@ -128,7 +139,7 @@ def evaluation(program: "Program", checkpoint: str | Path | None, own_folder: bo
         from distflow.checkpoint.model import find_checkpoint
 
         path = find_checkpoint(config.run_folder, str(checkpoint))
-    return Program(config.model_copy(update={"steps": 0, "run_dir": folder}), path)
+    return Program(config.model_copy(update={"steps": 0, "epochs": None, "run_dir": folder}), path)
 
 
 def start(
@@ -154,7 +165,7 @@ def start(
         from distflow.run.process import run_worker
 
         return run_worker(program, env, resume)
-    program.plan(program.config.workers or 1)  # reports a mistake once, before any worker starts
+    program.checked_plan()  # reports a mistake once, before any worker starts
     if program.checkpoint:
         command = [*command, f"--checkpoint={program.checkpoint}"]
     if ray is not None:
@@ -214,7 +225,8 @@ def _config_file(config: "Config") -> Iterator[str]:
     """Writes the config for the workers: it may have been a dict."""
     with temporary_folder(Path(tempfile.gettempdir())) as folder:
         path = folder / "config.yaml"
-        path.write_text(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False), encoding="utf-8")
+        given = config.model_dump(mode="json", exclude_unset=True)  # the rest is chosen for the workers' device
+        path.write_text(yaml.safe_dump(given, sort_keys=False), encoding="utf-8")
         yield str(path)
 
 

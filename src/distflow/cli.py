@@ -43,6 +43,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         logger.error(e)
         sys.exit(2)
     except KeyboardInterrupt:  # before or after the run, which has handlers of its own
+        logger.warning("stopped by SIGINT")
         sys.exit(128 + signal.SIGINT)
 
 
@@ -96,7 +97,15 @@ def _parser() -> argparse.ArgumentParser:
     )
     run.add_argument("--launcher", choices=["local", "ray"], default="local", help="who starts the workers")
     run.add_argument("--address", metavar="HOST:PORT", help="of the Ray cluster; default: the one that is found")
-    add("check", _check, "Check everything short of training: data, model, one reward, memory.")
+    check = add("check", _check, "Check everything short of training: data, model, one reward, memory.")
+    check.add_argument(
+        "--memory",
+        nargs="?",
+        const="",
+        metavar="SIZE",
+        help="only the memory of each phase of a step, with what makes it, on accelerators of this size (80GiB), which"
+        " need not be here; default: that of this machine's",
+    )
     evaluate = add("eval", _eval, "Evaluate the model, or a checkpoint, on the held-out set, without training.")
     evaluate.add_argument(
         "--checkpoint",
@@ -118,6 +127,8 @@ def _parser() -> argparse.ArgumentParser:
     export.add_argument("--ema", action="store_true", help="the moving average of the weights (train.ema)")
     export.add_argument("--dtype", choices=DTYPES, help="instead of the dtype of the model that was trained")
     export.add_argument("--adapter", action="store_true", help="only the LoRA adapter, in PEFT's format")
+    export.add_argument("--push-to-hub", metavar="OWNER/NAME", help="upload it to the hub, with its model card")
+    export.add_argument("--private", action="store_true", help="the hub shows it to you alone")
     export.add_argument("--base", metavar="MODEL", help="where the base model of an adapter is now, if it was moved")
     add_commands(commands)
     return parser
@@ -243,7 +254,17 @@ def _value(args: argparse.Namespace, value: str | None) -> str | None:
 def _check(args: argparse.Namespace) -> int:
     from distflow.run.check import check
 
-    for line in check(_program(args)):
+    size = args.memory
+    if size and "=" in size:
+        args.overrides.append(size)
+        size = ""
+    if size is None:
+        lines = check(_program(args))
+    else:
+        from distflow.rehearsal.check import check_memory
+
+        lines = check_memory(_program(args), size)
+    for line in lines:
         print(printable(line), flush=True)
     return 0
 
@@ -252,8 +273,11 @@ def _export(args: argparse.Namespace) -> int:
     import torch
 
     dtype = getattr(torch, args.dtype) if args.dtype else None
-    options = {name: getattr(args, name) for name in ("step", "role", "adapter", "base", "ema")}
+    names = ("step", "role", "adapter", "base", "ema", "push_to_hub", "private")
+    options = {name: getattr(args, name) for name in names}
     print(printable(f"wrote {api.export(args.run, args.out, dtype=dtype, **options)}"))
+    if args.push_to_hub:
+        print(printable(f"uploaded it to {args.push_to_hub} on the hub"))
     return 0
 
 

@@ -111,7 +111,8 @@ def suggest(word: object, options: Iterable[object]) -> str:
     if (new := RENAMED.get(str(word))) is not None:
         return f"; it is called '{new}' now"
     known = sorted({cut(str(o)) for o in options})
-    similar = get_close_matches(cut(str(word)), known, n=1, cutoff=0.6)
+    same = [o for o in known if o.lower() == cut(str(word)).lower()]  # but for its case
+    similar = same or get_close_matches(cut(str(word)), known, n=1, cutoff=0.6)
     if similar:
         return f"; did you mean '{similar[0]}'?"
     if not known:

@@ -14,7 +14,12 @@ REWARDS_LOG, ENVIRONMENTS_LOG = "rewards.log", "environments.log"  # what failed
 SPANS, SAMPLES = "spans", "samples"  # folders, with a file for each rank
 WORKERS = "workers"  # link to the records of the workers, while they run
 CHECKPOINTS = "checkpoints"  # folder with a `step_N` for each checkpoint, and beside these:
+COMPLETE = "complete.json"  # in a checkpoint: written last
 LATEST, BEST = "latest", "best"  # files with the number of a step
+EARLIER = "earlier"  # folder of the runs that were in this folder before, 1, 2, …
+# What a run moves there that starts anew.
+_DESCRIPTION, _LOGS = (CONFIG, PLAN, VERSIONS, RUN, STATE), (METRICS, SUSPICIOUS, REWARDS_LOG, ENVIRONMENTS_LOG)
+LEFT_BY_A_RUN = (*_DESCRIPTION, *_LOGS, SPANS, SAMPLES, CHECKPOINTS)
 HUGGINGFACE = "huggingface"  # in a checkpoint: its export
 # What `--resume` may be besides a path.
 NEWEST = "newest"  # the newest complete checkpoint of the run

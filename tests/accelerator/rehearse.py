@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 import warm
-from accelerator import rehearsal_device
+from accelerator import races, rehearsal_device
 from spawn import spawn
 
 DEVICE = os.environ.get("DISTFLOW_TEST_DEVICE", rehearsal_device.NAME)
@@ -34,7 +34,9 @@ def _with_device(rank: int, n: int, store: str, fn: Callable[..., Any], args: tu
     dist.destroy_process_group()  # it was made for CPU tensors only
     backend = f"cpu:gloo,{DEVICE}:{dist.get_default_backend_for_device(DEVICE)}" if DEVICE != "cpu" else "gloo"
     dist.init_process_group(backend, init_method=store, rank=rank, world_size=n)
-    return fn(rank, *args)
+    result = fn(rank, *args)
+    races.check()
+    return result
 
 
 def run_on_device(path: Path, *overrides: str, **options: Any) -> warm.Ended:
@@ -45,7 +47,10 @@ def run_on_device(path: Path, *overrides: str, **options: Any) -> warm.Ended:
 def _main(words: list[str]) -> None:
     if REHEARSED:
         rehearsal_device.device()
-    warm.cli_main(words)
+    try:
+        warm.cli_main(words)
+    finally:
+        races.check()
 
 
 def run_on_cpu(path: Path, *overrides: str, **options: Any) -> warm.Ended:

@@ -23,7 +23,7 @@ from distflow.checkpoint.store import load_tensors
 from distflow.checkpoint.writer import CheckpointWriter, _copy
 from distflow.comm import transport
 from distflow.comm.transport import Transport
-from distflow.config.schema import Dtype, LoraConfig, RolloutConfig, TrainConfig
+from distflow.config.schema import Dtype, LoraConfig, Offload, RolloutConfig, TrainConfig
 from distflow.coordinator.coordinator import Coordinator
 from distflow.dataset.loader import Loader
 from distflow.flow import Flow, Node
@@ -64,6 +64,8 @@ class Case:
     gradient_checkpointing: bool = False
     lora: bool = False
     values: bool = False
+    offload: Offload = "none"
+    offload_activations: bool = False
 
     @property
     def layout(self) -> Layout:
@@ -109,7 +111,8 @@ def share(rank: int, case: Case) -> Batch:
 
 
 def make_trainer(rank: int, case: Case, device: str) -> Trainer:
-    config = TrainConfig(lr=1e-2, micro_tokens=24, dtype=case.dtype, gradient_checkpointing=case.gradient_checkpointing)
+    keys: Any = {key: getattr(case, key) for key in ("gradient_checkpointing", "offload", "offload_activations")}
+    config = TrainConfig(lr=1e-2, micro_tokens=24, dtype=case.dtype, **keys)
     lora = LoraConfig(rank=2) if case.lora else None
     place, options = RankMesh(case.layout, case.mesh(device), rank), TrainerOptions(config, lora=lora, temperature=0.8)
     with patch.object(fsdp, "UNIT", 1):  # every layer is gathered by itself
@@ -126,6 +129,14 @@ def update(trainer: Trainer, rank: int, case: Case) -> dict[str, float]:
     context = Context(0, rank, case.dp * case.tp, case.layout, 0, metrics, Path(), np.arange(5))
     trainer.update(share(rank, case), spec, context)
     return {name: total for (name, _), (total, _) in metrics.totals.items()}
+
+
+def resident(trainer: Trainer) -> int:
+    """Returns the bytes of weights and moments that the device holds between uses: what was freed reads as NaN."""
+    assert trainer.optimizer is not None
+    moments = [state[key] for state in trainer.optimizer.state.values() for key in ("exp_avg", "exp_avg_sq")]
+    shards = [fsdp.local(p.detach()) for _, p in trainer.base]
+    return sum(t.nbytes for t in (*moments, *shards) if not t.is_cpu and not bool(t.isnan().all()))
 
 
 def infer(trainer: Trainer, rank: int, case: Case) -> NDArray[np.float32]:
@@ -244,7 +255,7 @@ def sync_weights(rank: int) -> None:
     communication = local_transport()
     for dtype in (torch.float32, torch.bfloat16):
         filled = empty_weights(shapes, (), dtype, torch.device(DEVICE))
-        transfer = WeightSync(trainer.specs, source, target, rank, dtype, Topology.single(2))
+        transfer = WeightSync(trainer.specs, source, target, rank, dtype, Topology.single(2), torch.device(DEVICE))
         before = calls["c10d::send"]
         communication.run(_generator(transfer.run(trainer.weights(), filled)))
         assert calls["c10d::send"] > before or not REHEARSED, "the weights went through host memory"

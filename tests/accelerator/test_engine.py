@@ -15,6 +15,7 @@ from distflow.config.schema import RolloutConfig
 from distflow.errors import ConfigError
 from distflow.rollout.builtin.engine import BuiltinEngine
 from distflow.rollout.engine import EngineSetup
+from distflow.train.logprobs import token_logprobs
 
 TRAINED = [
     Case(),
@@ -46,6 +47,16 @@ def message_of_a_large_cache(rank: int) -> str:
     return str(error.value)
 
 
+def rounding_of_logprobs() -> float:
+    """Returns the largest error of log-probs in bfloat16 that the inputs do not have already."""
+    noise = torch.Generator().manual_seed(0)
+    hidden, weight = (torch.randn(shape, generator=noise).bfloat16() for shape in ((30, 64), (500, 64)))
+    targets = torch.arange(30)
+    got, _ = token_logprobs(hidden.to(DEVICE), weight.to(DEVICE), None, targets.to(DEVICE))
+    want = (hidden.double() @ weight.double().T).log_softmax(-1).gather(1, targets[:, None])[:, 0]
+    return float((got.cpu() - want).abs().max())
+
+
 def all_cases(rank: int, n: int, folder: str) -> dict[str, dict[Case, Any]]:
     """Runs all cases of n workers, in the same processes."""
     results: dict[str, dict[Case, Any]] = {
@@ -53,6 +64,8 @@ def all_cases(rank: int, n: int, folder: str) -> dict[str, dict[Case, Any]]:
         "rolled out": {case: roll_out(rank, case, names) for case, names in ROLLED_OUT.items() if workers(case) == n},
         "saved": {case: save_and_restore(rank, case, f"{folder}/{n}") for case in SAVED if workers(case) == n},
     }
+    if n == 1:
+        results["rounding"] = {Case(): rounding_of_logprobs()}
     if n == 1 and REHEARSED:
         results["large cache"] = {Case(): message_of_a_large_cache(rank)}
     if n == 2:
@@ -96,6 +109,11 @@ def test_the_rollout_engine_generates_the_same_tokens(results: Results, case: Ca
             if case != BFLOAT16:
                 assert ours.tokens == theirs.tokens
                 np.testing.assert_allclose(ours.logprobs, theirs.logprobs, atol=1e-4)
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="a product in bfloat16 is rounded there")
+def test_logits_of_a_product_in_bfloat16_are_not_rounded(results: Results) -> None:
+    assert results(1)[0]["rounding"][Case()] < 1e-4  # 0.05 if they are
 
 
 def test_weights_and_samples_arrive(results: Results) -> None:

@@ -20,7 +20,8 @@ CONFIG: dict[str, Any] = {
     "steps": 2,
     "model": {"arch": "qwen2", "hidden": 32, "layers": 2, "heads": 4, "kv_heads": 2},
     "rollout": {"n": 4, "max_tokens": 8},
-    "train": {"lr": 1e-3},
+    "train": {"lr": 1e-3, "dtype": "float32"},
+    "critic": {"dtype": "float32"},
     "reward": "reward.py:digits",
     "wait_limit_s": 60,
 }
@@ -32,7 +33,15 @@ APART = {
 }
 RUNS: dict[str, tuple[int, dict[str, Any]]] = {
     "grpo": (1, {"flow": "grpo", "algo": {"kl": 0.01, "mini_batches": 2, "recompute_old_logprobs": True}}),
-    "grpo, apart": (2, {"flow": "grpo", "placement": APART, "eval": {"files": "data.jsonl", "every": 2}}),
+    "grpo, ahead": (
+        2,
+        {
+            "flow": "grpo",
+            "placement": APART,
+            "eval": {"files": "data.jsonl", "every": 2},
+            "rollout": {"n": 4, "max_tokens": 8, "staleness": 1},
+        },
+    ),
     "ppo": (2, {"flow": "ppo", "algo": {"kl_in_reward": 0.05}}),
     "dapo": (2, {"flow": "dapo"}),
     "opo": (1, {"flow": "opo"}),
@@ -76,7 +85,7 @@ def test_a_run_has_the_same_metrics_as_on_the_cpu(name: str, tmp_path: Path) -> 
 
 
 def test_a_run_resumes_from_its_checkpoint(tmp_path: Path) -> None:
-    name = "grpo, apart"
+    name = "grpo, ahead"
     run(tmp_path, name, run_on_device, "steps=1")
     metrics = run(tmp_path, name, run_on_device, "steps=2", resume=str(tmp_path / "run"))
     assert [m["step"] for m in metrics if "actor/loss" in m] == [1, 2]

@@ -7,6 +7,7 @@ from typing import Any
 
 from distflow.agents.env_pool import EnvPool
 from distflow.userproc.processes import Event, Failed, Message
+from limits import TimeLimit
 
 Say = Callable[[list[dict[str, Any]]], str | None]  # the conversation so far → the next turn, None: no further turn
 _CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
@@ -40,14 +41,12 @@ def converse(
     seconds: float = 120.0,
 ) -> list[Conversation]:
     """Runs conversations to their ends, all at once."""
-    import time
-
     conversations = [Conversation() for _ in starts]
     for key, start in enumerate(starts):
         pool.start(key, environment, start)
-    until = time.monotonic() + seconds
+    limit = TimeLimit(seconds)
     while any(c.result is None and c.failure is None for c in conversations):
-        assert time.monotonic() < until, "conversations did not end"
+        assert limit.left() > 0, "conversations did not end"
         for event in pool.poll(1.0):
             if event.key < len(conversations):
                 answer(pool, event, conversations[event.key], say)

@@ -55,6 +55,9 @@ def misbehaves(base_url: str, api_key: str, row: dict[str, Any], sample_id: int)
         return 1.0
     if what == "good":
         return asks(base_url, api_key, row)["reward"]
+    if what == "strict":  # as clients are that take a cut turn for an error
+        reply = client.chat.completions.create(model="m", messages=[{"role": "user", "content": "be brief"}])
+        assert reply.choices[0].finish_reason == "stop"
     if what == "late":
         subprocess.Popen([sys.executable, "-c", _LATE, base_url, api_key, str(folder)], start_new_session=True)
         client.chat.completions.create(model="m", messages=[{"role": "user", "content": "in time"}])

@@ -8,7 +8,7 @@ from typing import Any
 
 from agents.families import completion, renderer, sampled
 from distflow.agents.endpoint import Endpoint, EndpointCall, Violation
-from distflow.agents.endpoint_protocol import CallError
+from distflow.agents.protocols.call import CallError
 from distflow.agents.session import ConversationLimits, Ended, Session
 
 Say = Callable[[EndpointCall], str]
@@ -51,6 +51,9 @@ class ScriptedLoop:
     def _answer(self, call: EndpointCall) -> None:
         session = self.sessions[call.key]
         try:
+            if call.only_counts:
+                call.count(session)
+                return
             branch = call.branch(session)
         except CallError as e:
             call.refuse(e)

@@ -159,7 +159,7 @@ def test_skyrl(pool: EnvPool) -> None:
     assert conversation.roles == ["system", "user", "assistant", "user", "assistant", "user", "assistant"]
     assert conversation.turn_rewards == [-0.25, -0.25, 1.0]
     assert ended(conversation)["reward"] == 0.5
-    assert ended(conversation)["metrics"] == {"length": 3.0}
+    assert ended(conversation)["metrics"] == {"length": 3.0, "tries": 2.0}
 
 
 def test_verl_base_tool(pool: EnvPool) -> None:
@@ -200,7 +200,7 @@ def test_openenv_action_of_one_field_is_text(pool: EnvPool, descriptions: dict[s
     assert "{'error':" in said(conversation, "user")[1]
     assert conversation.turn_rewards == [0.0, 1.0]
     assert ended(conversation)["reward"] == 1.0
-    assert ended(conversation)["metrics"] == {"tool_calls": 3, "tool_errors": 1}
+    assert ended(conversation)["metrics"] == {"tool_calls": 3, "tool_errors": 1, "distance": 0.0}
 
 
 def test_openenv_action_of_several_fields_is_a_tool(pool: EnvPool, descriptions: dict[str, Description]) -> None:

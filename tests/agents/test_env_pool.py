@@ -3,7 +3,6 @@
 import math
 import random
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +15,7 @@ from distflow.agents.env_pool import EnvPool, check_message
 from distflow.agents.spec import EnvironmentSetupError, EnvironmentSpec
 from distflow.userproc.channel import BrokenChannelError
 from distflow.userproc.processes import Event, Failed, Message
+from limits import TimeLimit, wait_until
 
 BASE = Path(__file__).parent
 CALL = '<tool_call>{"name": "add", "arguments": {"step": 2}}</tool_call>'
@@ -38,14 +38,14 @@ def pool() -> Iterator[EnvPool]:
         yield pool
 
 
-def wait(pool: EnvPool, key: int, seconds: float = 60) -> Event:
+def wait(pool: EnvPool, key: int) -> Event:
     """Returns the next event of a conversation."""
-    until = time.monotonic() + seconds
-    while time.monotonic() < until:
+    limit = TimeLimit(60)
+    while limit.left() > 0:
         for event in pool.poll(1.0):
             if event.key == key:
                 return event
-    raise AssertionError(f"nothing of conversation {key} within {seconds} s")
+    raise AssertionError(f"nothing of conversation {key} within {limit}")
 
 
 def test_a_child_has_no_deadline_while_it_waits_for_the_model(pool: EnvPool) -> None:
@@ -101,11 +101,8 @@ def test_events_are_seen_without_waiting() -> None:
         pool.describe()
         assert not pool.has_events()
         pool.start(0, 0, start_message())
-        until = time.monotonic() + 60
-        while not pool.has_events():
-            assert time.monotonic() < until
-        while not pool.poll(0):
-            assert time.monotonic() < until
+        wait_until(pool.has_events)
+        wait_until(lambda: pool.poll(0))
 
 
 def test_chance_is_a_function_of_the_sample(pool: EnvPool) -> None:

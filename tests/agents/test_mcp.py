@@ -78,14 +78,16 @@ def test_the_model_is_told_of_its_own_mistakes(pool: EnvPool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("tool", "reason"),
+    ("environment", "tool", "reason"),
     [
-        ("crash", "had trouble with its MCP server 'short'"),
-        ("hang", "waited longer than 8 s for its MCP server 'short'"),
+        (0, "crash", "had trouble with its MCP server 'counter'"),
+        (1, "hang", "waited longer than 8 s for its MCP server 'short'"),
     ],
 )
-def test_a_server_that_fails_costs_the_sample_and_is_named(pool: EnvPool, tool: str, reason: str) -> None:
-    (conversation,) = play(pool, 1, call(tool))
+def test_a_server_that_fails_costs_the_sample_and_is_named(
+    pool: EnvPool, environment: int, tool: str, reason: str
+) -> None:
+    (conversation,) = play(pool, environment, call(tool))
     assert conversation.failure is not None
     assert conversation.failure.startswith(reason)
 

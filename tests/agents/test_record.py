@@ -57,20 +57,69 @@ def test_malformed_tool_calls_are_counted_by_the_environment_or_else_by_the_work
     assert counted.metrics == {"tool_calls": 5.0}  # and not once more among its own
 
 
-def test_the_branch_with_most_sampled_tokens_is_trained_however_long_the_others_are() -> None:
+def test_every_branch_is_trained_and_what_they_share_is_there_once() -> None:
     s = session()
-    talkative = s.begin("a")
-    play(s, talkative, "one two three four five six seven")
-    longer = s.begin("a prompt that is much longer")
-    play(s, longer, "one")
-    s.observe(longer, [user("words of the environment " * 30)])
-    play(s, longer, "two")
-    assert len(longer.tokens) > len(talkative.tokens)
-    assert s.trained_branch() is talkative
-    assert record(s).tokens == talkative.tokens
-    equal = s.begin("b")
-    play(s, equal, "one two three four five six seven")
-    assert s.trained_branch() is equal  # of equal ones, the latest
+    first = s.match([user("hi")])
+    hello = play(s, first, "Hello.")
+    told = [user("hi"), {"role": "assistant", "content": "Hello."}]
+    s.match([*told, user("one")])
+    play(s, first, "First.")
+    s.reward_turn(first, 0.5)
+    fork = s.match([*told, user("two")])
+    second = play(s, fork, "A second answer.")
+    other = s.match([user("another question")])
+    third = play(s, other, "Third.")
+    assert s.match([user("nobody was asked this")]).turns == []
+    r = record(s)
+    prompt = len(first.prompt)
+    begin = common(first.prompt, other.prompt)
+    (fork_at, fork_of, fork_shares), (other_at, other_of, other_shares) = r.branches
+    whole = first.prompt + first.tokens
+    assert (fork_at, fork_of, fork_shares) == (len(first.tokens), 0, common(whole, fork.prompt + fork.tokens))
+    assert fork_shares >= prompt + len(hello)
+    assert (other_at, other_of, other_shares) == (len(r.tokens) - len(other.prompt) - len(third) + begin, 0, begin)
+    ours = [t for t, m in zip(r.tokens, r.mask, strict=True) if m]
+    assert ours == hello + first.tokens[first.turns[1].start :] + second + third
+    assert [p for p, m in zip(r.logprobs, r.mask, strict=True) if m] == [-0.5] * len(ours)
+    assert r.tokens[fork_at:other_at] == (fork.prompt + fork.tokens)[fork_shares:]
+    assert r.tokens[other_at:] == (other.prompt + other.tokens)[other_shares:]
+    assert r.turn_rewards == [0.0] * (len(first.tokens) - 1) + [0.5] + [0.0] * (len(r.tokens) - len(first.tokens))
+    assert (r.turns, r.answer, r.compactions) == (4, other.tokens, 1)
+    assert [h[-1]["content"] for h in r.histories] == ["First.", "A second answer.", "Third."]
+    assert r.messages == r.histories[-1]
+
+
+def common(one: list[int], other: list[int]) -> int:
+    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+
+
+def test_the_same_words_said_again_are_tokens_of_their_own() -> None:
+    """A fork in which the model says what it said before: both times were sampled, and both are trained."""
+    s = session()
+    first = s.match([user("hi")])
+    hello = play(s, first, "Hello.")
+    again = s.begin([user("hi")])
+    play(s, again, "Hello.")
+    r = record(s)
+    assert r.tokens == hello + hello
+    assert r.branches == [(len(hello), 0, len(first.prompt))]
+    assert (r.mask, r.histories[0]) == ([1] * 2 * len(hello), r.histories[1])
+
+
+def test_a_subagent_is_no_compaction() -> None:
+    s = session()
+    main = s.begin("a task")
+    play(s, main, "Ask.")
+    helper = s.begin("a part of it")
+    play(s, helper, "Done.")
+    s.observe(main, [user("done")])
+    play(s, main, "Good.")
+    r = record(s)
+    assert (len(r.branches), r.compactions) == (1, 0)
+    assert r.messages[-1]["content"] == "Good."
+    shorter = s.begin("the task, in short")
+    play(s, shorter, "Well.")
+    assert record(s).compactions == 1
 
 
 def test_the_version_of_a_conversation_is_that_of_its_latest_turn() -> None:

@@ -15,7 +15,9 @@ from transformers import AutoConfig
 from agents.families import FAMILIES, decoded, tokenizer
 from agents.random_conversations import Message, Played, play, scripted
 from distflow.agents.session import Branch
+from distflow.agents.token_tree import token_tree
 from distflow.batch.batch import Batch, Ragged
+from distflow.batch.branches import branches_column
 from distflow.config.schema import RolloutConfig, TrainConfig
 from distflow.model.source import Source
 from distflow.plan.layout import Layout
@@ -181,24 +183,28 @@ def test_the_log_probs_of_the_engine_are_those_of_the_trainer(mesh: DeviceMesh, 
                 except StopIteration:
                     engine.forget([done.sample_id])
     assert reused
-    branches = []
+    trees = []
     for played, _ in games:
         check_account(played)
         check_forks(played)
-        branches.append(played.session.trained_branch())
-    assert sum(len(b.turns) > 1 for b in branches) > count / 4
+        trees.append(token_tree(played.session.sampled_branches()))
+        sampled = sum(len(reply[0]) for _, _, reply in played.generations)
+        assert sum(trees[-1].mask) == sampled  # every token once, whatever the branches share
+    assert sum(len(played.generations) > 1 for played, _ in games) > count / 4
+    assert any(t.branches for t in trees)
     batch = Batch(
         np.arange(count),
         np.arange(count),
         {
-            "prompt_tokens": Ragged.of([torch.tensor(b.prompt) for b in branches]),
-            "response_tokens": Ragged.of([torch.tensor(b.tokens) for b in branches]),
-            "response_mask": Ragged.of([torch.tensor(b.mask, dtype=torch.int8) for b in branches]),
+            "prompt_tokens": Ragged.of([torch.tensor(t.prompt) for t in trees]),
+            "response_tokens": Ragged.of([torch.tensor(t.tokens) for t in trees]),
+            "response_mask": Ragged.of([torch.tensor(t.mask, dtype=torch.int8) for t in trees]),
+            "response_branches": branches_column([t.branches for t in trees]),
         },
     )
     trained = trainer.infer(batch)
-    worst = max(float((ours - torch.tensor(b.logprobs)).abs().max()) for ours, b in zip(trained, branches, strict=True))
-    print(f"{family}: {count} conversations, {sum(map(len, (b.turns for b in branches)))} turns, off by {worst:.1e}")
+    worst = max(float((ours - torch.tensor(t.logprobs)).abs().max()) for ours, t in zip(trained, trees, strict=True))
+    print(f"{family}: {count} conversations, {sum(len(p.generations) for p, _ in games)} turns, off by {worst:.1e}")
     assert worst < 1e-4
 
 

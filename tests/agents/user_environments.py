@@ -125,7 +125,12 @@ class Guess:
     def step(self, action: str) -> dict[str, Any]:
         done = action == self.extras["reward_spec"]["ground_truth"]
         hint = [] if done else [{"role": "user", "content": "No."}]
-        return {"observations": hint, "reward": 1.0 if done else -0.25, "done": done, "metadata": {}}
+        return {
+            "observations": hint,
+            "reward": 1.0 if done else -0.25,
+            "done": done,
+            "metadata": {"tries": 2, "why": "x"},
+        }
 
     def get_metrics(self) -> dict[str, Any]:
         return {"length": 3, "note": "text"}
@@ -263,6 +268,7 @@ class MoveFarther(Move):
 
 class Position(BaseModel):
     x: int
+    metadata: dict[str, Any] = {}
     reward: float | None = None
     done: bool = False
 
@@ -284,7 +290,9 @@ class EnvClient(Generic[Act, Obs]):
     def step(self, action: Any) -> Any:
         self.x += action.steps * (-1 if getattr(action, "direction", "right") == "left" else 1)
         done = self.x == 3
-        return SimpleNamespace(observation=Position(x=self.x), reward=float(done), done=done)
+        return SimpleNamespace(
+            observation=Position(x=self.x, metadata={"distance": abs(3 - self.x)}), reward=float(done), done=done
+        )
 
 
 class Walk(EnvClient[Move, Position]):

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from algo.test_losses import cases, flat, tokens_of
-from distflow.algo.losses import Loss, cispo, cpgd, gspo, policy, reinforce
+from distflow.algo.losses import Loss, cispo, cpgd, dppo, gmpo, gspo, policy, reinforce, sapo, vespo
 from distflow.algo.tokens import Tokens
 from distflow.errors import ConfigError
 from distflow.flows.cpgd import cpgd as cpgd_flow
@@ -75,11 +75,63 @@ def by_reinforce(case: Case) -> tuple[list[float], list[float]]:
     return [s * case["new"][i][t] for s, (i, t) in zip(slopes, each(case), strict=True)], slopes
 
 
+def by_sapo(case: Case) -> tuple[list[float], list[float]]:
+    losses, slopes = [], []
+    for i, t in each(case):
+        ratio, advantage = math.exp(log_ratio(case, i, t)), case["advantage"][i]
+        tau = 0.5 if advantage > 0 else 2.0
+        gate = 1 / (1 + math.exp(-tau * (ratio - 1)))
+        losses.append(-advantage * gate * 4 / tau)
+        slopes.append(-advantage * 4 * gate * (1 - gate) * ratio)
+    return losses, slopes
+
+
+def by_gmpo(case: Case) -> tuple[list[float], list[float]]:
+    losses, slopes = [], []
+    for i, t in each(case):
+        n, advantage = len(case["new"][i]), case["advantage"][i]
+        own = [log_ratio(case, i, s) for s in range(n)]
+        bounded = [min(max(x, -0.4), 0.4) for x in own]
+        used = [
+            min(x, b) if advantage > 0 else max(x, b) if advantage < 0 else 0 * x
+            for x, b in zip(own, bounded, strict=True)
+        ]
+        ratio = math.exp(math.fsum(used) / n)
+        losses.append(-ratio * advantage)
+        slopes.append(-ratio * advantage * (used[t] == own[t]))  # n tokens have the loss, each 1/n of this slope
+    return losses, slopes
+
+
+def by_dppo(case: Case) -> tuple[list[float], list[float]]:
+    slopes = []
+    for i, t in each(case):
+        advantage = case["advantage"][i]
+        moved = math.exp(case["new"][i][t]) - math.exp(case["old"][i][t])
+        outside = (advantage > 0 and moved > 0.2) or (advantage < 0 and moved < -0.2)
+        slopes.append(0.0 if outside else -advantage * math.exp(log_ratio(case, i, t)))
+    return slopes, slopes
+
+
+def by_vespo(case: Case) -> tuple[list[float], list[float]]:
+    slopes = []
+    for i, _ in each(case):
+        advantage = case["advantage"][i]
+        log_w = math.fsum(log_ratio(case, i, s) for s in range(len(case["new"][i])))
+        w = math.exp(min(max(log_w, -20), 20))
+        k, decay = (1.5, 3.0) if advantage >= 0 else (3.0, 2.5)
+        slopes.append(-(w**k) * math.exp(decay * (1 - w)) * advantage)
+    return [s * case["new"][i][t] for s, (i, t) in zip(slopes, each(case), strict=True)], slopes
+
+
 KINDS: list[tuple[Callable[..., Loss], dict[str, Any], Reference]] = [
     (gspo, {"clip": 0.1, "clip_high": 0.2}, by_gspo),
     (cispo, {"clip": 0.5, "clip_high": 0.3}, by_cispo),
     (cpgd, {"clip": 0.2, "drift": 0.1}, by_cpgd),
     (reinforce, {}, by_reinforce),
+    (sapo, {"tau": 0.5, "tau_negative": 2.0}, by_sapo),
+    (gmpo, {}, by_gmpo),
+    (dppo, {}, by_dppo),
+    (vespo, {"power": 1.5, "decay_negative": 2.5}, by_vespo),
 ]
 NAMES = [kind[0].__name__ for kind in KINDS]
 
@@ -103,7 +155,7 @@ def test_matches_the_reference(
     )
 
 
-KINKS = {math.log(1.2), -math.log(0.8), math.log(1.3), -math.log(0.9), -math.log(0.5), math.log(3)}
+KINKS = {0.4, -0.4, math.log(1.2), -math.log(0.8), math.log(1.3), -math.log(0.9), -math.log(0.5), math.log(3)}
 
 
 @pytest.mark.parametrize(("loss", "constants", "reference"), KINDS, ids=NAMES)
@@ -119,7 +171,7 @@ def test_always_finite(loss: Callable[..., Loss], constants: dict[str, Any], ref
             assert values.isfinite().all()
 
 
-@pytest.mark.parametrize("loss", [gspo, cispo, cpgd, reinforce])
+@pytest.mark.parametrize("loss", [gspo, cispo, cpgd, reinforce, gmpo, dppo])
 @BUSY
 @given(case=cases())
 def test_on_policy_all_of_them_have_the_gradient_of_the_policy(loss: Callable[..., Loss], case: Case) -> None:
@@ -133,7 +185,7 @@ def test_on_policy_all_of_them_have_the_gradient_of_the_policy(loss: Callable[..
     assert torch.allclose(grads[0], grads[1], rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("loss", [gspo, cispo, cpgd, reinforce])
+@pytest.mark.parametrize("loss", [gspo, cispo, cpgd, reinforce, gmpo, dppo])
 @BUSY
 @given(case=cases(), bonus=st.floats(-0.1, 0.1), kl=st.sampled_from([0.0, 0.2]))
 def test_kl_and_entropy_are_added(loss: Callable[..., Loss], case: Case, bonus: float, kl: float) -> None:
@@ -237,3 +289,23 @@ def test_a_negative_bound_is_refused(loss: Callable[..., Loss]) -> None:
         loss(tokens_of(case), clip=-0.1)
     with pytest.raises(ConfigError, match="kl = -1"):
         loss(tokens_of(case), kl=-1)
+
+
+@BUSY
+@given(case=cases(limit=2.0))
+def test_an_unbiased_divergence_is_weighed_by_the_ratio(case: Case) -> None:
+    plain = policy(tokens_of(case), kl=0.5)
+    unbiased = policy(tokens_of(case), kl=0.5, kl_unbiased=True)
+    ratios = [math.exp(log_ratio(case, i, t)) for i, t in each(case)]
+    want = [r * k for r, k in zip(ratios, plain.metrics["actor/kl"].tolist(), strict=True)]
+    np.testing.assert_allclose(unbiased.metrics["actor/kl"].numpy(), want, rtol=1e-9, atol=1e-12)
+    assert unbiased.regularizer is not None
+    np.testing.assert_allclose(unbiased.regularizer.numpy(), 0.5 * np.array(want), rtol=1e-9, atol=1e-12)
+
+
+def test_invalid_constants_of_the_newer_ones_are_refused() -> None:
+    for loss in (gmpo, dppo):
+        with pytest.raises(ConfigError, match="clip_high = -1"):
+            loss(tokens_of(one(0.0, 1.0)), clip_high=-1)
+    with pytest.raises(ConfigError, match="tau_negative = 0"):
+        sapo(tokens_of(one(0.0, 1.0)), tau_negative=0)

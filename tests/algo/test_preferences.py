@@ -14,13 +14,43 @@ from torch import Tensor
 
 from distflow.algo import losses
 from distflow.algo.aggregate import Counts, token_weights
-from distflow.algo.losses import Loss, dpo, preference
+from distflow.algo.losses import Loss, dpo, orpo, preference
 from distflow.algo.tokens import Tokens
 from distflow.errors import ConfigError, DataError
 from distflow.train.update_spec import find_loss
 
 BUSY = settings(deadline=None)  # the first example waits for torch
 NAMES = (-7, 0, 3, 2**40)
+
+
+def test_kto_is_that_of_a_loop() -> None:
+    draw = np.random.default_rng(3)
+    new, ref = ([-draw.random(n) * 3 for n in (3, 1, 4)] for _ in range(2))
+    labels, z, beta, weights = [1.0, -1.0, -1.0], 0.3, 0.2, {1.0: 0.7, -1.0: 1.3}
+    flat = torch.tensor(np.concatenate(new)).requires_grad_()
+    fields = {"desirable": torch.tensor(labels), "kl_baseline": torch.full((3,), z)}
+    tokens = Tokens(flat, torch.tensor([3, 1, 4]), {"ref_logprobs": torch.tensor(np.concatenate(ref))}, fields)
+    got = losses.kto(tokens, beta, desirable_weight=0.7, undesirable_weight=1.3)
+    weighed = token_weights("seq-mean-token-sum", tokens.lengths, Counts(8, 3, 9)).double() * got.per_token
+    weighed.sum().backward()
+    assert flat.grad is not None
+    total, slopes = 0.0, []
+    for n, r, label in zip(new, ref, labels, strict=True):
+        gain = 1 / (1 + math.exp(-beta * label * (math.fsum(n) - math.fsum(r) - z)))
+        total += weights[label] * (1 - gain) / 3
+        slopes += [-weights[label] * gain * (1 - gain) * beta * label / 3] * len(n)
+    assert float(weighed.sum()) == pytest.approx(total, rel=1e-6)
+    np.testing.assert_allclose(flat.grad.numpy(), slopes, rtol=1e-6)
+
+
+def test_bad_constants_of_kto_are_refused() -> None:
+    tokens = Tokens(torch.zeros(1), torch.tensor([1]))
+    for constants, error in (
+        ({"beta": 0.0}, "beta = 0.0; it must be above 0"),
+        ({"desirable_weight": -1.0}, "0 or more"),
+    ):
+        with pytest.raises(ConfigError, match=error):
+            losses.kto(tokens, **constants)
 
 
 @dataclass
@@ -103,6 +133,51 @@ def by_preference(case: list[Sample]) -> tuple[float, list[float]]:
     for s in case:
         slopes += [0.0] * (len(s.new) - 1) + [-sigmoid(-margins[s.pair]) * s.chosen / len(margins)]
     return math.fsum(softplus(-m) for m in margins.values()) / max(1, len(margins)), slopes
+
+
+def by_kind(kind: str) -> "Reference":
+    """Each kind from its formula; the gradient by central differences."""
+
+    def loss(case: list[Sample]) -> float:
+        total = []
+        for better, worse in halves(case):
+            score = {}
+            for s in (better, worse):
+                x = math.fsum(s.new) - math.fsum(s.ref)
+                score[s.chosen] = x / len(s.new) if kind in ("ipo", "sigmoid_norm") else x
+            delta = score[1] - score[-1]
+            m = BETA * delta
+            match kind:
+                case "ipo":
+                    total.append((delta - 1 / (2 * BETA)) ** 2)
+                case "hinge":
+                    total.append(max(0.0, 1 - m))
+                case "robust":
+                    total.append(((1 - SMOOTH) * softplus(-m) - SMOOTH * softplus(m)) / (1 - 2 * SMOOTH))
+                case "sigmoid_norm":
+                    total.append(softplus(-m))
+                case "orpo":
+                    mean = {s.chosen: min(math.fsum(s.new) / len(s.new), -1e-6) for s in (better, worse)}
+                    odds = {c: x - math.log(-math.expm1(x)) for c, x in mean.items()}
+                    total.append(-mean[1] + BETA * softplus(odds[-1] - odds[1]))
+                case "centred":
+                    a, b = better.new[-1], worse.new[-1]
+                    total.append(softplus(b - a) + 0.5 * (a + b) ** 2)
+        return math.fsum(total) / max(1, len(total))
+
+    def reference(case: list[Sample]) -> tuple[float, list[float]]:
+        slopes, step = [], 1e-5
+        for i, s in enumerate(case):
+            for t in range(len(s.new)):
+                ends = []
+                for sign in (1, -1):
+                    new = [*s.new]
+                    new[t] += sign * step
+                    ends.append(loss([*case[:i], Sample(new, s.ref, s.pair, s.chosen), *case[i + 1 :]]))
+                slopes.append((ends[0] - ends[1]) / (2 * step))
+        return loss(case), slopes
+
+    return reference
 
 
 def smooth_dpo(tokens: Tokens) -> Loss:
@@ -245,3 +320,48 @@ def test_a_flow_finds_them_by_name(name: str) -> None:
 def test_no_samples() -> None:
     for loss in (dpo, preference):
         assert loss(tokens_of([])).per_token.shape == (0,)
+
+
+KINDS: dict[str, Callable[[Tokens], Loss]] = {
+    "ipo": lambda tokens: dpo(tokens, BETA, kind="ipo"),
+    "hinge": lambda tokens: dpo(tokens, BETA, kind="hinge"),
+    "robust": lambda tokens: dpo(tokens, BETA, SMOOTH, kind="robust"),
+    "sigmoid_norm": lambda tokens: dpo(tokens, BETA, kind="sigmoid_norm"),
+    "orpo": lambda tokens: orpo(tokens, BETA),
+    "centred": lambda tokens: preference(tokens, centre=0.5),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=30, deadline=None)
+@given(case=cases())
+def test_each_kind_matches_its_formula(kind: str, case: list[Sample]) -> None:
+    if kind == "orpo":  # its odds are bounded near probability 1
+        case = [Sample([x - 0.01 for x in s.new], s.ref, s.pair, s.chosen) for s in case]
+    tokens = tokens_of(case)
+    total = aggregated(KINDS[kind](tokens), tokens, len(case))
+    total.backward()
+    want, slopes = by_kind(kind)(case)
+    assert float(total.detach()) == pytest.approx(want, rel=1e-6, abs=1e-9)
+    assert tokens.logprobs.grad is not None
+    close = np.isclose(tokens.logprobs.grad.numpy(), slopes, rtol=1e-4, atol=1e-6)
+    assert close.all() or kind == "hinge"  # which has a kink
+
+
+def test_a_wanted_margin() -> None:
+    case = [Sample([1.0], [0.0], 1, 1), Sample([3.0], [0.0], 1, -1)]
+    tokens = tokens_of(case)
+    wanted = {**tokens.per_sample, "wanted_margin": torch.tensor([0.5, 0.5])}
+    more = preference(Tokens(tokens.logprobs, tokens.lengths, tokens.per_token, wanted))
+    assert more.per_token.tolist() == pytest.approx([math.log1p(math.exp(2.5))] * 2)
+
+
+def test_invalid_kinds_are_refused() -> None:
+    with pytest.raises(ConfigError, match="the dpo loss has no kind 'ipoo'; did you mean 'ipo'"):
+        dpo(tokens_of([]), kind="ipoo")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="kind 'hinge' has no label_smoothing"):
+        dpo(tokens_of([]), label_smoothing=0.1, kind="hinge")
+    with pytest.raises(ConfigError, match="beta = -1"):
+        orpo(tokens_of([]), beta=-1)
+    with pytest.raises(ConfigError, match="centre = -1"):
+        preference(tokens_of([]), centre=-1)

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 
 from distflow.checkpoint.export import export
-from distflow.checkpoint.store import COMPLETE, file_list, sha256
+from distflow.checkpoint.store import file_list, sha256
 from distflow.checkpoint.writer import CheckpointWriter
 from distflow.config.schema import ModelConfig
 from distflow.errors import ConfigError, DistflowError
 from distflow.model.description import describe
 from distflow.model.source import Source, open_model
-from distflow.run_folder import checkpoint_dir
+from distflow.run_folder import COMPLETE, checkpoint_dir
 from distflow.weights.state import RoleState
 from full import largest_file
 from threads import alone

@@ -233,6 +233,9 @@ def test_a_waiting_worker_says_so_before_the_limit(
     assert waits.endswith("waits for ranks 1-2")
 
 
+NAMES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+
+
 def test_the_interface_can_be_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     for chosen in ("lo", "127.0.0.1"):
         os.environ[interface.INTERFACE] = chosen
@@ -245,11 +248,15 @@ def test_the_interface_can_be_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
         own_address("10.0.0.1", True)
 
 
-def test_gloo_and_nccl_use_the_same_interface() -> None:
-    os.environ.pop("GLOO_SOCKET_IFNAME", None)
+def test_nccl_chooses_its_interface_unless_the_user_does() -> None:
+    for chosen, expected in (("", None), ("lo", "lo")):
+        os.environ[interface.INTERFACE] = chosen
+        for name in NAMES:
+            os.environ.pop(name, None)
+        export_interface("127.0.0.1")
+        assert [os.environ.get(name) for name in NAMES] == ["lo", expected]
     os.environ["NCCL_SOCKET_IFNAME"] = "ib0"
     export_interface("127.0.0.1")
-    assert os.environ["GLOO_SOCKET_IFNAME"] == "lo"
     assert os.environ["NCCL_SOCKET_IFNAME"] == "ib0"
 
 

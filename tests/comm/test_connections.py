@@ -10,10 +10,12 @@ from contextlib import ExitStack, contextmanager
 
 import pytest
 
-from distflow.comm import connections
-from distflow.comm.connections import GREETING, Expected, Incoming, Listener, MovedError, Outgoing, connect
+from distflow.comm import listener as listening
+from distflow.comm.connections import GREETING, Expected, Incoming, MovedError, Outgoing, connect
+from distflow.comm.listener import Listener
 from distflow.comm.shared_memory import SendMemory
 from distflow.errors import DistflowError, PeerLostError
+from limits import wait_until
 
 TOKEN = b"t" * 32
 
@@ -107,6 +109,22 @@ def test_a_stranger_makes_a_listener_hold_no_descriptor(listener: Listener) -> N
         assert open_files() - before <= 20  # the connections themselves
 
 
+def test_who_greets_with_another_token_is_no_peer(listener: Listener) -> None:
+    wrong = bytes(byte ^ 1 for byte in TOKEN)
+    found: list[Incoming] = []
+    with socket.create_connection(("127.0.0.1", listener.port)) as stranger:
+        stranger.sendall(GREETING.pack(wrong, 7, 0))
+        send(listener.port, b"samples")
+
+        def both_are_known() -> bool:
+            found.extend(listener.accept(str))
+            is_closed = bool(select.select([stranger], [], [], 0)[0])
+            return len(found) + is_closed == 2
+
+        wait_until(both_are_known)
+        assert [incoming.peer for incoming in found] == [0]
+
+
 @pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="no descriptors are sent here")
 def test_a_peer_of_the_same_host_sends_its_memory_after_its_greeting(listener: Listener) -> None:
     memory = SendMemory()
@@ -128,7 +146,7 @@ def test_strangers_that_say_nothing_neither_pile_up_nor_keep_a_peer_out(
     listener: Listener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(listener, "_most", 20)
-    monkeypatch.setattr(connections, "BUSY_GREETING_S", 0.05)
+    monkeypatch.setattr(listening, "BUSY_GREETING_S", 0.05)
     with ExitStack() as stack:
         for _ in range(100):
             stack.enter_context(socket.create_connection(("127.0.0.1", listener.port)))
@@ -157,7 +175,7 @@ def test_a_listener_outlives_a_time_without_descriptors(listener: Listener, capl
 
 
 def test_a_listener_without_descriptors_says_so_in_the_end(listener: Listener, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connections, "STARVED_S", -1.0)
+    monkeypatch.setattr(listening, "STARVED_S", -1.0)
     send(listener.port, b"samples")
     with open_files_limit(3):
         listener.accept(str)

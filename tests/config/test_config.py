@@ -58,6 +58,10 @@ def test_ranks_may_be_a_number(tmp_path: Path) -> None:
             "unknown key 'zzzzzz'; known: algo, bytes, checkpoint, critic, data, environment",
         ),
         ({"base": "/"}, "unknown key 'base'"),
+        ({"Steps": 3}, "unknown key 'Steps'; did you mean 'steps'?"),
+        ({"rollout": {"N": 4}}, "unknown key 'rollout.N'; did you mean 'n'?"),
+        ({"lr": 1}, "unknown key 'lr'; did you mean 'train.lr' or 'critic.lr'?"),
+        ({"train": {"max_tokens": 1}}, "unknown key 'train.max_tokens'; did you mean 'rollout.max_tokens'?"),
         ({"data": {"files": "x", "bacth": 4, "batch": 4}}, "unknown key 'data.bacth'; did you mean 'batch'?"),
         ({"placement": {"rank": {}}}, "unknown key 'placement.rank'; did you mean 'ranks'?"),
         ({"placement": {"groups": {}}}, "unknown key 'placement.groups'; 'groups' is called 'ranks'"),
@@ -67,7 +71,7 @@ def test_ranks_may_be_a_number(tmp_path: Path) -> None:
             {"placement": {"nodes": {"a": {"rnaks": "x"}}}},
             "unknown key 'placement.nodes.a.rnaks'; did you mean 'ranks'?",
         ),
-        ({"placement": {"roles": {"a": {"pd": 1}}}}, "unknown key 'placement.roles.a.pd'; known: dp, ranks, tp"),
+        ({"placement": {"roles": {"a": {"pd": 1}}}}, "unknown key 'placement.roles.a.pd'; known: dp, ranks, sp, tp"),
         ({"roles": {"j": {"call": "x", "arg": {}}}}, "unknown key 'roles.j.arg'; did you mean 'args'?"),
         ({3: "x"}, "'3' is 3: keys should be strings"),
     ],
@@ -92,7 +96,7 @@ def test_an_unknown_key_is_refused_with_the_nearest_one(tmp_path: Path, changed:
         ({"placement": {"nodes": {"a": {"tp": 0}}}}, "'placement.nodes.a.tp' is 0: input should be greater than 0"),
         (
             {"placement": {"nodes": {"a": "left"}}},
-            "'placement.nodes.a' is 'left'; it is a section with the keys ranks, dp, tp",
+            "'placement.nodes.a' is 'left'; it is a section with the keys ranks, dp, sp, tp",
         ),
         ({"data": None}, "'data' is None; it is a section with the keys files, batch, repeat, fields, rename"),
         ({"placement": "left"}, "'placement' is 'left'; it is a section with the keys ranks, default, roles, nodes"),
@@ -278,3 +282,26 @@ def test_an_environment_may_be_given_by_its_name(tmp_path: Path) -> None:
     assert (config.environment.call, config.environment.max_turns) == ("game.py:Guess", 3)
     path.write_text(yaml.safe_dump(MINIMAL | {"environments": {"a": "a.py:A", "b": {"tools": "b.py:f"}}}))
     assert [e.call or e.tools for e in load_config(path).environments.values()] == ["a.py:A", ["b.py:f"]]
+
+
+@pytest.mark.parametrize(
+    ("keys", "steps"),
+    [({}, 5), ({"epochs": 1}, 5), ({"epochs": 2}, 10), ({"epochs": 0.5}, 2), ({"epochs": 0.01}, 1), ({"steps": 3}, 3)],
+)
+def test_epochs_are_passes_over_the_data(tmp_path: Path, keys: dict[str, Any], steps: int) -> None:
+    assert load(tmp_path, **({"steps": None} | keys)).steps_of(20) == steps  # of 4 prompts each
+
+
+def test_steps_and_epochs_are_not_given_together(tmp_path: Path) -> None:
+    refused(tmp_path, r"give one of `steps` (3) and `epochs` (2), the other as null", {"epochs": 2})
+
+
+def test_trackers_are_names_or_have_settings(tmp_path: Path) -> None:
+    assert load(tmp_path, track="wandb").track.keys() == {"wandb"}
+    assert load(tmp_path, track=["wandb", "mlflow"]).track.keys() == {"wandb", "mlflow"}
+    track = load(tmp_path, track={"wandb": {"project": "p", "tags": "a"}, "tensorboard": {}}).track
+    assert (track["wandb"].project, track["wandb"].tags) == ("p", ["a"])
+    refused(tmp_path, "mlflow has no 'entity'; known: name, project", {"track": {"mlflow": {"entity": "us"}}})
+    refused(
+        tmp_path, "unknown key 'track.wandb.projekt'; did you mean 'project'?", {"track": {"wandb": {"projekt": 1}}}
+    )

@@ -9,17 +9,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numba import njit
+from torch import nn
 
 from distflow import cpu
-from distflow.cpu import kernels
+from distflow.cpu import kernels, products
 from distflow.cpu.kernels import compiled
 from distflow.model.attention import AttentionParams
 from distflow.rollout import sampling
-from distflow.rollout.builtin.kv_cache import Decode, KVCache
+from distflow.rollout.builtin.panel_cache import PanelCache
 from distflow.train.logprobs import token_logprobs
 
 LAST_BIT = 2.0**-24
-CPU = torch.device("cpu")
 
 
 @pytest.fixture(autouse=True)
@@ -34,6 +34,12 @@ def alone() -> Iterator[None]:
 def _each_exp(x, out):
     for i in range(len(x)):
         out[i] = kernels.exp(x[i])
+
+
+@njit
+def _each_tanh(x, out):
+    for i in range(len(x)):
+        out[i] = kernels.tanh(x[i])
 
 
 @njit
@@ -54,6 +60,14 @@ def test_exp() -> None:
     assert np.isnan(out[3])
 
 
+def test_tanh() -> None:
+    x = np.linspace(-20, 20, 200_001).astype(np.float32)
+    out = np.empty_like(x)
+    _each_tanh(x, out)
+    right = np.tanh(x.astype(np.float64))
+    assert (np.abs(out - right) <= 4 * LAST_BIT * np.abs(right)).all()
+
+
 def test_log() -> None:
     near = 1 - np.arange(1, 100) * LAST_BIT
     x = np.concatenate([np.geomspace(1e-37, 1e37, 100_001), near, 2 - near]).astype(np.float32)
@@ -63,26 +77,37 @@ def test_log() -> None:
     assert (np.abs(out - right) <= 4 * LAST_BIT * np.abs(right)).all()
 
 
-@given(st.integers(1, 110), st.integers(1, 40), st.lists(st.integers(1, 3), min_size=1, max_size=3), st.booleans())
+def packed(*weights: np.ndarray) -> tuple[products.PackedWeight, ...]:
+    """Copies of weights, packed."""
+    made = tuple(products.PackedWeight(torch.from_numpy(w.copy())) for w in weights)
+    for weight in made:
+        weight.pack()
+    return made
+
+
+NO_BIAS = np.zeros(0, np.float32)
+
+
+@given(st.integers(1, 110), st.integers(1, 40), st.lists(st.integers(1, 50), min_size=1, max_size=3), st.booleans())
 @settings(deadline=None, max_examples=60)
-def test_add_linear(rows: int, dim: int, panels: list[int], biased: bool) -> None:
+def test_a_linear_layer_of_packed_weights(rows: int, dim: int, widths: list[int], biased: bool) -> None:
     draw = np.random.default_rng(rows * 1000 + dim)
 
     def some(*shape: int) -> np.ndarray:
         return draw.standard_normal(shape, np.float32)
 
-    matrices = [some(n * kernels.PANEL, dim) for n in panels]
-    packed = tuple(m.copy().reshape(-1, dim, kernels.PANEL) for m in matrices)
-    for m in packed:
-        kernels.pack(m)
-    x, out = some(rows, dim), some(rows, sum(map(len, matrices)))
-    bias = some(out.shape[1]) if biased else np.zeros(0, np.float32)
-    want = out + x.astype(np.float64) @ np.concatenate(matrices).T + (bias if biased else 0)
-    kernels.add_linear(x, packed, bias, out)
+    matrices = [some(n, dim) for n in widths]
+    weights = packed(*matrices)
+    x, out = some(rows, dim), np.full((rows, sum(widths)), np.nan, np.float32)
+    bias = some(out.shape[1]) if biased else NO_BIAS
+    kernels.linear(x, tuple(w.parts for w in weights), bias, out)
+    want = x.astype(np.float64) @ np.concatenate(matrices).T + (bias if biased else 0)
     np.testing.assert_allclose(out, want, atol=1e-4)
-    for m, before in zip(packed, matrices, strict=True):
-        kernels.unpack(m)
-        assert (m.reshape(before.shape) == before).all()
+    for weight, before in zip(weights, matrices, strict=True):
+        index = draw.integers(0, len(before), 9)
+        assert (weight.rows(index) == before[index]).all()
+        weight.unpack()
+        assert (weight.array == before).all()
 
 
 @pytest.mark.parametrize("dim", [16, 300, 1024])  # rows of 1024 numbers share places in a cache, and are copied
@@ -109,27 +134,28 @@ def test_a_large_matrix_is_packed_in_pieces() -> None:
     np.testing.assert_allclose(out, x.astype(np.float64) @ matrix.T, atol=2e-3)
 
 
-@pytest.mark.parametrize("columns", [kernels.PANEL * n for n in (1, 3, 4, 7, 19)])
+@pytest.mark.parametrize("columns", [5, 16, 48, 64, 117, 304])
 def test_a_row_of_a_product_does_not_depend_on_the_others(columns: int) -> None:
+    """Nor on whether the weight is packed."""
     draw = np.random.default_rng(columns)
-    x, panels = draw.standard_normal((110, 300), np.float32), draw.standard_normal((columns // 16, 300, 16), np.float32)
-    whole = np.zeros((110, columns), np.float32)
-    kernels.add_linear(x, (panels,), np.zeros(0, np.float32), whole)
+    x, weight = draw.standard_normal((110, 300), np.float32), draw.standard_normal((columns, 300), np.float32)
+    panels, whole = tuple(w.parts for w in packed(weight)), np.empty((110, columns), np.float32)
+    kernels.linear(x, panels, NO_BIAS, whole)
     for n in range(1, 110):
-        some = np.zeros((n, columns), np.float32)
-        kernels.add_linear(x[-n:], (panels,), np.zeros(0, np.float32), some)
+        some, more = np.empty((n, columns), np.float32), np.empty((n, columns), np.float32)
+        kernels.linear(x[-n:], panels, NO_BIAS, some)
+        kernels.multiply(x[-n:], weight.T, more, True)
         assert (some == whole[-n:]).all()
+        assert (more == whole[-n:]).all()
 
 
 def test_products_add_to_large_numbers_without_losing_small_terms() -> None:
-    """A model's residuals may be thousands of times what a layer adds to them: term by term it would be rounded off."""
+    """A gradient may be thousands of times what some rows add to it: term by term it would be rounded off."""
     draw = np.random.default_rng(0)
     x, matrix = (draw.standard_normal((16, 1500), np.float32) for _ in range(2))
     out = np.full((16, 16), 3000, np.float32)
-    panels = matrix.copy().reshape(1, 1500, 16)
-    kernels.pack(panels)
     want = out + x.astype(np.float64) @ matrix.T
-    kernels.add_linear(x, (panels,), np.zeros(0, np.float32), out)
+    kernels.multiply(x, matrix.T, out, False)
     blocks = -(-1500 // 256)
     assert np.abs(out / want - 1).max() < blocks * LAST_BIT
 
@@ -143,52 +169,19 @@ def test_norm(dim: int) -> None:
     np.testing.assert_allclose(out, want, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("heads", [(4, 2), (3, 3), (6, 1)])
-@pytest.mark.parametrize("window", [None, 1, 4])
-@pytest.mark.parametrize("scale", [None, 0.3])
-def test_attention(
-    heads: tuple[int, int], window: int | None, scale: float | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Several layers and steps, on what is in the cache already."""
-    queries, keys = heads
-    torch.manual_seed(0)
-    positions = torch.tensor([0, 5, 11, 3, 8])
-    caches = [KVCache(20, 4), KVCache(20, 4)]
-    for cache in caches:
-        for layer in range(2):
-            cache.layer(layer, torch.zeros(keys, 1, 8)).copy_(torch.randn(2, 20, keys, 4, 8, generator=seeded(layer)))
-    for step in range(3):
-        for layer in range(2):
-            q, k, v = (torch.randn(n, 5, 8) for n in (queries, keys, keys))
-            params = AttentionParams(scale, window)
-            got = Decode(caches[0], positions + step, TABLES, CPU)(layer, q, k, v, params)
-            with monkeypatch.context() as patch:
-                patch.setattr(cpu, "_kernels", lambda: None)
-                want = Decode(caches[1], positions + step, TABLES, CPU)(layer, q, k, v, params)
-            torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
-            assert torch.equal(caches[0].layers[layer], caches[1].layers[layer])
-
-
-TABLES = np.random.default_rng(0).permutation(20).reshape(5, 4)  # the pages of five sequences
-
-
-def seeded(seed: int) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
-
-
 @pytest.mark.parametrize("vocabulary", [2, 61, 1024, 5000])
 def test_gumbel_sample(vocabulary: int, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(vocabulary)
     logits = 3 * torch.randn(300, vocabulary)
     logits[::7, 1:] = -torch.inf  # as top-k and top-p leave them
     keys = sampling.noise_keys(5, np.arange(300), np.arange(300) % 11)
-    got, total = sampling.gumbel_sample(logits, keys)
+    got, logprobs = sampling.gumbel_sample(logits, keys)
     monkeypatch.setattr(cpu, "_kernels", lambda: None)
     want, right = sampling.gumbel_sample(logits, keys)
     assert (got[::7] == 0).all()
     assert len(got.unique()) > 1
     assert (got != want).sum() <= 1  # where two tie
-    torch.testing.assert_close(total, right)
+    torch.testing.assert_close(logprobs[got == want], right[got == want])
 
 
 def test_many_unlikely_tokens_count_together() -> None:
@@ -199,10 +192,8 @@ def test_many_unlikely_tokens_count_together() -> None:
     logprobs, entropy = (np.empty(2, np.float32) for _ in range(2))
     targets = np.array([333, 7])
     kernels.token_logprobs(logits.numpy(), targets, logprobs, entropy)
-    _, total = sampling.gumbel_sample(logits, sampling.noise_keys(5, np.arange(2), np.arange(2)))
     want = right[torch.arange(2), torch.from_numpy(targets)].numpy()
     np.testing.assert_allclose(logprobs, want, rtol=2 * LAST_BIT, atol=3e-6)  # the likely one's neighbours are lost
-    np.testing.assert_allclose(total, -right[:, 333], rtol=0, atol=3e-6)
     np.testing.assert_allclose(entropy, -(right.exp() * right).sum(-1), rtol=1e-3)
 
 
@@ -210,15 +201,21 @@ def test_many_unlikely_tokens_count_together() -> None:
 def test_nan_is_passed_on_and_does_not_crash(where: slice | int) -> None:
     logits = torch.randn(3, 40)
     logits[:, where] = torch.nan
-    tokens, total = sampling.gumbel_sample(logits, sampling.noise_keys(5, np.arange(3), np.arange(3)))
+    tokens, logprobs = sampling.gumbel_sample(logits, sampling.noise_keys(5, np.arange(3), np.arange(3)))
     assert ((tokens >= 0) & (tokens < 40)).all()
-    assert total.isnan().all()
-    cache = KVCache(1, 8)
+    assert logprobs.isnan().all()
+    cache = PanelCache(1, 8)
     q, k, v = torch.randn(2, 1, 8), torch.randn(1, 1, 8), torch.randn(1, 1, 8)
-    cache.layer(0, k)[0, 0, 0, 3, 2] = torch.nan
-    table = np.zeros((1, 1), np.int64)
-    assert Decode(cache, torch.tensor([5]), table, CPU)(0, q, k, v, AttentionParams()).isnan().all()
-    assert not Decode(cache, torch.tensor([2]), table, CPU)(0, q, k, v, AttentionParams()).isnan().any()
+    panels = cache.panels_of(0, k.transpose(0, 1))
+    panels.keys[:] = panels.values[:] = 0
+    panels.keys[0, 0, 0, 2, 3] = np.nan
+
+    def decoded(place: int) -> torch.Tensor:
+        table, start = np.zeros((1, 1), np.int64), np.array([place])
+        return cache.attention(start, start + 1, table, torch.device("cpu"))(0, q, k, v, AttentionParams())
+
+    assert decoded(5).isnan().all()
+    assert not decoded(2).isnan().any()
 
 
 @pytest.mark.parametrize("target", [-1, 7])
@@ -227,13 +224,25 @@ def test_a_target_outside_of_the_vocabulary_is_an_error(target: int) -> None:
         token_logprobs(torch.randn(2, 4), torch.randn(7, 4), None, torch.tensor([3, target]))
 
 
-def test_kernels_are_for_one_thread_and_float32() -> None:
+def test_kernels_are_for_float32() -> None:
     x = torch.zeros(1)
-    assert cpu.kernels_for(x) is kernels
-    assert cpu.kernels_for(x.bfloat16()) is None
+    assert cpu.kernels_for(x, nn.Parameter(x)) is kernels
+    assert cpu.kernels_for(x, x.bfloat16()) is None
     assert cpu.kernels_for(x.to("meta")) is None
-    torch.set_num_threads(2)
-    assert cpu.kernels_for(x) is None
+
+
+@given(st.integers(0, 40), st.integers(1, 5))
+def test_threads_share_the_work(count: int, threads: int) -> None:
+    torch.set_num_threads(threads)
+    done: list[int] = []
+
+    def fail(some: slice) -> None:
+        raise ZeroDivisionError
+
+    cpu.in_threads(lambda some: done.extend(range(count)[some]), count, 1 << 30)
+    assert sorted(done) == list(range(count))
+    with pytest.raises(ZeroDivisionError):
+        cpu.in_threads(fail, 4, 1 << 30)
 
 
 def test_without_numba_there_are_no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -251,7 +260,7 @@ def test_without_numba_there_are_no_kernels(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_change_of_any_kernel_makes_all_be_compiled_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`add_linear` is in another file than the kernels that call it."""
+    """`linear` is in another file than the kernels that call it."""
     key = kernels.before_attention._cache._index_key
     codegen = kernels.before_attention.targetctx.codegen()
     before = key((), codegen)

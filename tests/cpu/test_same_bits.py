@@ -58,7 +58,7 @@ def _cases() -> list[Any]:
             ),
             "gumbel_sample": (
                 kernels.gumbel_sample,
-                [_numbers(*rows), _words(n, 2), _words(dim), _numbers(dim), targets.copy(), _numbers(*numbers)],
+                [_numbers(*rows), _words(n, 2), _words(dim), _numbers(dim), targets.copy()],
             ),
         }
         cases += [pytest.param(*call, id=f"{name}-{n}x{dim}") for name, call in calls.items()]

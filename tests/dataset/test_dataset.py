@@ -20,6 +20,7 @@ import distflow.dataset.dataset as dataset_module
 from distflow.dataset.dataset import Dataset
 from distflow.errors import DataError
 from distflow.util.files import replacing
+from limits import load_factor
 
 VERL: dict[str, Any] = {
     "data_source": "openai/gsm8k",
@@ -485,9 +486,9 @@ def test_workers_that_start_together_build_the_index_once(write: Write, parquet:
     workers = [context.Process(target=_open_and_count, args=(files, cache, barrier, results)) for _ in range(4)]
     for w in workers:
         w.start()
-    outcomes = [results.get(timeout=30) for _ in workers]
+    outcomes = [results.get(timeout=30 * load_factor()) for _ in workers]
     for w in workers:
-        w.join(timeout=30)
+        w.join(timeout=30 * load_factor())
     assert [s[1:] for s in outcomes] == [(25_000, 1)] * 4
     assert sum(s[0] for s in outcomes) == 4  # per file: where its rows are, and which are bad
 

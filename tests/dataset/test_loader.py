@@ -4,7 +4,6 @@ import json
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from hypothesis import strategies as st
 from distflow.dataset.dataset import Dataset
 from distflow.dataset.loader import Loader
 from distflow.errors import DataError
+from limits import load_factor, wait_until
 
 Make = Callable[[int], Dataset]
 
@@ -177,10 +177,7 @@ def test_unused_prefetches_do_not_pile_up(make: Make) -> None:
     before = threading.active_count()
     for step in range(50):
         loader.prefetch(step, 0, 1)
-    deadline = time.monotonic() + 5
-    while threading.active_count() > before and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert threading.active_count() == before
+    wait_until(lambda: threading.active_count() == before, 5)
     assert loader.load(49, 0, 1)[0].tolist() == [196, 197, 198, 199]
 
 
@@ -195,4 +192,11 @@ loader = Loader(Dataset([{str(file)!r}], cache=__import__("pathlib").Path({str(t
 loader._load = lambda *a: time.sleep(60)
 loader.prefetch(0, 0, 1)
 """
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=20)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=20 * load_factor())
+
+
+def test_without_shuffle_every_epoch_has_the_rows_in_their_order(make: Make) -> None:
+    loader = Loader(make(5), 2, 2, seed=3, shuffle=False)
+    ids, xs = stream(loader, 5, replicas=2)
+    assert ids == list(range(20))
+    assert xs[::2] == [0, 1, 2, 3, 4, 0, 1, 2, 3, 4]

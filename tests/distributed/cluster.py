@@ -9,6 +9,8 @@ from typing import Any
 
 import yaml
 
+from limits import TimeLimit
+
 STEPS = 8
 REWARD = """
 import time
@@ -56,9 +58,9 @@ def wait_until(
     condition: Callable[[], bool], processes: "list[subprocess.Popen[Any]]", log: Path, limit_s: float = 300
 ) -> None:
     """Returns when the condition holds; no process may end before."""
-    end = time.monotonic() + limit_s
+    limit = TimeLimit(limit_s)
     while not condition():
         ended = [p.returncode for p in processes if p.poll() is not None]
         assert not ended, f"ended with {ended}:\n{log.read_text()}"
-        assert time.monotonic() < end, f"still waiting after {limit_s} s:\n{log.read_text()}"
+        assert limit.left() > 0, f"still waiting after {limit}:\n{log.read_text()}"
         time.sleep(0.05)

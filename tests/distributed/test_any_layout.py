@@ -85,6 +85,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "dp2": (2, {}),
     "tp2": (2, {"roles": {role: {"tp": 2} for role in MODELS}}),
     "dp2 tp2": (4, {"roles": {role: {"tp": 2} for role in MODELS}}),
+    "dp2 sp2": (4, {"default": {"sp": 2}}),  # of what divides sequences; all else has four replicas
     "generate tp2": (4, {"nodes": {"actor.generate": {"tp": 2}}}),
     "split": (
         4,
@@ -102,6 +103,7 @@ class Run:
     metrics: list[dict[str, float]]  # of each step
     tokens: dict[int, list[int]]  # of each sample
     out: str
+    parts: bool  # tensor parallelism adds up parts of products
 
 
 def run(folder: Path, name: str, workers: int, **changes: Any) -> Run:
@@ -113,9 +115,9 @@ def run(folder: Path, name: str, workers: int, **changes: Any) -> Run:
     for file in run_dir.glob("tokens.*.jsonl"):
         for line in file.read_text().splitlines():
             for sample, response in json.loads(line).items():
-                assert tokens.setdefault(int(sample), response) == response  # tensor-parallel replicas agree
+                assert tokens.setdefault(int(sample), response) == response  # ranks of a replica agree
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    return Run(lines, tokens, ended.out)
+    return Run(lines, tokens, ended.out, parts='"tp":' in json.dumps(changes))
 
 
 @pytest.fixture(scope="module")
@@ -133,7 +135,7 @@ def alone(folder: Path) -> Run:
     return run(folder, "alone", 1)
 
 
-def check_same(name: str, got: Run, want: Run, curves: tuple[str, ...] = CURVES) -> None:
+def check_same(name: str, got: Run, want: Run, curves: tuple[str, ...] = CURVES, stale: bool = False) -> None:
     assert [m["step"] for m in got.metrics] == [m["step"] for m in want.metrics]
     for ours, theirs in zip(got.metrics, want.metrics, strict=True):
         for curve in curves:
@@ -145,12 +147,13 @@ def check_same(name: str, got: Run, want: Run, curves: tuple[str, ...] = CURVES)
     equal = sum(x == y for a, b in pairs for x, y in zip(a, b, strict=False))
     print(f"{name}: {equal} of {total} tokens equal ({equal / total:.4%})")
     assert equal >= 0.999 * total
-    check_mismatch(got)
+    if not stale:
+        check_mismatch(got)
 
 
 def check_mismatch(run: Run) -> None:
-    """The rollout engine and the trainer agree on the log-probs of the same tokens."""
-    assert all(m["rollout/mismatch_max"] < 1e-4 for m in run.metrics)
+    """The rollout engine and the trainer agree on the log-probs of the same tokens, to the bit where they can."""
+    assert all(m["rollout/mismatch_max"] <= (1e-4 if run.parts else 0) for m in run.metrics)
 
 
 def test_one_worker_learns(alone: Run) -> None:
@@ -184,6 +187,7 @@ OTHERS: dict[str, tuple[dict[str, Any], tuple[str, ...], dict[str, tuple[int, di
         {
             "ppo dp2": (2, {}),
             "ppo dp2 tp2": (4, {"roles": {r: {"tp": 2} for r in (*MODELS, "critic")}}),
+            "ppo sp2 tp2": (4, {"roles": {"actor": {"sp": 2, "tp": 2}, "reference": {"tp": 2}, "critic": {"sp": 4}}}),
             "ppo, critic apart": (
                 3,
                 {"ranks": {"a": "0-1", "c": "2"}, "default": {"ranks": "a"}, "roles": {"critic": {"ranks": "c"}}},
@@ -210,6 +214,7 @@ OTHERS: dict[str, tuple[dict[str, Any], tuple[str, ...], dict[str, tuple[int, di
         ("reward/mean", "response_length/mean", "actor/kl"),
         {
             "adapter dp2": (2, {}),
+            "adapter sp2": (2, {"roles": {"actor": {"sp": 2}}}),
             "adapter dp2, generate tp2": (2, {"nodes": {"actor.generate": {"tp": 2}}}),
             "adapter, generate apart": (
                 2,
@@ -249,6 +254,21 @@ def test_hybrid_sharding_gives_the_same_run_with_a_critic_or_an_adapter(
         del sections["critic"]
     got = run(folder, f"hybrid {flow}", 4, steps=5, **(changes | sections))
     check_same(f"hybrid {flow}", got, others[flow], ("actor/loss", "actor/grad_norm", "actor/entropy", *curves))
+
+
+def test_ranks_that_divide_sequences_train_while_others_generate_ahead(folder: Path) -> None:
+    """Also with hybrid sharding of the four, two of which divide each sequence."""
+    apart = {"nodes": {"actor.generate": {"ranks": "rollout"}, "reward.score": {"ranks": "rollout"}}}
+
+    def placement(last: int, sp: int) -> dict[str, Any]:
+        return {"ranks": {"rollout": "0", "train": f"1-{last}"}, "default": {"ranks": "train", "sp": sp}, **apart}
+
+    rollout = {"n": 4, "max_tokens": 16, "staleness": 1}
+    want = run(folder, "ahead", 2, steps=4, rollout=rollout, placement=placement(1, 1))
+    train = {"lr": 1e-3, "shard_degree": 2}
+    got = run(folder, "ahead sp2", 5, steps=4, rollout=rollout, placement=placement(4, 2), train=train)
+    check_same("ahead sp2", got, want, stale=True)
+    assert [m["rollout/staleness"] for m in got.metrics] == [m["rollout/staleness"] for m in want.metrics]
 
 
 def test_dynamic_sampling_replaced_prompts_and_kept_the_batch_full(others: dict[str, Run]) -> None:

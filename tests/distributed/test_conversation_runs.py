@@ -138,7 +138,7 @@ def alone(folder: Path) -> Run:
 def test_one_worker_has_conversations(alone: Run) -> None:
     """Otherwise the comparisons with it would mean little."""
     assert sorted(alone.rows) == list(range(STEPS * 4 * 4))
-    assert all(m["actor/grad_norm"] > 0 and m["rollout/mismatch_max"] < 1e-4 for m in alone.metrics)
+    assert all(m["actor/grad_norm"] > 0 and m["rollout/mismatch_max"] == 0 for m in alone.metrics)
     assert any(0 in mask for _, mask, _ in alone.rows.values())
     assert all(m["env/environment/failures"] == 0 and m["rollout/reused"] > 0.2 for m in alone.metrics)
     assert all(1 < m["env/environment/turns"] < 3 for m in alone.metrics)
@@ -151,7 +151,7 @@ def test_any_layout_gives_the_same_run(folder: Path, alone: Run, name: str) -> N
     for ours, theirs in zip(got.metrics, alone.metrics, strict=True):
         for curve in CURVES:
             assert ours[curve] == pytest.approx(theirs[curve], rel=1e-3, abs=1e-6), (curve, ours["step"])
-        assert ours["rollout/mismatch_max"] < 1e-4
+        assert ours["rollout/mismatch_max"] <= (1e-4 if "tp" in name else 0)
     assert got.rows.keys() == alone.rows.keys()
     equal = sum(got.rows[i][:2] == alone.rows[i][:2] for i in alone.rows)
     print(f"{name}: {equal} of {len(alone.rows)} conversations equal")

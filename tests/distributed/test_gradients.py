@@ -18,12 +18,15 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from distflow import cli
 from distflow.algo.correction import Correction
 from distflow.algo.losses import policy
+from distflow.algo.options import AggregateBy, Aggregation
 from distflow.batch.batch import Batch, Column, Ragged
+from distflow.batch.branches import branches_column
 from distflow.batch.context import Context
 from distflow.checkpoint.writer import CheckpointWriter
 from distflow.config.schema import TrainConfig
 from distflow.model.description import describe
 from distflow.model.source import Source
+from distflow.model.stored_names import read_stacked
 from distflow.model.tokenizer import train_tokenizer
 from distflow.observe.metrics import StepMetrics
 from distflow.plan.layout import Layout
@@ -34,15 +37,19 @@ from distflow.weights.shards import slices
 from spawn import make_transport, spawn
 from tiny import VOCABULARY, config_of, pair
 
-ARCHITECTURES = ("qwen2", "qwen3")  # the one with tied embeddings, the other with norms that all heads share
+# With tied embeddings; with norms that all heads share; with experts.
+ARCHITECTURES = ("qwen2", "qwen3", "qwen3_moe")
 TEMPERATURE = 0.8
 CONSTANTS: dict[str, Any] = {"clip": 0.1, "kl": 0.05, "entropy": 0.02}
 WHOLE = 1 << 20  # tokens: all samples at once
 ALL = 1 << 40  # bytes: the whole model
 
 
-def samples(masked: bool = False) -> Batch:
-    """Of unequal lengths, one of them without a response; `masked`: some of their tokens are context only."""
+def samples(masked: bool = False, branched: bool = False) -> Batch:
+    """Of unequal lengths, one of them without a response; `masked`: some of their tokens are context only.
+
+    `branched`: most responses are several sequences, which share beginnings of the prompt or of each other, or nothing.
+    """
     draw = np.random.default_rng(3)
     prompts, responses = draw.integers(1, 9, 10), draw.integers(1, 12, 10)
     responses[4] = 0
@@ -61,7 +68,38 @@ def samples(masked: bool = False) -> Batch:
     }
     if masked:
         columns["response_mask"] = ragged(responses, lambda n: draw.integers(0, 2, n))
+    if branched:
+        columns["response_branches"] = branches_column(
+            trees := [_tree(draw, *n) for n in zip(prompts, responses, strict=True)]
+        )
+        for i, tree in enumerate(trees):
+            for start, _, shared in tree:  # what nothing comes before was not sampled
+                columns["response_mask"][i][start] *= int(shared > 0)
     return Batch(np.arange(10), np.arange(10) // 2, columns)
+
+
+def _tree(draw: np.random.Generator, prompt: int, response: int) -> list[tuple[int, int, int]]:
+    starts = sorted(draw.choice(range(1, response), min(3, response - 1), replace=False)) if response > 1 else []
+    sizes, tree = [prompt + (starts[0] if starts else response)], []
+    for start, end in zip(starts, [*starts[1:], response], strict=False):
+        parent = int(draw.integers(len(sizes)))
+        shared = int(draw.choice([0, 1, sizes[parent] - 1, sizes[parent]]))
+        tree.append((int(start), parent, shared))
+        sizes.append(shared + int(end - start))
+    return tree
+
+
+def sequences(batch: Batch, i: int) -> list[tuple[Tensor, Tensor]]:
+    """Each sequence of a sample: its tokens, and which of them are the response's, by place there; -1: none."""
+    prompt, response = batch["prompt_tokens"][i], batch["response_tokens"][i]
+    tree = batch["response_branches"][i].tolist() if "response_branches" in batch else []
+    starts = [0, *(start for start, _, _ in tree)]
+    own = [range(a, b) for a, b in zip(starts, [*starts[1:], len(response)], strict=False)]
+    paths = [(torch.cat((prompt, response[own[0]])), torch.tensor([-1] * len(prompt) + list(own[0])))]
+    for (_, parent, shared), places in zip(tree, own[1:], strict=True):
+        before = paths[parent][0][:shared]
+        paths.append((torch.cat((before, response[places])), torch.tensor([-1] * shared + list(places))))
+    return paths
 
 
 @dataclass(frozen=True)
@@ -77,32 +115,44 @@ class Case:
     unit: int = 1  # bytes of parameters that are gathered together, at least; so few that each layer is by itself
     correction: Correction | None = None
     masked: bool = False
+    branched: bool = False
+    mean_over: AggregateBy | None = None  # what seq-mean-token-mean is the mean over; None: token-mean
+    sp: int = 1
 
     def __str__(self) -> str:
         more = f"{' gradient checkpointing' * self.gradient_checkpointing}{' bfloat16' * (self.dtype != 'float32')}"
         more += f" {self.correction.kind}" if self.correction else ""
-        more += " masked" * self.masked
+        more += " masked" * self.masked + " branched" * self.branched + f" {self.mean_over}" * bool(self.mean_over)
         more += "" if self.unit == 1 else " at once" if self.unit == ALL else " two by two"
-        return (
-            f"{self.arch} dp{self.dp} tp{self.tp} {'whole' if self.micro_tokens == WHOLE else self.micro_tokens}{more}"
-        )
+        tokens = "whole" if self.micro_tokens == WHOLE else self.micro_tokens
+        return f"{self.arch} dp{self.dp} {f'sp{self.sp} ' * (self.sp > 1)}tp{self.tp} {tokens}{more}"
 
     @property
     def layout(self) -> Layout:
-        return Layout(tuple(range(self.dp * self.tp)), self.dp, self.tp)
+        return Layout(tuple(range(self.dp * self.sp * self.tp)), self.dp, self.tp, self.sp)
 
 
+SEQUENCE_LAYOUTS = ((1, 2, 1, WHOLE), (1, 4, 1, 5), (2, 2, 1, 16), (1, 2, 2, 12))  # dp, sp, tp, tokens of a rank
 LAYOUTS = ((1, 1, 24), (2, 1, 24), (1, 2, WHOLE), (2, 2, 16))  # dp, tp, tokens at once
 TWO = sum(p.numel() * 4 for p in pair("qwen2").ours.model.layers[0].parameters()) + 1
 CASES = [
     *(Case(arch, dp, tp, tokens) for arch in ARCHITECTURES for dp, tp, tokens in LAYOUTS),
     Case("qwen2", gradient_checkpointing=True),
     Case("qwen3", 2, 2, 16, gradient_checkpointing=True),
+    Case("qwen3_moe", 2, 1, 24, gradient_checkpointing=True),
+    Case("mixtral", 2, 2, 16),
     *(Case("qwen2", 2, 1, 24, gradient_checkpointing=g, unit=u) for u in (TWO, ALL) for g in (False, True)),
 ]
 CORRECTIONS = [Correction("sequence", 1.5), Correction("icepop-token", 1.5, 0.5)]
 CASES += [Case("qwen2", dp, 1, 24, correction=c) for dp, c in zip((1, 2), CORRECTIONS, strict=True)]
 CASES += [Case("qwen2", masked=True), Case("qwen3", 2, 2, 16, masked=True, correction=CORRECTIONS[0])]
+for layout in ((1, 1, WHOLE), (2, 2, 16)):
+    CASES += [Case("qwen3", *layout, masked=True, branched=True, mean_over=over) for over in (None, "sample", "branch")]
+CASES += [
+    *(Case(arch, dp, tp, tokens, sp=sp) for arch in ARCHITECTURES for dp, sp, tp, tokens in SEQUENCE_LAYOUTS),
+    Case("qwen3", 1, 1, 7, gradient_checkpointing=True, masked=True, branched=True, mean_over="branch", sp=4),
+    Case("qwen2", 2, 1, 24, correction=CORRECTIONS[0], sp=2),
+]
 BFLOAT16 = [Case("qwen3", dtype="bfloat16"), Case("qwen2", 2, 2, 24, dtype="bfloat16")]
 
 Parts = dict[str, tuple[tuple[slice, ...], Any]]  # of a worker: which part of a parameter, and its values
@@ -111,13 +161,19 @@ Parts = dict[str, tuple[tuple[slice, ...], Any]]  # of a worker: which part of a
 def make_trainer(case: Case, rank: int, folder: Path, **config: Any) -> Trainer | None:
     """Makes a worker's part of a trainer; None on a worker that has none."""
     layout = case.layout
-    mesh = DeviceMesh("cpu", torch.tensor(layout.ranks).view(layout.dp, layout.tp), mesh_dim_names=("dp", "tp"))
+    ranks = torch.tensor(layout.ranks)
+    mesh = DeviceMesh("cpu", ranks.view(-1, layout.tp), mesh_dim_names=("dp", "tp"))
+    sequences = None
+    if layout.sp > 1:
+        dims = DeviceMesh("cpu", ranks.view(layout.dp, layout.sp, layout.tp), mesh_dim_names=("dp", "sp", "tp"))
+        sequences = dims.get_group("sp") if rank in layout.ranks else None
     if rank not in layout.ranks:
         return None
     config |= {f: getattr(case, f) for f in ("micro_tokens", "dtype", "gradient_checkpointing")}
     with patch.object(fsdp, "UNIT", case.unit):
         train, model = TrainConfig.model_validate(config), source(case.arch, folder)
-        return Trainer("actor", model, RankMesh(layout, mesh, rank), TrainerOptions(train, temperature=TEMPERATURE))
+        place = RankMesh(layout, mesh, rank, sequences)
+        return Trainer("actor", model, place, TrainerOptions(train, temperature=TEMPERATURE))
 
 
 def source(arch: str, folder: Path) -> Source:
@@ -130,9 +186,14 @@ def share_of(rank: int, batch: Batch, layout: Layout) -> Batch:
     return batch if replicas == 1 else batch.select(np.arange(7) if replica == 0 else np.arange(7, 10))
 
 
-def update_spec(mini_batches: int = 1, epochs: int = 1, correction: Correction | None = None) -> UpdateSpec:
+def update_spec(
+    mini_batches: int = 1, epochs: int = 1, mean_over: AggregateBy | None = None, **rest: Any
+) -> UpdateSpec:
     total = 2 * mini_batches * epochs  # of two steps
-    return UpdateSpec(policy, CONSTANTS, "token-mean", 12, total, mini_batches, epochs, correction=correction)
+    if mean_over:
+        rest["aggregate_by"] = mean_over
+    aggregate: Aggregation = "seq-mean-token-mean" if mean_over else "token-mean"
+    return UpdateSpec(policy, CONSTANTS, aggregate, 12, total, mini_batches, epochs, **rest)
 
 
 def context(rank: int, layout: Layout, folder: Path) -> Context:
@@ -159,8 +220,8 @@ def gradient(rank: int, case: Case, folder: Path) -> tuple[Parts, list[str], flo
     assert trainer.optimizer is not None
     trainer.optimizer.step = keep  # type: ignore[method-assign, assignment]
     ctx = context(rank, case.layout, folder)
-    batch = share_of(rank, samples(case.masked), case.layout)
-    trainer.update(batch, update_spec(correction=case.correction), ctx)
+    batch = share_of(rank, samples(case.masked, case.branched), case.layout)
+    trainer.update(batch, update_spec(correction=case.correction, mean_over=case.mean_over), ctx)
     norm, count = ctx.metrics.totals["actor/grad_norm", "mean"]  # type: ignore[attr-defined]
     dtypes = [str(t.dtype) for t in (*fsdp.local_shards(trainer.trained).values(), *grads)]
     return in_parts(trainer, rank, grads), dtypes, norm / count
@@ -206,11 +267,11 @@ class Results:
 def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
     """Runs all cases in four processes, started once."""
     folder = tmp_path_factory.mktemp("training")
-    for arch in ARCHITECTURES:
+    for arch in (*ARCHITECTURES, "mixtral"):
         pair(arch).eager.save_pretrained(folder / arch)
     of_ranks = spawn(4, on_a_worker, folder)
     gradients = {case: [g[i] for g, _ in of_ranks if g[i] is not None] for i, case in enumerate([*CASES, *BFLOAT16])}
-    return Results(folder, gradients, [[w[i] for _, w in of_ranks if w[i] is not None] for i in range(4)])
+    return Results(folder, gradients, [[w[i] for _, w in of_ranks if w[i] is not None] for i in range(6)])
 
 
 def whole(shapes: dict[str, Any], parts: list[Parts], rtol: float = 1e-5) -> dict[str, Tensor]:
@@ -230,21 +291,32 @@ def whole(shapes: dict[str, Any], parts: list[Parts], rtol: float = 1e-5) -> dic
 
 
 def by_hand(
-    arch: str, dtype: torch.dtype = torch.float64, correction: Correction | None = None, masked: bool = False
+    arch: str,
+    dtype: torch.dtype = torch.float64,
+    correction: Correction | None = None,
+    masked: bool = False,
+    branched: bool = False,
+    mean_over: AggregateBy | None = None,
 ) -> dict[str, Tensor]:
     """The gradient of a plain model that computes in `dtype`, sample by sample."""
-    model = AutoModelForCausalLM.from_config(config_of(arch), attn_implementation="eager", dtype=dtype).eval()
+    # Which of several ways to multiply with experts is only transformers' choice; another does not take float64.
+    plain: Any = {"attn_implementation": "eager", "experts_implementation": "eager"}
+    model = AutoModelForCausalLM.from_config(config_of(arch), dtype=dtype, **plain).eval()
     model.load_state_dict(pair(arch).eager.state_dict())
-    batch = samples(masked)
-    loss, tokens = torch.zeros((), dtype=torch.float64), 0
+    batch = samples(masked, branched)
+    losses: dict[Any, list[Tensor]] = {}  # of what is averaged by itself
     for i in range(len(batch)):
-        prompt, response = batch["prompt_tokens"][i], batch["response_tokens"][i]
+        response = batch["response_tokens"][i]
         if not len(response):
             continue
-        logits = model(torch.cat((prompt, response))[None], use_cache=False).logits[0, len(prompt) - 1 : -1]
-        log_p = torch.log_softmax(logits.double() / TEMPERATURE, -1)
+        parts, part = [], []  # logits, and the sequence that they are of
+        for k, (path, places) in enumerate(sequences(batch, i)):
+            part += [k] * int((places >= 0).sum())
+            logits = model(path[None], use_cache=False).logits[0]
+            # Of a sequence that nothing comes before, the first token has no logits; it is masked.
+            parts.append(logits[(places >= 0).nonzero()[:, 0] - 1])
+        log_p = torch.log_softmax(torch.cat(parts).double() / TEMPERATURE, -1)
         own = batch["response_mask"][i].bool() if masked else torch.ones(len(response), dtype=torch.bool)
-        tokens += int(own.sum())
         log_p = log_p[own]
         new = log_p.gather(1, response[own, None])[:, 0]
         old, ref, rollout = (batch[f"{policy}_logprobs"][i][own] for policy in ("old", "ref", "rollout"))
@@ -261,8 +333,11 @@ def by_hand(
         far = ref - new
         near = far.clamp(max=math.log(21))
         entropy = -(log_p.exp() * log_p).sum(-1)
-        loss = loss + (-gain + 0.05 * (near.exp() - 1 - near + 20 * (far - near)) - 0.02 * entropy).sum()
-    (loss / tokens).backward()
+        per_token = -gain + 0.05 * (near.exp() - 1 - near + 20 * (far - near)) - 0.02 * entropy
+        for k, loss in zip(torch.tensor(part)[own].tolist(), per_token, strict=True):
+            unit = {None: 0, "sample": i, "branch": (i, k)}[mean_over]
+            losses.setdefault(unit, []).append(loss)
+    torch.stack([torch.stack(unit).mean() for unit in losses.values()]).mean().backward()
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
@@ -272,7 +347,12 @@ def expected() -> Callable[..., dict[str, Tensor]]:
 
 
 def shapes(arch: str) -> dict[str, Any]:
-    return {name: p.shape for name, p in pair(arch).eager.named_parameters()}
+    return {name: p.shape for name, p in source(arch, Path()).skeleton().named_parameters()}
+
+
+def as_transformers(arch: str, ours: dict[str, Tensor]) -> dict[str, Tensor]:
+    shapes = {name: tuple(p.shape) for name, p in pair(arch).eager.named_parameters()}
+    return {name: read_stacked(lambda n, part: ours[n][part], name, shape) for name, shape in shapes.items()}
 
 
 def test_small_layers_are_gathered_together(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -293,9 +373,11 @@ def test_the_gradient_of_any_layout_is_that_of_a_plain_model(
     results: Results, expected: Callable[..., dict[str, Tensor]], case: Case
 ) -> None:
     workers = results.gradients[case]
-    assert len(workers) == case.dp * case.tp
-    got = whole(shapes(case.arch), [parts for parts, _, _ in workers])
-    want = expected(case.arch, correction=case.correction, masked=case.masked)
+    assert len(workers) == len(case.layout.ranks)
+    got = as_transformers(case.arch, whole(shapes(case.arch), [parts for parts, _, _ in workers]))
+    want = expected(
+        case.arch, correction=case.correction, masked=case.masked, branched=case.branched, mean_over=case.mean_over
+    )
     assert got.keys() == want.keys()
     for name, grad in want.items():
         assert grad.abs().max() > 0, name
@@ -321,7 +403,9 @@ def test_in_bfloat16_only_the_computation_is_inexact(
 @pytest.mark.parametrize("number", range(len(ARCHITECTURES)))
 def test_mini_batches_and_epochs_change_the_weights_alike_in_any_layout(results: Results, number: int) -> None:
     arch = ARCHITECTURES[number]
-    alone, four = (whole(shapes(arch), [w for w, _ in results.learnt[2 * number + k]]) for k in (0, 1))
+    alone, four = (
+        as_transformers(arch, whole(shapes(arch), [w for w, _ in results.learnt[2 * number + k]])) for k in (0, 1)
+    )
     for name, before in pair(arch).eager.named_parameters():
         assert (alone[name] - before).abs().max() > 1e-3, name
         assert torch.allclose(alone[name], four[name], atol=2e-5), name

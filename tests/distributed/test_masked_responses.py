@@ -31,15 +31,16 @@ def mask(batch, kind: str):
 def masked_ppo(prompts, actor, critic, reference, reward, *, kind="none"):
     rollout = actor.generate(prompts["prompt"])
     score = reward.score(prompts, rollout)
-    masks = [] if kind == "none" else [mask(rollout["response_tokens"], kind=kind)]
-    tokens = [rollout["prompt_tokens", "response_tokens"], *masks]
-    old, ref, values = actor.logprobs(*tokens), reference.logprobs(*tokens), critic.values(*tokens)
-    estimates = gae(score, values, old, ref, *masks, kl=0.05)
+    if kind != "none":
+        mask(rollout["response_tokens"], kind=kind)  # the nodes below read what it writes
+    tokens = rollout["prompt_tokens", "response_tokens"]
+    old, ref, values = actor.logprobs(tokens), reference.logprobs(tokens), critic.values(tokens)
+    estimates = gae(score, values, old, ref, kl=0.05)
     updates = {"mini_batches": 2, "epochs": 1}
-    critic.update(*tokens, values, estimates["returns"], clip=0.2, **updates)
-    advantage = whiten_over_batch(estimates, *masks)
+    critic.update(tokens, values, estimates["returns"], clip=0.2, **updates)
+    advantage = whiten_over_batch(estimates)
     options = {"rollout_correction": "icepop-token", "aggregate": "seq-mean-token-mean", "kl": 0.05}
-    actor.update(*tokens, rollout["rollout_logprobs"], old, ref, advantage, loss="policy", **options, **updates)
+    actor.update(tokens, rollout["rollout_logprobs"], old, ref, advantage, loss="policy", **options, **updates)
 """
 NAMES = ("loss", "grad_norm", "entropy", "pg_loss", "kl", "vf_loss", "value", "mean", "mismatch_kl", "correction")
 

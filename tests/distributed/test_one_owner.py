@@ -17,18 +17,13 @@ from distflow.liveness.heartbeat import read_record
 from distflow.util.owner import Owner
 from distflow.util.parent import process_exists
 from distributed.test_restart import finished, messages, write_config
+from limits import wait_until
 from warm import distflow_run
 from warm_launch import Launch
 
 
-def gone(pids: list[int], limit_s: float = 120) -> bool:
-    """Returns whether processes end."""
-    end = time.monotonic() + limit_s
-    while any(map(process_exists, pids)):
-        if time.monotonic() > end:
-            return False
-        time.sleep(0.02)
-    return True
+def wait_for_end(pids: list[int]) -> None:
+    wait_until(lambda: not any(map(process_exists, pids)), 120, lambda: f"{pids} go on")
 
 
 def test_workers_of_another_launcher_are_refused_where_a_run_lives(tmp_path: Path) -> None:
@@ -73,7 +68,7 @@ def test_workers_end_if_their_launcher_is_killed_while_they_start(tmp_path: Path
         time.sleep(0.001)
     launcher.kill()
     launcher.communicate()
-    assert gone(pids)
+    wait_for_end(pids)
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
@@ -91,7 +86,7 @@ def test_workers_end_if_the_agent_of_torchrun_is_killed(tmp_path: Path) -> None:
         agent.kill()
         agent.wait()
     assert len(pids) >= 2
-    assert gone(pids), (tmp_path / "out").read_text()
+    wait_for_end(pids)
     said = (tmp_path / "out").read_text()
     assert re.search(rf"rank [01] on \S+ ends, as what launched it is gone: torchrun, pid {agent.pid}", said), said
     with Owner(tmp_path / "run"):

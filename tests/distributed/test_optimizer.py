@@ -63,7 +63,8 @@ def on_a_worker(rank: int, folder: Path) -> dict[str, Any]:
     trainer, norms = trainer_of(rank, folder, clip_grad=0.01), list[float]()
 
     def keep() -> None:
-        own = [s.grad for s in trainer.optimized if s.grad is not None]
+        scale = trainer.optimizer.grad_scale  # type: ignore[union-attr]
+        own = [s.grad / scale for s in trainer.optimized if s.grad is not None]
         norms.append(float(sum(g.double().square().sum() for g in own)))
 
     assert trainer.optimizer is not None

@@ -16,6 +16,7 @@ from distflow.cli import main
 from distflow.config import Config, load_config
 from distributed.cluster import CURVES, STEPS, curve, saved_step, wait_until, write_config
 from hosts import Host, Hosts, why_not
+from limits import load_factor
 
 try:
     from distflow.cluster import ray as ray_launcher
@@ -145,7 +146,7 @@ def command(hosts: Hosts, name: str) -> list[str]:
 def test_too_small_a_cluster_is_reported_with_what_is_missing(cluster: Hosts, tmp_path: Path) -> None:
     write_config(tmp_path, ray={"resources": {"all": {"huge": 1}}, "start_limit_s": 3})
     done = cluster[0].popen(command(cluster, "run"), ENV, cwd=str(tmp_path), stderr=subprocess.PIPE, text=True)
-    _, err = done.communicate(timeout=200)
+    _, err = done.communicate(timeout=200 * load_factor())
     assert done.returncode == 2
     assert "could not be placed on the cluster within 3 s: 4 workers need 4 huge of 0; add nodes" in err
 
@@ -164,7 +165,7 @@ def test_a_launcher_that_is_asked_to_stop_lets_the_workers_save_their_step(
     wait_until(lambda: saved_step(tmp_path / "run") >= 1, [process], log)
     launchers = [p for p in cluster[0].pids() if b"--launcher" in Path(f"/proc/{p}/cmdline").read_bytes()]
     os.kill(launchers[0], sign)
-    assert process.wait(120) == 128 + sign, log.read_text()
+    assert process.wait(120 * load_factor()) == 128 + sign, log.read_text()
     step = saved_step(tmp_path / "run")
     assert step == curve(tmp_path / "run")[-1][0]
     again = f"distflow run config.yaml run_dir=run --workers=4 --launcher=ray --address={cluster[0].address}:{PORT}"

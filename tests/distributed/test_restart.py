@@ -17,6 +17,7 @@ import yaml
 from distflow.checkpoint.store import list_checkpoints
 from distflow.liveness.heartbeat import read_record
 from distributed.test_run import orphans
+from limits import load_factor
 from warm_launch import Launch
 
 HERE = Path(__file__).parent
@@ -84,7 +85,8 @@ def test_a_restart_does_not_use_the_checkpoint_of_an_earlier_run(tmp_path: Path)
         assert record is not None
         os.kill(record.pid, signal.SIGKILL)
     assert launch.wait() == 0, launch.err
-    cause, restart = messages(launch)
+    kept, cause, restart = messages(launch)
+    assert kept.startswith(f"the earlier run in {tmp_path / 'run'} is kept in ")
     assert "was killed by SIGKILL" in cause
     assert restart == "restart 1 of 3 in 1 s, from the beginning"
     assert (tmp_path / "run" / "attempts.0").read_text() == "--"  # no worker was asked to resume
@@ -113,7 +115,7 @@ def test_workers_that_torchrun_restarts_continue_from_the_newest_checkpoint(tmp_
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1"]
     command = [*torchrun, "-m", "distflow", "run", str(path)]
     environment = os.environ | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}  # else PyTorch reuses the first one's store
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120 * load_factor())
     assert done.returncode == 0, done.stderr
     assert re.search(r"^distflow: resumed from .*/step_[123]$", done.stderr, re.M), done.stderr
     assert done.stdout.count("step 1/") == 1
@@ -136,7 +138,7 @@ def test_all_workers_resume_if_torchrun_counts_a_restart_on_one_host_only(tmp_pa
         )
         for rank in range(2)
     ]
-    errors = [worker.communicate(timeout=120)[1] for worker in workers]
+    errors = [worker.communicate(timeout=120 * load_factor())[1] for worker in workers]
     assert [worker.returncode for worker in workers] == [0, 0], errors
     assert re.search(r"^distflow: resumed from .*/step_2$", errors[0], re.M), errors
     assert finished(tmp_path)

@@ -120,12 +120,13 @@ def test_a_resumed_run_is_the_uninterrupted_run_to_the_bit(folder: Path, complet
 
 
 def test_the_curve_is_the_same_on_another_number_of_workers(folder: Path, complete: dict[str, Path]) -> None:
-    """A step or two each: on two workers, two times two replicas, four with tensor parallelism, two, one, and four."""
+    """A step or two each: on two workers, two times two replicas, four with tensor parallelism, two that divide
+    sequences, one, and four."""
     run_dir = cut(complete["grpo"], folder, "others", 2)
     layouts: list[tuple[int, int, dict[str, Any]]] = [
         (4, 3, {"train": CONFIG["train"] | {"shard_degree": 2}}),
         (4, 4, {"placement": TP2}),
-        (2, 5, {}),
+        (2, 5, {"placement": {"default": {"sp": 2}}}),
         (1, 6, {}),
         (4, 8, {}),
     ]
@@ -169,6 +170,8 @@ def test_a_run_that_cannot_be_resumed_says_why(folder: Path, complete: dict[str,
     _, ended = run(folder, "other-seed", 1, str(complete["grpo"]), seed=3)
     assert ended.codes == [1]
     assert "is of a run with seed 0, the config has 3; set it back" in ended.err
+    _, ended = run(folder, "other-order", 1, str(complete["grpo"]), data=CONFIG["data"] | {"shuffle": False})
+    assert "is of a run with shuffle True, the config has False; set it back" in ended.err
     _, ended = run(folder, "fresh", 1, "auto", steps=1, eval=None)  # as after a restart by torchrun
     assert ended.codes == [0], ended.err
 
@@ -193,7 +196,8 @@ def test_a_checkpoint_of_another_format_is_refused(folder: Path, complete: dict[
     assert ended.codes == [0], ended.err
     assert "resumed" not in ended.err
     assert list_checkpoints(run_dir / "checkpoints") == [1]
-    assert list_checkpoints(run_dir / "checkpoints.1") == [2]
+    assert list_checkpoints(run_dir / "earlier/1/checkpoints") == [2]
+    assert f"the earlier run in {run_dir} is kept in {run_dir}/earlier/1; to continue a run, use --resume" in ended.err
 
 
 def write_rows(folder: Path, prompts: list[str]) -> None:
@@ -309,7 +313,7 @@ def rows_so_far(run_dir: Path) -> list[str]:
 
 BEST_IS_THE_SECOND = """
 def peak(completions, trainer_state, **rest):
-    return [[0.0, 0.25, 1.0, 0.5, 0.75, 0.125][trainer_state.global_step + 1]] * len(completions)
+    return [[0.0, 0.25, 1.0, 0.5, 0.75, 0.125, 0.25][trainer_state.global_step + 1]] * len(completions)
 """
 
 
@@ -330,8 +334,10 @@ def test_the_newest_and_the_best_are_kept(folder: Path) -> None:
     weights = path / "huggingface" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1] + b"!")
     assert verify(path) == f"{weights} has changed since it was written"
-    _, ended = run(folder, "kept", 2, "newest", checkpoint=checkpoint, steps=6, eval=None)
+    (run_dir / "metrics.jsonl").unlink()  # the best one is known without it
+    _, ended = run(folder, "kept", 2, "newest", **changes | {"steps": 6})
     assert ended.codes == [0, 0], ended.err
+    assert list_checkpoints(run_dir / "checkpoints") == [6, 5, 2]
     assert f"distflow: resumed from {path}\n" in ended.err  # the state is sound
     text = f"{weights} has changed since it was written; the run does not need it, `distflow export` writes another\n"
     assert ended.err.count(text) == 1

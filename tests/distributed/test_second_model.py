@@ -17,7 +17,6 @@ from distflow.config.schema import ModelConfig
 from distflow.model.source import open_model
 from warm import Ended, distflow_run
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "distillation" / "distill.py"
 PROMPTS = [f"count from {i}" for i in range(8)]
 FLOWS = '''
 import torch
@@ -85,7 +84,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("models")
     (folder / "data.jsonl").write_text("".join(json.dumps({"prompt": p}) + "\n" for p in PROMPTS))
     (folder / "flows.py").write_text(FLOWS)
-    shutil.copy(EXAMPLE, folder)
     source = open_model(
         ModelConfig(arch="qwen2", hidden=32, layers=2, heads=4, kv_heads=2), lambda: iter(()), folder, 0
     )
@@ -111,22 +109,94 @@ def rows(run_dir: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
+DISTILLED: dict[str, Any] = {
+    "rollout": {"n": 8, "max_tokens": 8},
+    "roles": {"teacher": {"model": "teacher"}},
+    "train": {"lr": 1e-2},
+}
+
+
 def test_a_student_learns_from_a_teacher(folder: Path) -> None:
-    """The example's flow; on two workers, where the teacher is sharded like any model."""
-    ended = run(
-        folder,
-        "distilled",
-        2,
-        flow="distill.py:distill",
-        steps=20,
-        rollout={"n": 8, "max_tokens": 8},
-        roles={"teacher": {"model": "teacher"}},
-        train={"lr": 1e-2},
-    )
+    """By its log-probs as a reward; on two workers, where the teacher is sharded like any model."""
+    ended = run(folder, "distilled", 2, **DISTILLED | {"flow": "distill", "steps": 20})
     assert ended.codes == [0, 0], ended.err
     divergence = [row["distill/reverse_kl"] for row in rows(folder / "distilled")]
     assert divergence[0] > 1
     assert divergence[-1] < divergence[0] / 2, divergence
+
+
+@pytest.fixture(scope="module")
+def by_divergence(folder: Path) -> list[dict[str, float]]:
+    changes: dict[str, Any] = {"flow": "gkd", "steps": 8, "algo": {"k": 16, "divergence": "forward"}}
+    ended = run(folder, "gkd", 1, **DISTILLED | changes)
+    assert ended.codes == [0], ended.err
+    return rows(folder / "gkd")
+
+
+def test_it_learns_faster_by_the_divergence_at_every_token(by_divergence: list[dict[str, float]]) -> None:
+    divergence = [row["distill/divergence"] for row in by_divergence]
+    assert divergence[0] > 1
+    assert divergence[-1] < divergence[0] / 2, divergence
+
+
+@pytest.mark.parametrize("micro_tokens", [16384, 64])
+def test_the_likeliest_tokens_arrive_in_any_layout(
+    folder: Path, by_divergence: list[dict[str, float]], micro_tokens: int
+) -> None:
+    """On two workers, of which one is the teacher's; in any micro-batches."""
+    changes: dict[str, Any] = {
+        "flow": "gkd",
+        "steps": 3,
+        "algo": {"k": 16, "divergence": "forward"},
+        "train": {"lr": 1e-2, "micro_tokens": micro_tokens},
+        "placement": {"ranks": {"other": "1"}, "roles": {"teacher": {"ranks": "other"}}},
+    }
+    name = f"gkd{micro_tokens}"
+    ended = run(folder, name, 2, **DISTILLED | changes)
+    assert ended.codes == [0, 0], ended.err
+    for ours, theirs in zip(rows(folder / name), by_divergence[:3], strict=True):
+        for key in ("distill/divergence", "actor/loss", "actor/grad_norm"):
+            assert ours[key] == pytest.approx(theirs[key], rel=1e-3), key
+
+
+def test_each_data_source_has_its_teacher(folder: Path) -> None:
+    """Of two teachers, one is the student itself: its samples have no divergence."""
+    mixed = ({"prompt": p, "data_source": ["same", "other"][i % 2]} for i, p in enumerate(PROMPTS))
+    (folder / "mixed.jsonl").write_text("".join(json.dumps(row) + "\n" for row in mixed))
+    first = {}
+    for name, models in (
+        ("two", {"same": "student", "other": "teacher"}),
+        ("one", {"same": "teacher", "other": "teacher"}),
+    ):
+        teacher = {"call": "teachers", "args": {"models": models}}
+        ended = run(
+            folder,
+            f"teachers-{name}",
+            2,
+            **DISTILLED | {"flow": "gkd", "algo": {"k": 300}, "steps": 1, "roles": {"teacher": teacher}},
+            data={"files": "mixed.jsonl", "batch": 8},
+        )
+        assert ended.codes == [0, 0], ended.err
+        first[name] = rows(folder / f"teachers-{name}")[0]["distill/divergence"]
+    assert 0.2 * first["one"] < first["two"] < 0.8 * first["one"]
+
+
+def test_a_row_without_a_teacher_is_named(folder: Path) -> None:
+    (folder / "odd.jsonl").write_text(json.dumps({"prompt": "a", "data_source": "maths"}) + "\n")
+    teacher = {"call": "teachers", "args": {"models": {"math": "teacher"}}}
+    changes = {"flow": "distill", "steps": 1, "roles": {"teacher": teacher}, "data": {"files": "odd.jsonl", "batch": 1}}
+    ended = run(folder, "odd", 1, **DISTILLED | changes)
+    assert ended.codes == [1]
+    assert "odd.jsonl:1: role 'teacher' has no teacher for data_source 'maths'; did you mean 'math'" in ended.err
+
+
+def test_a_plan_shows_the_bytes_of_the_likeliest_tokens(folder: Path) -> None:
+    from distflow.run.program import Program
+
+    path = folder / "planned.yaml"
+    (folder / "planned.yaml").write_text(yaml.safe_dump(CONFIG | DISTILLED | {"flow": "gkd", "algo": {"k": 8}}))
+    sizes = Program.load(path).plan(1).bytes
+    assert sizes["teacher_top_ids"] == sizes["teacher_top_logprobs"] == 8 * 4 * 8 / 2
 
 
 def test_the_reference_may_be_another_model(folder: Path) -> None:

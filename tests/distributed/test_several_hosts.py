@@ -15,6 +15,7 @@ import pytest
 
 from distributed.test_run import write_config
 from hosts import Hosts, why_not
+from limits import TimeLimit, wait_until
 
 reason = why_not()
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(reason is not None, reason=str(reason))]
@@ -45,19 +46,17 @@ class Run:
         return self.logs[rank].read_text()
 
     def wait_until(self, text: str, limit_s: float = 90) -> None:
-        end = time.monotonic() + limit_s
+        limit = TimeLimit(limit_s)
         while text not in self.log(0):
-            assert time.monotonic() < end, self.all_logs()
+            assert limit.left() > 0, self.all_logs()
             assert self.processes[0].poll() is None, self.all_logs()
             time.sleep(0.05)
 
     def end(self, limit_s: float = 90) -> list[int]:
         """Waits for all; returns their exit codes."""
-        end = time.monotonic() + limit_s
         try:
-            return [p.wait(max(0.1, end - time.monotonic())) for p in self.processes]
-        except subprocess.TimeoutExpired:
-            raise AssertionError(f"a worker does not end:\n{self.all_logs()}") from None
+            wait_until(lambda: all(p.poll() is not None for p in self.processes), limit_s, self.all_logs)
+            return [p.returncode for p in self.processes]
         finally:
             for p in self.processes:
                 if p.poll() is None:

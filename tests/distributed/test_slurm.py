@@ -4,13 +4,13 @@ import json
 import re
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from distributed.test_run import misbehaving, orphans, write_config
+from limits import load_factor, wait_until
 from slurm import slurm, why_not
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(why_not() is not None, reason=why_not() or "")]
@@ -25,11 +25,8 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]
 
 def srun(cluster: dict[str, str], path: Path, *words: str) -> subprocess.CompletedProcess[str]:
     command = ["srun", "-n", "2", "--overcommit", sys.executable, "-m", "distflow", "run", str(path), *words]
-    done = subprocess.run(command, env=cluster, capture_output=True, text=True, timeout=240)
-    end = time.monotonic() + 20
-    while orphans(path) and time.monotonic() < end:
-        time.sleep(0.2)
-    assert not orphans(path)
+    done = subprocess.run(command, env=cluster, capture_output=True, text=True, timeout=240 * load_factor())
+    wait_until(lambda: not orphans(path), 20, lambda: f"{orphans(path)} go on")
     return done
 
 
@@ -66,6 +63,8 @@ def test_a_batch_script_runs(cluster: dict[str, str], tmp_path: Path) -> None:
     script, log = tmp_path / "job.sbatch", tmp_path / "job.log"
     script.write_text(text)
     command = ["sbatch", "--wait", f"--output={log}", str(script), str(path)]
-    done = subprocess.run(command, env=cluster, capture_output=True, text=True, timeout=240, cwd=tmp_path)
+    done = subprocess.run(
+        command, env=cluster, capture_output=True, text=True, timeout=240 * load_factor(), cwd=tmp_path
+    )
     assert done.returncode == 0, done.stderr + log.read_text()
     assert "step 3/3" in log.read_text()

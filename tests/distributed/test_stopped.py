@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 import yaml
 
+from distflow.checkpoint import writer
 from distflow.liveness.heartbeat import read_record
+from warm import cli_main
 from warm_launch import Launch
 
 LIMIT_S, STEPS = 3.0, 30
@@ -32,6 +34,26 @@ def write_config(folder: Path, **changes: Any) -> Path:
     path = folder / "config.yaml"
     path.write_text(yaml.safe_dump(config))
     return path
+
+
+def main_with_a_slow_disk(words: list[str]) -> None:
+    write = writer._write_role
+
+    def slowly(*args: Any) -> bytes:
+        time.sleep(6)
+        return write(*args)
+
+    writer._write_role, writer._RATE = slowly, 1 << 10  # type: ignore[assignment]
+    cli_main(words)
+
+
+def test_a_last_checkpoint_has_the_time_that_its_size_takes(tmp_path: Path) -> None:
+    path = write_config(tmp_path, steps=100_000, stop_limit_s=2, wait_limit_s=60)
+    launch = Launch(path, main=main_with_a_slow_disk)
+    launch.wait_until(lambda: "step 2/" in launch.out)
+    os.kill(launch.pid, signal.SIGTERM)
+    assert launch.wait(60) == 128 + signal.SIGTERM, launch.err
+    assert "which is saved" in launch.err
 
 
 def stop(launch: Launch, folder: Path, rank: int) -> None:

@@ -11,7 +11,7 @@ from warm_launch import Launch
 
 
 def test_a_worker_that_is_slow_in_a_node_is_named(tmp_path: Path) -> None:
-    launch = Launch(write_config(tmp_path, {"slow": 2, "nap_s": 0.2}, workers=4))
+    launch = Launch(write_config(tmp_path, {"slow": 2, "nap_s": 0.2}, workers=4, placement={}))
     assert launch.wait() == 0, launch.err
     steps = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [m["perf/slowest_rank"] for m in steps] == [2] * 4

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from distflow.comm.collectives import SendReceive, all_gather_bytes, barrier
-from distflow.comm.connections import raise_open_files_limit, too_many_open_files
+from distflow.comm.open_files import raise_open_files_limit, too_many_open_files
 from distflow.comm.transport import SHARED_MEMORY, Transport
 from distflow.errors import DistflowError, PeerLostError
 from distflow.plan.topology import Topology

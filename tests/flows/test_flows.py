@@ -2,8 +2,10 @@
 
 import inspect
 import json
+import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +16,17 @@ import yaml
 
 from distflow.algo import losses
 from distflow.batch.batch import Batch, Column, Ragged
+from distflow.errors import DataError, FlowError
 from distflow.flow import Flow, FlowFunction
 from distflow.flow.importing import load
 from distflow.flows import BUILT_IN
-from distflow.flows.nodes import discounted_returns
+from distflow.flows.nodes import desirable, discounted_returns, mismatched, mismatched_log_ratio
 from distflow.reward.reward import Reward
 from distflow.roles.actor import Actor
 from distflow.roles.critic import Critic
-from distflow.roles.frozen import Reference
+from distflow.roles.frozen import FrozenModel, Reference, Teachers
 from distflow.roles.reward_model import RewardModel
+from limits import load_factor
 
 ROLES = {"actor": Actor, "critic": Critic, "reference": Reference, "reward": Reward, "reward_model": RewardModel}
 
@@ -36,6 +40,11 @@ def built_in(name: str) -> FlowFunction:
 def graph(name: str, *columns: str, **constants: Any) -> Flow:
     function = built_in(name)
     return function.trace(columns, {r: ROLES[r] for r in function.roles}, constants)
+
+
+def traced(name: str, roles: Mapping[str, type], *columns: str, **constants: Any) -> Flow:
+    """Traces a flow with these roles, besides the actor and the reference."""
+    return built_in(name).trace(columns, {"actor": Actor, "reference": Reference, **roles}, constants)
 
 
 def edges(flow: Flow) -> set[tuple[str, str, str]]:
@@ -133,6 +142,9 @@ DIFFERENCES: dict[
     "gspo": ("gspo", {}, {"clip": 3e-4, "clip_high": 4e-4, "aggregate": "seq-mean-token-mean"}),
     "cispo": ("cispo", {}, {"clip": 1.0, "clip_high": 0.2, "aggregate": "token-mean"}),
     "cpgd": ("cpgd", {}, {"clip": 0.2, "drift": 0.001, "aggregate": "token-mean"}),
+    "sapo": ("sapo", {}, {"tau": 1.0, "tau_negative": 1.05, "aggregate": "token-mean"}),
+    "dppo": ("dppo", {}, {"clip": 0.2, "clip_high": None, "aggregate": "token-mean"}),
+    "gmpo": ("gmpo", {}, {"clip": 0.4, "aggregate": "seq-mean-token-mean"}),
 }
 
 
@@ -224,7 +236,7 @@ def test_dapo_fills_the_batch_before_the_update() -> None:
     assert "overlong_penalty" not in {n.id for n in graph("dapo", "prompt").nodes}
 
 
-@pytest.mark.parametrize(("name", "role"), [("dpo", "actor"), ("reward_model", "reward_model")])
+@pytest.mark.parametrize(("name", "role"), [("dpo", "actor"), ("orpo", "actor"), ("reward_model", "reward_model")])
 def test_pairs_are_compared_on_one_worker(name: str, role: str) -> None:
     flow = graph(name, "prompt", "chosen", "rejected")
     update = flow.node(f"{role}.update_pairs")
@@ -278,6 +290,88 @@ def test_a_flow_is_a_short_file(name: str) -> None:
     assert len(path.read_text().splitlines()) < 60
 
 
+def test_advantages_of_several_rewards_and_of_the_best_of_k() -> None:
+    flow = graph("gdpo", "prompt", "answer")
+    assert {
+        ("reward.score_each", "scores", "summed_advantage"),
+        ("reward.score_each", "score_weights", "summed_advantage"),
+        ("summed_advantage", "advantage", "actor.update"),
+    } <= edges(flow)
+    assert flow.node("summed_advantage").whole_batch
+    best = graph("max_at_k", "prompt", k=2, baseline="mean").node("best_of_k_advantage")
+    assert best.whole_groups
+    assert best.params == {"k": 2, "baseline": "mean"}
+
+
+def test_kto_estimates_the_divergence_on_the_responses_of_other_prompts() -> None:
+    flow = graph("kto", "prompt", "response", "label")
+    assert {
+        ("mismatched", "mismatched_response", "actor.encode_2"),
+        ("actor.encode_2", "mismatched_response_tokens", "actor.logprobs"),
+        ("actor.logprobs", "mismatched_old_logprobs", "mismatched_log_ratio"),
+        ("mismatched_log_ratio", "log_ratio", "kl_baseline"),
+        ("kl_baseline", "kl_baseline", "actor.update"),
+        ("desirable", "desirable", "actor.update"),
+    } <= edges(flow)
+    ids, responses = np.array([7, 3, 5]), ["c", "a", "b"]
+    assert mismatched(Batch(ids, ids, {"response": responses})) == ["a", "b", "c"]  # 3, 5, 7: each has the next one's
+    assert desirable(Batch(ids, ids, {"label": [True, False, True]})).tolist() == [1, -1, 1]
+    with pytest.raises(DataError, match="sample 3: the column 'label' is 1; it must be true or false"):
+        desirable(Batch(ids, ids, {"label": [True, 1, True]}))
+    ratios = mismatched_log_ratio(
+        Batch(
+            ids,
+            ids,
+            {
+                "mismatched_old_logprobs": Ragged.of([torch.tensor(x) for x in ([-1.0, -2.0], [-1.0], [0.0])]),
+                "mismatched_ref_logprobs": Ragged.of([torch.tensor(x) for x in ([-3.0, -2.0], [-0.5], [0.0])]),
+            },
+        )
+    )
+    assert ratios.tolist() == [2, -0.5, 0]
+
+
+def test_distillation_reads_the_teacher_and_the_task() -> None:
+    """Roles that a flow does not call need no implementation."""
+    one = {"teacher": FrozenModel}
+    flow = traced("distill", {"teacher": Teachers, "reward": Reward}, "prompt", "data_source", task=0.5)
+    assert {
+        ("teacher.logprobs", "teacher_logprobs", "teacher_advantage"),
+        ("task_advantage", "task_advantage", "teacher_advantage"),
+        ("data", "data_source", "teacher.logprobs"),
+        ("teacher_advantage", "advantage", "actor.update"),
+    } <= edges(flow)
+    top = traced("gkd", one, "prompt", "data_source", k=8)
+    for field in ("teacher_top_ids", "teacher_top_logprobs"):
+        assert ("teacher.top_logprobs", field, "actor.update") in edges(top)
+    assert "data_source" not in top.node("teacher.top_logprobs").reads
+    given = traced("gkd", one, "prompt", "response", samples="given")
+    assert [n.id for n in given.nodes] == ["actor.encode", "teacher.top_logprobs", "actor.update"]
+    own = traced("gkd", {}, "prompt", by="ema")
+    assert [n.id for n in own.nodes] == ["actor.generate", "actor.ema_top_logprobs", "actor.update"]
+    with pytest.raises(FlowError, match="role 'teacher' has no implementation"):
+        traced("gkd", {}, "prompt")
+    with pytest.raises(FlowError, match=r"algo.task: 0.5; responses of the data have no reward"):
+        traced("gkd", one, "prompt", "response", samples="given", task=0.5)
+
+
+def test_masks_of_the_policy_term() -> None:
+    masks = {"mask_truncated": True, "mask_off_policy": 0.1, "top_entropy": 0.2, "rollout_rejection": "mean-k3"}
+    flow = graph("grpo", "prompt", **masks, rejection_threshold=0.5, kl_unbiased=True, kl=0.1, kl_reference="ema")
+    assert {
+        ("actor.generate", "finished", "actor.update"),
+        ("actor.entropy", "old_entropy", "actor.update"),
+        ("actor.ema_logprobs", "ema_logprobs", "actor.update"),
+    } <= edges(flow)
+    assert "reference" not in {n.role for n in flow.nodes}
+    update = flow.node("actor.update").params
+    assert {k: update[k] for k in masks} == masks
+    assert (update["rejection_threshold"], update["kl_unbiased"]) == (0.5, True)
+    plain = graph("grpo", "prompt")
+    assert not {*masks, "rejection_threshold", "kl_unbiased"} & set(plain.node("actor.update").params)
+    assert {"finished", "old_entropy"}.isdisjoint(plain.node("actor.update").reads)
+
+
 @pytest.mark.parametrize(("name", "roles"), [("grpo", ["actor", "reference", "reward"]), ("sft", ["actor"])])
 def test_every_other_parameter_is_a_constant(name: str, roles: list[str]) -> None:
     assert built_in(name).roles == roles
@@ -286,16 +380,21 @@ def test_every_other_parameter_is_a_constant(name: str, roles: list[str]) -> Non
 
 @pytest.mark.parametrize("flow", sorted(BUILT_IN))
 def test_planning_imports_no_torch(tmp_path: Path, flow: str) -> None:
-    pairs = flow in ("dpo", "reward_model")
-    row = {"prompt": "a", "chosen": "b", "rejected": "c"} if pairs else {"prompt": "a", "response": "b"}
+    pairs = flow in ("dpo", "orpo", "reward_model")
+    row = {"prompt": "a", "chosen": "b", "rejected": "c"} if pairs else {"prompt": "a", "response": "b", "label": True}
     (tmp_path / "data.jsonl").write_text(json.dumps(row) + "\n")
     config: dict[str, Any] = {
         "flow": flow,
-        "data": {"files": "data.jsonl", "batch": 4, **({"fields": ["prompt"]} if flow != "sft" and not pairs else {})},
+        "data": {
+            "files": "data.jsonl",
+            "batch": 4,
+            **({"fields": ["prompt"]} if flow not in ("sft", "kto") and not pairs else {}),
+        },
         "model": "any/model",
         "reward": "reward.py:never_loaded",
         "eval": "data.jsonl",
         "workers": 2,
+        **({"roles": {"teacher": {"model": "any/other"}}} if flow in ("distill", "gkd") else {}),
         **({"algo": {"kl": 0.1, "recompute_old_logprobs": True}} if flow == "grpo" else {}),
     }
     path = tmp_path / "config.yaml"
@@ -305,5 +404,11 @@ def test_planning_imports_no_torch(tmp_path: Path, flow: str) -> None:
         "program = Program.load(sys.argv[1]); render(program.plan(2)); program.eval_plan(2, 3);"
         "print(*{m.partition('.')[0] for m in sys.modules} & {'torch', 'transformers', 'tokenizers'})"
     )
-    done = subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(path)],
+        env=os.environ | {"HF_HUB_OFFLINE": "1"},  # no hub is asked for a model that is on none
+        capture_output=True,
+        text=True,
+        timeout=60 * load_factor(),
+    )
     assert (done.stdout, done.stderr, done.returncode) == ("\n", "", 0)

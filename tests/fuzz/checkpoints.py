@@ -15,7 +15,6 @@ import pytest
 import torch
 
 from distflow.checkpoint.store import (
-    COMPLETE,
     INDEX,
     RUN_STATE,
     TENSORS,
@@ -33,7 +32,7 @@ from distflow.dataset.view import DatasetView
 from distflow.errors import ConfigError
 from distflow.roles.role import Role
 from distflow.run.checkpoint_manager import CheckpointManager
-from distflow.run_folder import NEWEST, checkpoint_dir
+from distflow.run_folder import COMPLETE, NEWEST, checkpoint_dir
 from distflow.weights.state import RoleState
 from fuzz.harness import Case
 from fuzz.junk import damaged, junk, mutate

@@ -21,12 +21,17 @@ ROWS = [
         "response": str(i + i * i % 7),
         "chosen": str(i + i * i % 7),
         "rejected": "no" * (1 + i % 3),
+        "label": i % 3 > 0,
     }
     for i in range(16)
 ]
 REWARD = """
 def even_digits(solution_str):
     return sum(c in "02468ace" for c in solution_str) / 8
+
+
+def short(solution_str):
+    return 1 / (1 + len(solution_str))
 """
 LETTERS = "abcdefghijklmnopqrstuvwxyz"  # as tokens that stop a response, they give responses different lengths
 CONFIG: dict[str, Any] = {
@@ -44,19 +49,43 @@ FLOWS: dict[str, dict[str, Any]] = {
     "cispo": {"algo": SEVERAL},
     "cpgd": {"algo": SEVERAL},
     "dapo": {"algo": SEVERAL},
+    "distill": {"algo": SEVERAL | {"by": "ema", "task": 0.5}, "train": {"lr": 1.0e-2, "ema": 0.9}},
     "dpo": {"data": {"files": "rows.jsonl", "batch": 4, "fields": ["prompt", "chosen", "rejected"]}},
+    "dppo": {"algo": SEVERAL | {"clip": 1e-5}},
     "dr_grpo": {"algo": KL},
+    "gdpo": {"reward": ["reward.py:even_digits", "reward.py:short"]},
+    "gkd": {
+        "algo": SEVERAL | {"by": "ema", "k": 16, "divergence": "jensen_shannon", "beta": 0.3, "task": 0.5},
+        "train": {"lr": 1.0e-2, "ema": 0.9},
+    },
+    "gmpo": {"algo": SEVERAL | {"clip": 0.01}},
     "gpg": {},
     "grpo": {"algo": KL | SEVERAL | {"epochs": 2}},
     "gspo": {"algo": SEVERAL},
+    "kto": {"data": {"files": "rows.jsonl", "batch": 4, "fields": ["prompt", "response", "label"]}},
+    "max_at_k": {"algo": {"k": 2}},
     "opo": {},
+    "orpo": {"data": {"files": "rows.jsonl", "batch": 4, "fields": ["prompt", "chosen", "rejected"]}},
     "ppo": {"algo": SEVERAL | {"kl_in_reward": 0.05}},
     "reinforce_pp": {"algo": KL},
     "reinforce_pp_baseline": {},
     "remax": {},
     "reward_model": {"data": {"files": "rows.jsonl", "batch": 4, "fields": ["prompt", "chosen", "rejected"]}},
     "rloo": {},
+    "sapo": {"algo": SEVERAL},
     "sft": {"data": {"files": "rows.jsonl", "batch": 4, "fields": ["prompt", "response"]}},
+    "vespo": {"algo": SEVERAL},
+}
+_MASKED = {
+    "mini_batches": 2,
+    "mask_truncated": True,
+    "mask_off_policy": 1.0e-4,
+    "top_entropy": 0.5,
+    "rollout_rejection": "max-k1",
+    "rejection_threshold": 1.01,
+    "kl": 0.2,
+    "kl_unbiased": True,
+    "kl_reference": "ema",
 }
 # Runs in which no setting that the mathematics depends on has its default.
 TUNED: dict[str, dict[str, Any]] = {
@@ -106,6 +135,12 @@ TUNED: dict[str, dict[str, Any]] = {
             "overlong_penalty_factor": 0.5,
         },
     },
+    "grpo_masked": {
+        "flow": "grpo",
+        "rollout": {"n": 4, "max_tokens": 16, "stop": list(LETTERS)},
+        "train": {"lr": 2.0e-3, "ema": 0.5, "ema_every": 2},
+        "algo": _MASKED,
+    },
     "ppo_tuned": {
         "flow": "ppo",
         "rollout": {"n": 4, "max_tokens": 8, "temperature": 0.7, "stop": list(LETTERS)},
@@ -134,7 +169,7 @@ def config_of(flow: str, folder: Path) -> Path:
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     (folder / "reward.py").write_text(REWARD)
     config = CONFIG | {"flow": flow, "run_dir": str(folder / flow)} | (FLOWS | TUNED)[flow]
-    if flow in ("dpo", "reward_model", "sft"):
+    if flow in ("dpo", "kto", "orpo", "reward_model", "sft"):
         del config["reward"]
     path = folder / f"{flow}.yaml"
     path.write_text(yaml.safe_dump(config))

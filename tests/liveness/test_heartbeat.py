@@ -13,6 +13,7 @@ from distflow.errors import DistflowError, PeerLostError, StoppedError, StuckErr
 from distflow.liveness.beacon import Beacon
 from distflow.liveness.heartbeat import SIZE, Heartbeat, Peer, Record, pack, read_record, unpack
 from distflow.liveness.watchdog import PeerMonitor, Watchdog
+from limits import load_factor
 
 
 def test_a_record_has_step_task_and_the_ranks_a_worker_waits_for() -> None:
@@ -114,7 +115,7 @@ def test_a_wait_that_takes_too_long_is_reported_once_with_the_records_of_all() -
     workers.heartbeats[5].start_task(2, "judge")
     for w in workers.watchdogs:
         w.start()
-    _, error = workers.ended.get(timeout=30)
+    _, error = workers.ended.get(timeout=30 * load_factor())
     assert isinstance(error, StuckError)
     text = str(error)
     assert "a worker has waited more than 0.5 s for others (wait_limit_s)" in text
@@ -131,7 +132,7 @@ def test_a_worker_without_a_heartbeat_is_named_with_what_it_was_doing() -> None:
     workers.start()
     time.sleep(0.3)
     workers.freeze(2)
-    rank, error = workers.ended.get(timeout=30)
+    rank, error = workers.ended.get(timeout=30 * load_factor())
     assert rank != 2
     text = str(error)
     assert "a worker has had no heartbeat for more than 0.5 s (wait_limit_s)" in text
@@ -181,7 +182,7 @@ def test_a_worker_that_is_asked_to_stop_ends_at_once_when_another_is_gone() -> N
     time.sleep(0.3)
     assert workers.ended.empty()  # a process of another host is not looked for here
     workers.heartbeats[0].peers = [alive, Peer("a", gone.pid, True)]
-    rank, error = workers.ended.get(timeout=30)
+    rank, error = workers.ended.get(timeout=30 * load_factor())
     assert rank == 0
     assert isinstance(error, StoppedError)
     workers.close()

@@ -1,5 +1,6 @@
 """Attention over packed sequences gives what each sequence alone would: values, gradients, and whole models."""
 
+from contextlib import nullcontext
 from copy import deepcopy
 
 import numpy as np
@@ -9,6 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from accelerator import flash
 from distflow.model.attention import AttentionParams, PackedAttention, SharedPrompts
 from tiny import ARCHITECTURES, WINDOW, Pair, pair
 
@@ -50,19 +52,29 @@ def one_by_one(lengths: list[int], q: Tensor, k: Tensor, v: Tensor, params: Atte
     shared=st.sampled_from([1, 3]),
     params=PARAMS,
     seed=st.integers(0, 99),
+    kernel=st.booleans(),
 )
-@example(lengths=[1], kv_heads=1, shared=1, params=AttentionParams(), seed=0)
-@example(lengths=[4, 4, 4, 1, 1, 6, 4], kv_heads=2, shared=3, params=AttentionParams(window=3), seed=0)
-@example(lengths=[5, 5, 0, 2], kv_heads=2, shared=3, params=AttentionParams(window=3, softcap=1.5, scale=0.3), seed=0)
+@example(lengths=[1], kv_heads=1, shared=1, params=AttentionParams(), seed=0, kernel=True)
+@example(lengths=[4, 4, 4, 1, 1, 6, 4], kv_heads=2, shared=3, params=AttentionParams(window=3), seed=0, kernel=True)
+@example(
+    lengths=[5, 5, 0, 2],
+    kv_heads=2,
+    shared=3,
+    params=AttentionParams(window=3, softcap=1.5, scale=0.3),
+    seed=0,
+    kernel=True,
+)
 def test_a_sequence_attends_to_its_own_past_and_nothing_else(
-    lengths: list[int], kv_heads: int, shared: int, params: AttentionParams, seed: int
+    lengths: list[int], kv_heads: int, shared: int, params: AttentionParams, seed: int, kernel: bool
 ) -> None:
     noise = torch.Generator().manual_seed(seed)
     heads = (kv_heads * shared, kv_heads, kv_heads)
     q, k, v = (torch.randn(h, sum(lengths), DIM, generator=noise, dtype=torch.float64) * 2 for h in heads)
     given = [x.requires_grad_() for x in (q, k, v)]
     weight = torch.randn(sum(lengths), heads[0], DIM, generator=noise, dtype=torch.float64)
-    got, want = PackedAttention(lengths)(0, q, k, v, params), one_by_one(lengths, q, k, v, params)
+    with flash.on_cpu() if kernel else nullcontext():
+        got = PackedAttention(lengths)(0, q, k, v, params)
+    want = one_by_one(lengths, q, k, v, params)
     close = 1e-12 if params.softcap is None else 1e-5  # capped scores are float32
     assert torch.allclose(got, want, atol=close, rtol=close)
     grads = [torch.autograd.grad((out * weight).sum(), given) for out in (got, want)]
@@ -76,9 +88,10 @@ def test_a_sequence_attends_to_its_own_past_and_nothing_else(
     responses=st.lists(st.integers(0, 5), min_size=2, max_size=5),
     params=PARAMS,
     seed=st.integers(0, 99),
+    kernel=st.booleans(),
 )
 def test_sequences_that_share_a_prompt_get_what_they_would_get_alone(
-    prompt: int, responses: list[int], params: AttentionParams, seed: int
+    prompt: int, responses: list[int], params: AttentionParams, seed: int, kernel: bool
 ) -> None:
     """Rows: the prompt, then all responses."""
     starts = np.cumsum([prompt, *responses]).tolist()
@@ -86,12 +99,14 @@ def test_sequences_that_share_a_prompt_get_what_they_would_get_alone(
     rows = [r for s in sequences for r in s]
     first_places = [rows.index(r) for r in range(starts[-1])]
     repeats = sorted({*range(len(rows))} - {*first_places})
-    shared = SharedPrompts(*(torch.tensor(x) for x in (rows, first_places, repeats)))
+    places = [torch.tensor(x) for x in (rows, first_places, repeats)]
+    shared = SharedPrompts(places[0], places[1], places[2], (prompt + responses[0], *responses[1:]))
     noise = torch.Generator().manual_seed(seed)
     given = [torch.randn(h, starts[-1], DIM, generator=noise, dtype=torch.float64).requires_grad_() for h in (4, 2, 2)]
     weight = torch.randn(starts[-1], 4, DIM, generator=noise, dtype=torch.float64)
     lengths = [len(s) for s in sequences]
-    got = PackedAttention(lengths, shared)(0, given[0], given[1], given[2], params)
+    with flash.on_cpu() if kernel else nullcontext():
+        got = PackedAttention(lengths, shared)(0, given[0], given[1], given[2], params)
     q, k, v = (x[:, torch.tensor(rows)] for x in given)
     want = one_by_one(lengths, q, k, v, params)[shared.first_places]
     close = 1e-12 if params.softcap is None else 1e-5

@@ -15,6 +15,7 @@ from agents.families import ADD, FAMILIES, WITH_TOOLS, renderer, sampled, tokeni
 from distflow.agents.tool_calls import ToolCall
 from distflow.dataset.dataset import Dataset
 from distflow.dataset.view import DatasetView
+from distflow.errors import ConfigError
 from distflow.model.prompt_check import check_prompts
 from distflow.model.source import Source
 from distflow.model.text import Text
@@ -205,3 +206,37 @@ def test_prompts_that_a_template_has_written_are_taken_as_such_only_if_the_confi
     assert rendered.encode(said) == text.tokenizer(said)["input_ids"]
     check_prompts(rows, rendered, False)
     assert caplog.text == ""
+
+
+THINKING = "{% for m in messages %}{{ m.content }}{% endfor %}{% if enable_thinking %}<think>{% else %}no{% endif %}"
+
+
+def with_variables(**variables: Any) -> Text:
+    made = renderer("qwen", chat_template=THINKING).text
+    source = cast(Source, SimpleNamespace(name="qwen", tokenizer=made.tokenizer))
+    return Text(source, 100, chat_template_kwargs=variables)
+
+
+def test_a_chat_template_gets_the_variables_of_the_config() -> None:
+    chat = [{"role": "user", "content": "a"}]
+    for variables, expected in (
+        ({}, "ano"),
+        ({"enable_thinking": False}, "ano"),
+        ({"enable_thinking": True}, "a<think>"),
+    ):
+        text = with_variables(**variables)
+        assert text.tokenizer.decode(text.encode(chat)) == expected
+
+
+@pytest.mark.parametrize(
+    ("variable", "message"),
+    [
+        ("enable_thinkin", "the chat template of 'qwen' does not read it; did you mean 'enable_thinking'?"),
+        ("zzzz", "the chat template of 'qwen' does not read it; leave it out"),
+        ("tokenize", "this is no variable of a template, DistFlow gives it; leave it out"),
+    ],
+)
+def test_a_variable_that_a_template_does_not_read_is_refused(variable: str, message: str) -> None:
+    with pytest.raises(ConfigError) as e:
+        with_variables(**{variable: False})
+    assert str(e.value) == f"data.chat_template_kwargs.{variable}: {message}"

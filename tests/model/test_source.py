@@ -9,6 +9,7 @@ from typing import Any
 import huggingface_hub
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -73,6 +74,23 @@ def test_a_single_file_is_read_in_parts(saved: tuple[Path, dict[str, Tensor]], t
     assert got.keys() == saved[1].keys()
     assert all(torch.equal(x, saved[1][n].bfloat16()) for n, x in got.items())
     assert "_whole" not in vars(source)
+
+
+def test_tensors_under_other_names_are_found_and_it_is_said_that_this_takes_memory(
+    saved: tuple[Path, dict[str, Tensor]], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    shutil.copytree(saved[0], tmp_path, dirs_exist_ok=True)
+    for file in tmp_path.glob("model*"):
+        file.unlink()
+    renamed = {n.removeprefix("model."): t.bfloat16().contiguous() for n, t in saved[1].items()}
+    save_file(renamed, tmp_path / "model.safetensors", {"format": "pt"})
+    config = json.loads((tmp_path / "config.json").read_text()) | {"dtype": "bfloat16"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    got = read_all(opened(str(tmp_path), Path()))
+    assert all(torch.equal(x, saved[1][n].bfloat16()) for n, x in got.items())
+    assert {x.dtype for x in got.values()} == {torch.bfloat16}  # as it is stored
+    assert "has no tensor 'model." in caplog.text
+    assert "every worker reads the whole model" in caplog.text
 
 
 def test_other_file_formats_are_read_at_once(saved: tuple[Path, dict[str, Tensor]], tmp_path: Path) -> None:

@@ -71,6 +71,9 @@ def test_the_slowest_worker_is_known_by_its_rank() -> None:
     row = reduced(*workers)
     assert row["perf/work_s"] == pytest.approx(1.25)
     assert divmod(int(row["perf/busiest"]), 1 << 20) == (22_500, 1)
+    for rank, worker_of in enumerate(others := [StepMetrics() for _ in range(2)]):
+        worker_of.work(rank, 1.0, ranks_alike=False)
+    assert reduced(*others) == {"perf/work_s": 1.0}  # whose is the most work says nothing
 
 
 def test_one_name_is_reduced_in_one_way() -> None:

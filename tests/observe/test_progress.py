@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from distflow.errors import ConfigError
 from distflow.observe.progress import Progress, step_line
 from distflow.util import patient_files
 
@@ -22,6 +21,18 @@ METRICS = {
 
 def test_the_numbers_worth_a_glance_come_first() -> None:
     assert step_line(METRICS) == "reward/mean 0.25  actor/loss 0.1  response_length/mean 12  actor/grad_norm 2"
+
+
+def test_a_line_has_throughput_and_the_time_left(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    progress = Progress(tmp_path, 121)
+    times = {"timing_s/step": 8.0, "timing_max_s/step": 10.0, "perf/tokens": 34567.0}
+    progress(1, {"reward/mean": 0.5, **times})
+    progress(121, {"reward/mean": 0.5, **times})
+    progress._count = 0
+    progress.close()
+    first, last = capsys.readouterr().out.splitlines()
+    assert first == "step 1/121  20 min left  10 s  3,457 tokens/s  reward/mean 0.5"
+    assert last == "step 121/121  10 s  3,457 tokens/s  reward/mean 0.5"
 
 
 def test_a_rollout_of_another_model_than_is_trained_shows() -> None:
@@ -51,17 +62,3 @@ def test_an_output_that_takes_nothing_ends_no_run(tmp_path: Path, monkeypatch: p
     assert [text for text in warned if "cannot be written" in text] == [
         "the output of the run: cannot be written (No space left on device); the run goes on and tries it again"
     ]
-
-
-def test_logs_of_an_earlier_run_that_cannot_be_kept_are_not_mixed_with_ours(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
-
-    def refuse(self: Path, target: Path) -> None:
-        raise OSError(30, "Read-only file system")
-
-    monkeypatch.setattr(Path, "rename", refuse)
-    with pytest.raises(ConfigError, match=r"^run_dir: .*metrics.jsonl of an earlier run cannot be renamed: Read-only"):
-        Progress(tmp_path, 3)
-    assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1}\n'

@@ -149,3 +149,12 @@ def test_a_long_conversation_stays_one(tmp_path: Path) -> None:
     assert long[2] == {**result, "content": "x" * MAX_MESSAGE + " …"}
     assert long[-1] == turn
     assert [m["content"] for m in long if m["role"] == "…"] == ["104 messages are left out here"]
+
+
+def test_references_to_images_become_small_copies(tmp_path: Path) -> None:
+    recorder = SampleRecorder(tmp_path, 0, 32, None, lambda references: [f"data:{r}" for r in references])
+    recorder.log.open(0)
+    recorder.add(3, "train", np.array([0]), np.array([0, 1]), 2, {"images": [["a.png", "b.png"], ["c.png"]]})
+    recorder.flush()
+    (row,) = [json.loads(line) for line in (tmp_path / "samples" / "0.jsonl").read_text().splitlines()]
+    assert row["fields"]["images"] == ["data:a.png", "data:b.png"]

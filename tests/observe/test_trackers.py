@@ -21,6 +21,7 @@ from distflow.observe.trackers.thread import TrackerThread
 from distflow.observe.trackers.to_tensorboard import TensorBoard
 from distflow.observe.trackers.tracker import RunInfo, sample_rows
 from distflow.util import patient_files
+from limits import load_factor
 
 METRICS = [{"reward/mean": 0.125 * step, "val/all/pass@2": 0.5, "actor/lr": 1e-6} for step in (1, 2, 3)]
 SAMPLE = {"step": 3, "id": 7, "group": 1, "split": "train", "fields": {"prompt": "p", "response": "r|\n", "score": 1.0}}
@@ -119,11 +120,11 @@ def test_a_tracker_that_is_slow_is_not_waited_for(warned: list[str], monkeypatch
     class Stuck(Recorded):
         def log(self, step: int, metrics: Mapping[str, float]) -> None:
             entered.set()
-            stuck.wait(60)
+            stuck.wait(60 * load_factor())
 
     thread = TrackerThread("mine", Stuck)
     thread.log(0, {"a": 1.0})
-    assert entered.wait(10)
+    assert entered.wait(10 * load_factor())
     for step in range(tracker_thread.MAX_BACKLOG + 5):
         thread.log(step, {"a": 1.0})  # returns at once
     thread.close()
@@ -165,20 +166,31 @@ def test_a_resumed_run_is_the_same_run_for_wandb(tmp_path: Path, monkeypatch: py
     module = importlib.import_module("distflow.observe.trackers.to_wandb")
     for folder, first in (("one", 0), ("one", 4), ("other", 0)):
         module.open_tracker(RunInfo("a run", tmp_path / folder, {}, first))
+    settings = {"project": "math", "name": "mine", "entity": "us", "group": None, "tags": ["lr"]}
+    module.open_tracker(RunInfo("a run", tmp_path, {}, settings=settings))
+    named = made.pop()
+    assert {k: v for k, v in named.items() if k in settings} == {k: v for k, v in settings.items() if v}
     del sys.modules["distflow.observe.trackers.to_wandb"]  # others import it with the real package
     new, resumed, other = made
+    assert {(m["project"], m["name"]) for m in made} == {("distflow", "a run")}
     assert new["id"] == resumed["id"] != other["id"]
     assert [m["resume"] for m in made] == [None, "allow", None]  # a new run in a used folder does not go on there
 
 
 def track(name: str, folder: Path, metrics: Sequence[Mapping[str, float]] = METRICS, first: int = 0) -> None:
-    """Tracks a run, or the rest of one that is resumed after the step `first`."""
+    """Tracks a run, or the rest of one that is resumed after the step `first`.
+
+    Beside load some trackers need longer to start and to write than a run waits for them.
+    """
     pytest.importorskip(name, reason=f"{name} is not installed")
-    (thread,) = start_trackers([name], RunInfo("a run", folder, {"flow": "grpo", "data": {"batch": 4}}, first))
+    (thread,) = start_trackers({name: {}}, RunInfo("a run", folder, {"flow": "grpo", "data": {"batch": 4}}, first))
     for step, row in enumerate(metrics, first + 1):
         thread.log(step, row)
     thread.samples(first + len(metrics), [SAMPLE])
-    thread.close()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tracker_thread, "CLOSE_LIMIT_S", 300.0)
+        thread.close()
+    assert not thread._thread.is_alive()
     assert not thread._errors.lost
 
 

@@ -1,5 +1,6 @@
 """The page in a real Chromium. Skipped where there is none."""
 
+import base64
 import json
 import shutil
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ import pytest
 from distflow.cli import main
 from page.serving import TOKEN, serving
 from recorded import START, metrics_row, sample_of, spans_of, write_run
+from vision import png
 
 CHROMIUM = next(
     (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None
@@ -114,6 +116,44 @@ def test_curves_are_searched_and_of_several_runs(browser: Any, site: str) -> Non
     page.close()
 
 
+def test_curves_are_in_groups_pinned_and_logarithmic(browser: Any, site: str) -> None:
+    page = Page(browser, site)
+    p = page.open("curves")
+    assert p.locator(".group summary").all_inner_texts()[:2] == ["held-out 1", "reward 2"]
+    p.click("[aria-label='pin data/bytes_sent']")
+    assert p.locator(".group").first.locator(".curve").get_attribute("data-metric") == "data/bytes_sent"
+    assert p.locator(".group summary").first.inner_text() == "pinned 1"
+    assert "pins=data%2Fbytes_sent" in p.evaluate("location.hash")
+    p.check("[aria-label='log scale']")
+    p.select_option("select[aria-label='x axis']", "clock")
+    p.wait_for_selector(".curve canvas")
+    page.close()
+
+
+def test_runs_are_listed_and_compared(browser: Any, site: str, folder: Path) -> None:
+    (folder / "two" / "config.yaml").write_text("flow: grpo\nseed: 0\ntrain:\n  lr: 0.5\n")
+    page = Page(browser, site)
+    p = page.open("runs")
+    assert p.locator("table.runs tbody tr").count() == 2
+    assert "What differs" in p.inner_text("#view")
+    assert p.locator("section:has(h2:text('What differs')) tbody tr").all_inner_texts() == ["train.lr\tnot set\t0.5"]
+    p.uncheck("[aria-label$='one']")
+    wait(p, "!document.querySelector('#view').innerText.includes('What differs')")
+    page.open("curves?compare=1")
+    assert p.locator(".legend .key").count() == 0
+    page.close()
+
+
+def test_a_heat_map_of_many_workers(browser: Any, tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", steps=1, workers=80)
+    with serving(run) as port:
+        page = Page(browser, f"http://localhost:{port}/{TOKEN}/")
+        assert "80 workers" in page.open("timeline").inner_text("#view")
+        page.page.click(".lanes.fleet canvas", position={"x": 300, "y": 60})
+        wait(page.page, "location.hash.includes('ranks=')")
+        page.close()
+
+
 def test_samples_are_filtered_sorted_and_shown(browser: Any, site: str) -> None:
     page = Page(browser, site)
     p = page.open("samples")
@@ -122,10 +162,10 @@ def test_samples_are_filtered_sorted_and_shown(browser: Any, site: str) -> None:
     p.fill("[data-filter=from]", "10")
     wait(p, "document.querySelector('.toolbar').innerText.includes('12 of 96')")
     p.click("[data-column=score]")
-    scores = [float(t) for t in p.locator(".space .replica.score").all_inner_texts()]
+    scores = [float(t) for t in p.locator(".space .cell.score").all_inner_texts()]
     assert scores == sorted(scores, reverse=True)
     p.click("[data-column=score]")
-    scores = [float(t) for t in p.locator(".space .replica.score").all_inner_texts()]
+    scores = [float(t) for t in p.locator(".space .cell.score").all_inner_texts()]
     assert scores == sorted(scores)
     p.check("[data-filter=zero]")
     wait(p, "!document.querySelector('.space .row:not(.zero)')")
@@ -167,6 +207,25 @@ def test_masks_and_tool_calls_of_a_conversation_are_shown(browser: Any, folder: 
         page.close()
 
 
+def test_the_images_of_a_sample_are_shown_where_its_prompt_has_them(browser: Any, folder: Path) -> None:
+    run = write_run(folder / "images", steps=1, samples_per_step=0)
+    text = {"type": "text", "text": "Which is red?"}
+    pictures = [f"data:image/png;base64,{base64.b64encode(png((20 + i, 10))).decode()}" for i in range(2)]
+    prompt = [{"role": "user", "content": [{"type": "image"}, text, {"type": "image"}, {"type": "image"}]}]
+    fields = {"prompt": prompt, "images": [*pictures, "https://example.com/spy.png"], "response": "The first."}
+    row = {"step": 1, "id": 0, "group": 0, "split": "train", "fields": fields}
+    (run / "samples" / "0.jsonl").write_text(json.dumps(row, separators=(",", ":")) + "\n")
+    with serving(run) as port:
+        page = Page(browser, f"http://localhost:{port}/{TOKEN}/")
+        p = page.open("samples?show=conversation")
+        p.wait_for_selector(".message img.picture")
+        wait(p, "[...document.querySelectorAll('.picture')].every((i) => i.complete)")
+        assert p.evaluate("[...document.querySelectorAll('.picture')].map((i) => i.naturalWidth)") == [20, 21]
+        assert "[image]" in p.inner_text(".message.user"), "what is no data URL is not asked for"
+        assert "[image]Which is red?" in p.inner_text(".cell.prompt >> nth=1")
+        page.close()
+
+
 def test_a_conversation_of_an_agent_is_shown_with_tokens_and_rewards(browser: Any, folder: Path) -> None:
     run = write_run(folder / "agent", steps=1, samples_per_step=0)
     call = {"id": "call00000", "type": "function", "function": {"name": "add", "arguments": {"a": 2}}}
@@ -190,6 +249,31 @@ def test_a_conversation_of_an_agent_is_shown_with_tokens_and_rewards(browser: An
         assert "calculator" in p.inner_text(".pane h2")
         chips = p.locator(".chips .chip").all_inner_texts()
         assert chips == ["reward 1.5", "tokens 3", "turns 2", "sampled 2"]
+        page.close()
+
+
+def test_the_histories_of_a_sample_are_shown_as_a_tree(browser: Any, folder: Path) -> None:
+    run = write_run(folder / "histories", steps=1, samples_per_step=0)
+
+    def said(*texts: str) -> list[dict[str, str]]:
+        return [{"role": ("user", "assistant")[i % 2], "content": t} for i, t in enumerate(texts)]
+
+    histories = [said("task", "ask", "more", "one"), said("task", "ask", "other", "two"), said("summary", "three")]
+    fields: dict[str, Any] = {"prompt": "task", "conversation": histories[-1], "histories": histories}
+    fields |= {"response_branches": [[3, 0, 4], [7, 0, 1]]}
+    row = {"step": 1, "id": 0, "group": 0, "split": "train", "fields": fields}
+    (run / "samples" / "0.jsonl").write_text(json.dumps(row, separators=(",", ":")) + "\n")
+    with serving(run) as port:
+        page = Page(browser, f"http://localhost:{port}/{TOKEN}/")
+        p = page.open("samples?show=conversation")
+        p.wait_for_selector(".history")
+        assert p.locator(".history h3").all_inner_texts() == [
+            "history 1",
+            "history 2 goes on from history 1 after 2 messages",
+            "history 3 begins anew",
+        ]
+        assert p.locator(".history.depth1 .message .text").all_inner_texts() == ["other", "two"]
+        assert p.locator(".history .message").count() == 8
         page.close()
 
 

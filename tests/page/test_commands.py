@@ -9,7 +9,7 @@ import pytest
 from distflow.cli import main
 from distflow.observe.spans import span_line
 from distflow.page.run_folder import RunFolder
-from distflow.page.runs import resume
+from distflow.page.runs import resume, runs_at
 from recorded import write_run
 
 
@@ -53,6 +53,8 @@ def test_runs_are_listed_with_state_score_and_how_to_go_on(
     write_run(tmp_path / "a" / "done", steps=4)
     killed = write_run(tmp_path / "b", steps=4, state="running")
     (killed / "checkpoints" / "step_2").mkdir(parents=True)
+    (killed / "checkpoints" / "step_2" / "complete.json").touch()
+    (killed / "checkpoints" / "step_4").mkdir()  # it was killed while it wrote this one
     (tmp_path / "grpo.yaml").touch()
     started = {"command": ["/usr/bin/distflow", "run", "grpo.yaml", "seed=1"], "folder": str(tmp_path), "base": "there"}
     (killed / "run.json").write_text(json.dumps(started))
@@ -62,6 +64,14 @@ def test_runs_are_listed_with_state_score_and_how_to_go_on(
     assert re.search(r"b +killed +4/4 .*distflow run grpo.yaml seed=1 --resume", out)
     (tmp_path / "grpo.yaml").unlink()  # as after a run from Python, whose config was in memory
     assert resume(RunFolder(Path("b")), "killed") == "distflow run b/config.yaml --relative-to there --resume"
+
+
+def test_a_folder_is_shown_with_all_runs_in_it(tmp_path: Path) -> None:
+    for name in ("one", "deep/two"):
+        write_run(tmp_path / name, steps=2)
+    assert [run.name for run in runs_at(tmp_path)] == ["two", "one"]
+    assert [run.name for run in runs_at(tmp_path / "one")] == ["one"]
+    assert command("show", str(tmp_path), "--html", str(tmp_path / "runs.html")) == 0
 
 
 def test_what_is_not_there_is_said(tmp_path: Path) -> None:

@@ -185,3 +185,24 @@ def test_weights_go_to_every_node_that_generates(run: Path, call: str) -> None:
     (run / PLAN).write_text(json.dumps(plan(flow, Placement(2), Workload(4, 2)).to_json()))
     weights = [(a["from"], a["to"]) for a in RunFolder(run).plan()["arcs"] if a["kind"] == "weights"]
     assert weights == [("actor.update", call)]
+
+
+def test_what_is_not_a_default_and_which_checkpoints_there_are(run: Path) -> None:
+    config = "flow: grpo\nname: grpo\nsteps: 8\ndata: {files: [a.jsonl], batch: 64}\ntrain: {lr: 0.001, eps: 1.0e-08}\n"
+    (run / "config.yaml").write_text(config)
+    for step in (4, 2):
+        (run / "checkpoints" / f"step_{step}").mkdir(parents=True)
+        (run / "checkpoints" / f"step_{step}" / "complete.json").touch()
+    (run / "checkpoints" / "step_6").mkdir()  # being written
+    (run / "checkpoints" / "best").write_text("2\n")
+    info = RunFolder(run).overview()
+    assert info["changed"] == ["flow", "data.files", "steps", "name", "train.lr"]  # not data.batch, not train.eps
+    assert [(c["step"], c["best"]) for c in info["checkpoints"]] == [(2, True), (4, False)]
+    (run / "config.yaml").write_text("flow: grpo\nof_another_version: 1\n")
+    assert RunFolder(run).overview()["changed"] is None
+
+
+def test_warnings_are_told_with_their_steps(run: Path) -> None:
+    warned = {w["metric"]: w["ranges"] for w in RunFolder(run).overview()["warned"]}
+    assert warned["reward/zero_std_frac"] == [[1, 6]]
+    assert warned["perf/straggle"] == [[3, 6]]  # it takes three steps to be sure

@@ -15,6 +15,7 @@ import pytest
 
 from distflow.errors import ConfigError
 from distflow.page.server import MAX_CONNECTIONS, bind
+from limits import load_factor
 from page.serving import TOKEN, serving
 from recorded import write_run
 
@@ -29,7 +30,7 @@ def port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
 
 
 def ask(port: int, path: str, method: str = "GET", **headers: str) -> tuple[int, bytes, Any]:
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=20 * load_factor())
     connection.putrequest(method, f"/{TOKEN}{path}", skip_host="Host" in headers)
     for name, value in headers.items():
         connection.putheader(name, value)
@@ -163,7 +164,7 @@ def test_without_a_port_a_taken_one_is_passed_over(port: int, tmp_path: Path) ->
     ["/", "/main.js", "/api/overview?run=0", f"/{TOKEN}", f"/{TOKEN}x/", "//", f"/%2f{TOKEN}/", f"/?token={TOKEN}"],
 )
 def test_other_users_who_do_not_know_the_address_see_nothing(port: int, path: str) -> None:
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=20 * load_factor())
     for method in ("GET", "HEAD", "POST"):
         connection.request(method, path)
         response = connection.getresponse()
@@ -181,7 +182,7 @@ def test_the_address_that_is_printed_opens_the_page_and_no_two_are_alike(tmp_pat
             assert shown.stdout is not None
             address = re.search(r"http://localhost:(\d+)(/\w{32}/) ", shown.stdout.readline())
             assert address
-            connection = http.client.HTTPConnection("127.0.0.1", int(address[1]), timeout=20)
+            connection = http.client.HTTPConnection("127.0.0.1", int(address[1]), timeout=20 * load_factor())
             connection.request("GET", address[2])
             assert connection.getresponse().status == 200
             seen.add(address[2])

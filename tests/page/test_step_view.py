@@ -93,9 +93,9 @@ def test_many_workers_are_a_heat_map_and_a_matrix_of_blocks() -> None:
     spans += [task(r, 100, 110, "move", "m", sent=8, to={str((r + 500) % workers): 8}) for r in range(workers)]
     view = StepView(1, spans)
     fleet = view.fleet()
-    assert len(fleet["replicas"]) == workers
-    assert fleet["replicas"][0][10] == 0
-    assert fleet["replicas"][1][80] == 100  # the wait is at the end
+    assert len(fleet["cells"]) == workers
+    assert fleet["cells"][0][10] == 0
+    assert fleet["cells"][1][80] == 100  # the wait is at the end
     assert fleet["idle"][1] > fleet["idle"][0]
     traffic = view.traffic()
     assert len(traffic["matrix"]) <= MAX_LANES

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from distflow.errors import PlacementError
 from distflow.plan import Layout, format_ranks, parse_ranks
+from distflow.plan.communicators import sequence_groups
 from distflow.plan.layout import contiguous_share
 
 
@@ -16,6 +17,16 @@ def test_a_replica_is_tp_consecutive_ranks() -> None:
     assert [layout.replica_of(r) for r in (4, 5, 6, 7, 0, 1, 2)] == [0, 0, 1, 1, 2, 2, None]
     assert str(layout) == "dp3·tp2"
     assert str(Layout((0, 1), 2)) == "dp2"
+
+
+def test_ranks_that_divide_sequences_hold_the_same_samples_and_weights_like_replicas() -> None:
+    layout = Layout(tuple(range(8)), dp=2, tp=2, sp=2)
+    assert layout.replicas == ((0, 1, 2, 3), (4, 5, 6, 7))
+    assert str(layout) == "dp2·sp2·tp2"
+    assert layout.without_sp == Layout(tuple(range(8)), dp=4, tp=2)
+    assert [c.ranks for c in sequence_groups(layout)] == [(0, 2), (1, 3), (4, 6), (5, 7)]
+    with pytest.raises(PlacementError, match="dp 2 × sp 3 × tp 2 does not fit 8 ranks"):
+        Layout(tuple(range(8)), 2, 2, 3)
 
 
 @given(ranks=st.lists(st.integers(0, 99), min_size=1, unique=True), data=st.data())

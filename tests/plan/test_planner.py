@@ -339,11 +339,32 @@ def test_the_loader_reads_where_its_first_reader_runs() -> None:
             {"roles": {"compute": Place(tp=3)}, "nodes": {"a": Place(), "b": Place()}},
             "placement.roles.compute: tp 3 does not fit rank set 'all' of 4 ranks (0-3)",
         ),
+        (
+            {"default": Place(sp=2, tp=4)},
+            "placement.default: sp 2 × tp 4 does not fit rank set 'all' of 4 ranks (0-3);"
+            " use one of: dp 2 × sp 2 × tp 1, dp 1 × sp 2 × tp 2",
+        ),
+        (
+            {"nodes": {"b": Place(sp=2)}},
+            "placement.nodes.b.sp: 2, but it divides no sequences; that do only models that are trained or give"
+            " log-probs; leave it out",
+        ),
     ],
 )
 def test_a_wrong_placement_is_refused(where: dict[str, Any], message: str) -> None:
     with pytest.raises(PlacementError, match=re.escape(message)):
         planned(chain_of("a", "b"), **where)
+
+
+def test_nodes_that_divide_no_sequences_have_a_replica_on_each_of_these_ranks() -> None:
+    flow = Flow(
+        "f", ("prompt",), (Node("a", reads=("prompt",), writes=("x",)), Node("b", reads=("x",), sequence_parallel=True))
+    )
+    p = plan(flow, Placement(8, {}, Place(sp=2, tp=2)), Workload(8))
+    assert p.partition_of("a").layout == Layout(tuple(range(8)), 4, 2)
+    assert p.partition_of("b").layout == Layout(tuple(range(8)), 2, 2, 2)
+    assert [(m.src, m.dst) for m in p.moves] == [(p.partition_of("a"), p.partition_of("b"))]
+    assert {"dp": 2, "sp": 2, "tp": 2}.items() <= p.to_json()["partitions"][1].items()
 
 
 @pytest.mark.parametrize(

@@ -146,6 +146,15 @@ def test_human_bytes(n: float, text: str) -> None:
     assert human_bytes(n) == text
 
 
+def test_a_notebook_shows_the_tables() -> None:
+    shown = plan(
+        Flow("few", ("prompt",), (Node("a<b".replace("<", "_"), reads=("prompt",)),)), Placement(2), Workload(3)
+    )
+    assert shown._repr_html_().startswith("<pre")
+    assert "a_b" in shown._repr_html_()
+    assert "3 samples per step" in shown._repr_html_()
+
+
 def test_the_headline_says_where_there_are_fewer_samples_than_replicas() -> None:
     flow = Flow("few", ("prompt",), (Node("a", reads=("prompt",)),))
     _, few, _ = headline(plan(flow, Placement(8), Workload(3)))

@@ -97,6 +97,12 @@ _NODE = "class ListNode:\n    def __init__(self, val=0, next=None):\n        sel
 _REVERSE = "class Solution:\n    def reverse(self, head: Optional[ListNode]) -> Optional[ListNode]:\n        last = None\n        while head:\n            head.next, last, head = last, head, head.next\n        return last\n"
 
 # (program, ground truth, extra info)
+_SHOP = """class Shop:
+    def __init__(self):
+        self.sold, self.stock = [], {"a": {"n": 1}}
+    def counts(self):
+        return [len(self.sold), sum(kind["n"] for kind in self.stock.values())]
+"""
 RIGHT_AIMED: list[tuple[str, Any, dict[str, Any]]] = [
     ("class Solution:\n    def f(self, x: List[int]) -> Optional[int]:\n        return max(x) if x else None", ["assert Solution().f([1, 2]) == 2"], {}),
     ("def f(x: List[int]) -> int:\n    return math.gcd(*x) + len(Counter(x)) + heapq.nlargest(1, x)[0]", ["assert f([4, 6]) == 10"], {}),
@@ -108,6 +114,8 @@ RIGHT_AIMED: list[tuple[str, Any, dict[str, Any]]] = [
     (_REVERSE, {"test_list": ["assert listed(Solution().reverse(build(range(2000)))) == list(range(2000))[::-1]"], "test_setup_code": _NODE}, {}),
     ("def f(values):\n    return [ListNode(v) for v in values]", ["assert [n.val for n in f([1, 2])] == [1, 2] and isinstance(f([1])[0], ListNode)"], {"setup": _NODE}),
     ("def swap(node):\n    node.val, node.next.val = node.next.val, node.val", ["n = build([1, 2])\nswap(n)\nassert listed(n) == [2, 1]"], {"setup": _NODE}),
+    (_SHOP, ["s = Shop()\ns.sold.append(1)\ns.stock['a']['n'] += 2\nassert s.counts() == [1, 3] and s.sold == [1]"], {}),
+    (_SHOP, ["s = Shop()\ndel s.stock['a']\ns.stock['b'] = {'n': 7}\nassert s.counts() == [0, 7] and len(s.stock) == 1"], {}),
     ("def circle(n):\n    n.next = n\n    return n", ["n = circle(ListNode(3))\nassert n.next.next is n and n.val == 3"], {"setup": _NODE}),
     ("def area(s): return s.w * s.h", ["assert area(Size(2, h=3)) == 6"], {"setup": "from dataclasses import dataclass\n@dataclass(frozen=True)\nclass Size:\n    w: int\n    h: int"}),
     ("def other(c): return Color.RED if c == Color.BLUE else Color.BLUE", ["assert other(Color.RED) is Color.BLUE"], {"setup": "from enum import Enum\nclass Color(Enum):\n    RED = 1\n    BLUE = 2"}),

@@ -1,15 +1,13 @@
 """Helpers of the reward tests."""
 
 import os
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
-import pytest
 import torch
 
 from distflow import Batch, Context
@@ -17,6 +15,7 @@ from distflow.batch.batch import Column, Ragged
 from distflow.observe.metrics import StepMetrics
 from distflow.reward.reward import Reward
 from distflow.sandbox.sandbox import Sandbox, SandboxError
+from limits import wait_until
 
 HERE = Path(__file__).parent
 FILE = "user_rewards.py"
@@ -79,17 +78,8 @@ def gone(pid: int) -> bool:
     return stat.rpartition(")")[2].split()[0] in "ZX"
 
 
-def wait_for(condition: Callable[[], Any]) -> None:
-    """Waits until a condition holds; the limit only keeps the test from hanging."""
-    for _ in range(3000):
-        if condition():
-            return
-        time.sleep(0.01)
-    pytest.fail("the condition did not hold within 30 s")
-
-
 def pids_in(path: Path) -> list[int]:
-    wait_for(path.exists)
+    wait_until(path.exists)
     return [int(p) for p in path.read_text().split()]
 
 

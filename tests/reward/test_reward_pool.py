@@ -19,7 +19,8 @@ from distflow.reward.errors import RewardError
 from distflow.reward.function import RewardSpec
 from distflow.reward.pool import Pool, RewardCall
 from distflow.reward.signature import NoScore, Result, Score
-from reward.helpers import FILE, HERE, children_of, gone, pids_in, wait_for
+from limits import wait_until
+from reward.helpers import FILE, HERE, children_of, gone, pids_in
 
 BEHAVE = RewardSpec(f"{FILE}:behave")
 
@@ -172,7 +173,7 @@ def test_what_a_function_started_dies_with_its_process(tmp_path: Path, end: str)
     with pool_of(time_limit_s=60.0 if end == "exit" else 1.0) as pool:
         reason(run(pool, f"family {tmp_path / 'pids'} {end}")[0])
         for pid in pids_in(tmp_path / "pids"):
-            wait_for(partial(gone, pid))
+            wait_until(partial(gone, pid))
 
 
 def test_close_leaves_nothing_behind(tmp_path: Path) -> None:
@@ -183,7 +184,7 @@ def test_close_leaves_nothing_behind(tmp_path: Path) -> None:
         assert not any(map(gone, family))
         pids = pool.pids
     for pid in (*pids, *family):
-        wait_for(partial(gone, pid))
+        wait_until(partial(gone, pid))
     assert children_of(os.getpid()) <= before
     pool.close()  # closing twice is harmless
 
@@ -234,7 +235,7 @@ def test_no_child_outlives_its_parent(tmp_path: Path, end: str) -> None:
         parent.kill()
         parent.wait()
     for pid in pids:
-        wait_for(partial(gone, pid))
+        wait_until(partial(gone, pid))
 
 
 def test_processes_live_on_when_the_thread_that_started_them_ends() -> None:

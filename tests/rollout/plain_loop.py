@@ -17,6 +17,8 @@ from distflow.rollout.builtin import generator as generator_module
 from distflow.rollout.builtin.continuous_batch import Agree
 from distflow.rollout.builtin.forward import Forward, forward_for
 from distflow.rollout.builtin.generator import CacheLimits, Generator
+from distflow.rollout.builtin.kv_cache import Prefill
+from distflow.rollout.builtin.panel_cache import PanelAttention
 from distflow.rollout.engine import Completion, Request, SamplingParams
 from distflow.rollout.sampling import sample
 from tiny import VOCABULARY, pair
@@ -108,7 +110,7 @@ def plain_loop(arch: str, request: Request) -> Response:
     while request.position + len(tokens) < params.max_tokens and not (tokens and tokens[-1] in params.stop):
         logits = pair(arch).alone([*request.prompt, *tokens])[-1:]
         position = np.array([request.position + len(tokens)])
-        token, logprob = sample(logits, params, request.seed, sample_id, position)
+        token, logprob = sample(logits, params, request.seed, sample_id, position, [{*request.prompt, *tokens}])
         tokens.append(int(token))
         logprobs.append(float(logprob))
     return tokens, logprobs, tokens[-1] in params.stop
@@ -126,6 +128,13 @@ def same(got: Sequence[Response], want: Sequence[Response]) -> bool:
     )
 
 
+def _kind(attention: Attention, keep: Tensor | None) -> str:
+    if keep is None:  # the logits of all tokens are wanted
+        return "Decode"
+    whole = not attention.starts.any() if isinstance(attention, PanelAttention) else isinstance(attention, Prefill)
+    return "Prefill" if whole else "Extension"
+
+
 @contextmanager
 def passes() -> Iterator[dict[str, list[int]]]:
     """Records how many tokens each pass through the model computes."""
@@ -138,7 +147,7 @@ def passes() -> Iterator[dict[str, list[int]]]:
             packed_weights = staticmethod(forward.packed_weights)
 
             def __call__(self, tokens: Tensor, positions: Tensor, attention: Attention, keep: Tensor | None) -> Tensor:
-                tokens_of[type(attention).__name__].append(len(tokens))
+                tokens_of[_kind(attention, keep)].append(len(tokens))
                 return forward(tokens, positions, attention, keep)
 
         return Recording()

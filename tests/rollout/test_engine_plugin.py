@@ -17,6 +17,7 @@ from distflow.rollout.engine import load_engine
 from distflow.rollout.registry import engines
 from distflow.rollout.vllm.engine import VllmEngine
 from distflow.run.program import Program
+from limits import load_factor
 
 FILES = Path(__file__).parent
 ENTRIES = """[distflow.engines]
@@ -60,7 +61,9 @@ def run(site: Path, engine: str, **changes: Any) -> tuple[subprocess.CompletedPr
     path.write_text(json.dumps({**CONFIG, **changes, "name": engine, "rollout": rollout}))
     environment = os.environ | {"PYTHONPATH": str(site), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "distflow", "run", str(path)]
-    done = subprocess.run(command, env=environment, cwd=site, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        command, env=environment, cwd=site, capture_output=True, text=True, timeout=300 * load_factor()
+    )
     metrics = site / "runs" / engine / "metrics.jsonl"
     return done, [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
 

@@ -3,15 +3,19 @@
 import gc
 from copy import deepcopy
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
+from transformers import AutoModelForCausalLM
 
 from distflow.errors import ConfigError
+from distflow.model import attention
 from distflow.rollout.builtin import generator as generator_module
 from distflow.rollout.builtin.generator import Generator
+from distflow.rollout.builtin.panel_cache import PanelCache
 from distflow.rollout.engine import Request, SamplingParams
 from distflow.rollout.sampling import sample
 from rollout.plain_loop import (
@@ -24,18 +28,22 @@ from rollout.plain_loop import (
     STOP,
     as_response,
     complete,
+    drain,
     expected,
     generate,
     generator,
     generator_for,
     passes,
+    requests_for,
     same,
 )
-from tiny import ARCHITECTURES, VOCABULARY, pair, side_by_side
+from tiny import ARCHITECTURES, VOCABULARY, config_of, pair, side_by_side
 
 
 def cache_bytes(generator: Generator) -> int:
-    return sum(layer.nbytes for cache in generator.caches for layer in cache.layers.values())
+    layers = [layer for cache in generator.caches for layer in cache.layers.values()]
+    panels = [p for cache in generator.caches if isinstance(cache, PanelCache) for p in cache.panels.values()]
+    return sum(layer.nbytes for layer in layers) + sum(p.keys.nbytes + p.values.nbytes for p in panels)
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
@@ -56,12 +64,35 @@ def test_it_generates_what_a_plain_loop_does_in_a_batch_of_any_size(arch: str) -
         replace(PARAMS, top_k=5, top_p=0.8),
         replace(PARAMS, temperature=0.7, top_p=0.6),
         replace(PARAMS, stop=frozenset()),
+        replace(PARAMS, min_p=0.1, repetition_penalty=1.8),
     ],
-    ids=["greedy", "one token", "min tokens", "top-k and top-p", "top-p", "no stop"],
+    ids=["greedy", "one token", "min tokens", "top-k and top-p", "top-p", "no stop", "min-p and penalty"],
 )
 @pytest.mark.usefixtures("one_thread")
 def test_all_sampling_parameters_have_the_effect_they_have_in_a_plain_loop(params: SamplingParams) -> None:
     assert same(generate(generator("gemma2", 4), params=params), expected("gemma2", params=params))
+
+
+@pytest.mark.parametrize("arch", ["qwen2", "gemma2", "mistral"])
+@pytest.mark.usefixtures("backend")
+def test_a_long_prompt_is_computed_in_pieces_between_which_others_decode(
+    arch: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    want = expected(arch)
+    monkeypatch.setattr(generator_module, "_PREFILL_TOKENS_CPU", 4)  # the longest prompt, of two samples, has 21
+    with passes() as tokens:
+        assert same(generate(generator(arch)), want)
+    assert max(tokens["Prefill"] + tokens["Extension"]) == 4
+    assert sum(tokens["Prefill"] + tokens["Extension"]) == sum(map(len, PROMPTS))  # each token once
+    waiting = requests_for(EVERYBODY[:8])
+    some = generator(arch)
+    for request in waiting:
+        some.add_request(request)
+    early = some.step()  # the first ones finish before the long prompts are computed
+    assert not {IDS[i] for i, p in enumerate(PROMPT_OF) if len(PROMPTS[p]) > 8} & {c.sample_id for c in early}
+    some.abort([waiting[i].id for i, p in enumerate(PROMPT_OF[:8]) if p == 5])  # while its pieces are computed
+    left = [(r, w) for r, w, p in zip(waiting, want, PROMPT_OF, strict=False) if p != 5]
+    assert same([as_response(c) for c in drain(some, [r for r, _ in left], early)], [w for _, w in left])
 
 
 def test_a_response_ends_with_the_first_stop_token_or_at_the_limit() -> None:
@@ -128,9 +159,10 @@ def test_old_contents_of_the_cache_do_not_matter(arch: str) -> None:
         assert same(generate(reused, samples), expected(arch, samples)), call
         cache = cache or reused.caches[0]
         with torch.inference_mode():
-            for keys, values in reused.caches[0].layers.values():
-                keys.fill_(1e4)  # as bad as stale values get
-                values.fill_(-1e4)
+            panels = cache.panels.values() if isinstance(cache, PanelCache) else ()
+            both: Any
+            for both in [*cache.layers.values(), *((p.keys, p.values) for p in panels)]:
+                both[0][:], both[1][:] = 1e4, -1e4  # as bad as stale values get
     assert reused.caches[0] is cache  # it was used again, not made anew
 
 
@@ -215,29 +247,34 @@ def test_long_prompts_are_computed_in_several_passes(monkeypatch: pytest.MonkeyP
     gemma2, params = generator("gemma2"), replace(PARAMS, max_tokens=1)
     with passes() as computed:
         responses = generate(gemma2, params=params)
-    assert max(computed["Prefill"]) == 21  # the one prompt that is longer than the budget, alone
-    assert sorted(computed["Prefill"])[-2] <= 12
-    assert sum(computed["Prefill"]) == sum(map(len, PROMPTS))
+    assert max(computed["Prefill"]) == 12
+    assert computed["Extension"] == [9]  # of the one prompt that is longer than the budget, alone
+    assert sum(computed["Prefill"] + computed["Extension"]) == sum(map(len, PROMPTS))
     assert same(responses, expected("gemma2", params=params))
     assert same(generate(gemma2), expected("gemma2"))
 
 
+@pytest.mark.usefixtures("backend")
 def test_the_memory_of_the_cache_limits_the_batch() -> None:
     longest = 21 + PARAMS.max_tokens
     llama = generator("llama", cache_tokens=2 * longest + 5)
     with passes() as computed:
         responses = generate(llama)
     assert llama.caches[0].pages == 2
-    assert cache_bytes(llama) <= llama.limits.cache_bytes
     assert max(computed["Decode"]) == 2
     assert same(responses, expected("llama"))
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.usefixtures("backend")
 def test_a_token_takes_the_memory_that_is_planned_for_it(arch: str) -> None:
-    limited = generator(arch, 4)
-    generate(limited)
+    """If heads and pages are multiples of 16, as kernels have them."""
+    config = config_of(arch, head_dim=16)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention.NAME, dtype=torch.float32)
+    limited, params = generator_for(model, 4), replace(PARAMS, stop=frozenset())
+    complete(limited, [Request(0, tuple(range(1, 33 - params.max_tokens)), params, SEED)])
     (cache,) = limited.caches
+    assert cache.page == 32
     assert cache_bytes(limited) == cache.longest * limited.limits.bytes_per_token
 
 

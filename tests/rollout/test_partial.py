@@ -20,7 +20,7 @@ REPEAT, BATCH, STEPS = 3, 2, 5  # samples of a prompt, prompts of a step
 class Words:
     """A text of which every token is a word, its number."""
 
-    def encode(self, prompt: str) -> list[int]:
+    def encode(self, prompt: str, images: object = ()) -> list[int]:
         return [int(word) for word in prompt.split()]
 
     def decode(self, tokens: Any) -> list[str]:

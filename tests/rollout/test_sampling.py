@@ -1,6 +1,7 @@
 """Tokens are drawn from the softmax, with noise that is a function of seed, sample and position alone."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -8,7 +9,10 @@ import torch
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from transformers import RepetitionPenaltyLogitsProcessor
 
+from distflow.device.sizes import CPU
+from distflow.errors import ConfigError
 from distflow.rollout import sampling
 from distflow.rollout.engine import SamplingParams
 from distflow.rollout.sampling import gumbel_sample, noise_keys, sample
@@ -108,18 +112,20 @@ def test_a_draw_depends_on_seed_sample_and_position_only(
 
 def test_the_block_size_does_not_change_the_draws(monkeypatch: pytest.MonkeyPatch) -> None:
     logits, n = torch.randn(100, 30), np.arange(100)
-    whole, totals = gumbel_sample(logits, noise_keys(0, n, n))
-    assert torch.allclose(totals, logits.logsumexp(-1))
+    whole, logprobs = gumbel_sample(logits, noise_keys(0, n, n))
+    assert torch.allclose(logprobs, logits.log_softmax(-1)[n, whole])
     for block in (1, 31, 64, 1000):
-        monkeypatch.setattr(sampling, "_BLOCK", block)
+        monkeypatch.setattr(sampling, "sizes_of", lambda device, block=block: replace(CPU, sampled_logits=block))
         tokens, same = gumbel_sample(logits, noise_keys(0, n, n))
         assert torch.equal(tokens, whole)
-        assert torch.equal(same, totals)
+        assert torch.equal(same, logprobs)
 
 
-def kept(logits: list[float], top_k: int, top_p: float) -> set[int]:
-    """Those that may be drawn, by the book: the k likeliest, and of these the fewest that have mass top_p."""
+def kept(logits: list[float], top_k: int, top_p: float, min_p: float = 0.0) -> set[int]:
+    """Those that may be drawn, by the book: the k likeliest, those of them with enough probability beside the first,
+    and of these the fewest that have mass top_p."""
     order = sorted(range(len(logits)), key=lambda i: -logits[i])[: top_k or None]
+    order = [i for i in order if math.exp(logits[i] - max(logits)) >= min_p]
     odds = [math.exp(logits[i] - max(logits)) for i in order]
     before = [sum(odds[:n]) / sum(odds) for n in range(len(odds))]
     return {i for i, mass in zip(order, before, strict=True) if mass < top_p or top_p == 1}
@@ -139,6 +145,36 @@ def test_top_k_and_top_p_keep_the_right_tokens(logits: list[float], top_k: int, 
     cut = sampling._truncate(torch.tensor([logits]), params)[0]
     assert set(torch.isfinite(cut).nonzero()[:, 0].tolist()) == want
     assert all(cut[i] == torch.tensor(logits[i]) for i in want)
+
+
+@pytest.mark.parametrize("min_p", [0.015, 0.1, 0.4, 1.0])
+def test_min_p_keeps_the_right_tokens(min_p: float) -> None:
+    for top_k, top_p in ((0, 1.0), (3, 1.0), (0, 0.8)):
+        params = SamplingParams(max_tokens=1, top_k=top_k, top_p=top_p, min_p=min_p)
+        left = torch.isfinite(sampling._truncate(LOGITS[None], params)[0]).nonzero()[:, 0].tolist()
+        assert set(left) == kept(LOGITS.tolist(), top_k, top_p, min_p)
+
+
+def test_a_repetition_penalty_is_that_of_transformers() -> None:
+    logits, seen = torch.stack([LOGITS, -LOGITS, LOGITS]), [{0, 3, 5}, {3, 7}, set[int]()]
+    for penalty in (1.4, 0.7):
+        ours = sampling._penalized(logits, penalty, seen)
+        theirs = RepetitionPenaltyLogitsProcessor(penalty)
+        for row, tokens, alone in zip(ours, seen, logits, strict=True):
+            want = theirs(torch.tensor([sorted(tokens)], dtype=torch.int64), alone[None].clone())[0]
+            assert torch.allclose(row, want, rtol=1e-6)
+
+
+def test_a_penalty_makes_repetition_rarer_and_log_probs_are_the_models() -> None:
+    params = SamplingParams(max_tokens=1, repetition_penalty=3.0)
+    seen = [{3}] * DRAWS
+    tokens, logprobs = sample(LOGITS.expand(DRAWS, -1), params, *along("both", 4), seen)
+    changed = LOGITS.clone()
+    changed[3] /= 3
+    assert abs(surprise(tokens, changed.softmax(0))) < 4.5
+    assert torch.allclose(logprobs.double(), LOGITS.double().log_softmax(0)[tokens], atol=1e-5)
+    with pytest.raises(ConfigError, match=r"rollout.repetition_penalty: this engine does not say"):
+        sample(LOGITS[None], params, 0, np.array([0]), np.array([0]))
 
 
 def test_each_row_is_truncated_by_itself() -> None:

@@ -14,6 +14,7 @@ from distflow.cpu import threaded_batches
 from distflow.errors import ConfigError
 from distflow.rollout.builtin import generator as rollout_generator
 from distflow.rollout.builtin.generator import Generator
+from distflow.rollout.builtin.panel_cache import PanelCache
 from distflow.rollout.engine import Completion, Request, SamplingParams
 from rollout.plain_loop import (
     EVERYBODY,
@@ -126,7 +127,8 @@ def test_a_limit_of_32768_tokens_reserves_no_memory_for_them() -> None:
     assert max(computed["Decode"]) == 8  # together, although two at their longest would fill the cache
     assert all(c.finished for c in completions)
     (cache,) = qwen2.caches
-    touched = {int(page) for layer in cache.layers.values() for page in layer.abs().sum((0, 2, 3, 4)).nonzero()}
+    assert isinstance(cache, PanelCache)
+    touched = {int(page) for panels in cache.panels.values() for page in np.flatnonzero(panels.keys.any((1, 2, 3, 4)))}
     longest = max(len(r.prompt) + len(c.tokens) for r, c in zip(requests_for(range(8)), completions, strict=True))
     assert len(touched) <= 8 * -(-longest // 256)
 

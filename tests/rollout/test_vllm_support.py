@@ -35,6 +35,15 @@ def test_it_says_how_to_get_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
         check_vllm(source("qwen2"), None)
 
 
+def test_a_mode_that_reaches_the_trainer_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, "0.32.1")
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "0")
+    check_vllm(source("qwen2"), None)
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    with pytest.raises(ConfigError, match=r"rollout\.engine: VLLM_BATCH_INVARIANT is set.*unset it"):
+        check_vllm(source("qwen2"), None)
+
+
 @pytest.mark.parametrize("version", ["0.31.4", "0.33.0", "1.0", "0.9.1rc2"])
 def test_other_versions_are_refused(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
     install(monkeypatch, version)

@@ -10,6 +10,7 @@ import yaml
 from transformers import AutoConfig
 
 from distflow import cli
+from distflow.model.memory import kv_budget
 from distflow.model.tokenizer import train_tokenizer
 from warm import distflow_run
 
@@ -119,10 +120,18 @@ def test_a_good_config_is_described_line_by_line(folder: Path, capsys: Output) -
         "eval": "5 rows every 3 steps",
         "model": "qwen2 with random weights: qwen2, 39,264 parameters, 258 tokens",
         "prompts": "all 12 have at most 4088 tokens, 0 skipped; the first has 10",
-        "kv cache": "2.0 GiB, 1.0 MiB for the longest sequence allowed",
-        "reward": "0.25 for an empty response to the first prompt",
-        "held-out": "0.25 for an empty response to the first held-out prompt",
+        "kv cache": "2.0 GiB; sequences at once: 256 of 4,096 tokens, the longest allowed (1.0 MiB each)",
+        "log-probs": "of rollout and trainer are the same to the bit",
+        "reward": "0.25 for an empty response to the first prompt, 0.25 for '0'",
+        "held-out": "0.25 for an empty response to the first held-out prompt, 0.25 for '0'",
     }
+
+
+def test_the_kv_cache_says_how_many_sequences_of_which_length_run_at_once() -> None:
+    assert kv_budget(1 << 30, 1 << 10, 1 << 16, 256) == (
+        "1.0 GiB; sequences at once: 256 of 4,096 tokens or 64 of 16,384 tokens or 16 of 65,536 tokens, the longest"
+        " allowed (64.0 MiB each)"
+    )
 
 
 def test_the_size_of_an_adapter_is_shown(folder: Path, capsys: Output) -> None:
@@ -269,7 +278,7 @@ def test_what_is_wrong_is_reported_in_one_line(
         ),
         (["algo.mini_batches=0"], "", "algo.mini_batches: 0; set it to 1 or more"),
         (["algo.epochs=many"], "", "algo.epochs: 'many' is not an integer"),
-        (["algo.scale=batch"], "", "algo.scale: 'batch' is not one of std, none"),
+        (["algo.scale=batch"], "", "algo.scale: 'batch' is not one of std, mean, none"),
         (["algo.clip=x"], "", "algo.clip: 'x' is not a number"),
         (["algo.aggregate=tokenmean"], "", "algo.aggregate: 'tokenmean' is not one of token-mean, "),
         (["flow=reinforce_pp", "algo.gamma=hello"], "", "algo.gamma: 'hello' is not a number"),
@@ -283,12 +292,9 @@ def test_what_is_wrong_is_reported_in_one_line(
         (["flow=sft"], "", "the data has no column 'response'"),
         (["placement.roles.critic.tp=2"], "", "placement.roles: no node has the role 'critic'"),
         (["placement.roles.actor.tp=3"], "", "placement.roles.actor: tp 3 does not fit rank set 'all' of 2 ranks"),
-        (
-            ["train.lora={}", "placement.roles.actor.tp=2"],
-            "",
-            "placement: actor.update has tp 2, and an adapter (train.lora) is trained with tp 1; use dp alone for it,"
-            " and for generation any tp: placement.nodes.actor.generate",
-        ),
+        (["train.optimizer=muon", "train.offload=all"], "", "`offload: all` is for `optimizer: adamw`, not for muon"),
+        (["train.optimizer=sgd"], "", "'train.optimizer' is 'sgd'"),
+        (["train.router_aux_loss=-1"], "", "'train.router_aux_loss' is -1: input should be greater than or equal to 0"),
         (["train.lora.rank=0"], "", "'train.lora.rank' is 0: input should be greater than 0"),
         (["train.lora.rank=-4"], "", "'train.lora.rank' is -4: input should be greater than 0"),
         (["train.lora.alpha=0"], "", "'train.lora.alpha' is 0: input should be greater than 0"),
@@ -325,6 +331,12 @@ def narrow(tokens, clip=0.2):
 def open_ended(tokens, **rest):
     ...
 
+def score_of(tokens, **rest):
+    return tokens["advantage"] * tokens["score"]
+
+def misspelt(tokens, **rest):
+    return tokens["advantages"]
+
 @flow(constants_of=update_policy)
 def own(prompts, actor, reference, reward, *, loss="policy", **rest):
     said = actor.generate(prompts["prompt"])
@@ -343,14 +355,28 @@ def own(prompts, actor, reference, reward, *, loss="policy", **rest):
         ("flow.py:narow", "'flow.py:narow' has no 'narow'; did you mean 'narrow'?"),
         ("polcy", "'distflow.algo.losses:polcy' has no 'polcy'; did you mean 'policy'?"),
         ("flow.py:open_ended", ""),
+        (
+            "flow.py:misspelt",
+            "the loss 'flow.py:misspelt' needs the field 'advantages', which the node does not read; no node writes it;"
+            " did you mean 'advantage'?",
+        ),
+        (
+            "flow.py:score_of",
+            "the loss 'flow.py:score_of' needs the field 'score', which the node does not read;"
+            " pass the result of 'reward.score' to actor.update (in a list of nodes: add 'score' to its reads)",
+        ),
     ],
 )
 def test_a_loss_has_the_parameters_that_the_flow_passes(folder: Path, capsys: Output, loss: str, message: str) -> None:
     (folder / "flow.py").write_text(FLOW)
+    assert distflow(folder, "plan", "flow=flow.py:own", f"algo.loss={loss}") == (2 if message else 0)
+    assert not message or message in error(capsys)
     code = distflow(folder, "check", "flow=flow.py:own", f"algo.loss={loss}")
     assert code == (2 if message else 0)
     if message:
-        assert error(capsys).startswith(f"node 'actor.update': loss: {message}")
+        said = error(capsys)
+        assert said.startswith("node 'actor.update': ")
+        assert message in said
 
 
 def test_a_run_refuses_before_it_generates_what_a_check_refuses(folder: Path) -> None:

@@ -22,6 +22,7 @@ from distflow.run.comm import Comm
 from distflow.run.versions import Versions
 from distflow.run.worker import Worker
 from hub import Hub
+from limits import load_factor
 
 STEPS = 6
 
@@ -112,7 +113,7 @@ def test_a_step_is_generated_while_the_one_before_is_scored(delay: int, chunk: i
     for t in threads:
         t.start()
     for t in threads:
-        t.join(120)
+        t.join(120 * load_factor())
     assert not errors, errors[0]
     assert [row["trained"] for row in rows] == [p.samples] * STEPS
 

@@ -8,6 +8,7 @@ import pytest
 
 from distflow.run import result
 from distflow.run.result import RunResult, StepCalls
+from limits import wait_until
 
 
 def line(step: int, at: float) -> str:
@@ -41,10 +42,7 @@ def test_each_step_of_this_run_is_called_once(tmp_path: Path, monkeypatch: pytes
     path.write_text(line(7, time.time() - 100))  # of an earlier run in this folder
 
     def wait_for(count: int) -> None:
-        end = time.monotonic() + 60
-        while len(steps) < count:
-            assert time.monotonic() < end, steps
-            time.sleep(0.01)
+        wait_until(lambda: len(steps) >= count, state=lambda: steps)
 
     with StepCalls(tmp_path, lambda step, metrics: steps.append((step, metrics["reward/mean"]))):
         path.rename(tmp_path / "metrics.1.jsonl")

@@ -9,6 +9,7 @@ import pytest
 
 import distflow.sandbox
 from distflow.sandbox.walls import MECHANISMS
+from limits import load_factor
 from sandbox.jails import missing_protection
 
 USE = """
@@ -27,5 +28,5 @@ def test_a_copy_of_the_folder_alone_runs_a_program(tmp_path: Path) -> None:
     shutil.copytree(Path(distflow.sandbox.__file__).parent, tmp_path / "distflow" / "sandbox")
     # -I -S: neither the environment nor installed packages, so not this one either.
     command = [sys.executable, "-I", "-S", "-c", USE, str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120 * load_factor(), cwd=tmp_path)
     assert done.stdout == "42\n[]\n", done.stderr

@@ -131,6 +131,8 @@ def test_there_are_enough_of_them() -> None:
         (["assert add(1, 2) == reference(1, 2)"], r"compare add\(\) with reference\(\)"),
         (["assert add(1, 2) == 3", "assert gcd(4, 6) == 2"], r"ask gcd\(\) alone.*that of `math`"),
         (["with open('a') as file:\n    assert add(1, 2) == 3"], "open files: the solution does not see them"),
+        (["import sqlite3\nc = sqlite3.connect('a.db')\nassert add(c, 2) == 3"], "open a database: the solution does"),
+        (["import os\nassert add(1, 2) == 3\nos.remove('a')"], "remove files: the solution does not see files"),
         (
             ["import tempfile\nwith tempfile.TemporaryDirectory() as d:\n    assert add(1, 2) == 3"],
             "does not see files",

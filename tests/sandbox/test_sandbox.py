@@ -18,7 +18,8 @@ import pytest
 from distflow.sandbox.__main__ import report
 from distflow.sandbox.sandbox import ProgramLimits, ProgramResult, Sandbox, SandboxError
 from distflow.sandbox.walls import MECHANISMS, REQUIRED
-from reward.helpers import gone, pids_in, wait_for
+from limits import wait_until
+from reward.helpers import gone, pids_in
 from sandbox.jails import ATTEMPT, LIMITS, assert_refused, missing_protection
 
 # --- how a program ends ---
@@ -457,17 +458,18 @@ def test_a_program_ends_with_the_process_that_started_it(tmp_path: Path) -> None
         "out.with_suffix('.new').write_text(f'{jail} {children.read_text()}'); out.with_suffix('.new').rename(out)\n"
         "time.sleep(100)"
     )
-    before = set(Path(tempfile.gettempdir()).glob("distflow-jail-*"))
-    parent = subprocess.Popen([sys.executable, "-c", text, str(tmp_path / "pids")])
+    parent = subprocess.Popen(
+        [sys.executable, "-c", text, str(tmp_path / "pids")], env=os.environ | {"TMPDIR": str(tmp_path)}
+    )
     pids = pids_in(tmp_path / "pids")
     assert len(pids) == 2
     assert not any(map(gone, pids))
-    folders = set(Path(tempfile.gettempdir()).glob("distflow-jail-*")) - before
+    (folder,) = tmp_path.glob("distflow-jail-*")
     parent.kill()
     parent.wait()
     for pid in pids:
-        wait_for(partial(gone, pid))
-    wait_for(lambda: not any(f.exists() for f in folders))
+        wait_until(partial(gone, pid))
+    wait_until(lambda: not folder.exists())
 
 
 def test_a_jail_that_was_killed_is_replaced(plain: Sandbox) -> None:

@@ -136,6 +136,12 @@ def test_one_controller_needs_more_time_and_all_the_memory(config: str) -> None:
     assert {a.rollout for a in report.alternatives} == {None, 25, 50, 75}
 
 
+def test_a_mixture_of_experts_is_called_a_guess(config: str) -> None:
+    for overrides, said in ((["model.arch=qwen3_moe", "model.ffn=512"], True), ([], False)):
+        report = make_report(Program.load(config, overrides), 16, load_hardware("h100"), Assumptions())
+        assert any("quote no seconds" in line for line in report.assumptions) == said
+
+
 def test_search_sorts_by_step_and_keeps_to_the_memory(config: str) -> None:
     program, h100 = Program.load(config), load_hardware("h100")
     found = make_report(program, 16, h100, Assumptions(), wide=True).candidates

@@ -1,5 +1,6 @@
 """Log-probs and entropy in chunks: the values and gradients of the plain formula, without its memory."""
 
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -11,10 +12,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from distflow.batch.batch import Batch, Column, Ragged
+from distflow.device.sizes import CPU
 from distflow.rollout.engine import Request, SamplingParams
 from distflow.train import logprobs
 from distflow.train.heads import LogprobHead
-from distflow.train.logprobs import token_logprobs
+from distflow.train.logprobs import token_logprobs, top_logprobs
 from distflow.train.packing import pack
 from rollout.plain_loop import complete, generator_for
 from tiny import ARCHITECTURES, VOCABULARY, pair
@@ -46,8 +48,7 @@ def some(tokens: int, width: int, vocabulary: int, bias: bool, dtype: torch.dtyp
 @pytest.fixture
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes chunks of 16 tokens."""
-    monkeypatch.setattr(logprobs, "_CHUNK", 1)
-    monkeypatch.setattr(logprobs, "_MIN_TOKENS", 16)
+    monkeypatch.setattr(logprobs, "sizes_of", lambda device: replace(CPU, logits=1, logit_tokens=16))
 
 
 @pytest.mark.usefixtures("small_chunks")
@@ -101,6 +102,36 @@ def test_gradients_pass_the_numerical_check(temperature: float, softcap: float |
     assert torch.autograd.gradcheck(lambda *leaves: both(*leaves)[1], (hidden, weight, bias))  # the entropy alone
 
 
+@pytest.mark.usefixtures("small_chunks")
+@pytest.mark.parametrize("tokens", [1, 53])
+def test_several_tokens_at_each_place_have_the_log_probs_of_each(tokens: int) -> None:
+    hidden, weight, bias, one = some(tokens, 7, 11, bias=True)
+    assert bias is not None
+    several = torch.stack((one, one, (one + 3) % 11, (one + 5) % 11), 1)  # the same one may be there twice
+    ours, entropy = token_logprobs(hidden, weight, bias, several, 0.6, 1.5)
+    each = [plain_formula(hidden, weight, bias, t, 0.6, 1.5) for t in several.unbind(1)]
+    theirs = torch.stack([logprobs for logprobs, _ in each], 1)
+    torch.testing.assert_close((ours, entropy), (theirs, each[0][1]))
+    up, down = torch.randn(tokens, 4, dtype=torch.float64), torch.randn(tokens, dtype=torch.float64)
+    for pair_, weights in (((ours, theirs), up), ((entropy, each[0][1]), down)):
+        got, want = (torch.autograd.grad(o, (hidden, weight, bias), weights, retain_graph=True) for o in pair_)
+        torch.testing.assert_close(got, want)
+    sums = ours.sum() + 2 * entropy.sum(), theirs.sum() + 2 * each[0][1].sum()
+    torch.testing.assert_close(*(torch.autograd.grad(x, (hidden, weight, bias)) for x in sums))
+
+
+@pytest.mark.usefixtures("small_chunks")
+def test_the_likeliest_tokens_are_of_the_vocabulary_that_both_have() -> None:
+    hidden, weight, bias, _ = some(53, 7, 11, bias=True)
+    assert bias is not None
+    whole = torch.log_softmax(1.5 * torch.tanh((hidden @ weight.T + bias) / 1.5) / 0.6, -1)
+    for k, vocabulary in ((3, 11), (3, 8), (20, 8)):
+        ids, logprobs = top_logprobs(hidden, weight, bias, k, vocabulary, 0.6, 1.5)
+        want = whole[:, :vocabulary].topk(min(k, vocabulary))
+        assert torch.equal(ids, want.indices.int())
+        torch.testing.assert_close(logprobs, want.values)
+
+
 def test_a_loss_may_use_the_log_probs_alone() -> None:
     """There is no gradient for the entropy then."""
     given = some(5, 3, 4, bias=False)
@@ -111,8 +142,7 @@ def test_a_loss_may_use_the_log_probs_alone() -> None:
 
 @pytest.mark.parametrize("chunk", [1, 23 * 20, 1 << 20])
 def test_the_chunk_size_does_not_change_the_values(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(logprobs, "_CHUNK", chunk)
-    monkeypatch.setattr(logprobs, "_MIN_TOKENS", 16)
+    monkeypatch.setattr(logprobs, "sizes_of", lambda device: replace(CPU, logits=chunk, logit_tokens=16))
     hidden, weight, _, targets = some(70, 5, 23, bias=False, dtype=torch.float32)
     want = plain_formula(hidden.double(), weight.double(), None, targets, 0.8, 2.0)
     for a, b in zip(token_logprobs(hidden, weight, None, targets, 0.8, 2.0), want, strict=True):

@@ -110,6 +110,9 @@ def test_a_token_is_packed_once_and_expanding_gives_complete_sequences(samples: 
         assert torch.equal(rows[packed.shared.first_places], torch.arange(len(packed.tokens)))
         places = torch.cat((packed.shared.first_places, packed.shared.repeats))
         assert sorted(places.tolist()) == list(range(len(rows)))
+        ends = np.cumsum(packed.lengths)  # the queries of a sequence are its last tokens, one sequence after the other
+        last = [np.arange(end - own, end) for end, own in zip(ends, packed.shared.own, strict=True)]
+        assert np.concatenate(last).tolist() == packed.shared.first_places.tolist()
 
 
 @BUSY

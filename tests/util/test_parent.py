@@ -4,10 +4,10 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 from distflow.util.parent import PARENT, process_exists
+from limits import wait_until
 
 WATCH = (
     "import os, sys, time; from distflow.util.parent import watch_ancestor\n"
@@ -43,8 +43,5 @@ def test_a_worker_whose_launcher_is_gone_before_it_begins_ends_first_of_all(tmp_
 
 def test_a_zombie_is_gone() -> None:
     process = subprocess.Popen(["true"])
-    end = time.monotonic() + 60
-    while process_exists(process.pid):
-        assert time.monotonic() < end
-        time.sleep(0.01)
+    wait_until(lambda: not process_exists(process.pid))
     process.wait()

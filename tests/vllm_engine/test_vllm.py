@@ -9,7 +9,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -19,15 +21,19 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 import tiny
-from distflow.config.schema import LoraConfig, RolloutConfig
-from distflow.errors import WeightsError
+from distflow.config.schema import LoraConfig, RolloutConfig, VllmConfig
+from distflow.errors import ConfigError, WeightsError
 from distflow.model.source import Source
 from distflow.model.tokenizer import train_tokenizer
 from distflow.plan.layout import Layout
 from distflow.plan.topology import Topology
 from distflow.rollout.engine import Completion, EngineSetup, Request, RolloutEngine, SamplingParams
 from distflow.rollout.responses import complete
-from distflow.rollout.vllm.engine import VllmEngine
+from distflow.rollout.sampling import sample
+from distflow.rollout.vllm import engine as vllm_engine
+from distflow.rollout.vllm import sampler
+from distflow.rollout.vllm.engine import VllmEngine, config_folder
+from distflow.rollout.vllm.start import start_vllm
 from distflow.weights.shards import Shards, slices
 from distflow.weights.sync import WeightSync
 from distflow.weights.verify import WeightCheck
@@ -49,9 +55,15 @@ def source(arch: str) -> Source:
     return Source(arch, config_of(arch), train_tokenizer(iter(["a text"]), 0))
 
 
-def make_engine(arch: str = "qwen2", layout: Layout = ALONE, lora: LoraConfig | None = None) -> VllmEngine:
+def make_engine(
+    arch: str = "qwen2",
+    layout: Layout = ALONE,
+    lora: LoraConfig | None = None,
+    config: RolloutConfig = CONFIG,
+    dtype: torch.dtype = torch.float32,
+) -> VllmEngine:
     mesh = DeviceMesh("cpu", torch.tensor(layout.ranks).view(layout.dp, layout.tp), mesh_dim_names=("dp", "tp"))
-    return VllmEngine(EngineSetup(source(arch), layout, mesh, dist.get_rank(), CONFIG, torch.float32, CPU, 64, lora))
+    return VllmEngine(EngineSetup(source(arch), layout, mesh, dist.get_rank(), config, dtype, CPU, 64, lora))
 
 
 def weights(arch: str) -> dict[str, Tensor]:
@@ -156,6 +168,7 @@ def _sampling_parameters_are_kept(engine: RolloutEngine) -> None:
         replace(PARAMS, temperature=0.0),
         replace(PARAMS, top_p=0.8),
         replace(PARAMS, top_k=5, min_tokens=4),
+        replace(PARAMS, min_p=0.1, repetition_penalty=1.8),
     ):
         completions = complete(engine, requests_for(params=params))
         assert same([as_response(completions[i]) for i in IDS], expected("qwen2", params=params)), params
@@ -207,6 +220,75 @@ def _logits(tensors: Mapping[str, Tensor], tokens: list[int]) -> Tensor:
         model = pair("qwen2").eager
         out = torch.func.functional_call(model, dict(tensors), kwargs={"input_ids": torch.tensor([tokens])})
     return out.logits[0]
+
+
+def with_its_own_sampler(rank: int, layout: Layout) -> list[list[int]]:
+    """Its log-probs are those of the weights, its noise has a state of its own, and it schedules ahead."""
+    vllm = VllmConfig(sampler="vllm", args={"max_num_batched_tokens": 48})
+    config = CONFIG.model_copy(update={"vllm": vllm, "temperature": PARAMS.temperature})
+    VllmEngine.check(source("qwen2"), config, CPU, None)
+    with patch.object(vllm_engine, "start_vllm", wraps=start_vllm) as started:
+        engine = make_engine("qwen2", layout, config=config)
+    assert started.call_args.args[-1]["async_scheduling"]  # which vLLM for CPU switches off
+    assert engine.engine.vllm_config.scheduler_config.max_num_batched_tokens == 48
+    originals = weights("qwen2")
+    params, before = replace(PARAMS, stop=frozenset()), torch.get_rng_state()
+    tokens: list[list[int]] = []
+    for version, scale, seed in ((0, 1.0, 0), (1, 0.9, 0), (0, 1.0, 0), (0, 1.0, 1)):
+        tensors = {name: t * scale for name, t in originals.items()}
+        shards = engine.shards(engine.weight_specs, layout)
+        parts = {s.name: tensors[s.name][slices(shards.box(s, rank))] for s in engine.weight_specs}
+        fill(engine, parts, version)
+        requests = [replace(r, seed=seed) for r in requests_for(params=params)]
+        completions = complete(engine, requests)
+        for r in requests:
+            c = completions[r.sample_id]
+            logits = _logits(tensors, [*r.prompt, *c.tokens.tolist()])[len(r.prompt) - 1 : -1] / params.temperature
+            wanted = logits.log_softmax(-1).gather(1, torch.from_numpy(c.tokens)[:, None])[:, 0]
+            assert c.logprobs.tolist() == pytest.approx(wanted.tolist(), abs=1e-4)
+        tokens.append([t for i in IDS for t in completions[i].tokens.tolist()])
+    assert torch.equal(torch.get_rng_state(), before)
+    assert tokens[0] == tokens[2]
+    assert tokens[3] != tokens[0] != tokens[1]
+    return tokens
+
+
+@pytest.mark.parametrize("layout", [ALONE, Layout((0, 1), 1, 2)], ids=["tp1", "tp2"])
+def test_it_may_sample_with_its_own_sampler(layout: Layout) -> None:
+    results = spawn(len(layout.ranks), with_its_own_sampler, layout)
+    assert all(tokens == results[0] for tokens in results)
+
+
+def in_16_bits(rank: int) -> None:
+    """Logits have not been rounded, and the folder that vLLM reads is that of the model."""
+    engine = make_engine(dtype=torch.bfloat16)
+    fill(engine, {name: t.bfloat16() for name, t in weights("qwen2").items()})
+    with patch.object(sampler, "sample", wraps=sample) as sampled:
+        complete(engine, requests_for([0, 1]))
+    logits = sampled.call_args.args[0]
+    assert logits.dtype == torch.float32
+    assert not torch.equal(logits, logits.bfloat16().float())
+    config = engine.engine.vllm_config
+    assert config.model_config.model == config_folder(source("qwen2"))
+    assert config.scheduler_config.max_num_batched_tokens == 2048
+
+
+def test_logits_of_16_bits_are_not_rounded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
+    spawn(1, in_16_bits)
+
+
+def test_its_folder_is_the_same_for_the_same_model(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
+    first, again, other = (config_folder(source(arch)) for arch in ("qwen2", "qwen2", "llama"))
+    assert first == again != other
+    assert (Path(first) / "config.json").exists()
+
+
+def test_an_unknown_argument_is_refused() -> None:
+    config = CONFIG.model_copy(update={"vllm": VllmConfig(args={"max_num_batched_token": 48})})
+    with pytest.raises(ConfigError, match="'max_num_batched_token' is no argument of vLLM's EngineArgs"):
+        VllmEngine.check(source("qwen2"), config, CPU, None)
 
 
 def two_ranks(rank: int, arch: str) -> list[float]:

@@ -19,6 +19,7 @@ from distflow.weights import gather, sync, sync_group
 from distflow.weights.shards import Shards, TensorSpec, overlap, size, slices
 from distflow.weights.sync import WeightSync
 from simulate import simulate
+from weights.message_count import SPECS, count
 
 WORLD = 12
 BUSY = settings(max_examples=80, deadline=None)
@@ -291,3 +292,9 @@ def test_ranks_of_one_host_pass_nothing_on() -> None:
     done.check()
     piece = 4 * 4 * 4
     assert done.sent == {(a, b): piece for a in (0, 1, 2) for b in (2, 3, 4) if a != b}
+
+
+def test_on_devices_large_models_need_few_messages() -> None:
+    assert count(SPECS["7B"], 8, 1)["messages"] < 1_500
+    assert count(SPECS["7B"], 8, 2)["messages"] < 1_500
+    assert count(SPECS["7B"], 128, 1, rank=5)["messages"] < 6_000

@@ -27,6 +27,7 @@ BUILT_IN = {
     "openenv": f"{_HERE}.openenv:ADAPTER",
     "reasoning_gym": f"{_HERE}.reasoning_gym:ADAPTER",
     "verifiers": f"{_HERE}.verifiers:ADAPTER",
+    "harbor": f"{_HERE}.harbor:ADAPTER",
     "trl": f"{_HERE}.trl:ADAPTER",
 }
 

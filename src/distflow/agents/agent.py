@@ -13,10 +13,12 @@ from distflow.agents.choice import choose_environments, group_seed
 from distflow.agents.setup_check import COLUMN, check_columns, check_rows, start_env_pool
 from distflow.agents.spec import EnvironmentSetupError
 from distflow.config.schema import EnvironmentConfig
+from distflow.errors import ConfigError
 from distflow.flow.trace import node
 from distflow.roles.actor import ROLLOUT, Actor
 from distflow.roles.context import RoleContext
 from distflow.roles.role import Role
+from distflow.roles.trained import HISTORY
 from distflow.util.patient_files import SharedLog
 from distflow.util.seeds import eval_seed
 
@@ -30,7 +32,15 @@ if TYPE_CHECKING:
     from distflow.batch.context import Context
     from distflow.dataset.view import DatasetView
 
-CONVERSATION = (*ROLLOUT, "response_mask", "turn_rewards", "env_reward", "conversation", "environment_name")
+CONVERSATION = (
+    *ROLLOUT,
+    *HISTORY,
+    "turn_rewards",
+    "env_reward",
+    "conversation",
+    "histories",
+    "environment_name",
+)
 
 logger = logging.getLogger(__name__)
 
@@ -51,6 +61,8 @@ class Agent(Actor):
     def __init__(
         self, role: RoleContext, environments: Mapping[str, Mapping[str, Any]], log: Path | None = None
     ) -> None:
+        if role.images:
+            raise ConfigError("environment: conversations have no images yet; give a text model, or leave it out")
         self.environments = {name: EnvironmentConfig.model_validate(e) for name, e in environments.items()}
         self.log = SharedLog(log) if log else None
         self.env_pool: EnvPool | None = None  # where conversations are led
@@ -100,7 +112,7 @@ class Agent(Actor):
             self.endpoint.stop()
 
     def _prepare(self) -> None:
-        """Makes what conversations with each environment have in common, once they are loaded."""
+        """Makes the runtimes that conversations share, one per environment, once the environments are loaded."""
         if self._runtimes or self.env_pool is None:
             return
         from distflow.agents.runtime import make_runtimes
@@ -166,7 +178,7 @@ class Agent(Actor):
         if layout.tp == 1:
             return make()
         first = layout.replicas[layout.replica_of(ctx.rank) or 0][0]
-        return make(self.role.meshes[layout].get_group("tp"), first, self.role.device)
+        return make(self.role.mesh(layout).get_group("tp"), first, self.role.device)
 
     def _samples(self, batch: "Batch", seed: int, environment: str | None) -> list["Sample"]:
         from distflow.agents.conversations import Sample

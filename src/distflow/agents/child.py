@@ -19,7 +19,7 @@ from distflow.userproc.channel import LINE_LIMIT, encode
 
 
 class EnvironmentFault(Exception):  # noqa: N818 - the environment's, not ours
-    """What an environment did wrong in this conversation; completes a sentence whose subject is the environment."""
+    """A mistake of the environment in this conversation; completes a sentence whose subject is the environment."""
 
 
 @dataclass
@@ -114,7 +114,7 @@ class ChildSession:
         return reply
 
     def run(self, value: Any) -> Any:
-        """Returns the value, or what it evaluates to if it is a coroutine; all coroutines share one event loop."""
+        """Returns the value, or the result if it is a coroutine; all coroutines share one event loop."""
         return self._runner.run(_await(value)) if inspect.isawaitable(value) else value
 
     def first_message(self) -> dict[str, Any]:
@@ -149,7 +149,7 @@ async def _await(value: Any) -> Any:
 
 
 def check_messages(messages: Any) -> list[dict[str, Any]]:
-    """Returns messages as plain dicts; whatever is not a chat is the environment's fault."""
+    """Returns messages as plain dicts; raises an EnvironmentFault if they are no chat."""
     if not isinstance(messages, Sequence) or isinstance(messages, str):
         raise EnvironmentFault(
             f"gave {shown(messages, 60)} as messages; give a list of dicts with 'role' and 'content'"

@@ -1,4 +1,4 @@
-"""Which environment a prompt gets, and the seed of whatever is random in it: functions of the run's seed alone."""
+"""Which environment a prompt gets, and the seed of its randomness: both are functions of the run's seed alone."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -13,7 +13,7 @@ from distflow.util.seeds import mix
 def choose_environments(
     names: Sequence[str], ratios: Sequence[float], groups: Ints, seed: int, named: Sequence[Any] | None = None
 ) -> list[int]:
-    """Returns the index of each sample's environment: that which its row names, else one at random by the ratios.
+    """Returns the index of each sample's environment: named by its row, else drawn by the ratios.
 
     The samples of a prompt, which have the same group, get the same one.
     """

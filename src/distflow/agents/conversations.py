@@ -1,6 +1,6 @@
 """The conversations of one worker's samples, all at once, against its rollout engine.
 
-Whatever a conversation waits for, its environment or the model, the others go on. The first rank of a tensor-parallel
+While a conversation waits for its environment or the model, the others go on. The first rank of a tensor-parallel
 replica has the processes and the sessions; it tells the others which requests to make, so that all make the same calls
 of the engine in the same order.
 """
@@ -23,7 +23,7 @@ _IDLE_WITH_ENDPOINT_S = 0.005  # whose calls come from another thread
 
 
 class ConversationProcesses(Protocol):
-    """What the loop needs of an `EnvPool`."""
+    """The interface of `EnvPool` that the loop uses."""
 
     def start(self, key: int, environment: int, start: Mapping[str, Any]) -> None: ...
 
@@ -48,12 +48,12 @@ class Sample:
     environment: int  # its index
     prompt: Any  # text or messages
     row: Mapping[str, Any]
-    seed: int  # of whatever is random in the environment; samples of a prompt share it
+    seed: int  # of the environment's randomness; samples of a prompt share it
 
 
 @dataclass
 class Actions:
-    """What all ranks of a replica do next."""
+    """The next actions of all ranks of a replica."""
 
     requests: list[Request] = field(default_factory=list)
     aborted: list[int] = field(default_factory=list)  # ids of requests
@@ -102,7 +102,7 @@ class Conversations:
         return self.env_pool.has_events() or (self.endpoint is not None and self.endpoint.has_events())
 
     def collect(self, wait: bool) -> Actions:
-        """Returns what there is to do now; if the engine has nothing to do, it waits until there is something."""
+        """Returns the next actions; waits for some if the engine has nothing to do."""
         while True:
             self._start()
             events = self.env_pool.poll(self._patience() if wait and not self._actions else 0.0)
@@ -164,9 +164,11 @@ class Conversations:
         if conversation is None:
             return
         if isinstance(event, Failed):
-            # An agent may fail where a limit ends its conversation: the endpoint refuses its call, which is no fault.
+            # An agent may fail where a limit ends its conversation, because the endpoint refuses its call, or where one
+            # has cut its latest turn, because its client takes that for an error: neither is a fault.
             runtime, branches = self.runtimes[conversation.sample.environment], conversation.session.branches
-            refused = runtime.needs_endpoint and any(b.ended for b in branches)
+            limited = any(b.ended or (b.turns and not b.turns[-1].finished) for b in branches)
+            refused = runtime.needs_endpoint and limited
             self._end(conversation, {}, None if refused else event.reason)
             return
         try:
@@ -177,7 +179,7 @@ class Conversations:
             self.env_pool.send(event.key, reply)
 
     def _operate(self, conversation: _Conversation, message: Message) -> dict[str, Any] | None:
-        """Does what a process asks for; returns the answer, None if that comes later or never."""
+        """Carries out the request of a process; returns the answer, None if it comes later or never."""
         session, body, key = conversation.session, message.body, message.key
         renderer = session.renderer
         match body["op"]:
@@ -256,7 +258,7 @@ class Conversations:
     def _handle_call(self, call: Any) -> None:
         """Answers a call of the endpoint, or ends the conversation of an agent that misuses it."""
         from distflow.agents.endpoint import Violation
-        from distflow.agents.endpoint_protocol import CallError
+        from distflow.agents.protocols.call import CallError
 
         conversation = self._open.get(call.key)
         if conversation is None:
@@ -267,6 +269,9 @@ class Conversations:
             return
         session = conversation.session
         try:
+            if call.only_counts:
+                call.count(session)
+                return
             branch = call.branch(session)
         except CallError as e:
             call.refuse(e)

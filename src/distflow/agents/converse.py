@@ -130,5 +130,6 @@ def _decode(data: bytes) -> Actions:
         key = json.dumps(r["params"])
         if key not in known:
             known[key] = SamplingParams(**{**r["params"], "stop": frozenset(r["params"]["stop"])})
-        requests.append(Request(**{**r, "prompt": tuple(r["prompt"]), "params": known[key]}))
+        tuples = {name: tuple(r[name]) for name in ("prompt", "images")}
+        requests.append(Request(**{**r, **tuples, "params": known[key]}))
     return Actions(requests, message["aborted"], [ConversationRecord(**r) for r in message["ended"]])

@@ -1,4 +1,4 @@
-"""The endpoint of a worker: any agent that speaks OpenAI's API calls it, and its calls become the sample's record.
+"""The endpoint of a worker: agents that speak OpenAI's or Anthropic's APIs call it, which becomes the sample's record.
 
 A session is opened for each sample, with a key of its own; only that key is served. The HTTP server runs in a thread
 and never touches a session: calls wait in a queue until the worker's loop takes them, and are answered by the loop.
@@ -6,34 +6,32 @@ and never touches a session: calls wait in a queue until the worker's loop takes
 
 import asyncio
 import contextlib
-import logging
 import secrets
 import socket
 import threading
 from collections import OrderedDict, deque
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from distflow.agents.endpoint_protocol import (
+from distflow.agents.endpoint_server import LOOPBACK, Reply, ServerThread
+from distflow.agents.protocols.call import (
+    NOT_STORED,
+    Api,
     CallBody,
     CallError,
     Json,
-    Kind,
     Sampled,
     cut_at_stop,
     parse_body,
-    reply_body,
-    reply_events,
+    warn_once,
 )
-from distflow.agents.endpoint_server import LOOPBACK, Reply, ServerThread
+from distflow.agents.protocols.messages import COUNT_TOKENS
 from distflow.agents.session import AssistantMessage, Branch, Session
 from distflow.errors import DataError
 
 if TYPE_CHECKING:
     from distflow.rollout.engine import Completion
-
-logger = logging.getLogger(__name__)
 
 MAX_CALLS = 8  # of one session that wait at once
 MAX_REFUSED = 64  # calls of a session, before its agent is taken for broken
@@ -58,6 +56,16 @@ class _Open:
     waiting: int = 0
     refused: int = 0
     calls: "set[EndpointCall]" = field(default_factory=set)  # that the loop owes an answer
+    replies: "dict[str, _Held]" = field(default_factory=dict)  # the loop's, by id
+
+
+@dataclass(frozen=True)
+class _Held:
+    """A history up to a reply that a later call may continue."""
+
+    messages: list[Json]
+    system: Json | None
+    tools: list[Json] | None
 
 
 class EndpointCall:
@@ -70,36 +78,61 @@ class EndpointCall:
 
     def branch(self, session: Session) -> Branch:
         """Returns the branch to continue, or a new one; raises CallError if the history cannot be rendered."""
-        try:
+        with _as_call_error():
             if self.body.messages is not None:
-                return session.match(self.body.messages, self.body.tools)
+                return session.match(*self._history())
             tokens = self.body.token_ids
             return session.match_tokens(_tokens_of(session, self.body.text or "") if tokens is None else tokens)
-        except DataError as e:
-            too_long = "the longest allowed" in str(e)
-            raise CallError(400, str(e), None, "context_length_exceeded" if too_long else None) from None
+
+    @property
+    def only_counts(self) -> bool:
+        """Whether the call asks for the length of its history, and for nothing else."""
+        return self.body.api is COUNT_TOKENS
+
+    def count(self, session: Session) -> None:
+        """Replies with the number of tokens that its history would have before the model's turn."""
+        with _as_call_error():
+            self._send(Reply(body={"input_tokens": session.count(*self._history())}))
 
     def answer(self, session: Session, branch: Branch, completion: "Completion") -> AssistantMessage:
         """Records what was generated for the call in the session, up to a stop string of the call, and replies."""
-        prompt, decode = [*branch.prompt, *branch.tokens], session.renderer.decode
-        kept, stopped = cut_at_stop(completion.tokens.tolist(), self.body.stop, decode)
+        body, prompt, decode = self.body, [*branch.prompt, *branch.tokens], session.renderer.decode
+        kept, stopped = cut_at_stop(completion.tokens.tolist(), body.stop, decode)
         tokens, logprobs = completion.tokens[:kept], completion.logprobs[:kept]
         finished = completion.finished and not stopped
         message = session.sampled(branch, replace(completion, tokens=tokens, logprobs=logprobs, finished=finished))
         # A malformed call is shown to the agent as text. The history it sends next has what was shown to it.
         content, text = (message.content if message.tool_calls else message.text), message.text
-        for stop in self.body.stop:
-            content, text = content.partition(stop)[0], text.partition(stop)[0]
+        stop = min((s for s in body.stop if s in text), key=text.index, default=None)
+        for s in body.stop:
+            content, text = content.partition(s)[0], text.partition(s)[0]
         branch.messages[-1]["content"] = content
         reason = "length" if not (finished or stopped) else "tool_calls" if message.tool_calls else "stop"
         calls = tuple((c.id, c.name, c.arguments) for c in message.tool_calls)
         numbers = tokens.tolist(), logprobs.tolist(), completion.weight_version
-        turn = Sampled(content, calls, text, reason, prompt, *numbers)
-        if self.body.stream:
-            self._send(Reply(events=reply_events(self.body, turn, decode)))
-        else:
-            self._send(Reply(body=reply_body(self.body, turn, decode)))
+        reply = body.api.reply(body, Sampled(content, calls, text, reason, prompt, *numbers, stop), decode)
+        if body.store:
+            held = self._held()
+            self._open.replies[reply["id"]] = replace(held, messages=[*held.messages, branch.messages[-1]])
+        self._send(Reply(events=body.api.events(body, reply)) if body.stream else Reply(body=reply))
         return message
+
+    def _history(self) -> tuple[list[Json], list[Json] | None]:
+        """Returns the messages to continue, and the tools."""
+        held = self._held()
+        return [*([held.system] if held.system else []), *held.messages], held.tools
+
+    def _held(self) -> _Held:
+        """Joins what the call says to the reply that it continues."""
+        body = self.body
+        before = _Held([], None, None)
+        if body.previous is not None:
+            if body.previous not in self._open.replies:
+                what = f"{body.previous:.60} is no reply of this session that was stored; send the whole history"
+                raise CallError(404, what, None, NOT_STORED)
+            before = self._open.replies[body.previous]
+        system, tools = (before.system, before.tools) if body.inherits else (None, None)
+        return _Held([*before.messages, *(body.messages or ())], body.system or system, body.tools or tools)
 
     def ended(self, reason: str) -> None:
         """Replies that the sample is over: a limit of its session is reached. Clients do not try that again."""
@@ -143,7 +176,7 @@ class Endpoint:
 
     @property
     def base_url(self) -> str:
-        """What an OpenAI client is given, together with the key of a session."""
+        """What an OpenAI client is given, together with the key of a session; Anthropic's adds the /v1 by itself."""
         return f"{self.url}/v1"
 
     def session_url(self, key: int) -> str:
@@ -184,7 +217,7 @@ class Endpoint:
         return bool(self._queue)
 
     def poll(self) -> list[EndpointCall | Violation]:
-        """Returns what has come since the last time."""
+        """Returns the calls that arrived since the last time."""
         with contextlib.suppress(BlockingIOError):
             while self._readable.recv(4096):
                 pass
@@ -215,11 +248,11 @@ class Endpoint:
             owner = self._keys.get(int(place)) if place is not None and len(place) < 20 else None
             self.counts["unauthorized" if ended is None else "late"] += 1
         if ended is not None:
-            _warn_once(f"a call came for sample {ended} after its conversation had ended; it was refused")
+            warn_once(f"a call came for sample {ended} after its conversation had ended; it was refused")
             raise _late(ended)
         whose = f"sample {session.sample_id}" if session is not None else "no session"
         if owner is not None:
-            _warn_once(f"a call to the session of sample {owner.sample_id} had the key of {whose}; it was refused")
+            warn_once(f"a call to the session of sample {owner.sample_id} had the key of {whose}; it was refused")
         where = f"that of sample {owner.sample_id}" if owner is not None else "of a session"
         message = f"the key is not {where}; use the one that the agent was given"
         raise CallError(401 if session is None else 403, message, None, "invalid_api_key")
@@ -235,10 +268,10 @@ class Endpoint:
     def leave(self, session: _Open) -> None:
         session.waiting -= 1
 
-    def submit(self, session: _Open, kind: Kind, raw: bytes) -> "asyncio.Future[Reply]":
+    def submit(self, session: _Open, api: Api, raw: bytes) -> "asyncio.Future[Reply]":
         """Queues a call for the loop; the future gets its reply."""
         try:
-            body = parse_body(kind, raw, self.vocabulary)
+            body = parse_body(api, raw, self.vocabulary)
         except CallError as e:
             self._count_refused(session, str(e))
             raise
@@ -272,9 +305,14 @@ class Endpoint:
             self._writable.send(b"\0")
 
 
-@lru_cache(1024)
-def _warn_once(message: str) -> None:
-    logger.warning("endpoint: %s", message)
+@contextlib.contextmanager
+def _as_call_error() -> Iterator[None]:
+    """Refuses the call if its history cannot be rendered."""
+    try:
+        yield
+    except DataError as e:
+        too_long = "the longest allowed" in str(e)
+        raise CallError(400, str(e), None, "context_length_exceeded" if too_long else None) from None
 
 
 def _late(sample_id: int) -> CallError:

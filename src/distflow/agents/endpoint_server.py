@@ -7,14 +7,18 @@ a request and its body have come, bytes of a body. A refusal is sent after a sho
 import asyncio
 import atexit
 import contextlib
+import functools
 import os
 import socket
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from distflow.agents.endpoint_protocol import CallError, Json, Kind
+from distflow.agents.protocols.call import Api, CallError, Json, openai_error
+from distflow.agents.protocols.chat import CHAT, COMPLETIONS, GENERATE
+from distflow.agents.protocols.messages import COUNT_TOKENS, MESSAGES
+from distflow.agents.protocols.responses import RESPONSES
 from distflow.errors import ConfigError, cut
 from distflow.util.addresses import address_towards
 from distflow.util.extras import how_to_install
@@ -27,6 +31,7 @@ if TYPE_CHECKING:
 
     from distflow.agents.endpoint import Endpoint
 
+PREFIXES = ("", "/s/{key}")
 LOOPBACK, NAMES = "127.0.0.1", ["127.0.0.1", "localhost"]
 MAX_BODY = 8 << 20  # bytes
 MAX_CONNECTIONS = 512
@@ -34,6 +39,17 @@ BODY_S = 30.0  # for a body, and for the first request of a connection
 DRAIN_S = 5.0  # for the rest of a body that is refused
 REFUSAL_S = 0.05  # before a refusal is sent
 INSTALL = f"install it: {how_to_install('agents')}"
+APIS = {  # path → API; the second of two that are alike is for clients that append it to the base URL
+    "/v1/chat/completions": CHAT,
+    "/v1/completions": COMPLETIONS,
+    "/v1/responses": RESPONSES,
+    "/v1/messages": MESSAGES,
+    "/v1/v1/messages": MESSAGES,
+    "/v1/messages/count_tokens": COUNT_TOKENS,
+    "/v1/v1/messages/count_tokens": COUNT_TOKENS,
+    "/inference/v1/generate": GENERATE,
+    "/v1/inference/v1/generate": GENERATE,
+}
 
 
 @dataclass(frozen=True)
@@ -168,14 +184,15 @@ def make_app(endpoint: "Endpoint", hosts: list[str]) -> "Starlette":
     except ImportError:
         raise ConfigError(f"the server starlette is not installed; {INSTALL}") from None
 
-    async def refuse(body: _Body, error: CallError) -> "Response":
+    async def refuse(body: _Body, error: CallError, make: Callable[[CallError], Json] = openai_error) -> "Response":
         await body.drain()
         await asyncio.sleep(REFUSAL_S)
-        return JSONResponse(error.body(), error.status, headers={"Connection": "close"})
+        return JSONResponse(make(error), error.status, headers={"Connection": "close"})
 
     def key_of(request: "Request") -> tuple[str | None, str | None]:
         scheme, _, key = request.headers.get("authorization", "").partition(" ")
-        return request.path_params.get("key"), key.strip() if scheme.lower() == "bearer" else None
+        sent = key.strip() if scheme.lower() == "bearer" else request.headers.get("x-api-key")
+        return request.path_params.get("key"), sent
 
     async def models(request: "Request") -> "Response":
         try:
@@ -185,49 +202,35 @@ def make_app(endpoint: "Endpoint", hosts: list[str]) -> "Starlette":
         except CallError as e:
             return await refuse(_Body(request), e)
 
-    async def call(request: "Request", kind: Kind) -> "Response":
+    async def call(request: "Request", api: Api) -> "Response":
         body = _Body(request)
         try:
             session = endpoint.authorize(*key_of(request))
             request.state.trust()
             endpoint.enter(session)
             try:
-                future = endpoint.submit(session, kind, await body.read())
+                future = endpoint.submit(session, api, await body.read())
                 reply = await future
             finally:
                 endpoint.leave(session)
             if reply.error is not None:
                 raise reply.error
         except CallError as e:
-            return await refuse(body, e)
+            return await refuse(body, e, api.error)
         if reply.events is not None:
             return StreamingResponse(_each(reply.events), media_type="text/event-stream")
         return JSONResponse(reply.body)
-
-    async def chat(request: "Request") -> "Response":
-        return await call(request, "chat")
-
-    async def completions(request: "Request") -> "Response":
-        return await call(request, "completions")
-
-    async def generate(request: "Request") -> "Response":
-        return await call(request, "generate")
 
     async def other(request: "Request", error: Exception) -> "Response":
         status = error.status_code if isinstance(error, HTTPException) else 500
         reason = f"{request.method} {request.url.path} is not served here"
         return await refuse(_Body(request), CallError(status, reason, None, "not_found"))
 
-    routes = [
-        Route(prefix + path, handler, methods=methods)
-        for prefix in ("", "/s/{key}")
-        for path, handler, methods in (
-            ("/v1/models", models, ["GET"]),
-            ("/v1/chat/completions", chat, ["POST"]),
-            ("/v1/completions", completions, ["POST"]),
-            ("/inference/v1/generate", generate, ["POST"]),
-            ("/v1/inference/v1/generate", generate, ["POST"]),  # for clients that append it to the base URL
-        )
+    routes = [Route(prefix + "/v1/models", models, methods=["GET"]) for prefix in PREFIXES]
+    routes += [
+        Route(prefix + path, functools.partial(call, api=api), methods=["POST"])
+        for prefix in PREFIXES
+        for path, api in APIS.items()
     ]
     check_host = Middleware(TrustedHostMiddleware, allowed_hosts=hosts)
     return Starlette(routes=routes, middleware=[check_host], exception_handlers={HTTPException: other})

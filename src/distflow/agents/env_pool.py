@@ -72,7 +72,7 @@ class EnvPool(Processes):
         self.fork(key, self._program[environment], message, self.time_limit_s if limit is None else limit)
 
     def poll(self, timeout: float) -> list[Event]:  # type: ignore[override]
-        """Returns what has happened, after at most `timeout` seconds; a failure's subject is the environment."""
+        """Returns the events so far, after at most `timeout` seconds; a failure's subject is the environment."""
         events, self._events = self._events, []
         events += super().poll(0.0 if events else timeout)
         return [_as_failure(event) for event in events]

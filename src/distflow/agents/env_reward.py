@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class EnvironmentReward(Role):
-    """Scores a conversation with what its environment said at the end, and for its turns."""
+    """Returns the rewards that the environment gave at the end of a conversation and for its turns."""
 
     @node(type="inference", reads="env_reward", writes="score")
     def score(self, batch: "Batch", ctx: "Context") -> Any:

@@ -8,8 +8,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from distflow.agents.session import Branch, Session
+from distflow.agents.session import Session
+from distflow.agents.token_tree import compactions, token_tree
 from distflow.batch.batch import Ragged
+from distflow.batch.branches import branches_column
 from distflow.batch.context import MetricLog
 from distflow.model.text import Text, ragged
 
@@ -18,7 +20,10 @@ _METRICS = 16  # of an environment's own, at most
 
 @dataclass(frozen=True)
 class ConversationRecord:
-    """One conversation at its end. `tokens`, `mask`, `logprobs` and `turn_rewards` are those of the trained branch."""
+    """One conversation at its end. `tokens`, `mask`, `logprobs` and `turn_rewards` are those of all its branches.
+
+    See TokenTree. `answer`, `messages`, `finished` and `weight_version` are those of the branch that was sampled last.
+    """
 
     sample_id: int
     environment: str
@@ -27,7 +32,10 @@ class ConversationRecord:
     mask: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     turn_rewards: list[float] = field(default_factory=list)
+    branches: list[tuple[int, int, int]] = field(default_factory=list)
+    answer: list[int] = field(default_factory=list)  # the tokens after its prompt
     messages: list[dict[str, Any]] = field(default_factory=list)
+    histories: list[list[dict[str, Any]]] = field(default_factory=list)  # messages of each branch, if there are several
     reward: float = 0.0  # of the whole conversation, with the rewards of its turns
     finished: bool = False  # it was not cut off by a limit
     weight_version: int = 0
@@ -35,8 +43,7 @@ class ConversationRecord:
     tool_errors: int = 0
     seconds: float = 0.0
     failure: str | None = None
-    untrained_branches: int = 0
-    untrained_tokens: int = 0
+    compactions: int = 0
     metrics: dict[str, float] = field(default_factory=dict)
 
     def as_json(self) -> dict[str, Any]:
@@ -58,43 +65,30 @@ def make_record(
     `prompt` stands for that of a conversation that never began. Malformed tool calls that the worker has counted are
     `tool_errors`, unless the environment has counted for itself.
     """
-    if not any(b.turns for b in session.branches):
+    branches = session.sampled_branches()
+    if not branches:
         return ConversationRecord(session.sample_id, environment, list(prompt), weight_version=version, seconds=seconds)
-    branch = session.trained_branch()
-    end = _end(branch)
-    turn_rewards = [0.0] * end
-    for turn in branch.turns:
-        turn_rewards[turn.start + turn.length - 1] += turn.reward or 0.0
+    tree, latest = token_tree(branches), max(branches, key=lambda b: b.last)
     reward = done.get("reward")
-    total = sum(turn_rewards) if reward is None else float(reward)
+    total = sum(tree.turn_rewards) if reward is None else float(reward)
     total += sum(weights.get(name, 0.0) * value for name, value in (done.get("rewards") or {}).items())
     own = {str(k): float(v) for k, v in (done.get("metrics") or {}).items() if _is_number(v)}
-    branches, tokens = session.untrained()
     return ConversationRecord(
         sample_id=session.sample_id,
         environment=environment,
-        prompt=branch.prompt,
-        tokens=branch.tokens[:end],
-        mask=[int(m) for m in branch.mask[:end]],
-        logprobs=branch.logprobs[:end],
-        turn_rewards=turn_rewards,
-        messages=branch.transcript(),
+        **vars(tree),
+        answer=latest.tokens[: latest.end],
+        messages=latest.transcript(),
+        histories=[b.transcript() for b in branches] if len(branches) > 1 else [],
         reward=total if math.isfinite(total) else 0.0,
-        finished=branch.ended is None and branch.turns[-1].finished,
-        weight_version=branch.turns[-1].weight_version,
-        turns=len(branch.turns),
+        finished=latest.ended is None and latest.turns[-1].finished,
+        weight_version=latest.turns[-1].weight_version,
+        turns=sum(len(b.own_turns) for b in branches),
         tool_errors=int(own.pop("tool_errors", tool_errors)),
         seconds=seconds,
-        untrained_branches=branches,
-        untrained_tokens=tokens,
+        compactions=compactions(branches),
         metrics=dict(list(own.items())[:_METRICS]),
     )
-
-
-def _end(branch: Branch) -> int:
-    """Returns how many response tokens count: what was said after the last turn is nothing to learn from."""
-    last = branch.turns[-1]
-    return last.start + last.length
 
 
 def _is_number(value: Any) -> bool:
@@ -113,19 +107,21 @@ def columns(records: Sequence[ConversationRecord], text: Text) -> dict[str, Any]
         "prompt_tokens": ragged([r.prompt for r in records]),
         "response_tokens": tokens,
         "rollout_logprobs": per_token([r.logprobs for r in records], torch.float32),
-        "response": text.decode(tokens),
+        "response": text.decode(ragged([r.answer for r in records])),
         "finished": torch.tensor([r.finished for r in records], dtype=torch.bool),
         "weight_version": torch.tensor([r.weight_version for r in records], dtype=torch.int64),
         "response_mask": per_token([r.mask for r in records], torch.int8),
         "turn_rewards": per_token([r.turn_rewards for r in records], torch.float32),
         "env_reward": torch.tensor([r.reward for r in records], dtype=torch.float32),
+        "response_branches": branches_column([r.branches for r in records]),
         "conversation": [r.messages for r in records],
+        "histories": [r.histories for r in records],
         "environment_name": [r.environment for r in records],
     }
 
 
 def log_conversations(records: Iterable[ConversationRecord], metrics: MetricLog, prefix: str = "") -> None:
-    """Logs `env/<name>/…`; `prefix` is `val/` for held-out samples."""
+    """Logs `env/<name>/…` and `agent/…`; `prefix` is `val/` for held-out samples."""
     for r in records:
         of = f"{prefix}env/{r.environment}"
         metrics.log(f"{of}/reward", r.reward)
@@ -133,7 +129,7 @@ def log_conversations(records: Iterable[ConversationRecord], metrics: MetricLog,
         metrics.log(f"{of}/seconds", r.seconds)
         metrics.log(f"{of}/tool_errors", r.tool_errors, reduce="sum")
         metrics.log(f"{of}/failures", float(r.failure is not None), reduce="sum")
-        metrics.log(f"{of}/untrained_branches", r.untrained_branches, reduce="sum")
-        metrics.log(f"{of}/untrained_tokens", r.untrained_tokens, reduce="sum")
+        metrics.log(f"{prefix}agent/branches", len(r.branches) + 1)
+        metrics.log(f"{prefix}agent/compactions", r.compactions)
         for name, value in r.metrics.items():
             metrics.log(f"{of}/{name}", value)

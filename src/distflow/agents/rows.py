@@ -1,4 +1,4 @@
-"""What environments read from a row, in the forms that data sets have it."""
+"""Reads prompts and reward specs from rows, in the forms of public data sets."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -4,7 +4,9 @@ Sampled tokens are appended as they are and never rendered again. A session hold
 an agent made the model continue. A branch that goes on where an earlier one was shares its beginning.
 """
 
+import copy
 import json
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -40,7 +42,10 @@ class Turn:
 
 @dataclass
 class Branch:
-    """One history. `tokens`, `mask` and `logprobs` are parallel, and come after the prompt."""
+    """One history. `tokens`, `mask` and `logprobs` are parallel, and come after the prompt.
+
+    A fork has the turns that it shares with the branch that it left, before its own.
+    """
 
     prompt: list[int]  # before the first sampled token
     messages: list[Message]
@@ -51,12 +56,19 @@ class Branch:
     turns: list[Turn] = field(default_factory=list)
     ended: str | None = None  # why nothing more can be generated here
     in_flight: bool = False  # a generation was requested and has not come yet
-    last: int = 0  # which generation of the session was the latest here
+    inherited: int = 0  # turns of the branch that it left
+    first: int = 0  # which generation of the session was the first here
+    last: int = 0  # and which was the latest
     position: int = 0  # of the first token of the generation in flight
 
     @property
-    def sampled_tokens(self) -> int:
-        return sum(self.mask)
+    def own_turns(self) -> list[Turn]:
+        return self.turns[self.inherited :]
+
+    @property
+    def end(self) -> int:
+        """How many tokens count: what was said after the last turn is nothing to learn from."""
+        return self.turns[-1].start + self.turns[-1].length if self.turns else 0
 
     def transcript(self) -> list[Message]:
         """Returns the messages for people: turns with their tokens and rewards, others with those up to the next turn.
@@ -135,7 +147,7 @@ class Session:
         branch.position = max(self._position, len(branch.tokens))
         branch.in_flight, self._position = True, branch.position + most
         self.generations += 1
-        branch.last = self.generations
+        branch.first, branch.last = branch.first or self.generations, self.generations
         return TurnRequest((*branch.prompt, *branch.tokens), branch.position, most)
 
     def sampled(self, branch: Branch, completion: "Completion") -> AssistantMessage:
@@ -187,7 +199,8 @@ class Session:
         If a branch's messages are the beginning of the history, it goes on there; else a new branch begins at the
         end of the last turn that the history shares with any; else with a prompt. Two messages are the same if they
         have the same role, content and tool calls (names and arguments; ids may change). White space around the
-        content of the assistant's messages is not compared, because agents strip it.
+        content of the assistant's messages is not compared, because agents strip it; nor is reasoning that they have
+        left out: as with templates that strip it, the tokens that were sampled stay.
         """
         chat = _chat(messages)
         _check_tools(tools or ())
@@ -204,6 +217,13 @@ class Session:
         branch = self._fork(origin, index)
         self.observe(branch, chat[count:])
         return branch
+
+    def count(self, messages: Sequence[Message], tools: Tools | None = None) -> int:
+        """Returns how many tokens would be before the model's turn if it continued this history; changes nothing."""
+        trial = Session(self.sample_id, self.renderer, replace(self.limits, max_tokens=sys.maxsize))
+        trial.branches = copy.deepcopy(self.branches)
+        branch = trial.match(messages, tools)
+        return len(branch.prompt) + len(branch.tokens)
 
     def match_tokens(self, token_ids: Sequence[int]) -> Branch:
         """Returns the branch to generate from for a history of tokens; what it adds to the branch is not trained on."""
@@ -238,24 +258,9 @@ class Session:
             raise DataError(f"sample {self.sample_id}: a reward came for a turn before the first one was generated")
         branch.turns[-1].reward = reward
 
-    def trained_branch(self) -> Branch:
-        """Returns the branch that is trained on: that with most sampled tokens; of equal ones, the latest."""
-        if not self.branches:
-            raise DataError(f"sample {self.sample_id}: its conversation never began, so there is nothing to train on")
-        return max(self.branches, key=lambda b: (b.sampled_tokens, b.last))
-
-    def untrained(self) -> tuple[int, int]:
-        """Returns how many other branches there are that were generated, and the tokens sampled in vain."""
-        branch = self.trained_branch()
-        shared = {(t.weight_version, *branch.tokens[: t.start + t.length]) for t in branch.turns}
-        wasted: dict[tuple[int, ...], int] = {}
-        others = [b for b in self.branches if b is not branch and b.turns]
-        for b in others:
-            for t in b.turns:
-                path = (t.weight_version, *b.tokens[: t.start + t.length])
-                if path not in shared or b.prompt != branch.prompt:
-                    wasted[(*b.prompt, -1, *path)] = t.length
-        return len(others), sum(wasted.values())
+    def sampled_branches(self) -> list[Branch]:
+        """Returns the branches in which the model was sampled, in the order of their first generations."""
+        return sorted((b for b in self.branches if b.own_turns), key=lambda b: b.first)
 
     def _fork(self, origin: Branch, index: int) -> Branch:
         turn = origin.turns[index]
@@ -264,6 +269,7 @@ class Session:
         branch.tokens, branch.mask = origin.tokens[:end], origin.mask[:end]
         branch.logprobs = origin.logprobs[:end]
         branch.turns = [replace(t) for t in origin.turns[: index + 1]]
+        branch.inherited = len(branch.turns)
         self.branches.append(branch)
         return branch
 
@@ -350,15 +356,28 @@ def _content(content: Any) -> str:
 def _common(known: Sequence[Message], other: Sequence[Message]) -> int:
     """Returns how many messages two histories share from the beginning."""
     n = 0
-    while n < min(len(known), len(other)) and _key(known[n]) == _key(other[n]):
+    while n < min(len(known), len(other)) and _is_same(known[n], other[n]):
         n += 1
     return n
 
 
-def _key(message: Message) -> Any:
-    content = message["content"].strip() if message["role"] == "assistant" else message["content"]
-    calls = [(c["function"]["name"], c["function"]["arguments"]) for c in message.get("tool_calls") or []]
-    return message["role"], content, calls
+def _is_same(known: Message, sent: Message) -> bool:
+    if known["role"] != sent["role"] or _calls(known) != _calls(sent):
+        return False
+    if known["role"] != "assistant":
+        return bool(known["content"] == sent["content"])
+    (thought, answer), (sent_thought, sent_answer) = _reasoning(known["content"]), _reasoning(sent["content"])
+    return answer == sent_answer and (not sent_thought or thought == sent_thought)
+
+
+def _calls(message: Message) -> list[Any]:
+    return [(c["function"]["name"], c["function"]["arguments"]) for c in message.get("tool_calls") or []]
+
+
+def _reasoning(content: str) -> tuple[str, str]:
+    """Returns the reasoning of a turn, without its marks, and the rest."""
+    thought, end, rest = content.partition("</think>")
+    return (thought.strip().removeprefix("<think>").strip(), rest.strip()) if end else ("", content.strip())
 
 
 def _same(one: Any, other: Any) -> bool:

@@ -1,4 +1,4 @@
-"""What can be known to be wrong with environments before anything is generated: columns, rows, the chat template."""
+"""Checks environments before anything is generated: their columns, rows and the chat template."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path

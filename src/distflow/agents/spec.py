@@ -1,4 +1,4 @@
-"""An environment as a config names it, and what its code turned out to be."""
+"""An environment as a config names it, and the description of its code."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

@@ -19,12 +19,15 @@ class Counts:
     """Counts over all workers and micro-batches of one update."""
 
     tokens: int
-    samples: int  # with at least one token
+    samples: int  # with at least one token; or branches of samples
     horizon: int  # the longest response allowed, in tokens
 
 
-def token_weights(mode: Aggregation, lengths: Tensor, counts: Counts) -> Tensor:
+def token_weights(mode: Aggregation, lengths: Tensor, counts: Counts, own_tokens: int | None = None) -> Tensor:
     """Returns weights such that the loss of the update is Σ weight · token loss: [samples] int64 -> [tokens] float32.
+
+    `own_tokens`: the sum of `lengths`; a device that has to find it by itself is waited for.
+    With `aggregate_by: branch` each branch of a sample is what is called a response here.
 
     - token-mean: every token weighs the same, so long responses weigh more
     - seq-mean-token-mean: every response weighs the same, so tokens of long responses weigh less (GRPO)
@@ -37,7 +40,7 @@ def token_weights(mode: Aggregation, lengths: Tensor, counts: Counts) -> Tensor:
         )
     # A count of 0 means that there are no tokens; 1 in its place keeps the division defined.
     tokens, samples, horizon = (max(n, 1) for n in (counts.tokens, counts.samples, counts.horizon))
-    own_length = lengths.repeat_interleave(lengths).double()  # [tokens], never 0
+    own_length = lengths.repeat_interleave(lengths, output_size=own_tokens).double()  # [tokens], never 0
     match mode:
         case "token-mean":
             weights = torch.full_like(own_length, 1 / tokens)

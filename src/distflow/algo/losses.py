@@ -6,11 +6,12 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from distflow.algo.distillation import divergence as divergence_from_teacher
 from distflow.algo.kl import k3, log_ratio
 from distflow.algo.kl import kl as kl_estimate
-from distflow.algo.options import Estimator, NonNegative
-from distflow.algo.preferences import dpo, preference
-from distflow.algo.tokens import Loss, Tokens
+from distflow.algo.options import Divergence, Estimator, Fraction, NonNegative, Positive
+from distflow.algo.preferences import dpo, kto, orpo, preference
+from distflow.algo.tokens import Loss, MissingFieldError, Tokens
 from distflow.errors import ConfigError
 
 __all__ = [
@@ -18,12 +19,19 @@ __all__ = [
     "cispo",
     "cpgd",
     "dpo",
+    "dppo",
+    "gkd",
+    "gmpo",
     "gspo",
+    "kto",
     "nll",
+    "orpo",
     "policy",
     "preference",
     "reinforce",
+    "sapo",
     "value",
+    "vespo",
     "with_kl_and_entropy",
 ]
 
@@ -45,6 +53,7 @@ def policy(
     kl: NonNegative = 0.0,
     kl_estimator: Estimator = "k3",
     entropy: float = 0.0,
+    kl_unbiased: bool = False,
 ) -> Loss:
     """PPO's clipped objective, with a ratio per token. Reads `advantage`, `old_logprobs`, and `ref_logprobs` if kl > 0.
 
@@ -54,7 +63,7 @@ def policy(
     ratio is 1.
     """
     clipped = _clipped(tokens, _ratio(_log_ratio(tokens)), clip, clip_high, dual_clip)
-    return with_kl_and_entropy(tokens, *clipped, kl, kl_estimator, entropy)
+    return with_kl_and_entropy(tokens, *clipped, kl, kl_estimator, entropy, kl_unbiased)
 
 
 def gspo(
@@ -65,6 +74,7 @@ def gspo(
     kl: NonNegative = 0.0,
     kl_estimator: Estimator = "k3",
     entropy: float = 0.0,
+    kl_unbiased: bool = False,
 ) -> Loss:
     """GSPO: `policy` with one ratio per response, the geometric mean of its tokens' (arXiv 2507.18071).
 
@@ -76,7 +86,7 @@ def gspo(
     mean = tokens.expand(total / tokens.lengths.clamp(min=1))
     own = torch.where(own.isfinite(), own, 0.0)  # infinite ones are in the mean, and have no gradient
     clipped = _clipped(tokens, _ratio(mean + (own - own.detach())), clip, clip_high, dual_clip)
-    return with_kl_and_entropy(tokens, *clipped, kl, kl_estimator, entropy)
+    return with_kl_and_entropy(tokens, *clipped, kl, kl_estimator, entropy, kl_unbiased)
 
 
 def cispo(
@@ -86,6 +96,7 @@ def cispo(
     kl: NonNegative = 0.0,
     kl_estimator: Estimator = "k3",
     entropy: float = 0.0,
+    kl_unbiased: bool = False,
 ) -> Loss:
     """CISPO: the clipped ratio is a weight without gradient, so that every token is trained (arXiv 2506.13585)."""
     low, high = _bounds(clip, clip_high)
@@ -93,7 +104,7 @@ def cispo(
     weight = ratio.clamp(low, high)
     per_token = -weight * tokens["advantage"] * tokens.logprobs
     metrics = {"actor/pg_loss": per_token, "actor/clip_frac": (weight != ratio).to(ratio.dtype), "actor/ratio": ratio}
-    return with_kl_and_entropy(tokens, per_token, metrics, kl, kl_estimator, entropy)
+    return with_kl_and_entropy(tokens, per_token, metrics, kl, kl_estimator, entropy, kl_unbiased)
 
 
 def cpgd(
@@ -104,6 +115,7 @@ def cpgd(
     kl: NonNegative = 0.0,
     kl_estimator: Estimator = "k3",
     entropy: float = 0.0,
+    kl_unbiased: bool = False,
 ) -> Loss:
     """CPGD: the log-ratio in place of the ratio, and a penalty of weight `drift` on policy drift (arXiv 2505.12504).
 
@@ -121,13 +133,176 @@ def cpgd(
         "actor/drift": divergence,
         "actor/ratio": _ratio(x),
     }
-    return with_kl_and_entropy(tokens, per_token + drift * divergence, metrics, kl, kl_estimator, entropy)
+    return with_kl_and_entropy(tokens, per_token + drift * divergence, metrics, kl, kl_estimator, entropy, kl_unbiased)
 
 
-def reinforce(tokens: Tokens, kl: NonNegative = 0.0, kl_estimator: Estimator = "k3", entropy: float = 0.0) -> Loss:
+def sapo(
+    tokens: Tokens,
+    tau: Positive = 1.0,
+    tau_negative: Positive = 1.05,
+    kl: NonNegative = 0.0,
+    kl_estimator: Estimator = "k3",
+    entropy: float = 0.0,
+    kl_unbiased: bool = False,
+) -> Loss:
+    """SAPO: a sigmoid of the ratio in place of a clip, so that the gradient fades out smoothly (arXiv 2511.20347).
+
+    −advantage · 4/τ · sigmoid(τ (ratio − 1)), with a τ of its own where the advantage is not above 0.
+    """
+    for name, value in (("tau", tau), ("tau_negative", tau_negative)):
+        if not value > 0:
+            raise ConfigError(f"the sapo loss has {name} = {value}; it must be above 0")
+    ratio, advantage = _ratio(_log_ratio(tokens)), tokens["advantage"]
+    steepness = torch.where(advantage > 0, tau, tau_negative)
+    per_token = -advantage * torch.sigmoid(steepness * (ratio - 1)) * 4 / steepness
+    metrics = {"actor/pg_loss": per_token, "actor/ppo_kl": -_log_ratio(tokens), "actor/ratio": ratio}
+    return with_kl_and_entropy(tokens, per_token, metrics, kl, kl_estimator, entropy, kl_unbiased)
+
+
+def gmpo(
+    tokens: Tokens,
+    clip: NonNegative = 0.4,
+    clip_high: NonNegative | None = None,
+    kl: NonNegative = 0.0,
+    kl_estimator: Estimator = "k3",
+    entropy: float = 0.0,
+    kl_unbiased: bool = False,
+) -> Loss:
+    """GMPO: the geometric mean of clipped ratios of a response's tokens (arXiv 2507.20673).
+
+    Log-ratios are clipped to −clip … clip_high (by default `clip`), on the side where the advantage would push them
+    further. All tokens of a response have its value; each carries 1/length of its gradient.
+    """
+    for name, value in (("clip", clip), ("clip_high", clip_high)):
+        if value is not None and not value >= 0:
+            raise ConfigError(f"the gmpo loss has {name} = {value}; it must be 0 or more")
+    advantage, own = tokens["advantage"], _log_ratio(tokens).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    sign, bounded = advantage.sign(), own.clamp(-clip, clip if clip_high is None else clip_high)
+    clipped = sign * torch.minimum(sign * own, sign * bounded)
+    total = tokens.sum_per_sample(clipped)
+    ratio = tokens.expand(total / tokens.lengths.clamp(min=1)).exp()
+    per_token = -ratio * advantage
+    metrics = {
+        "actor/pg_loss": per_token,
+        "actor/clip_frac": (clipped != own).to(own.dtype),
+        "actor/ppo_kl": -_log_ratio(tokens),
+        "actor/ratio": ratio,
+    }
+    return with_kl_and_entropy(tokens, per_token, metrics, kl, kl_estimator, entropy, kl_unbiased)
+
+
+def dppo(
+    tokens: Tokens,
+    clip: NonNegative = 0.2,
+    clip_high: NonNegative | None = None,
+    kl: NonNegative = 0.0,
+    kl_estimator: Estimator = "k3",
+    entropy: float = 0.0,
+    kl_unbiased: bool = False,
+) -> Loss:
+    """DPPO: bounds on the change of a token's probability instead of its ratio (arXiv 2602.04879).
+
+    A token has no gradient if its probability has already moved, where the advantage pushes it, up by more than
+    `clip_high` (by default `clip`) or down by more than `clip`. So rare tokens, whose ratios are noise,
+    are not clipped.
+    """
+    for name, value in (("clip", clip), ("clip_high", clip_high)):
+        if value is not None and not value >= 0:
+            raise ConfigError(f"the dppo loss has {name} = {value}; it must be 0 or more")
+    advantage, logarithm = tokens["advantage"], _log_ratio(tokens)
+    ratio = _ratio(logarithm)
+    old = tokens["old_logprobs"] if "old_logprobs" in tokens else tokens.logprobs.detach()
+    moved = tokens.logprobs.detach().exp() - old.exp()
+    outside = ((advantage > 0) & (moved > (clip if clip_high is None else clip_high))) | (
+        (advantage < 0) & (moved < -clip)
+    )
+    per_token = torch.where(outside, 0.0, -ratio * advantage)
+    metrics = {
+        "actor/pg_loss": per_token,
+        "actor/clip_frac": outside.to(ratio.dtype),
+        "actor/ppo_kl": -logarithm,
+        "actor/ratio": ratio,
+    }
+    return with_kl_and_entropy(tokens, per_token, metrics, kl, kl_estimator, entropy, kl_unbiased)
+
+
+def vespo(
+    tokens: Tokens,
+    power: NonNegative = 2.0,
+    decay: NonNegative = 3.0,
+    power_negative: NonNegative = 3.0,
+    decay_negative: NonNegative = 2.0,
+    kl: NonNegative = 0.0,
+    kl_estimator: Estimator = "k3",
+    entropy: float = 0.0,
+    kl_unbiased: bool = False,
+) -> Loss:
+    """VESPO: the policy gradient weighed by a smooth function of the ratio w of a response (arXiv 2602.10693).
+
+    w^power · exp(decay (1 − w)), without gradient, with parameters of their own where the advantage is negative: 1 if
+    w is 1, and 0 far from it on both sides, so that nothing is clipped.
+    """
+    for name, value in (
+        ("power", power),
+        ("decay", decay),
+        ("power_negative", power_negative),
+        ("decay_negative", decay_negative),
+    ):
+        if not value >= 0:
+            raise ConfigError(f"the vespo loss has {name} = {value}; it must be 0 or more")
+    advantage = tokens["advantage"]
+    total = tokens.sum_per_sample(_log_ratio(tokens).detach().clamp(-MAX_SUMMAND, MAX_SUMMAND))
+    logarithm = tokens.expand(total.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO))
+    positive = advantage >= 0
+    powers, decays = torch.where(positive, power, power_negative), torch.where(positive, decay, decay_negative)
+    weight = (powers * logarithm + decays * (1 - logarithm.exp())).exp()
+    per_token = -weight * advantage * tokens.logprobs
+    metrics = {
+        "actor/pg_loss": per_token,
+        "actor/ppo_kl": -_log_ratio(tokens),
+        "actor/ratio": logarithm.exp(),
+        "actor/ratio_weight": weight,
+    }
+    return with_kl_and_entropy(tokens, per_token, metrics, kl, kl_estimator, entropy, kl_unbiased)
+
+
+def reinforce(
+    tokens: Tokens,
+    kl: NonNegative = 0.0,
+    kl_estimator: Estimator = "k3",
+    entropy: float = 0.0,
+    kl_unbiased: bool = False,
+) -> Loss:
     """The plain policy gradient, without ratio and clip, for tokens that the current weights generated."""
     per_token = -tokens["advantage"] * tokens.logprobs
-    return with_kl_and_entropy(tokens, per_token, {"actor/pg_loss": per_token}, kl, kl_estimator, entropy)
+    return with_kl_and_entropy(tokens, per_token, {"actor/pg_loss": per_token}, kl, kl_estimator, entropy, kl_unbiased)
+
+
+def gkd(
+    tokens: Tokens,
+    divergence: Divergence = "reverse",
+    beta: Fraction = 0.5,
+    task: NonNegative = 0.0,
+    kl: NonNegative = 0.0,
+    kl_estimator: Estimator = "k3",
+    entropy: float = 0.0,
+    kl_unbiased: bool = False,
+) -> Loss:
+    """The divergence from a teacher at each token, over the teacher's likeliest ones (arXiv 2306.13649).
+
+    Reads `teacher_top_ids` and `teacher_top_logprobs`; see distflow.algo.distillation. `task` weighs the loss `policy`,
+    which is added, for the field `advantage`.
+    """
+    if tokens.top is None:
+        raise MissingFieldError("teacher_top_logprobs", [*tokens.per_token, *tokens.per_sample])
+    if not task >= 0:
+        raise ConfigError(f"the gkd loss has task = {task}; it must be 0 or more")
+    per_token = divergence_from_teacher(divergence, tokens.top.student, tokens.top.teacher, beta)
+    metrics = {"distill/divergence": per_token}
+    if task:
+        reward = policy(tokens)
+        per_token, metrics = per_token + task * reward.per_token, {**reward.metrics, **metrics}
+    return with_kl_and_entropy(tokens, per_token, metrics, kl, kl_estimator, entropy, kl_unbiased)
 
 
 def value(tokens: Tokens, clip: NonNegative | None = None) -> Loss:
@@ -197,11 +372,13 @@ def with_kl_and_entropy(
     kl: NonNegative = 0.0,
     kl_estimator: Estimator = "k3",
     entropy: float = 0.0,
+    kl_unbiased: bool = False,
 ) -> Loss:
     """Adds the KL divergence from the reference model and the entropy bonus to the loss of a policy.
 
     A custom loss ends with it: `def my_loss(tokens, **rest): …; return with_kl_and_entropy(tokens, per_token, metrics,
-    **rest)`. A field `kl_weight`, which a controller writes, multiplies `kl`.
+    **rest)`. A field `kl_weight`, which a controller writes, multiplies `kl`. `kl_unbiased` multiplies the divergence
+    by the importance ratio, as the tokens are from the old policy.
     """
     logged = dict(metrics)
     regularizer: Tensor | None = None
@@ -209,6 +386,8 @@ def with_kl_and_entropy(
         raise ConfigError(f"the policy loss has kl = {kl}; it must be 0 or more")
     if kl > 0:
         divergence = kl_estimate(kl_estimator, tokens.logprobs, tokens["ref_logprobs"])
+        if kl_unbiased:
+            divergence = _ratio(_log_ratio(tokens)) * divergence
         regularizer = (kl * tokens["kl_weight"] if "kl_weight" in tokens else kl) * divergence
         logged["actor/kl"] = divergence
     if tokens.entropy is not None:

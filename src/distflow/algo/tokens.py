@@ -1,6 +1,6 @@
 """The interface of losses: they read response tokens with fields and return a value for each token."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -8,6 +8,22 @@ import torch
 from torch import Tensor
 
 from distflow.errors import ConfigError, DataError, suggest
+
+
+class MissingFieldError(ConfigError):
+    """A loss asks for a field that its node does not read."""
+
+    def __init__(self, name: str, known: Iterable[str]) -> None:
+        super().__init__(f"the loss needs field '{name}', which its node does not read{suggest(name, known)}")
+        self.name = name
+
+
+@dataclass(frozen=True)
+class TopLogprobs:
+    """Log-probs of a teacher's likeliest tokens at the place of each response token, of student and teacher."""
+
+    student: Tensor  # [tokens, k], carries the gradient
+    teacher: Tensor  # [tokens, k]
 
 
 @dataclass(frozen=True)
@@ -23,6 +39,7 @@ class Tokens:
     per_token: Mapping[str, Tensor] = field(default_factory=dict)  # [tokens] each
     per_sample: Mapping[str, Tensor] = field(default_factory=dict)  # [samples] each
     entropy: Tensor | None = None  # [tokens], if the loss asked for it; carries the gradient
+    top: TopLogprobs | None = None  # if the node reads those of a teacher
 
     def __post_init__(self) -> None:
         tokens, samples = self.logprobs.shape, self.lengths.shape
@@ -57,7 +74,7 @@ class Tokens:
         if name in self.per_sample:
             return self.expand(self.per_sample[name])
         known = [*self.per_token, *self.per_sample]
-        raise ConfigError(f"the loss needs field '{name}', which its node does not read{suggest(name, known)}")
+        raise MissingFieldError(name, known)
 
     def expand(self, per_sample: Tensor) -> Tensor:
         """Repeats the value of each sample for its tokens: [samples] -> [tokens]."""
@@ -66,6 +83,11 @@ class Tokens:
     def sum_per_sample(self, per_token: Tensor) -> Tensor:
         """Sums over the tokens of each sample, differentiably: [tokens] -> [samples], 0 for a sample without tokens."""
         return per_token.new_zeros(len(self.lengths)).index_add(0, self.sample_index, per_token)
+
+    def max_per_sample(self, per_token: Tensor) -> Tensor:
+        """Returns the largest value of each sample: [tokens] -> [samples], 0 for a sample without tokens."""
+        largest = per_token.new_zeros(len(self.lengths))
+        return largest.scatter_reduce(0, self.sample_index, per_token, "amax", include_self=False)
 
     @cached_property
     def sample_index(self) -> Tensor:

@@ -60,8 +60,10 @@ class ModelTokens:
     def spread(self, values: Tensor) -> Ragged:
         """Returns a column for whole responses from the values of the model's tokens; it has 0 for the others."""
         if self.mask is not None:
-            values = values.new_zeros(len(self.mask)).masked_scatter(self.mask.to(values.device), values)
-        return Ragged.packed(values, self.response_lengths)
+            whole = values.new_zeros(len(self.mask), *values.shape[1:])
+            whole[self.mask.to(values.device)] = values
+            values = whole
+        return Ragged.packed(values, self.response_lengths, tuple(values.shape[1:]))
 
 
 def model_token_counts(batch: Batch) -> Tensor:

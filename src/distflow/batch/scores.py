@@ -1,10 +1,21 @@
-"""Logs the metrics of scores, of rewards and of judges alike."""
+"""What rewards and judges have in common: the fields that they do not read, and the metrics of scores."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # flows are planned without torch
     from distflow.batch.context import MetricLog
+
+# Fields of a rollout that say how its tokens came about; `response`, `conversation` and others say what was written.
+NOT_SCORED = (
+    "prompt_tokens",
+    "rollout_logprobs",
+    "response_mask",
+    "response_branches",
+    "turn_rewards",
+    "finished",
+    "weight_version",
+)
 
 
 def log_scores(metrics: "MetricLog", scores: Sequence[float]) -> None:

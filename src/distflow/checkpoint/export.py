@@ -10,6 +10,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from distflow.checkpoint.model import find_role, open_checkpoint
+from distflow.checkpoint.model_card import write_card
 from distflow.checkpoint.store import (
     foreign_file,
     format_problem,
@@ -20,6 +21,8 @@ from distflow.checkpoint.store import (
 from distflow.errors import ConfigError, cut, short_reason
 from distflow.model.description import ADAPTER, MODEL
 from distflow.model.lora import peft_name
+from distflow.model.processor import save_processor
+from distflow.model.stored_names import read_stacked
 from distflow.run_folder import CHECKPOINTS, checkpoint_dir
 from distflow.util.files import PARTIAL, way_out
 from distflow.weights.state import EMA, WEIGHTS
@@ -41,29 +44,33 @@ def export(
     which is read from where it was then, or from `base`.
     """
     folder = _role_dir(run, out, step, role)
-    return export_role(folder, out, base, dtype, EMA if ema else WEIGHTS)
+    export_role(folder, out, base, dtype, EMA if ema else WEIGHTS)
+    write_card(out, run, folder.parent, "transformers")
+    return out
 
 
 def export_role(
     folder: Path, out: Path, base: str | None = None, dtype: torch.dtype | None = None, prefix: str = WEIGHTS
 ) -> Path:
     """Exports one role from its folder in a checkpoint. Runs no code that comes with it."""
-    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
     from transformers.utils import logging
 
     with _reading(folder):
         source = open_checkpoint(folder, base, prefix)
-        auto_class = AutoModelForCausalLM if source.head == "lm" else AutoModelForSequenceClassification
+        if source.head == "value" and source.processor:
+            raise ValueError("no class of transformers loads a vision-language model with a value head")
         dtype = dtype or getattr(source.config, "dtype", None) or torch.float32
         with torch.device("meta"):
-            model = auto_class.from_config(source.config, dtype=dtype, trust_remote_code=False)  # type: ignore[no-untyped-call]
+            model = source.model_class.from_config(source.config, dtype=dtype, trust_remote_code=False)
         shapes = {name: p.shape for name, p in model.named_parameters()}
         read = source.reader(shapes)
-        weights = {name: read(name, tuple(map(slice, shape))).to(dtype) for name, shape in shapes.items()}
+        weights = {name: read_stacked(read, name, shape).to(dtype) for name, shape in shapes.items()}
     logging.disable_progress_bar()
     with _complete_or_absent(out) as part:
         model.save_pretrained(part, state_dict=weights)
         source.tokenizer.save_pretrained(part)
+        if source.processor:
+            save_processor(source.processor, folder / MODEL, part)
         if (folder / MODEL / "generation_config.json").exists():
             shutil.copy(folder / MODEL / "generation_config.json", part)
     return out
@@ -87,6 +94,7 @@ def export_adapter(run: Path, out: Path, step: int | None = None, role: str | No
     with _complete_or_absent(out) as part:
         save_file(weights, part / "adapter_model.safetensors", {"format": "pt"})
         shutil.copy(folder / ADAPTER / "adapter_config.json", part)
+    write_card(out, run, folder.parent, "peft")
     return out
 
 

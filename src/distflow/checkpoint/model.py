@@ -1,6 +1,7 @@
 """The model of a role in a checkpoint: found, verified, and read in parts, with an adapter merged."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,8 @@ from distflow.checkpoint.store import (
 )
 from distflow.errors import ConfigError, suggest
 from distflow.model.description import ADAPTER, BASE, HEAD, MODEL
-from distflow.model.lora import adapter_pairs, merge
+from distflow.model.lora import adapter_pairs, merge, scale_of
+from distflow.model.processor import open_processor, reads_images
 from distflow.model.source import Head, Read, Source, find_folder
 from distflow.run_folder import AUTO, NEWEST
 from distflow.weights.state import WEIGHTS
@@ -52,10 +54,12 @@ def open_checkpoint(folder: Path, base: str | None = None, prefix: str = WEIGHTS
     read from where it was then, or from `base`. `prefix`: of the tensors to read."""
     config, tokenizer = _description(folder / MODEL)
     head: Head = "lm" if (folder / HEAD).read_text() == "lm" else "value"
-    source = Source(str(folder), config, tokenizer, head=head, weights=part_reader(folder, prefix))
+    processor = open_processor(folder / MODEL, config, tokenizer) if reads_images(config) else None
+    weights = part_reader(folder, prefix)
+    source = Source(str(folder), config, tokenizer, head=head, weights=weights, processor=processor)
     if not (folder / ADAPTER).is_dir():
         return source
-    return Source(str(folder), config, tokenizer, head=head, weights=_merged(folder, source, base, prefix))
+    return replace(source, weights=_merged(folder, source, base, prefix))
 
 
 def _description(folder: Path) -> tuple[PreTrainedConfig, Tokenizer]:
@@ -74,7 +78,8 @@ def _description(folder: Path) -> tuple[PreTrainedConfig, Tokenizer]:
 
 def _merged(folder: Path, source: Source, base: str | None, prefix: str) -> Read:
     config = json.loads((folder / ADAPTER / "adapter_config.json").read_text())
-    pairs, scale = adapter_pairs(load_full_tensors(folder, prefix)), config["lora_alpha"] / config["r"]
+    pairs = adapter_pairs(load_full_tensors(folder, prefix))
+    scale = scale_of(config["r"], config["lora_alpha"], config.get("use_rslora", False))
     shapes = {name: p.shape for name, p in source.skeleton().named_parameters()}
     read = _base_model(folder, source, base).reader(shapes)
 

@@ -22,13 +22,13 @@ from torch import Tensor
 
 from distflow.checkpoint.tensor_index import Piece, TensorIndex, file_name
 from distflow.errors import CheckpointError, cut, short_reason
-from distflow.run_folder import CHECKPOINTS, HUGGINGFACE, checkpoint_dir
+from distflow.run_folder import CHECKPOINTS, COMPLETE, HUGGINGFACE, checkpoint_dir
 from distflow.util.files import PARTIAL
 from distflow.weights.shards import Box, within
 from distflow.weights.state import RoleState
 
 FORMAT = 3  # raised when a checkpoint of before can no longer be read; the first one had no number
-COMPLETE, RUN_STATE, VALUES, TENSORS, INDEX = "complete.json", "state.json", "values.json", "tensors", "index.json"
+RUN_STATE, VALUES, TENSORS, INDEX = "state.json", "values.json", "tensors", "index.json"
 _Files = Mapping[int, Sequence[tuple[str, Piece]]]  # by place in the layout: what the file has of which tensor
 _NAME = re.compile(r"step_([0-9]{1,18})\Z")
 
@@ -280,13 +280,6 @@ def prune(folder: Path, keep: int, best: Sequence[int] = ()) -> None:
         partial_step = _step_of(partial.name.removesuffix(PARTIAL))
         if partial_step is not None and (not steps or partial_step <= steps[0]):
             shutil.rmtree(partial, ignore_errors=True)
-
-
-def archive_checkpoints(folder: Path) -> None:
-    """Renames the folder with the checkpoints of an earlier run, so that a new one can be written."""
-    if list_checkpoints(folder):
-        n = next(n for n in range(1, 1 << 30) if not folder.with_name(f"{folder.name}.{n}").exists())
-        folder.rename(folder.with_name(f"{folder.name}.{n}"))
 
 
 def sha256(path: Path) -> str:

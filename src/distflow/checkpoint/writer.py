@@ -20,7 +20,6 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from distflow.checkpoint.store import (
-    COMPLETE,
     INDEX,
     RUN_STATE,
     TENSORS,
@@ -31,7 +30,7 @@ from distflow.checkpoint.store import (
 from distflow.checkpoint.tensor_index import TensorIndex, file_name
 from distflow.comm.collectives import Communication, all_gather, all_gather_bytes, all_reduce
 from distflow.errors import CheckpointError, DistflowError, cut, short_reason
-from distflow.run_folder import HUGGINGFACE, LATEST, checkpoint_dir
+from distflow.run_folder import COMPLETE, HUGGINGFACE, LATEST, checkpoint_dir
 from distflow.util.files import PARTIAL, fsync, way_out, write_atomically
 from distflow.util.patient_files import WholeFiles
 from distflow.weights.state import RoleState
@@ -66,6 +65,12 @@ def _copy(role: str, state: RoleState, place: int) -> _Part:
 
 
 Parts = Mapping[str, _Part]  # by role
+_RATE = 50 << 20  # bytes a second with which a worker can write, at least: all workers may share one disk
+
+
+def write_s(parts: Parts) -> float:
+    """Returns how long it may take to write these parts."""
+    return sum(t.nbytes for part in parts.values() for t in part.tensors.values()) / _RATE
 
 
 class _ExportError(CheckpointError):

@@ -14,7 +14,7 @@ from distflow.errors import ConfigError, cut, suggest
 from distflow.util.addresses import address_towards
 
 INTERFACE = "DISTFLOW_INTERFACE"  # environment variable: name of an interface, or an address of this host
-BACKENDS = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")  # where gloo and NCCL look for the same
+_GLOO, _NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"  # where gloo and NCCL look for the same
 
 
 def own_address(master: str, several_hosts: bool) -> str:
@@ -36,9 +36,12 @@ def own_address(master: str, several_hosts: bool) -> str:
 
 
 def export_interface(address: str) -> None:
-    """Tells gloo and NCCL to use the interface of `address`, unless the environment already does."""
+    """Tells gloo to use the interface of `address`, unless the environment already does, and NCCL if it was chosen.
+
+    Else NCCL chooses: the way to the master may be a slow one, beside networks that are for GPUs.
+    """
     name = next((n for n, a in addresses().items() if a == address), None)
-    for variable in BACKENDS if name else ():
+    for variable in (_GLOO, *([_NCCL] if os.environ.get(INTERFACE) else ())) if name else ():
         os.environ.setdefault(variable, str(name))
 
 

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -18,7 +18,7 @@ from distflow.cluster.stop_request import StopRequest
 from distflow.config import Config
 from distflow.errors import ConfigError
 from distflow.liveness.failures import Exit, Failure, find_cause
-from distflow.liveness.heartbeat import LAUNCHER_FOLDER
+from distflow.liveness.heartbeat import LAUNCHER_FOLDER, read_record
 from distflow.run_folder import WORKERS
 from distflow.util.owner import OWNER
 from distflow.util.parent import PARENT
@@ -69,7 +69,7 @@ def _run_workers(
             for rank in range(workers):
                 ranks = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
                 processes.append(_start(command, defaults | os.environ | own | ranks))
-            exits = _wait(processes, stop, math.ceil(config.stop_limit_s) + 2)
+            exits = _wait(processes, stop, lambda: math.ceil(config.stop_limit_s + _write_s(folder, workers)) + 2)
         except OSError as e:
             raise ConfigError(
                 f"worker {len(processes)} cannot be started: {e.strerror}; free memory or processes"
@@ -84,22 +84,31 @@ def _start(command: Sequence[str], environment: Mapping[str, str]) -> subprocess
     return subprocess.Popen(command, env=environment, start_new_session=True)
 
 
-def _wait(processes: Sequence[subprocess.Popen[bytes]], stop: StopRequest, stop_limit_s: float) -> Mapping[int, Exit]:
+def _write_s(folder: Path, workers: int) -> float:
+    """Returns how long the workers' parts of a checkpoint may take to be written."""
+    records = (read_record(folder, rank) for rank in range(workers))
+    return max((record.write_s for record in records if record), default=0.0)
+
+
+def _wait(
+    processes: Sequence[subprocess.Popen[bytes]], stop: StopRequest, stop_limit_s: Callable[[], float]
+) -> Mapping[int, Exit]:
     """Returns once all have ended: how the first of those that failed did, or all of them if the run was to stop."""
     exits: Mapping[int, Exit] = {}
     deadline = math.inf
-    asked = False
+    asked_at = math.inf
     while any(p.poll() is None for p in processes):
         failed = _failed(processes)
-        if stop.is_requested() and not asked:
-            asked, deadline = True, time.monotonic() + stop_limit_s
+        if stop.is_requested() and asked_at == math.inf:
+            asked_at = time.monotonic()
             if stop.signal == signal.SIGINT:
                 logger.warning(PRESS_AGAIN)
             _send(processes, signal.SIGTERM)
         elif failed and not exits:
             exits, deadline = failed, min(deadline, time.monotonic() + GRACE_S)
             _send(processes, signal.SIGTERM)
-        if stop.at_once or time.monotonic() > deadline:
+        now = time.monotonic()
+        if stop.at_once or now > deadline or (now > asked_at and now > asked_at + stop_limit_s()):
             _kill(processes)
             continue
         time.sleep(POLL_S)

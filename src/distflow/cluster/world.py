@@ -2,7 +2,7 @@
 
 import logging
 import os
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
 from datetime import timedelta
 
@@ -17,9 +17,19 @@ from distflow.comm.collectives import all_gather, all_reduce, barrier
 from distflow.comm.shared_memory import host_id
 from distflow.comm.transport import Transport
 from distflow.config import Config
+from distflow.device.process import start_limit_s
 from distflow.errors import DistflowError
+from distflow.liveness.collectives import record_collectives
 from distflow.liveness.heartbeat import Heartbeat
 from distflow.plan import Layout, Plan
+from distflow.plan.communicators import (
+    WEIGHT_SYNC,
+    Communicator,
+    MeshShape,
+    communicators,
+    sequence_groups,
+    sequence_layouts,
+)
 from distflow.plan.topology import Topology
 
 logger = logging.getLogger(__name__)
@@ -32,7 +42,7 @@ class World:
         self,
         config: Config,
         plans: list[Plan],
-        layouts: Collection[Layout],
+        shapes: Sequence[MeshShape],
         heartbeat: Heartbeat,
         rendezvous: Rendezvous,
     ) -> None:
@@ -40,21 +50,24 @@ class World:
         self.device = own_device()
         # The watchdog has to report a stuck run first: a collective gives up by itself only much later.
         self.timeout = timedelta(seconds=2 * config.wait_limit_s + 60)
+        self._groups: list[dist.ProcessGroup] = []
+        self._start_timeout = max(self.timeout, timedelta(seconds=2 * start_limit_s(self.device.type) + 60))
         heartbeat.start_task(-1, "connect")
         self.transport = self._transport("main")
         self.background = self._transport("background")  # for one thread besides the worker's own
         # For the communication of steps, if that has a thread of its own.
         self.overlap = self._transport("overlap") if any(p.overlaps for p in plans) else None
         heartbeat.data_age_s = self._data_age_s
-        self.identities = self._exchange_identities(config, plans[0], layouts)
+        self.identities = self._exchange_identities(config, plans[0], {shape.layout for shape in shapes})
         self.topology = Topology.of([i.host_id for i in self.identities])
         for transport in self._transports():
             transport.use(self.topology, [i.host for i in self.identities])
-        self.meshes: dict[Layout, DeviceMesh] = {}
-        if layouts:  # models talk by torch.distributed
+        self.meshes: dict[MeshShape, DeviceMesh] = {}
+        self.sequence_groups: dict[Layout, dist.ProcessGroup] = {}  # of the layouts that divide sequences
+        if shapes:  # models talk by torch.distributed
             with heartbeat.waiting(self.all_ranks):
                 self._init_process_group()
-                self.meshes = {layout: self.mesh(layout) for layout in layouts if self._within(layout)}
+                self._join(shapes, plans)
 
     def _transport(self, name: str) -> Transport:
         at = self.rendezvous
@@ -74,35 +87,42 @@ class World:
         backend = "gloo"
         if self.device.type != "cpu":
             # Without `device_id`: with it, all ranks would have to take part in the creation of every process group.
+            # Nothing uses the device's backend of this group, which not all ranks would join.
             backend = f"cpu:gloo,{self.device.type}:{dist.get_default_backend_for_device(self.device)}"
         store, rank, workers = self.rendezvous.store, self.rendezvous.rank, self.rendezvous.workers
-        dist.init_process_group(backend, store=store, rank=rank, world_size=workers, timeout=self.timeout)
+        record_collectives()
+        dist.init_process_group(backend, store=store, rank=rank, world_size=workers, timeout=self._start_timeout)
 
-    def _within(self, layout: Layout) -> bool:
-        return layout.replica_of(self.rendezvous.rank) is not None
-
-    def mesh(self, layout: Layout, shard: int | None = None) -> DeviceMesh:
-        """Returns the mesh `dp` × `tp` of a layout that this rank is in; with `shard`, `replicate` × `shard` × `tp`.
-
-        Only the ranks of the layout call it, all of them at the same point; each creates its own process groups.
-        """
-        if shard is None:
-            return self._mesh(torch.tensor(layout.ranks).view(layout.dp, layout.tp), ("dp", "tp"))
-        ranks = torch.tensor(layout.ranks).view(layout.dp // shard, shard, layout.tp)
-        return self._mesh(ranks, ("replicate", "shard", "tp"))
-
-    def _mesh(self, ranks: Tensor, names: tuple[str, ...]) -> DeviceMesh:
-        place = (ranks == self.rendezvous.rank).nonzero()[0].tolist()
-        device = self.device if self.device.type != "cpu" else None
-        groups = []
-        for dim in range(ranks.ndim):
-            index = tuple(slice(None) if d == dim else at for d, at in enumerate(place))
-            groups.append(
-                dist.new_group(
-                    ranks[tuple(index)].tolist(), timeout=self.timeout, use_local_synchronization=True, device_id=device
+    def _join(self, shapes: Sequence[MeshShape], plans: Sequence[Plan]) -> None:
+        """Joins all communicators of this rank, in the order of all ranks; makes meshes of them."""
+        rank, on_device = self.rendezvous.rank, self.device.type != "cpu"
+        groups: dict[Communicator, dist.ProcessGroup] = {}
+        for communicator in communicators(shapes, plans):
+            if rank in communicator.ranks:
+                groups[communicator] = group = dist.new_group(
+                    list(communicator.ranks),
+                    timeout=self._start_timeout,
+                    group_desc=communicator.name,
+                    use_local_synchronization=True,
+                    device_id=self.device if on_device else None,
                 )
-            )
-        return DeviceMesh.from_group(groups, self.device.type, ranks, mesh_dim_names=names)
+                self._groups.append(group)
+                if on_device:  # the first thing that a backend does has to be something that all members do
+                    dist.all_reduce(torch.zeros(1, device=self.device), group=group)
+                if communicator.name == WEIGHT_SYNC:
+                    for transport in self._transports():
+                        transport.device_group = group
+        for shape in (s for s in shapes if s.layout.replica_of(rank) is not None):
+            own = [groups[c] for c in shape.communicators() if rank in c.ranks]
+            ranks = torch.tensor(shape.layout.ranks).view(*shape.dims.values())
+            self.meshes[shape] = DeviceMesh.from_group(own, self.device.type, ranks, mesh_dim_names=tuple(shape.dims))
+        for layout in sequence_layouts(plans):
+            self.sequence_groups.update((layout, groups[c]) for c in sequence_groups(layout) if rank in c.ranks)
+
+    def end_start(self) -> None:
+        """Shortens the time-outs of collectives: from now on nobody loads or compiles while others wait."""
+        for group in self._groups:
+            dist.distributed_c10d._set_pg_timeout(self.timeout, group)
 
     def _exchange_identities(self, config: Config, plan: Plan, layouts: Collection[Layout]) -> list[Identity]:
         """Exchanges identities. Raises on all workers unless all run the same thing."""

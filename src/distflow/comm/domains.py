@@ -123,6 +123,6 @@ def _within(move: Move, index: int, count: int) -> Move:
 
     def block(p: Partition) -> Partition:
         ranks = p.layout.ranks[index * len(p.layout.ranks) // count : (index + 1) * len(p.layout.ranks) // count]
-        return replace(p, layout=Layout(ranks, p.layout.dp // count, p.layout.tp))
+        return replace(p, layout=replace(p.layout, ranks=ranks, dp=p.layout.dp // count))
 
     return replace(move, src=block(move.src), dst=block(move.dst))

@@ -156,7 +156,7 @@ def _agree(
     if move.src.uneven:  # the largest replica decides how long a header is
         count = torch.tensor([0 if held is None else len(held[0])])
         counts = yield from all_gather_by_host(rank, move.ranks, count, topology)
-        share = math.ceil(int(counts.max()) / move.src.layout.tp)
+        share = math.ceil(int(counts.max()) / move.src.layout.replica_size)
     targets = _share(samples, move.dst, group_size)
     header = _header(rank, move, share, targets, held, weights, sizes, wanted)
     headers = yield from all_gather_by_host(rank, move.ranks, header, topology)
@@ -227,7 +227,7 @@ def _scatter(n: int, index: Ints, values: Ints) -> Ints:
 
 def _share(samples: int, partition: Partition, group_size: int) -> int:
     """Returns the number of samples that each rank of a replica describes."""
-    return math.ceil(partition.largest_share(samples, group_size) / partition.layout.tp)
+    return math.ceil(partition.largest_share(samples, group_size) / partition.layout.replica_size)
 
 
 def _replica(rank: int, layout: Layout) -> int:

@@ -6,7 +6,7 @@ import secrets
 import select
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import TypeVar
 
@@ -21,20 +21,20 @@ from distflow.comm.connections import (
     MAX_UNREAD,
     Expected,
     Incoming,
-    Listener,
     MovedError,
     Outgoing,
     connect,
-    raise_open_files_limit,
 )
+from distflow.comm.listener import Listener
+from distflow.comm.open_files import raise_open_files_limit
 from distflow.comm.shared_memory import Block, SendMemory
+from distflow.comm.streams import CPU, current_stream
 from distflow.errors import PeerLostError
 from distflow.plan.layout import format_ranks
 from distflow.plan.topology import Topology
 
 T = TypeVar("T")
 
-CPU = torch.device("cpu")
 SHARED_MEMORY = "DISTFLOW_SHARED_MEMORY"  # environment variable; 0: send to workers of the same host by TCP, too
 PROBE_S = 2.0  # after which a peer that has not yet connected is asked whether it is there
 
@@ -61,6 +61,8 @@ class Transport:
         self.rank, self.workers, self.device, self.waiting = rank, workers, device, waiting
         self.messages = self.bytes = 0  # sent
         self.sent: Counter[int] = Counter()  # bytes to each peer, until a reader clears it
+        # All ranks that send bytes on devices; each has joined it before: a send joins only the two that take part.
+        self.device_group: dist.ProcessGroup | None = None
         self._store = dist.PrefixStore(f"transport/{name}", store)
         # The first worker decides on the token.
         token = self._store.compare_set("token", "", secrets.token_hex(16))
@@ -71,7 +73,7 @@ class Transport:
         self._topology = Topology(tuple(range(workers)))  # until it is known: every worker on its own host
         self._host_names: Sequence[str] = ()
         self._memory: SendMemory | None = None  # to send from to workers of this host
-        self._buffers: dict[torch.device, Tensor] = {}  # to send from otherwise
+        self._buffers: dict[Hashable, Tensor] = {}  # to send from otherwise: one on the CPU, one for each stream
         self._outgoing: dict[int, Outgoing] = {}
         self._moved: Counter[int] = Counter()  # peer → connections to it that were replaced
         self._incoming = _IncomingConnections()
@@ -177,11 +179,12 @@ class Transport:
             by_fd[fd].read_acknowledgements()
 
     def _send_buffer(self, size: int, device: torch.device) -> Tensor:
-        buffer = self._buffers.get(device)
+        key = current_stream(device)
+        buffer = self._buffers.get(key)
         if buffer is None or len(buffer) < size:
-            self._buffers.pop(device, None)  # frees it before there is a larger one
+            self._buffers.pop(key, None)  # frees it before there is a larger one
             room = with_headroom(size) if device == CPU else size
-            buffer = self._buffers[device] = torch.empty(room, dtype=torch.uint8, device=device)
+            buffer = self._buffers[key] = torch.empty(room, dtype=torch.uint8, device=device)
         return buffer[:size]
 
     def _complete(self, sends: Mapping[int, Outgoing], receives: dict[int, Expected]) -> None:
@@ -239,8 +242,9 @@ class Transport:
         data = self._send_buffer(request.size, request.out.device)
         if request.size:
             request.pack(data)
-        operations = [dist.P2POp(dist.isend, data[a:b], peer) for peer, (a, b) in request.send.items()]
-        operations += [dist.P2POp(dist.irecv, request.out[a:b], peer) for peer, (a, b) in request.receive.items()]
+        group, out = self.device_group, request.out
+        operations = [dist.P2POp(dist.isend, data[a:b], peer, group) for peer, (a, b) in request.send.items()]
+        operations += [dist.P2POp(dist.irecv, out[a:b], peer, group) for peer, (a, b) in request.receive.items()]
         with self.waiting(peers), report_lost_peers(peers):
             for work in dist.batch_isend_irecv(operations):
                 work.wait()

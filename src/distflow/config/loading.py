@@ -102,7 +102,24 @@ def _explain(error: ValidationError) -> str:
 
 def _suggest_key(key: str, known: list[str]) -> str:
     name = SYNONYMS.get(key)
-    return f"; '{key}' is called '{name}'" if name in known else suggest(key, known)
+    if name in known:
+        return f"; '{key}' is called '{name}'"
+    elsewhere = [f"'{section}.{key.lower()}'" for section in _sections_with(key.lower())]
+    if elsewhere and key.lower() not in known:
+        return f"; did you mean {' or '.join(elsewhere)}?"
+    return suggest(key, known)
+
+
+def _sections_with(key: str) -> list[str]:
+    """Returns the sections of a config that have this key."""
+    fields = Config.model_fields.items()
+    sections = {name: s for name, field in fields for s in [_section(field.annotation)] if s is not None}
+    return [name for name, section in sections.items() if key in section.model_fields]
+
+
+def _section(annotation: Any) -> type[BaseModel] | None:
+    kinds = annotation.__args__ if isinstance(annotation, UnionType) else (annotation,)
+    return next((t for t in kinds if isinstance(t, type) and issubclass(t, BaseModel)), None)
 
 
 def _keys_at(path: Sequence[str]) -> list[str]:

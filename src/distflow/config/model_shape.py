@@ -1,6 +1,7 @@
 """The shapes of a model, and the parameters, FLOPs and bytes that follow from them. Imports no torch."""
 
 import json
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
-from distflow.config.schema import ModelConfig, Section
+from distflow.config.schema import WITH_VISION, ModelConfig, Section
 from distflow.config.yaml import parse
 from distflow.errors import ConfigError, cut, suggest
 
@@ -49,6 +50,19 @@ class ModelShape(Section):
         return self._count(self.experts)
 
     @property
+    def table_params(self) -> int:
+        """Those of the embedding and the output layer."""
+        return self.vocab * self.hidden * (1 if self.tied else 2)
+
+    @property
+    def layer_params(self) -> float:
+        return (self.params - self.table_params) / self.layers
+
+    def rank_params(self, tp: int) -> float:
+        """Those that a rank of `tp` has: each has the embedding and the output layer as a whole."""
+        return self.layer_params * self.layers / tp + self.table_params
+
+    @property
     def active_params(self) -> float:
         """Parameters that one token is multiplied with, without the embedding."""
         return self._count(self.active) - (0 if self.tied else self.vocab * self.hidden)
@@ -71,11 +85,7 @@ class ModelShape(Section):
 
 def load_model(name: str) -> ModelShape:
     """Returns the shapes of a model by its name in models.yaml; `Qwen/Qwen2.5-7B-Instruct` is found as well."""
-    shapes: dict[str, dict[str, Any]] = parse(_FILE.read_text())
-    plain = name.rpartition("/")[2].lower()
-    for suffix in ("-instruct", "-base", "-chat", "-it"):
-        plain = plain.removesuffix(suffix)
-    plain = plain.replace("-math-", "-")
+    shapes, plain = _known(), _plain(name)
     if plain not in shapes:
         raise ConfigError(
             f"--model: the shapes of '{cut(name)}' are not known{suggest(plain, shapes)};"
@@ -84,10 +94,24 @@ def load_model(name: str) -> ModelShape:
     return ModelShape(name=name, **shapes[plain])
 
 
+@cache
+def _known() -> dict[str, dict[str, Any]]:
+    shapes: dict[str, dict[str, Any]] = parse(_FILE.read_text())
+    return shapes
+
+
+def _plain(name: str) -> str:
+    """Returns a model's name as models.yaml has it: without its owner, or what it was tuned for."""
+    plain = name.rpartition("/")[2].lower()
+    for suffix in ("-instruct", "-base", "-chat", "-it"):
+        plain = plain.removesuffix(suffix)
+    return plain.replace("-math-", "-")
+
+
 def shape_of(given: ModelConfig | str, base: Path) -> ModelShape:
     """Returns the shapes of a config's model: from the config, from the model's directory, or known by name."""
     if isinstance(given, ModelConfig) and given.arch is not None:
-        heads = given.heads or max(1, given.hidden // 64)
+        heads, (experts, active) = given.heads or max(1, given.hidden // 64), given.mixture
         return ModelShape(
             name=f"a small {given.arch}",
             hidden=given.hidden,
@@ -98,21 +122,48 @@ def shape_of(given: ModelConfig | str, base: Path) -> ModelShape:
             ffn=given.ffn or 4 * given.hidden,
             vocab=given.vocab,
             tied=True,
+            experts=experts,
+            active=active,
         )
     name = given if isinstance(given, str) else given.path
     assert name is not None
     file = base / Path(name) / "config.json"
-    return _from_hf(json.loads(file.read_text()), file) if file.exists() else load_model(name)
+    return shape_from(json.loads(file.read_text()), file.parent.name, str(file)) if file.exists() else load_model(name)
 
 
-def _from_hf(config: dict[str, Any], file: Path) -> ModelShape:
-    """Reads the config of a Hugging Face model."""
+def reads_images(given: ModelConfig | None, base: Path) -> bool:
+    """Whether the model of a config has a vision tower, as far as its config.json can be had.
+
+    The hub is asked once, and only for a name that is neither here nor known as a text model.
+    """
+    if given is None or given.arch is not None:
+        return given is not None and given.arch in WITH_VISION
+    assert given.path is not None
+    file = base / Path(given.path).expanduser() / "config.json"
+    try:
+        if not file.exists() and _plain(given.path) in _known():
+            return False
+        return "vision_config" in json.loads((file if file.exists() else _of_hub(given.path)).read_text())
+    except Exception:  # whoever opens the model says why it cannot be read
+        return False
+
+
+@cache
+def _of_hub(name: str) -> Path:
+    from huggingface_hub import hf_hub_download, try_to_load_from_cache
+
+    kept = try_to_load_from_cache(name, "config.json")
+    return Path(kept if isinstance(kept, str) else hf_hub_download(name, "config.json"))
+
+
+def shape_from(config: dict[str, Any], name: str, where: str) -> ModelShape:
+    """Returns the shapes that the config of a Hugging Face model has; `where` it comes from."""
     config = config.get("text_config", config)
     try:
         heads = config["num_attention_heads"]
         experts = config.get("num_experts") or config.get("num_local_experts") or 1
         return ModelShape(
-            name=file.parent.name,
+            name=name,
             hidden=config["hidden_size"],
             layers=config["num_hidden_layers"],
             heads=heads,
@@ -125,4 +176,4 @@ def _from_hf(config: dict[str, Any], file: Path) -> ModelShape:
             active=config.get("num_experts_per_tok") or 1,
         )
     except KeyError as e:
-        raise ConfigError(f"--model: {file} has no key {e}; give a model by name instead") from None
+        raise ConfigError(f"--model: {where} has no key {e}; give a model by name instead") from None

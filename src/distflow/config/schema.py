@@ -34,14 +34,27 @@ def _each(change: Callable[[Any], Any], kind: type) -> BeforeValidator:
     )
 
 
+def _unset_if_auto(*keys: str) -> Any:
+    """Makes `auto` the same as no value for these keys: what they have then is chosen for the device."""
+
+    def drop(values: Any) -> Any:
+        return {k: v for k, v in values.items() if v != AUTO or k not in keys} if isinstance(values, dict) else values
+
+    return model_validator(mode="before")(drop)
+
+
 _CALLS = _each(lambda call: {"call": call}, str)
 Names = Annotated[list[str], BeforeValidator(_as_list)]
 Pair = Annotated[tuple[float, float], BeforeValidator(lambda v: tuple(v) if isinstance(v, list) else v)]
 Size = Annotated[int, Field(ge=0)]
 ScoreOrError = Annotated[Literal["error"] | float, BeforeValidator(_as_score)]
 Dtype = Literal["float32", "bfloat16"]
+Offload = Literal["none", "optimizer", "all"]
 TrackerName = Literal["tensorboard", "wandb", "mlflow", "trackio"]
 ALL_LINEAR = "all-linear"
+AUTO = "auto"
+MIXTURES = ("mixtral", "qwen3_moe")  # architectures with experts that have blocks of our own
+WITH_VISION = ("idefics3", "qwen2_5_vl", "qwen3_vl")  # architectures of which a small one with a vision tower is made
 MAX_SECONDS = 1e9  # the longest timeout of the system
 
 
@@ -54,15 +67,18 @@ class DataConfig(Section):
     fields: list[str] | None = None  # columns to load; default: the keys of the first row
     rename: dict[str, str] = {}  # column → its name in the flow, e.g. {question: prompt}
     max_prompt: int | None = Field(None, gt=0)  # tokens; longer ones are bad rows
+    shuffle: bool = True  # false: every epoch has the rows in their order
     rendered: bool = False  # a chat template has written the prompts: special tokens in their text are special
+    chat_template_kwargs: dict[str, Any] = {}  # variables of the model's chat template, e.g. {enable_thinking: false}
     on_bad_row: Literal["error", "skip"] = "error"
 
 
 class PlaceConfig(Section):
-    """Where a node or a role runs: the name of a rank set, and how its ranks are divided into dp × tp."""
+    """Where a node or a role runs: the name of a rank set, and how its ranks are divided into dp × sp × tp."""
 
     ranks: str = "all"
     dp: int | None = Field(None, gt=0)
+    sp: int = Field(1, gt=0)  # ranks that divide the tokens of every sequence, where a model is trained or only run
     tp: int = Field(1, gt=0)
 
 
@@ -75,6 +91,24 @@ class PlacementConfig(Section):
     nodes: dict[str, PlaceConfig] = {}
 
 
+class VisionConfig(Section):
+    """The vision tower of a small random model."""
+
+    hidden: int = Field(64, gt=0)
+    layers: int = Field(2, gt=0)
+    heads: int = Field(4, gt=0)
+    patch: int = Field(8, gt=0)  # pixels along each side; a token of the language model stands for 2 × 2 patches
+    size: int = Field(64, gt=0)  # pixels along each side to which larger images are scaled down
+
+    @model_validator(mode="after")
+    def _divisible(self) -> "VisionConfig":
+        if self.hidden % (4 * self.heads):
+            raise ValueError(f"hidden {self.hidden} is not a multiple of 4 × heads, {4 * self.heads}")
+        if self.size % (2 * self.patch):
+            raise ValueError(f"size {self.size} is not a multiple of two patches, {2 * self.patch} pixels")
+        return self
+
+
 class ModelConfig(Section):
     """`path`: a name on the hub or a directory. Or `arch`: a small model with random weights and its own tokenizer."""
 
@@ -85,9 +119,12 @@ class ModelConfig(Section):
     layers: int = Field(4, gt=0)
     heads: int | None = Field(None, gt=0)  # default: hidden / 64
     kv_heads: int | None = Field(None, gt=0)  # default: heads
-    ffn: int | None = Field(None, gt=0)  # default: 4 × hidden
+    ffn: int | None = Field(None, gt=0)  # of each expert, if there are any; default: 4 × hidden
+    experts: int | None = Field(None, gt=0)  # in every layer of a mixture of experts; default: 8
+    experts_per_token: int | None = Field(None, gt=0)  # default: 2
     vocab: int = Field(258, gt=0)  # tokens; 258: one per byte
     positions: int = Field(4096, gt=0)
+    vision: VisionConfig | None = None  # of an `arch` with a vision tower; default: as in that section
 
     @model_validator(mode="after")
     def _one_of_two(self) -> "ModelConfig":
@@ -95,7 +132,21 @@ class ModelConfig(Section):
             raise ValueError("give one of `path` (a name on the hub or a directory) and `arch` (random weights)")
         if self.heads and self.hidden % self.heads:
             raise ValueError(f"hidden {self.hidden} is not a multiple of heads {self.heads}")
+        if self.arch not in MIXTURES and (self.experts or self.experts_per_token):
+            raise ValueError(
+                f"`experts` and `experts_per_token` are of a small random model, with `arch` {' or '.join(MIXTURES)}"
+            )
+        if self.vision and self.arch not in WITH_VISION:
+            raise ValueError(f"`vision` is of a small random model, with `arch` {' or '.join(WITH_VISION)}")
+        experts, active = self.mixture
+        if active > experts:
+            raise ValueError(f"experts_per_token {active} is more than there are experts, {experts}")
         return self
+
+    @property
+    def mixture(self) -> tuple[int, int]:
+        """The experts of a layer, and those of a token, of a small model; one MLP counts as one."""
+        return (self.experts or 8, self.experts_per_token or 2) if self.arch in MIXTURES else (1, 1)
 
 
 ModelSection = Annotated[ModelConfig | None, _short("path")]
@@ -120,6 +171,13 @@ class RoleConfig(Section):
         return self
 
 
+class VllmConfig(Section):
+    """What only the engine `vllm` has."""
+
+    sampler: Literal["distflow", "vllm"] = "distflow"  # vllm: its own, which is faster; samples depend on their batch
+    args: dict[str, Any] = {}  # of vLLM's EngineArgs, such as max_num_batched_tokens and kv_cache_dtype
+
+
 class RolloutConfig(Section):
     """How responses are generated."""
 
@@ -130,13 +188,39 @@ class RolloutConfig(Section):
     temperature: float = Field(1.0, ge=0)
     top_p: float = Field(1.0, gt=0, le=1)
     top_k: int = Field(0, ge=0)  # 0: all
+    min_p: float = Field(0.0, ge=0, le=1)  # least probability of a token, as a share of the likeliest one's; 0: none
+    repetition_penalty: float = Field(1.0, gt=0)  # of tokens that prompt or response have already; 1: none
     stop: Names = []  # tokens that end a response, besides the end-of-sequence token
     kv_cache_gb: float = Field(2.0, gt=0, le=1e6)
+    gpu_memory_utilization: float | None = Field(None, gt=0, le=1)  # instead: share for the engine, with its weights
     max_sequences: int = Field(256, gt=0)  # generated at the same time
     verify_every: int = Field(10, ge=0)  # weight syncs; compares the engine's weights with the trained ones; 0: never
     staleness: int = Field(0, ge=0, le=64)  # steps by which rollout weights are behind
     chunk: int | None = Field(None, gt=0)  # prompts per chunk; default: all
     partial: bool | int = False  # prompts of later steps that may be begun early; true: as many as a batch
+    router_replay: bool = False  # of a mixture of experts: training uses the experts that generation has chosen
+
+    vllm: VllmConfig = VllmConfig()
+
+    _chosen = _unset_if_auto("engine", "kv_cache_gb", "max_sequences")
+
+    @model_validator(mode="after")
+    def _engine_of_settings(self) -> "RolloutConfig":
+        if self.vllm != VllmConfig() and self.engine != "vllm":
+            raise ValueError("`vllm` has settings of that engine; add `engine: vllm`")
+        return self
+
+    @model_validator(mode="after")
+    def _one_size(self) -> "RolloutConfig":
+        if self.gpu_memory_utilization is not None and "kv_cache_gb" in self.model_fields_set:
+            raise ValueError("give one of `kv_cache_gb` (GiB of KV cache) and `gpu_memory_utilization` (a share)")
+        return self
+
+    @model_validator(mode="after")
+    def _replays_whole_responses(self) -> "RolloutConfig":
+        if self.router_replay and self.partial:
+            raise ValueError("`router_replay` needs the experts of whole responses, and `partial` begins some early")
+        return self
 
     @field_validator("engine")
     @classmethod
@@ -156,6 +240,7 @@ class RolloutConfig(Section):
 class TrainerConfig(Section):
     """The optimiser, and how a batch is divided."""
 
+    optimizer: Literal["adamw", "muon"] = "adamw"
     lr: float = Field(1e-6, ge=0)
     warmup: int = Field(0, ge=0)  # updates
     schedule: Literal["constant", "linear", "cosine"] = "constant"
@@ -167,6 +252,19 @@ class TrainerConfig(Section):
     shard_degree: int | None = Field(None, gt=0)  # dp ranks that share one copy of the model; default: all
     dtype: Dtype = "float32"  # of the computation; the weights that are trained are always float32
     gradient_checkpointing: bool = False  # recomputes activations in the backward pass instead of keeping them
+    offload: Offload = (
+        "none"  # what is in host memory while nothing computes with it: the optimiser, or the weights too
+    )
+
+    offload_activations: bool = False  # what a forward pass keeps for the backward pass is in host memory between them
+
+    _chosen = _unset_if_auto("dtype", "gradient_checkpointing", "offload")
+
+    @model_validator(mode="after")
+    def _offloads_adamw(self) -> "TrainerConfig":
+        if self.optimizer != "adamw" and self.offload != "none":
+            raise ValueError(f"`offload: {self.offload}` is for `optimizer: adamw`, not for {self.optimizer}")
+        return self
 
 
 class LoraConfig(Section):
@@ -175,13 +273,19 @@ class LoraConfig(Section):
     rank: int = Field(16, gt=0)
     alpha: float | None = Field(None, gt=0)  # the adapter is scaled by alpha / rank; default: 2 × rank
     targets: Names = Field([ALL_LINEAR], min_length=1)  # names of layers, such as q_proj
+    use_rslora: bool = False  # scaled by alpha / √rank instead
 
 
 class TrainConfig(TrainerConfig):
     """How the actor is trained."""
 
     lora: LoraConfig | None = None  # default: all weights are trained
-    ema: float | None = Field(None, gt=0, lt=1)  # decay of a moving average of the weights; default: none
+    ema: float | None = Field(None, ge=0, lt=1)  # decay of a moving average of the weights; default: none
+    ema_every: int = Field(1, gt=0)  # optimiser steps between two updates of the average
+    router_aux_loss: float = Field(0.0, ge=0)  # weight of the loss that evens out the load of experts
+    freeze: Annotated[
+        list[Literal["vision"]], BeforeValidator(_as_list)
+    ] = []  # parts of the model that are not trained
 
 
 class CriticConfig(TrainerConfig):
@@ -303,6 +407,28 @@ class RecordConfig(Section):
     samples: int = Field(32, ge=0)  # of every step, on all workers together; all responses of some prompts
 
 
+class TrackerConfig(Section):
+    """What a tracker calls the run; TensorBoard has none of it."""
+
+    project: str | None = None  # of W&B and trackio, the experiment of MLflow; default: its variable, else distflow
+    name: str | None = None  # of the run; default: that of its folder
+    entity: str | None = None  # of W&B
+    group: str | None = None  # of W&B
+    tags: Names = []  # of W&B
+
+
+TRACKER_KEYS = {
+    "wandb": ("project", "name", "entity", "group", "tags"),
+    "mlflow": ("project", "name"),
+    "trackio": ("project", "name"),
+}
+
+
+def _as_trackers(value: Any) -> Any:
+    names = [value] if isinstance(value, str) else value
+    return {name: {} for name in names} if isinstance(names, list) else names
+
+
 class RayConfig(Section):
     """Where `--launcher ray` places the workers of a cluster."""
 
@@ -316,7 +442,8 @@ class Config(Section):
 
     flow: str | list[dict[str, Any]]  # the name of a built-in flow, `file.py:function` with @flow, or a list of nodes
     data: Annotated[DataConfig, _short("files", str | list)]
-    steps: int | None = Field(None, ge=0)  # default: one epoch; 0: only evaluate
+    steps: int | None = Field(None, ge=0)  # default: as many as `epochs` have; 0: only evaluate
+    epochs: float | None = Field(None, gt=0)  # instead of `steps`; default: 1
     name: str  # default: the name of the flow
     algo: dict[str, Any] = Field(default_factory=dict)  # constants of the flow: its parameters that have a default
     model: ModelSection = None
@@ -330,7 +457,9 @@ class Config(Section):
     eval: Annotated[EvalConfig | None, _short("files", str | list)] = None
     checkpoint: CheckpointConfig = CheckpointConfig()
     record: RecordConfig = RecordConfig()
-    track: Annotated[list[TrackerName], BeforeValidator(_as_list)] = []  # further sinks of the metrics
+    track: Annotated[
+        dict[TrackerName, TrackerConfig], BeforeValidator(_as_trackers)
+    ] = {}  # further sinks of the metrics
     workers: int | None = Field(None, gt=0)
     roles: Annotated[dict[str, RoleConfig], _CALLS] = {}
     placement: PlacementConfig = PlacementConfig()
@@ -345,6 +474,8 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _one_or_several(self) -> "Config":
+        if self.steps is not None and self.epochs is not None:
+            raise ValueError(f"give one of `steps` ({self.steps}) and `epochs` ({self.epochs:g}), the other as null")
         if self.environment and self.environments:
             raise ValueError("give one of `environment` and `environments`")
         if (self.environment or self.environments) and self.rollout.partial:
@@ -358,6 +489,21 @@ class Config(Section):
         if self.environments and not any(e.ratio for e in self.environments.values()):
             raise ValueError("environments: all have the ratio 0; give one of them a ratio above 0")
         return self
+
+    @field_validator("track")
+    @classmethod
+    def _takes_these(cls, value: dict[TrackerName, TrackerConfig]) -> dict[TrackerName, TrackerConfig]:
+        for name, settings in value.items():
+            for key in settings.model_fields_set:
+                if key not in (keys := TRACKER_KEYS.get(name, ())) and getattr(settings, key):
+                    raise ValueError(f"{name} has no '{key}'{suggest(key, keys)}")
+        return value
+
+    def steps_of(self, rows: int) -> int:
+        """Returns the steps of a run on this many rows."""
+        if self.steps is not None:
+            return self.steps
+        return max(1, int((1 if self.epochs is None else self.epochs) * rows / self.data.batch))
 
     @property
     def run_folder(self) -> Path:

@@ -38,6 +38,10 @@ class Buffer:
         # Unmapping large memory takes milliseconds: the last reference is dropped in the background.
         self._reclaimer.submit(freed.clear)
 
+    def columns(self, field: str) -> list[Column]:
+        """Returns all columns of a field, of any step and partition."""
+        return [column for key, column in list(self._columns.items()) if key.field == field]
+
     def remaining(self, step: int) -> list[Key]:
         """Returns the keys of a step that have not been freed."""
         return [k for k in self._columns if k.step == step]

@@ -1,6 +1,6 @@
 """The Data Coordinator of one worker: loads, keeps, moves and frees the fields of its chain. No shared actor."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,6 +63,8 @@ class Coordinator:
     def __init__(self, rank: int, plan: Plan, loader: Loader, topology: Topology | None = None) -> None:
         self.rank, self.plan, self.loader, self.topology = rank, plan, loader, topology
         self.buffer = Buffer()
+        # Fields that refer to more than they hold → is told what was freed, and the columns of the field that are left.
+        self.on_free: dict[str, Callable[[Column, list[Column]], None]] = {}
         self.allocator = CachingAllocator()
         self._steps: dict[int, _StepState] = {}  # steps that are not over
         self._domains: dict[int, Domains] = {}  # by the number of samples
@@ -242,7 +244,10 @@ class Coordinator:
             self.buffer.put(Key(step, task.partition.id, f), column)
 
     def free(self, step: int, task: Free) -> None:
+        freed = {f: self.buffer.get(Key(step, task.partition.id, f)) for f in task.fields if f in self.on_free}
         self.buffer.free(step, task.partition.id, task.fields)
+        for f, column in freed.items():
+            self.on_free[f](column, self.buffer.columns(f))
         self._moved.difference_update([Key(step, task.partition.id, f) for f in task.fields])
 
     def _state(self, step: int) -> _StepState:

@@ -1,9 +1,13 @@
 """Everything that exists only because a CPU is slow: kernels compiled by numba, and ways around small operations.
 
-The functions here return the CPU kernels, or None on other devices. Kernels are for float32, in a thread that has
-no other of torch's threads to help it (one worker per core), and need the extra `cpu`.
+Whatever is computed here gives the same bits for a token whatever other tokens are computed with it, in whatever number
+of threads: so a rollout and a trainer agree to the bit. Kernels are for float32 and need the extra `cpu`; the functions
+here return them, or None for other tensors.
 """
 
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from importlib import import_module
 from types import ModuleType
@@ -12,18 +16,38 @@ from typing import cast
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
+
+Floats = NDArray[np.float32]
+_PART = 1 << 21  # multiplications that are worth a thread
 
 
-def kernels_for(tensor: Tensor) -> ModuleType | None:
-    """Returns `cpu.kernels` if it can work on tensors like this one in this thread."""
-    fits = tensor.is_cpu and tensor.dtype == torch.float32 and torch.get_num_threads() == 1
+def kernels_for(*tensors: Tensor) -> ModuleType | None:
+    """Returns `cpu.kernels` if it can work on tensors like these."""
+    fits = all(type(t) in (Tensor, nn.Parameter) and t.is_cpu and t.dtype == torch.float32 for t in tensors)
     return _kernels() if fits else None
 
 
-def as_numpy(x: Tensor) -> NDArray[np.float32]:
+def as_numpy(x: Tensor) -> Floats:
     """Returns the same memory as a numpy array. After `x.numpy()` FSDP could not free it."""
-    return cast(NDArray[np.float32], np.from_dlpack(x.detach()))
+    return cast(Floats, np.from_dlpack(x.detach()))
+
+
+def in_threads(kernel: Callable[[slice], None], count: int, work: int) -> None:
+    """Calls `kernel` for parts of `count` in as many threads as torch may use here, if there is work for them: so many
+    multiplications in all."""
+    parts = min(torch.get_num_threads(), count, work // _PART)
+    if parts <= 1:
+        kernel(slice(0, count))
+    else:
+        bounds = [count * i // parts for i in range(parts + 1)]
+        list(_pool(os.getpid()).map(kernel, map(slice, bounds, bounds[1:])))
+
+
+@cache
+def _pool(process: int) -> ThreadPoolExecutor:
+    """Returns the threads of a process; a fork of it has none of them."""
+    return ThreadPoolExecutor(os.cpu_count(), "kernel")
 
 
 def prefers_transposed(dtype: torch.dtype, device: torch.device) -> bool:

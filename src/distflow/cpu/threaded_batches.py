@@ -2,8 +2,7 @@
 
 The operations of a decoding step are too small to share between threads: this way no thread idles, and one batch
 computes while another reads memory. Every batch reads all weights, so it has to have a number of sequences to be worth
-it: fewer with kernels, which work in one thread only. Where there are still fewer, one thread with kernels is faster
-than a few without.
+it: fewer with kernels.
 """
 
 from collections import Counter
@@ -20,7 +19,6 @@ from distflow.cpu.llama_forward import CpuLlamaForward
 from distflow.model.llama_family import is_reentrant
 
 _MIN_SEQUENCES, _MIN_WITH_KERNELS = 64, 8
-_THREADS = 4  # without kernels, that may be faster than one with them
 
 
 class SequenceBatch(Protocol):
@@ -42,16 +40,9 @@ def share_threads(model: PreTrainedModel, most: int, sequences: int) -> tuple[in
     threads = torch.get_num_threads()
     if most == 1 or not is_reentrant(model):
         return 1, threads
-    batches = max(1, min(most, sequences // _MIN_WITH_KERNELS))
-    if threads < _THREADS * batches and _has_kernels(model):
-        return batches, 1
-    batches = max(1, min(most, sequences // _MIN_SEQUENCES))
+    least = _MIN_WITH_KERNELS if CpuLlamaForward.for_model(model) else _MIN_SEQUENCES
+    batches = max(1, min(most, sequences // least))
     return batches, max(1, threads // batches)
-
-
-def _has_kernels(model: PreTrainedModel) -> bool:
-    with torch_threads(1):
-        return CpuLlamaForward.for_model(model) is not None
 
 
 @contextmanager
@@ -90,7 +81,7 @@ class ThreadedBatches:
         """Splits sequences evenly and in order, those with the same prompt together; batches with less to do get the
         larger parts. A sequence that continues a history runs in the batch that has it."""
         first_seen: dict[Any, int] = {}
-        ordered = sorted(sequences, key=lambda s: first_seen.setdefault(s.request.prompt, len(first_seen)))
+        ordered = sorted(sequences, key=lambda s: first_seen.setdefault(s.request.shared, len(first_seen)))
         self._place([s.history for s in ordered if s.history])
         parts = [[s for s in ordered if s.history and s.history.batch == i] for i in range(len(self.batches))]
         free = [s for s in ordered if not s.history]

@@ -81,6 +81,10 @@ class Dataset:
         file, k = self._locate(i)
         return file.location(k)
 
+    def folder(self, i: int) -> Path:
+        """Returns the folder of the file that row `i` is in."""
+        return self._locate(i)[0].path.parent
+
     def _locate(self, i: int) -> tuple["_File", int]:
         if not 0 <= i < len(self):
             raise IndexError(f"row {i} of {len(self)}")

@@ -27,11 +27,14 @@ class Loader:
     """Loads `prompts` per step, each `repeat` times. The stream crosses epoch boundaries: every row once per epoch.
 
     The position p of a prompt in the stream is also its group id; the samples of group p are p * repeat + j. With
-    `rewind`, every step has the first prompts of the stream.
+    `rewind`, every step has the first prompts; without `shuffle`, every epoch has the rows in their order.
     """
 
-    def __init__(self, dataset: RowSource, prompts: int, repeat: int, seed: int, rewind: bool = False) -> None:
-        self.dataset, self.prompts, self.repeat, self.seed, self.rewind = dataset, prompts, repeat, seed, rewind
+    def __init__(
+        self, dataset: RowSource, prompts: int, repeat: int, seed: int, rewind: bool = False, shuffle: bool = True
+    ) -> None:
+        self.dataset, self.prompts, self.repeat, self.seed = dataset, prompts, repeat, seed
+        self.rewind, self.shuffle = rewind, shuffle
         # First position in the stream, and rows of its epochs: rows that were appended join with an epoch.
         self.eras: list[tuple[int, int]] = [(0, len(dataset))]
         self._prefetched: tuple[tuple[int, int, int], Future[_Loaded]] | None = None
@@ -101,6 +104,9 @@ class Loader:
         """Returns the rows at `count` positions of the stream."""
         epoch, index, rows = self._rows(np.arange(first, first + count, dtype=np.int64))
         order: list[int] = []
+        if not self.shuffle:
+            order += index.tolist()
+            return order
         for e in np.unique(epoch).tolist():
             order += permute(index[epoch == e], int(rows[epoch == e][0]), self.seed, e).tolist()
         return order

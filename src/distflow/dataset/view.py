@@ -4,28 +4,42 @@ from collections.abc import Mapping
 from typing import Any
 
 from distflow.dataset.dataset import Dataset
+from distflow.dataset.image_rows import names_with_images, with_images
 from distflow.util.arrays import Ints
 
 
 class DatasetView:
-    """`rename`: column → its name in the view. `indices`: the selected rows, ascending; None: all."""
+    """`rename`: column → its name in the view. `indices`: the selected rows, ascending; None: all.
 
-    def __init__(self, dataset: Dataset, rename: Mapping[str, str], indices: Ints | None = None) -> None:
-        self.dataset, self.rename, self.indices = dataset, rename, indices
-        self.column_names = tuple(rename.get(n, n) for n in dataset.column_names)
+    `images`: a name for the set if its rows have images, which the view then refers to.
+    """
+
+    def __init__(
+        self, dataset: Dataset, rename: Mapping[str, str], indices: Ints | None = None, images: str | None = None
+    ) -> None:
+        self.dataset, self.rename, self.indices, self.images = dataset, rename, indices, images
+        names = tuple(rename.get(n, n) for n in dataset.column_names)
+        self.column_names = names_with_images(names) if images else names
 
     def __len__(self) -> int:
         return len(self.dataset) if self.indices is None else len(self.indices)
 
     def __getitem__(self, i: int, /) -> dict[str, Any]:
-        return {self.rename.get(n, n): v for n, v in self.dataset[self._row(i)].items()}
+        number = self._row(i)
+        row = self.whole_row(number)
+        return with_images(row, self.images, number, self.dataset.folder(number)) if self.images else row
+
+    def whole_row(self, number: int) -> dict[str, Any]:
+        """Returns a row by its number in the data set, with the images that it holds."""
+        return {self.rename.get(n, n): v for n, v in self.dataset[number].items()}
 
     def location(self, i: int) -> str:
         """Returns the file and line of row `i`."""
         return self.dataset.location(self._row(i))
 
     def select(self, indices: Ints) -> "DatasetView":
-        return DatasetView(self.dataset, self.rename, indices if self.indices is None else self.indices[indices])
+        chosen = indices if self.indices is None else self.indices[indices]
+        return DatasetView(self.dataset, self.rename, chosen, self.images)
 
     def _row(self, i: int) -> int:
         return i if self.indices is None else int(self.indices[i])

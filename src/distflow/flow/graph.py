@@ -31,6 +31,7 @@ class Node:
     whole_groups: bool = False  # all samples of a prompt must be on one worker
     balance: str | None = None  # assign samples so that the lengths of this field are even over the workers
     generates: bool = False  # the newest weights of its role are synced before it runs
+    sequence_parallel: bool = False  # the ranks of a replica may divide the tokens of its sequences
     whole_batch: bool = False  # each rank of the node has all samples of the step
     dynamic_sampling: int = 0  # rejected prompts are replaced, drawing at most this many times the batch; see `node`
     prefix: str = ""  # added to the fields it writes, removed from the fields it reads

@@ -3,7 +3,7 @@
 import functools
 import inspect
 import traceback
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -36,15 +36,30 @@ class NodeSpec:
     whole_batch: bool | None = None
     balance: str | None = None
     generates: bool | None = None
+    sequence_parallel: bool | None = None
     ignores: tuple[str, ...] | None = None
+    optional: tuple[str, ...] | None = None
     whole_rows: bool | None = None
 
-    def select_reads(self, inputs: Iterable[str], source: Iterable[str], prefix: str = "") -> tuple[str, ...]:
-        """Returns the fields that a node reads, of its arguments; `source`: the columns of the data."""
-        fields = tuple(dict.fromkeys((*inputs, *(source if self.whole_rows else ()))))
+    def select_reads(
+        self, inputs: Iterable[str], source: Iterable[str], written: Container[str], prefix: str = ""
+    ) -> tuple[str, ...]:
+        """Returns the fields that a node reads, of its arguments; `source`: the columns of the data.
+
+        `written`: all fields that nodes before it write.
+        """
+        columns = tuple(source)
+        fields = tuple(dict.fromkeys((*inputs, *(columns if self.whole_rows else ()))))
+        optional = [
+            name if name in columns else f
+            for name in self.optional or ()
+            if (f := prefix + name) in written or name in columns
+        ]
         if self.reads is not None:
-            return tuple(prefix + f if prefix + f in fields else f for f in self.reads)
-        return tuple(f for f in fields if f.removeprefix(prefix) not in (self.ignores or ()))
+            fields = tuple(prefix + f if prefix + f in fields else f for f in self.reads)
+        else:
+            fields = tuple(f for f in fields if f.removeprefix(prefix) not in (self.ignores or ()))
+        return (*fields, *(f for f in optional if f not in fields))
 
     def of_role(self, role: str) -> "NodeSpec":
         """Returns the spec of a role's method: `{role}` in a field that it writes is the name of the role."""
@@ -68,6 +83,7 @@ class NodeSpec:
             whole_batch=bool(self.whole_batch),
             balance=self.balance,
             generates=bool(self.generates),
+            sequence_parallel=bool(self.sequence_parallel),
             fn=fn,
             **rest,
         )
@@ -85,7 +101,9 @@ def node(
     whole_batch: bool | None = None,
     balance: str | None = None,
     generates: bool | None = None,
+    sequence_parallel: bool | None = None,
     ignores: Names | None = None,
+    optional: Names | None = None,
     whole_rows: bool | None = None,
     **unknown: Any,
 ) -> Any:
@@ -93,10 +111,12 @@ def node(
 
     The function takes a `Batch` with the fields it reads and returns a dict of the fields it writes, or the one column.
     `reads` defaults to all fields of the values it is called with, except the ones it `ignores`; `writes` to one field
-    with the name of the node. `whole_groups` keeps the samples of a prompt together; `whole_batch` gives all samples of
-    the step to each of the node's workers (for small fields); `balance` names the field whose lengths are evened out
-    over the workers; `generates` (for a method) syncs the role's newest weights first; `whole_rows` adds all columns of
-    the data to its input.
+    with the name of the node. `optional` are fields that it also reads where a node before it writes them, or the data
+    have them. `whole_groups`
+    keeps the samples of a prompt together; `whole_batch` gives all samples of the step to each of the node's workers
+    (for small fields); `balance` names the field whose lengths are evened out over the workers; `generates` (for a
+    method) syncs the role's newest weights first; `sequence_parallel` says that it runs a model, whose sequences the
+    ranks of a replica may divide (`sp` of a placement); `whole_rows` adds all columns of the data to its input.
 
     A call inside a flow takes three more arguments. `after=value` orders the node after another one without reading
     from it. `prefix="greedy_"` is added to the fields that the node writes and removed from its inputs, so that
@@ -116,7 +136,9 @@ def node(
         "whole_batch": whole_batch,
         "balance": balance,
         "generates": generates,
+        "sequence_parallel": sequence_parallel,
         "ignores": as_tuple(ignores),
+        "optional": as_tuple(optional),
         "whole_rows": whole_rows,
     }
     for key in unknown:
@@ -201,6 +223,7 @@ class FlowFunction:
 
     fn: Callable[..., Any]
     constants_of: Callable[..., Any] | None = None
+    optional_roles: tuple[str, ...] = ()  # whose implementation is needed only if the flow calls them
 
     @property
     def roles(self) -> list[str]:
@@ -245,17 +268,16 @@ class FlowFunction:
         for r in roles:
             if r not in self.roles:
                 raise FlowError(f"flow '{name}' has no role '{cut(r)}'{suggest(r, self.roles)}")
-        missing = [p for p in self.roles if p not in roles]
-        if missing:
-            raise FlowError(
-                f"flow '{name}': role '{missing[0]}' has no implementation; name one:"
-                f" `roles: {{{missing[0]}: file.py:function}}`, or `{{model: …}}` for a model that is not trained"
-            )
+        unbound = {p: _Unbound(name, p) for p in self.roles if p not in roles}
+        if missing := [p for p in unbound if p not in self.optional_roles]:
+            unbound[missing[0]]()
         columns = tuple(source)
         nodes: list[Node] = []
         token, outer = _nodes.set(nodes), _columns.set(columns)
         try:
-            self.fn(Value(SOURCE, columns), **{p: _Role(p, roles[p]) for p in self.roles}, **(constants or {}))
+            self.fn(
+                Value(SOURCE, columns), **{p: _Role(p, r) for p, r in roles.items()}, **unbound, **(constants or {})
+            )
         except Exception as e:
             message = str(e) if isinstance(e, FlowError) else f"flow '{name}': {type(e).__name__}: {e}"
             raise FlowError(message + _place(e, self.fn)) from e
@@ -265,13 +287,21 @@ class FlowFunction:
         return Flow(name, columns, tuple(nodes))
 
 
-def flow(fn: Callable[..., Any] | None = None, *, constants_of: Callable[..., Any] | None = None) -> Any:
+def flow(
+    fn: Callable[..., Any] | None = None,
+    *,
+    constants_of: Callable[..., Any] | None = None,
+    optional_roles: Names = (),
+) -> Any:
     """Marks a function as a flow. Its first parameter is the data; the others are roles (functions or classes), or
     constants if they have a default.
 
     `constants_of` is a function to which the flow passes its `**rest`: its constants are those of the flow, too.
+    `optional_roles` need an implementation only if the flow, with its constants, calls them.
     """
-    return functools.partial(flow, constants_of=constants_of) if fn is None else FlowFunction(fn, constants_of)
+    if fn is None:
+        return functools.partial(flow, constants_of=constants_of, optional_roles=optional_roles)
+    return FlowFunction(fn, constants_of, as_tuple(optional_roles) or ())
 
 
 def _place(error: Exception, fn: Callable[..., Any]) -> str:
@@ -285,6 +315,22 @@ def _place(error: Exception, fn: Callable[..., Any]) -> str:
 
 _nodes: ContextVar[list[Node] | None] = ContextVar("nodes", default=None)
 _columns: ContextVar[tuple[str, ...]] = ContextVar("columns", default=())  # of the data
+
+
+class _Unbound:
+    """A role without an implementation: an error if it is used."""
+
+    def __init__(self, flow: str, role: str) -> None:
+        self._flow, self._role = flow, role
+
+    def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise FlowError(
+            f"flow '{self._flow}': role '{self._role}' has no implementation; name one:"
+            f" `roles: {{{self._role}: file.py:function}}`, or `{{model: …}}` for a model that is not trained"
+        )
+
+    def __getattr__(self, method: str) -> NoReturn:
+        self()
 
 
 class _Role:
@@ -369,7 +415,8 @@ def _record(
                 f"node '{node_id}': positional arguments and `after` are values of other nodes, not {shown(a)};"
                 " pass constants by keyword"
             )
-    reads = spec.select_reads((f for a in args for f in a.fields), _columns.get(), options.get("prefix", ""))
+    written = {f for n in nodes for f in n.writes}
+    reads = spec.select_reads((f for a in args for f in a.fields), _columns.get(), written, options.get("prefix", ""))
     # A value that was passed but not read still orders the nodes.
     order = [a.node for a in after] + [a.node for a in args if not set(reads) & set(a.fields)]
     order = [i for i in dict.fromkeys(order) if i != SOURCE]

@@ -69,7 +69,8 @@ def from_list(
         for d in e.deps:
             if d not in writes:
                 raise FlowError(f"node '{e.id}': depends on unknown node '{cut(d)}'{suggest(d, writes)}")
-        reads = e.spec.select_reads((f for d in e.deps for f in writes[d]), columns, e.prefix)
+        others = {f for d in writes.keys() - {SOURCE, e.id} for f in writes[d]}
+        reads = e.spec.select_reads((f for d in e.deps for f in writes[d]), columns, others, e.prefix)
         order = [d for d in e.deps if not set(writes[d]) & set(reads)]
         after = tuple(i for i in dict.fromkeys((*e.after, *order)) if i != SOURCE)
         rest = {"role": e.role, "after": after, "params": e.params, "method": e.method, **e.options}

@@ -1,7 +1,7 @@
 """DAPO: GRPO with clip-higher, dynamic sampling and an overlong penalty (arXiv 2503.14476)."""
 
 from distflow.flow import flow
-from distflow.flows.nodes import group_advantage, nonzero_std, overlong_penalty, response_mask
+from distflow.flows.nodes import group_advantage, nonzero_std, overlong_penalty
 from distflow.flows.policy_update import update_policy
 
 
@@ -26,7 +26,7 @@ def dapo(
     nonzero_std(score, dynamic_sampling=max_gen_batches)  # below: a full batch of groups with different scores
     if overlong_limit:
         limits = {"limit": overlong_limit, "buffer": overlong_buffer, "factor": overlong_penalty_factor}
-        score = overlong_penalty(score, rollout["response_tokens"], *response_mask(rollout), **limits)
+        score = overlong_penalty(score, rollout["response_tokens"], **limits)
     advantage = group_advantage(score, field="shaped_score" if overlong_limit else "score")
     clips = {"clip": clip, "clip_high": clip_high, "dual_clip": dual_clip}
     update_policy(actor, reference, rollout, advantage, loss="policy", **clips, **rest)

@@ -2,23 +2,22 @@
 
 from typing import TYPE_CHECKING, Any
 
-from distflow.algo.options import Baseline, Count, Estimator, Fraction, NonNegative, Scale
+from distflow.algo.options import (
+    Baseline,
+    BestOfBaseline,
+    Count,
+    Estimator,
+    Fraction,
+    NonNegative,
+    PositiveCount,
+    Scale,
+)
 from distflow.flow import node
 
 if TYPE_CHECKING:
     from distflow.batch.batch import Batch
     from distflow.batch.context import Context
     from distflow.batch.response_mask import ModelTokens
-
-
-def response_mask(rollout: Any) -> list[Any]:
-    """Selects the mask of a rollout with an environment; see distflow.batch.response_mask."""
-    return [rollout["response_mask"]] if "response_mask" in rollout.fields else []
-
-
-def turn_rewards(rollout: Any) -> list[Any]:
-    """Selects the rewards of turns of a rollout with an environment."""
-    return [rollout["turn_rewards"]] if "turn_rewards" in rollout.fields else []
 
 
 @node(role="advantage", whole_groups=True, writes="advantage")
@@ -31,22 +30,51 @@ def group_advantage(
     """
     import torch
 
-    from distflow.algo.advantages import group_advantages, mean_group_std, zero_std_fraction
+    from distflow.algo.advantages import group_advantages
     from distflow.batch.response_mask import model_token_counts
 
     groups, score = torch.from_numpy(batch.groups), batch[field]
     lengths = model_token_counts(batch) if baseline == "length_weighted" else None
-    advantage = group_advantages(score, groups, scale, baseline, lengths)
-    ctx.metrics.log("advantage/mean", float(advantage.mean()), len(batch))
+    return _logged(group_advantages(score, groups, scale, baseline, lengths), score, groups, ctx)
+
+
+batch_advantage = node(group_advantage, id="batch_advantage", whole_batch=True)  # for scales over all groups
+length_advantage = node(group_advantage, optional="response_mask")  # for the baseline that counts tokens
+
+
+@node(role="advantage", whole_groups=True, writes="advantage")
+def best_of_k_advantage(batch: "Batch", ctx: "Context", k: PositiveCount, baseline: BestOfBaseline = "without") -> Any:
+    """Weighs each sample by what it adds to the best of k; see distflow.algo.advantages."""
+    import torch
+
+    from distflow.algo.advantages import best_of_k_advantages
+
+    groups, score = torch.from_numpy(batch.groups), batch["score"]
+    return _logged(best_of_k_advantages(score, groups, k, baseline), score, groups, ctx)
+
+
+@node(role="advantage", whole_batch=True, writes="advantage")
+def summed_advantage(batch: "Batch", ctx: "Context") -> Any:
+    """Normalises each of several rewards in its group, and adds them up; see distflow.algo.advantages."""
+    import torch
+
+    from distflow.algo.advantages import summed_advantages
+
+    groups = torch.from_numpy(batch.groups)
+    return _logged(summed_advantages(batch["scores"], batch["score_weights"][0], groups), batch["score"], groups, ctx)
+
+
+def _logged(advantage: Any, score: Any, groups: Any, ctx: "Context") -> Any:
+    """Logs the scores that advantages are of, and returns the advantages."""
+    from distflow.algo.advantages import mean_group_std, zero_std_fraction
+
+    ctx.metrics.log("advantage/mean", float(advantage.mean()), len(score))
     # Under dynamic sampling reward/mean is over all responses that were generated.
-    ctx.metrics.log("reward/trained_mean", float(score.mean()), len(batch))
+    ctx.metrics.log("reward/trained_mean", float(score.mean()), len(score))
     count = len(groups.unique())
     ctx.metrics.log("reward/std", mean_group_std(score, groups), count)
     ctx.metrics.log("reward/zero_std_frac", zero_std_fraction(score, groups), count)
     return advantage
-
-
-batch_advantage = node(group_advantage, id="batch_advantage", whole_batch=True)  # for scales over all groups
 
 
 @node(role="advantage", whole_groups=True, writes="keep")
@@ -62,7 +90,7 @@ def nonzero_std(batch: "Batch") -> Any:
     return (highest > lowest)[group]
 
 
-@node(role="reward", writes="shaped_score")
+@node(role="reward", writes="shaped_score", optional="response_mask")
 def overlong_penalty(batch: "Batch", ctx: "Context", limit: Count, buffer: Count = 0, factor: NonNegative = 1.0) -> Any:
     """Adds DAPO's overlong penalty to the score; see distflow.algo.reward_shaping."""
     from distflow.algo.reward_shaping import overlong_penalty
@@ -73,6 +101,57 @@ def overlong_penalty(batch: "Batch", ctx: "Context", limit: Count, buffer: Count
     return batch["score"] + penalty
 
 
+@node(role="data", writes="wanted_margin")
+def wanted_margin(batch: "Batch") -> Any:
+    """Reads the column `margin`: by how much the chosen response of a pair is to be better."""
+    import torch
+
+    from distflow.errors import DataError
+
+    for row, value in zip(batch.ids.tolist(), batch["margin"], strict=True):
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise DataError(f"sample {row}: the column 'margin' is {value!r}; it must be a number")
+    return torch.tensor([float(value) for value in batch["margin"]])
+
+
+@node(role="data", writes="desirable")
+def desirable(batch: "Batch") -> Any:
+    """Reads the column `label`: whether the response is good, as 1 or −1."""
+    import torch
+
+    from distflow.errors import DataError
+
+    for row, value in zip(batch.ids.tolist(), batch["label"], strict=True):
+        if not isinstance(value, bool):
+            raise DataError(f"sample {row}: the column 'label' is {value!r}; it must be true or false")
+    return torch.tensor([1.0 if value else -1.0 for value in batch["label"]])
+
+
+@node(role="data", whole_batch=True, writes="mismatched_response")
+def mismatched(batch: "Batch") -> list[str]:
+    """Gives each prompt the response of the next one."""
+    order = sorted(range(len(batch)), key=lambda i: batch.ids[i])
+    following = dict(zip(order, [*order[1:], *order[:1]], strict=True))
+    return [batch["response"][following[i]] for i in range(len(batch))]
+
+
+@node(role="advantage", writes="log_ratio")
+def mismatched_log_ratio(batch: "Batch") -> Any:
+    """Returns the log-ratio of the policy to the reference for each mismatched response."""
+    import torch
+
+    ours, theirs = batch["mismatched_old_logprobs"], batch["mismatched_ref_logprobs"]
+    return torch.stack([(a - b).sum() for a, b in zip(ours, theirs, strict=True)]) if len(batch) else torch.zeros(0)
+
+
+@node(role="advantage", whole_batch=True, writes="kl_baseline")
+def kl_baseline(batch: "Batch", ctx: "Context") -> Any:
+    """Returns the mean of the log-ratios, at least 0, for each sample: an estimate of the divergence."""
+    mean = batch["log_ratio"].double().mean().clamp(min=0).float()
+    ctx.metrics.log("actor/kl_baseline", float(mean))
+    return mean.repeat(len(batch))
+
+
 @node(role="advantage", writes="advantage")
 def greedy_baseline_advantage(batch: "Batch", ctx: "Context") -> Any:
     """Subtracts the score of the greedy response to the same prompt."""
@@ -81,7 +160,29 @@ def greedy_baseline_advantage(batch: "Batch", ctx: "Context") -> Any:
     return advantage
 
 
-@node(role="advantage", writes="kl_divergence")
+@node(role="advantage", writes="advantage", optional="response_mask")
+def teacher_advantage(batch: "Batch", ctx: "Context", field: str, task: NonNegative = 0.0) -> Any:
+    """The advantage of a token is log teacher − log student: on average, minus the reverse KL divergence.
+
+    `field`: the teacher's log-probs. `task` weighs `task_advantage`, of the response, which is added.
+    """
+    import torch
+
+    from distflow.batch.response_mask import ModelTokens
+
+    model = ModelTokens.of(batch, "rollout_logprobs")
+    advantage = model.select(batch[field].joined() - batch["rollout_logprobs"].joined())
+    if len(advantage):
+        ctx.metrics.log("distill/reverse_kl", float(-advantage.mean()), len(advantage))
+    if task:
+        advantage = advantage + task * batch["task_advantage"].repeat_interleave(torch.from_numpy(model.lengths))
+    return model.spread(advantage)
+
+
+task_advantage = node(group_advantage, id="task_advantage", writes="task_advantage")  # beside a teacher's
+
+
+@node(role="advantage", writes="kl_divergence", optional="response_mask")
 def kl_divergence(batch: "Batch", estimator: Estimator = "k3") -> Any:
     """Estimates the KL divergence of each response from the reference model, as the mean over its tokens."""
     import torch
@@ -96,7 +197,7 @@ def kl_divergence(batch: "Batch", estimator: Estimator = "k3") -> Any:
     return per_token.new_zeros(len(batch)).index_add(0, sample, per_token) / lengths.clamp(min=1)
 
 
-@node(role="advantage", writes=("raw_advantage", "returns", "moments"))
+@node(role="advantage", writes=("raw_advantage", "returns", "moments"), optional=("response_mask", "turn_rewards"))
 def gae(batch: "Batch", gamma: Fraction = 1.0, lam: Fraction = 0.95, kl: float = 0.0) -> dict[str, Any]:
     """Computes the advantage and return of each token from `score` and `old_values`; `kl` weighs a KL penalty."""
     import torch
@@ -114,7 +215,7 @@ def gae(batch: "Batch", gamma: Fraction = 1.0, lam: Fraction = 0.95, kl: float =
     }
 
 
-@node(role="advantage", writes=("raw_advantage", "moments"))
+@node(role="advantage", writes=("raw_advantage", "moments"), optional=("response_mask", "turn_rewards"))
 def discounted_returns(batch: "Batch", gamma: Fraction = 1.0, kl: float = 0.0) -> dict[str, Any]:
     """Computes the return of each token from `score`, as its advantage; `kl` weighs a KL penalty."""
     import torch
@@ -154,9 +255,9 @@ def _policy_logprobs(batch: "Batch") -> Any:
     return batch["old_logprobs" if "old_logprobs" in batch else "rollout_logprobs"]
 
 
-def whiten_over_batch(estimates: Any, *mask: Any) -> Any:
+def whiten_over_batch(estimates: Any) -> Any:
     """Whitens `raw_advantage` over all tokens of the step. Only `moments` are gathered, a few bytes a sample."""
-    return whiten(estimates["raw_advantage"], merge_moments(estimates["moments"]), *mask)
+    return whiten(estimates["raw_advantage"], merge_moments(estimates["moments"]))
 
 
 @node(role="advantage", whole_batch=True, writes="batch_moments")
@@ -176,7 +277,7 @@ def merge_moments(batch: "Batch", ctx: "Context") -> Any:
     return torch.stack([merged] * len(batch))
 
 
-@node(role="advantage", writes="advantage")
+@node(role="advantage", writes="advantage", optional="response_mask")
 def whiten(batch: "Batch", ctx: "Context") -> Any:
     """Whitens `raw_advantage` with `batch_moments`, the same for all samples."""
     from distflow.algo.returns import whiten

@@ -1,7 +1,7 @@
 """OPO: exactly on-policy, with the length-weighted baseline, which minimises variance (arXiv 2505.23585)."""
 
 from distflow.flow import flow
-from distflow.flows.nodes import group_advantage, response_mask
+from distflow.flows.nodes import length_advantage
 from distflow.flows.policy_update import update_policy
 
 
@@ -9,6 +9,5 @@ from distflow.flows.policy_update import update_policy
 def opo(prompts, actor, reference, reward, *, aggregate="seq-mean-token-sum-norm", **rest):
     rollout = actor.generate(prompts["prompt"])
     score = reward.score(prompts, rollout)
-    tokens = [rollout["response_tokens"], *response_mask(rollout)]
-    advantage = group_advantage(score, *tokens, baseline="length_weighted", scale="none")
+    advantage = length_advantage(score, rollout["response_tokens"], baseline="length_weighted", scale="none")
     update_policy(actor, reference, rollout, advantage, loss="reinforce", aggregate=aggregate, **rest)

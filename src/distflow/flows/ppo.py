@@ -1,7 +1,7 @@
 """PPO: token advantages from a critic (GAE), and a clipped importance ratio (arXiv 1707.06347)."""
 
 from distflow.flow import flow
-from distflow.flows.nodes import gae, response_mask, turn_rewards, whiten_over_batch
+from distflow.flows.nodes import gae, whiten_over_batch
 from distflow.flows.policy_update import update_policy
 
 
@@ -25,16 +25,15 @@ def ppo(
     **rest,
 ):
     rollout = actor.generate(prompts["prompt"])
-    mask = response_mask(rollout)
-    tokens = [rollout["prompt_tokens", "response_tokens"], *mask]
+    tokens = rollout["prompt_tokens", "response_tokens"]
     score = reward.score(prompts, rollout)
-    old = [actor.logprobs(*tokens)] if recompute_old_logprobs else []
-    ref = [reference.logprobs(*tokens)] if kl_in_reward else []
+    old = [actor.logprobs(tokens)] if recompute_old_logprobs else []
+    ref = [reference.logprobs(tokens)] if kl_in_reward else []
     penalty = [*(old or [rollout["rollout_logprobs"]]), *ref] if kl_in_reward else []
-    values = critic.values(*tokens)
-    estimates = gae(score, values, *penalty, *mask, *turn_rewards(rollout), gamma=gamma, lam=lam, kl=kl_in_reward)
+    values = critic.values(tokens)
+    estimates = gae(score, values, *penalty, gamma=gamma, lam=lam, kl=kl_in_reward)
     updates = {"mini_batches": mini_batches, "epochs": epochs}
-    critic.update(*tokens, values, estimates["returns"], clip=clip_value, **updates)
-    advantage = whiten_over_batch(estimates, *mask)
+    critic.update(tokens, values, estimates["returns"], clip=clip_value, **updates)
+    advantage = whiten_over_batch(estimates)
     clips = {"clip": clip, "dual_clip": dual_clip}
     update_policy(actor, reference, rollout, advantage, *old, *ref, loss="policy", **clips, **updates, **rest)

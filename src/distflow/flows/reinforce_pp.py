@@ -1,7 +1,7 @@
 """REINFORCE++: token returns whitened over the batch, with a KL penalty in the reward; no critic (arXiv 2501.03262)."""
 
 from distflow.flow import flow
-from distflow.flows.nodes import discounted_returns, response_mask, turn_rewards, whiten_over_batch
+from distflow.flows.nodes import discounted_returns, whiten_over_batch
 from distflow.flows.policy_update import update_policy
 
 
@@ -20,14 +20,13 @@ def reinforce_pp(
     **rest,
 ):
     rollout = actor.generate(prompts["prompt"])
-    mask = response_mask(rollout)
-    tokens = [rollout["prompt_tokens", "response_tokens"], *mask]
+    tokens = rollout["prompt_tokens", "response_tokens"]
     score = reward.score(prompts, rollout)
-    old = [actor.logprobs(*tokens)] if recompute_old_logprobs else []
-    ref = [reference.logprobs(*tokens)] if kl_in_reward else []
+    old = [actor.logprobs(tokens)] if recompute_old_logprobs else []
+    ref = [reference.logprobs(tokens)] if kl_in_reward else []
     penalty = [*old, *ref] if kl_in_reward else []
-    inputs = [score, rollout["rollout_logprobs"], *penalty, *mask, *turn_rewards(rollout)]
+    inputs = [score, rollout["rollout_logprobs"], *penalty]
     returns = discounted_returns(*inputs, gamma=gamma, kl=kl_in_reward)
-    advantage = whiten_over_batch(returns, *mask)
+    advantage = whiten_over_batch(returns)
     clips = {"clip": clip, "dual_clip": dual_clip}
     update_policy(actor, reference, rollout, advantage, *old, *ref, loss="policy", **clips, **rest)

@@ -9,23 +9,17 @@ import socket
 import sys
 from pathlib import Path
 
+from distflow.util.parent import process_exists, process_status
+
 RETRIES = 3  # after which bytes without an acknowledgement are taken for lost: about two seconds
 _UNFINISHED = ("01", "02", "04")  # ESTABLISHED, SYN_SENT, FIN_WAIT1, as in include/net/tcp_states.h
 
 
 def process_state(pid: int) -> str:
     """Returns `is stopped` or `is gone` for a process of this host, "" if it is well or cannot be seen."""
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
+    if not process_exists(pid):
         return "is gone"
-    except PermissionError:
-        return ""
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (OSError, IndexError):
-        return ""
-    return {"T": "is stopped", "t": "is stopped", "Z": "is gone", "X": "is gone"}.get(state, "")
+    return "is stopped" if process_status(pid)[0] in ("T", "t") else ""
 
 
 def unacknowledged() -> dict[str, int]:

@@ -35,6 +35,7 @@ class Record:
     since: float = 0.0  # when the task or the wait began
     beat: float = 0.0  # when the worker's watchdog last ran, or was last heard of
     done: bool = False  # ended as it should, and beats no more
+    write_s: float = 0.0  # that its part of a checkpoint may take to be written
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,7 @@ class Heartbeat:
         self.peers: Sequence[Peer] = ()  # by rank, once they are known
         self.data_age_s: Callable[[int], float | None] = lambda rank: None  # since the transport received data of it
         self.on_wait: Callable[[tuple[int, ...], float], None] | None = None  # told the ranks and seconds of each wait
+        self.write_s = 0.0  # that this worker's part of a checkpoint may take
         self._map: mmap.mmap | None = None
         # Replaced as a whole: the watchdog reads it in its own thread.
         self._state: tuple[int, str, tuple[int, ...], float] = (-1, "starting", (), time.monotonic())
@@ -73,18 +75,19 @@ class Heartbeat:
     @property
     def record(self) -> Record:
         step, task, ranks, since = self._state
-        waits_for = _cut_ranks(format_ranks(tuple(r for r in ranks if r != self.rank)))
-        return Record(self.rank, self.pid, self.host, step, task[:MAX_TASK], waits_for, since, self._beat, self._done)
+        waits_for = cut_ranks(format_ranks(tuple(r for r in ranks if r != self.rank)))
+        doing = step, task[:MAX_TASK], waits_for, since
+        return Record(self.rank, self.pid, self.host, *doing, self._beat, self._done, self.write_s)
 
     def start_task(self, step: int, task: str) -> None:
         self._state = (step, task, (), time.monotonic())
         self._write()
 
     @contextmanager
-    def waiting(self, ranks: tuple[int, ...]) -> Iterator[None]:
-        """Records that this worker waits for the others of `ranks`."""
+    def waiting(self, ranks: tuple[int, ...], allowed_s: float = 0.0) -> Iterator[None]:
+        """Records that this worker waits for the others of `ranks`; `allowed_s` of it do not count."""
         step, task, before, _ = self._state
-        self._state = (step, task, ranks, time.monotonic())
+        self._state = (step, task, ranks, time.monotonic() + allowed_s)
         start = time.perf_counter()
         yield
         step, task, _, _ = self._state
@@ -152,7 +155,7 @@ def step_name(step: int) -> str:
     return f"step {step}" if step >= 0 else "the start of the run"
 
 
-def _cut_ranks(text: str) -> str:
+def cut_ranks(text: str) -> str:
     return text if len(text) <= MAX_WAITS else text[:MAX_WAITS].rpartition(",")[0]
 
 

@@ -51,7 +51,7 @@ def _row(rank: int, record: Record | None, peers: Sequence[Peer], now: float) ->
         f"{record.host}:{record.pid}",
         str(record.step),
         record.task,
-        f"{now - record.since:.0f} s",
+        f"{max(0.0, now - record.since):.0f} s",
         record.waits_for or "none",
         "has ended" if record.done else f"{now - record.beat:.0f} s ago",
     )

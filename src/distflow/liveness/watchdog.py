@@ -15,15 +15,17 @@ from dataclasses import replace
 from pathlib import Path
 
 import distflow
+from distflow.device.process import START_LIMIT_S
 from distflow.errors import DistflowError, PeerLostError, StoppedError, StuckError, cut
 from distflow.liveness.beacon import Alarm, Answer, Beacon, Beat, Question, relay_ranks
+from distflow.liveness.collectives import Collective, oldest_unfinished
 from distflow.liveness.evidence import describe_network, process_state, unacknowledged
-from distflow.liveness.heartbeat import Heartbeat, Record, read_record
+from distflow.liveness.heartbeat import Heartbeat, Record, cut_ranks, read_record
 from distflow.liveness.waits import describe_waits
 from distflow.plan.layout import format_ranks
+from distflow.util.parent import process_exists
 
 logger = logging.getLogger(__name__)
-START_LIMIT_S = 300.0  # how long workers may wait for each other before the first step: they do not load alike
 UNHEARD_S = 60.0  # after which a peer of which nothing was ever heard is reported
 MAX_NAMED, MAX_NOTES = 16, 2  # ranks and sentences in an answer
 PACKAGE = str(Path(distflow.__file__).parent)
@@ -32,8 +34,8 @@ PACKAGE = str(Path(distflow.__file__).parent)
 class Watchdog:
     """Calls `on_stuck`, in the watchdog's thread, with the error that ends this worker; it must not return.
 
-    It checks how long this worker waits, and listens to the heartbeat of the next rank: a worker inside a model's own
-    collective does not know that it waits, but a worker that was stopped has no heartbeat. UDP may be lost where TCP is
+    It checks how long this worker waits, for others or in a collective of a model, and listens to the heartbeat of the
+    next rank, as a worker that was stopped has none. UDP may be lost where TCP is
     not: data received is a sign of life, too, and a rank that is not heard is asked by TCP before it is reported.
 
     Once `stop_requested`, this worker ends at once if another one on this host is gone: then it was not asked for a
@@ -47,7 +49,9 @@ class Watchdog:
         limit_s: float,
         on_stuck: Callable[[DistflowError], None],
         stop_requested: Callable[[], bool] = lambda: False,
+        start_limit_s: float = START_LIMIT_S,
     ) -> None:
+        self.start_limit_s = max(limit_s, start_limit_s)
         self.heartbeat, self.beacon, self.limit_s, self.on_stuck = heartbeat, beacon, limit_s, on_stuck
         self.rank, self.workers = heartbeat.rank, beacon.workers if beacon else 1
         self.tick_s = min(1.0, limit_s / 10)
@@ -64,6 +68,7 @@ class Watchdog:
         self._stack = ""
         self._stop_requested, self._peer_was_gone, self._warned = stop_requested, False, False
         self._started = time.monotonic()
+        self._first_step = math.inf  # that this worker takes; in it models are compiled and warm up
         self._stop = threading.Event()
         self._main_thread = threading.get_ident()
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
@@ -124,7 +129,7 @@ class Watchdog:
         if now - self._ticked > self._pause_s:
             self._paused = now
         self._ticked = now
-        limit_s = self.limit_s if record.step > 0 else max(self.limit_s, START_LIMIT_S)
+        limit_s = self.limit_s if record.step > 0 else self.start_limit_s
         silent_s = self._silent_s(now)
         self._ask_next(now)
         self._warn_unheard(now)
@@ -136,17 +141,44 @@ class Watchdog:
             self._continue_alarm(now)
         elif record.waits_for and time.monotonic() - record.since > limit_s:
             self._raise_alarm(f"a worker has waited more than {limit_s:g} s for others (wait_limit_s)", now)
+        elif stuck := self._stuck_collective(record, self._collective_limit_s(record)):
+            where = f"rank {self.rank} in {stuck}"
+            limit_s = self._collective_limit_s(record)
+            reason = f"a worker has waited more than {limit_s:g} s for others (wait_limit_s): {where}"
+            self._raise_alarm(reason, now)
         elif silent_s > limit_s:
             reason = f"a worker has had no heartbeat for more than {limit_s:g} s (wait_limit_s)"
             self._raise_alarm(reason, now, accused=self._next_rank)
         else:
             self._raise_at = 0.0
 
+    def _collective_limit_s(self, record: Record) -> float:
+        """Returns how long a collective of a model may take: short, once the first step is over."""
+        if record.step > 0:
+            self._first_step = min(self._first_step, record.step)
+        return self.limit_s if record.step > self._first_step else self.start_limit_s
+
+    def _stuck_collective(self, record: Record, limit_s: float) -> Collective | None:
+        """Returns a collective of a model that takes longer than the limit, in a task that does, too."""
+        if record.waits_for or time.monotonic() - record.since <= limit_s:
+            return None
+        stuck = oldest_unfinished()
+        return stuck if stuck and stuck.age_s > limit_s else None
+
+    def _own_record(self) -> Record:
+        """Returns what this worker does, and for whom it waits in a collective of a model."""
+        record = self.heartbeat.record
+        stuck = None if record.waits_for else oldest_unfinished()
+        if stuck is None or stuck.age_s <= 3 * self.tick_s:
+            return record
+        others = format_ranks(tuple(r for r in stuck.ranks if r != self.rank))
+        return replace(record, task=f"{record.task}: {stuck}", waits_for=cut_ranks(others))
+
     def _local_peer_is_gone(self) -> bool:
         """Returns whether a worker of this host has ended, although this one has not finished."""
         if self.heartbeat.record.task == "finish":
             return False
-        return any(p.local and not _exists(p.pid) for r, p in enumerate(self.heartbeat.peers) if r != self.rank)
+        return any(p.local and not process_exists(p.pid) for r, p in enumerate(self.heartbeat.peers) if r != self.rank)
 
     def _silent_s(self, now: float) -> float:
         """Returns for how long there was no sign of life of the next rank."""
@@ -243,7 +275,7 @@ class Watchdog:
         assert alarm is not None
         notes = self._notes(now)
         own = Answer(
-            self.heartbeat.record,
+            self._own_record(),
             self._stack,
             self._silent_peer(now),
             self._unheard(now)[:MAX_NAMED],
@@ -373,13 +405,3 @@ class PeerMonitor:
         if paused:
             self._since = now
         return now - self._since if self.record and not self.record.done else 0.0
-
-
-def _exists(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        pass
-    return True

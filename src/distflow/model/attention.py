@@ -14,6 +14,10 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
+from distflow.cpu import attention as cpu_attention
+from distflow.model import varlen
+from distflow.util.copies import to_device
+
 NAME = "distflow"
 
 
@@ -24,6 +28,10 @@ class AttentionParams:
     scale: float | None = None
     window: int | None = None
     softcap: float | None = None
+
+    @property
+    def options(self) -> cpu_attention.Options:
+        return self.scale, self.window, self.softcap
 
 
 class Attention(Protocol):
@@ -60,9 +68,11 @@ class SharedPrompts:
     rows: Tensor  # [places]: the row of each token of the sequences
     first_places: Tensor  # [rows]: the first place of each row
     repeats: Tensor  # [some places]: places whose row has an earlier one
+    own: tuple[int, ...]  # [sequences]: how many rows are in no earlier sequence; they are its last tokens
 
     def to(self, device: torch.device) -> "SharedPrompts":
-        return SharedPrompts(self.rows.to(device), self.first_places.to(device), self.repeats.to(device))
+        rows, first, repeats = (to_device(t, device) for t in (self.rows, self.first_places, self.repeats))
+        return SharedPrompts(rows, first, repeats, self.own)
 
     def expand(self, x: Tensor) -> Tensor:
         """[rows, …] → [places, …]"""
@@ -104,11 +114,16 @@ class PackedAttention:
     """Causal attention of sequences of these lengths, one after the other; with `shared`, of their shared rows."""
 
     def __init__(self, lengths: Sequence[int], shared: SharedPrompts | None = None) -> None:
+        self.lengths, self.shared = lengths, shared
         self.runs = [(len(list(run)), length) for length, run in groupby(lengths)]
-        self.shared = shared
+        self._bounds: varlen.Bounds | None = None  # made by the first layer, which knows the device
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, params: AttentionParams) -> Tensor:
-        whole = [x.transpose(0, 1) for x in (q, k, v)]  # [tokens, heads, dim]
+        q, k, v = (x.transpose(0, 1) for x in (q, k, v))  # [tokens, heads, dim]
+        on_cpu = cpu_attention.has_kernel(q)
+        if on_cpu or (params.softcap is None and varlen.has_kernel(q.device, q.dtype, q.shape[-1])):
+            return self._in_one_call(q, k, v, params, on_cpu)
+        whole = [q, k, v]
         if self.shared:
             whole = [self.shared.expand(x) for x in whole]
         sizes = [count * length for count, length in self.runs]
@@ -120,6 +135,17 @@ class PackedAttention:
             parts.append(out.transpose(1, 2).flatten(0, 1))
         joined = parts[0] if len(parts) == 1 else torch.cat(parts)
         return self.shared.collapse(joined) if self.shared else joined
+
+    def _in_one_call(self, q: Tensor, k: Tensor, v: Tensor, params: AttentionParams, on_cpu: bool) -> Tensor:
+        """A prompt's queries are computed once: only its keys are repeated for the sequences that share it."""
+        queries = self.shared.own if self.shared else self.lengths
+        if self.shared:
+            k, v = self.shared.expand(k), self.shared.expand(v)
+        if on_cpu:
+            return cpu_attention.attend(q, k, v, queries, self.lengths, params.options)
+        if self._bounds is None:
+            self._bounds = varlen.Bounds.of(queries, self.lengths, q.device)
+        return varlen.attend(q, k, v, self._bounds, params.scale, params.window)
 
 
 def attend(

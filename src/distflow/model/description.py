@@ -5,6 +5,7 @@ import shutil
 from pathlib import Path
 
 from distflow.model.lora import LoraAdapter
+from distflow.model.processor import save_processor
 from distflow.model.source import Source
 
 MODEL, HEAD = "model", "head"  # a folder with config and tokenizer; a file that names the head
@@ -15,6 +16,8 @@ def describe(folder: Path, source: Source, adapter: LoraAdapter | None = None) -
     """Writes config, tokenizer and head of a model, and of an adapter its config and base model."""
     source.config.save_pretrained(folder / MODEL)
     source.tokenizer.save_pretrained(folder / MODEL)
+    if source.processor:
+        save_processor(source.processor, source.folder, folder / MODEL)
     if source.folder and (source.folder / "generation_config.json").exists():
         shutil.copy(source.folder / "generation_config.json", folder / MODEL)
     (folder / HEAD).write_text(source.head)

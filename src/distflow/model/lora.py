@@ -7,6 +7,7 @@ import hashlib
 import math
 from collections.abc import Iterator, Mapping
 from copy import copy
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -17,12 +18,15 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from distflow.config.schema import ALL_LINEAR, LoraConfig
+from distflow.cpu import kernels_for
+from distflow.cpu.products import multiply
 from distflow.errors import ConfigError, suggest
 from distflow.model.source import Read
 from distflow.util.extras import how_to_install
 from distflow.weights.shards import TensorSpec
 
 _A, _B, _WEIGHT = ".lora_A.default.weight", ".lora_B.default.weight", ".weight"
+_CUT = {"colwise": "lora_B", "rowwise": "lora_A"}
 Pairs = Mapping[str, tuple[Tensor, Tensor]]  # weight → B and A
 
 
@@ -36,14 +40,20 @@ class LoraAdapter:
         peft = _peft()
         layers, named = _targets(lm, given.targets)
         alpha = given.alpha or 2.0 * given.rank
-        self.rank, self.scale = given.rank, alpha / given.rank
+        self.layers, self.rank = layers, given.rank
+        self.scale = scale_of(given.rank, alpha, given.use_rslora)
         self.config: Any = peft.LoraConfig(
             r=given.rank,
             lora_alpha=int(alpha) if alpha.is_integer() else alpha,
             target_modules=named,
+            use_rslora=given.use_rslora,
             task_type="CAUSAL_LM",
         )
         peft.inject_adapter_in_model(self.config, lm, low_cpu_mem_usage=True)
+        for module in lm.modules():
+            kind: Any = type(module)
+            if kind is peft.tuners.lora.Linear:
+                module.__class__ = _merged_class(kind)
         trained = [(name, p) for name, p in lm.named_parameters() if p.requires_grad]
         self.specs = [TensorSpec(name, tuple(p.shape), _tp_dim(name, styles or {})) for name, p in trained]
         # Anything else would not be merged.
@@ -62,6 +72,15 @@ class LoraAdapter:
             return whole[part]
 
         return read
+
+    def tp_styles(self, styles: Mapping[str, str]) -> dict[str, str]:
+        """Returns how tensor parallelism cuts the modules that are in the adapted layers: the weight as before, with it
+        the rows of B, or the columns of A. The other matrix is whole, and so is its gradient."""
+        result = dict(styles)
+        for layer in self.layers:
+            if style := result.pop(layer, None):
+                result |= {f"{layer}.base_layer": style, f"{layer}.{_CUT[style]}.default": style}
+        return result
 
     def gather_a(self, parts: Mapping[str, Tensor], process_group: dist.ProcessGroup) -> dict[str, Tensor]:
         """Returns this rank's shards, but every A whole, gathered from all ranks in one exchange."""
@@ -102,9 +121,59 @@ class MergedWeights(Mapping[str, Tensor]):
         return len(self.base)
 
 
+def scale_of(rank: int, alpha: float, rank_stabilised: bool) -> float:
+    """Returns by what B @ A is multiplied."""
+    return alpha / (math.sqrt(rank) if rank_stabilised else rank)
+
+
 def merge(weight: Tensor, pair: tuple[Tensor, Tensor] | None, scale: float) -> Tensor:
     """Returns weight + scale · B @ A in float32; weight and B are the same rows, A is whole."""
-    return weight if pair is None else torch.addmm(weight, *pair, alpha=scale)
+    if pair is None:
+        return weight
+    if kernels_for(weight, *pair):  # whose rows do not depend on how many there are
+        return multiply(*pair).mul_(scale).add_(weight)
+    return torch.addmm(weight.float(), *pair, alpha=scale)
+
+
+@cache
+def _merged_class(theirs: Any) -> Any:
+    return type("MergedLinear", (_MergedLinear, theirs), {})
+
+
+class _MergedLinear(nn.Module):
+    """PEFT's layer, which where there are kernels multiplies by what a rollout engine does: the merged weight."""
+
+    base_layer: nn.Linear
+    lora_A: Any  # noqa: N815
+    lora_B: Any  # noqa: N815
+    scaling: Mapping[str, float]
+    disable_adapters: bool
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        base, pair = self.base_layer, (self.lora_B["default"].weight, self.lora_A["default"].weight)
+        if self.disable_adapters or not kernels_for(x, base.weight, *pair):
+            return super().forward(x, *args, **kwargs)  # type: ignore[no-any-return]
+        return _Merged.apply(x, base.weight, base.bias, *pair, self.scaling["default"])  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _Merged(torch.autograd.Function):
+    """Its gradient has no product of the weight's size: the merged weight is made twice, which costs less."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, b: Tensor, a: Tensor, scale: float) -> Tensor:
+        ctx.save_for_backward(x, weight, b, a)
+        ctx.scale = scale
+        out = multiply(x.flatten(0, -2), merge(weight, (b, a), scale).T)
+        return (out if bias is None else out.add_(bias)).view(*x.shape[:-1], -1)
+
+    @staticmethod
+    def backward(ctx: Any, d: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, b, a = ctx.saved_tensors
+        rows, slopes = x.flatten(0, -2), d.flatten(0, -2)
+        d_x = multiply(slopes, merge(weight, (b, a), ctx.scale)).view(x.shape) if ctx.needs_input_grad[0] else None
+        d_b = multiply(slopes.T, multiply(rows, a.T)).mul_(ctx.scale)
+        d_a = multiply(multiply(slopes, b).T, rows).mul_(ctx.scale)
+        return d_x, None, None, d_b, d_a, None
 
 
 def adapter_pairs(adapter: Mapping[str, Tensor]) -> Pairs:
@@ -131,9 +200,9 @@ def _tp_dim(name: str, styles: Mapping[str, str]) -> int | None:
 
 
 def _targets(lm: PreTrainedModel, given: list[str]) -> tuple[set[str], list[str]]:
-    """Returns the layers to adapt, and the suffixes by which PEFT finds them."""
-    head = lm.get_output_embeddings()
-    linear = {name for name, m in lm.named_modules() if isinstance(m, nn.Linear) and m is not head}
+    """Returns the layers to adapt, and the suffixes by which PEFT finds them: layers of the language model."""
+    adaptable = set(lm.get_decoder().modules())
+    linear = {name for name, m in lm.named_modules() if isinstance(m, nn.Linear) and m in adaptable}
     leaves = {name.rpartition(".")[2] for name in linear}
     if not linear:
         raise ConfigError(f"train.lora: a {lm.config.model_type} model has no nn.Linear layers; leave it out")

@@ -21,6 +21,18 @@ def check_kv_cache(cache_bytes: int, device: torch.device) -> None:
         )
 
 
+def kv_budget(cache_bytes: int, per_token: int, longest: int, most: int) -> str:
+    """Says how many sequences, at most `most`, a KV cache holds at once: of the longest allowed, and shorter ones."""
+
+    def count(tokens: int) -> int:
+        return min(most, cache_bytes // (tokens * per_token))
+
+    lengths = [longest] if count(longest) == most else [-(-longest // part) for part in (16, 4, 1)]
+    counts = " or ".join(f"{count(n):,} of {n:,} tokens" for n in lengths)
+    each = human_bytes(longest * per_token)
+    return f"{human_bytes(cache_bytes)}; sequences at once: {counts}, the longest allowed ({each} each)"
+
+
 def total_memory(device: torch.device) -> int | None:
     """Returns the bytes of memory of a device, or of this host or container; None if unknown."""
     if device.type != "cpu":

@@ -13,6 +13,7 @@ from torch import Tensor
 from distflow.dataset.view import DatasetView
 from distflow.errors import DataError
 from distflow.model.text import Text
+from distflow.plan.field_bytes import IMAGES
 
 logger = logging.getLogger(__name__)
 TOKENIZER_ROWS = 20_000  # whose text a tokenizer is trained on
@@ -45,8 +46,10 @@ def check_prompts(
     bad: NDArray[np.bool_] = np.zeros(len(rows), bool)
     skipped = []
     for i in range(rank, len(rows), workers):
+        row: dict[str, Any] = {}
         try:
-            text.encode(prompt := rows[i]["prompt"])
+            row = rows[i]
+            text.encode(prompt := row["prompt"], row.get(IMAGES, ()))
             if not warned and (token := text.forged_token(prompt)):
                 warned = True
                 logger.warning(
@@ -61,6 +64,8 @@ def check_prompts(
                 raise DataError(f"{message} – fix the row or set `data.on_bad_row: skip`") from None
             bad[i] = True
             skipped.append(message)
+        if text.images:
+            text.images.forget(row.get(IMAGES, ()))
     if skip:
         bad = all_reduce(torch.from_numpy(bad), torch.logical_or).numpy()
     if not bad.any():

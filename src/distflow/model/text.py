@@ -1,7 +1,11 @@
 """Converts text to tokens and back, once each: generated tokens are never encoded again."""
 
-from collections.abc import Sequence
+import inspect
+import re
+from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -10,10 +14,12 @@ from transformers import GenerationConfig
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from distflow.batch.batch import Batch, Ragged
-from distflow.errors import ConfigError, DataError, shown
+from distflow.errors import ConfigError, DataError, cut, shown
 from distflow.model.encoder import Encoder, check_whole
+from distflow.model.images import Images, References
 from distflow.model.source import Source
 from distflow.model.time_limit import OutOfTimeError, time_limit
+from distflow.plan.field_bytes import IMAGES
 
 _TEMPLATE_S = 10.0  # for a prompt; usual ones take less than a thousandth of that
 Prompt = str | list[dict[str, Any]]
@@ -23,16 +29,31 @@ class Text:
     """Encodes prompts of at most `limit` tokens, and decodes responses.
 
     Special tokens in a prompt's text are ordinary text, unless a chat template has `rendered` the prompts before.
+    `chat_template_kwargs` are variables of the chat template.
     """
 
-    def __init__(self, source: Source, limit: int, rendered: bool = False) -> None:
+    def __init__(
+        self,
+        source: Source,
+        limit: int,
+        rendered: bool = False,
+        chat_template_kwargs: Mapping[str, Any] = MappingProxyType({}),
+        images: Images | None = None,
+    ) -> None:
         self.name, self.limit, self.rendered = source.name, limit, rendered
         self.tokenizer: Tokenizer = source.tokenizer
+        self.chat_template_kwargs, self.images = chat_template_kwargs, images
+        if chat_template_kwargs:
+            _check_variables(self.tokenizer, chat_template_kwargs, source.name)
 
-    def encode(self, prompt: Prompt) -> list[int]:
-        """Encodes a prompt; chat messages go through the tokenizer's chat template."""
+    def encode(self, prompt: Prompt, images: References = ()) -> list[int]:
+        """Encodes a prompt; chat messages go through the tokenizer's chat template.
+
+        Each of its images becomes as many tokens as the model's processor makes of it.
+        """
         self.check_size(prompt)
-        return self.check_length(self._encode(prompt))
+        tokens = self._encode(prompt)
+        return self.check_length(self.images.expand(tokens, images) if self.images else tokens)
 
     def encode_rendered(self, prompt: str) -> list[int]:
         """Encodes a text that a chat template has rendered: special tokens in it are special."""
@@ -96,7 +117,7 @@ class Text:
             )
         try:
             with time_limit(_TEMPLATE_S):
-                return self.tokenizer.apply_chat_template(messages, **options)
+                return self.tokenizer.apply_chat_template(messages, **self.chat_template_kwargs, **options)
         except OutOfTimeError:  # all rows would take as long, so none is skipped
             raise ConfigError(
                 f"model: the chat template of '{self.name}' takes longer than {_TEMPLATE_S:g} s for a prompt; give"
@@ -107,11 +128,13 @@ class Text:
                 f"the chat template of '{self.name}' does not accept the prompt: {e}; fix its messages"
             ) from e
 
-    def encode_pairs(self, prompts: Sequence[Prompt], responses: Sequence[str]) -> dict[str, Ragged]:
-        end = [self.tokenizer.eos_token_id]
+    def encode_pairs(
+        self, prompts: Sequence[Prompt], responses: Sequence[str], images: Sequence[References] | None = None
+    ) -> dict[str, Ragged]:
+        end, given = [self.tokenizer.eos_token_id], images or [()] * len(prompts)
         answers = [self.encoder.encode_text(_text(r), own=True) + end for r in responses]
         return {
-            "prompt_tokens": ragged([self.encode(p) for p in prompts]),
+            "prompt_tokens": ragged([self.encode(p, i) for p, i in zip(prompts, given, strict=True)]),
             "response_tokens": ragged(answers),
         }
 
@@ -120,7 +143,7 @@ class Text:
         first = batch.ids == 2 * batch.groups
         answers = [_text(batch["chosen" if one else "rejected"][i]) for i, one in enumerate(first.tolist())]
         preferred = torch.from_numpy(np.where(first, 1.0, -1.0).astype(np.float32))
-        return {**self.encode_pairs(batch["prompt"], answers), "preferred": preferred}
+        return {**self.encode_pairs(batch["prompt"], answers, images_of(batch)), "preferred": preferred}
 
     def decode(self, tokens: Ragged) -> list[str]:
         if not len(tokens):
@@ -141,6 +164,28 @@ class Text:
                 )
             ends.add(ids[0])
         return frozenset(ends)
+
+
+def images_of(batch: Batch) -> list[References] | None:
+    """Returns the references to the images of each prompt; None if the data have none."""
+    return batch.columns.get(IMAGES)  # type: ignore[return-value]
+
+
+def _check_variables(tokenizer: Tokenizer, variables: Mapping[str, Any], model: str) -> None:
+    """Refuses what a chat template would silently ignore, and what we give it ourselves."""
+    where, template = "data.chat_template_kwargs", tokenizer.chat_template
+    if not template:
+        raise ConfigError(f"{where}: the tokenizer of '{model}' has no chat template; leave them out")
+    words = set(re.findall(r"[A-Za-z_]\w*", str(template)))
+    for name in variables:
+        if name in inspect.signature(tokenizer.apply_chat_template).parameters or name == "messages":
+            raise ConfigError(
+                f"{where}.{cut(name)}: this is no variable of a template, DistFlow gives it; leave it out"
+            )
+        if name not in words:
+            similar = get_close_matches(name, words, n=1)
+            hint = f"; did you mean '{similar[0]}'?" if similar else "; leave it out"
+            raise ConfigError(f"{where}.{cut(name)}: the chat template of '{model}' does not read it{hint}")
 
 
 def _count_characters(prompt: Any) -> int:

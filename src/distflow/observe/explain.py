@@ -43,6 +43,13 @@ SENTENCES = {
     "rollout/staleness": "How many updates old the weights are that generated the samples; 0 is on-policy.",
     "rollout/carried_frac": "Fraction of the response tokens that earlier steps have generated, with older weights.",
     "rollout/*": "A quantity of the generation.",
+    "router/load_max_ratio": "Load of the busiest expert of any layer over the mean of its layer; 1 is even.",
+    "router/starved_frac": "Share of the experts that get under a tenth of the mean load: they learn next to nothing.",
+    "router/mismatch": "Share of the experts that the rollout has chosen and training would not have; it uses them "
+    "nevertheless.",
+    "router/aux_loss": "The loss that evens out the load of experts, before its weight; 1 is even.",
+    "distill/reverse_kl": "How far the student is from the teacher, on its own responses: what is to fall.",
+    "distill/divergence": "The divergence from the teacher per token: what is to fall.",
     "sampling/rounds": "Rounds of dynamic sampling that filled the step; if it rises, most groups have no signal.",
     "sampling/discarded": "Groups that dynamic sampling has dropped.",
     "sampling/filled": "Groups that were kept although they have no signal, since no round was left.",

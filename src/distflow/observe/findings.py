@@ -4,10 +4,12 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 RECENT, LONGER = 10, 50  # steps
 NO_SIGNAL_FROM, CLIPPED_FROM, IMBALANCE_FROM = 0.5, 0.3, 0.3
-MISMATCH_FROM, STRAGGLE_FROM, ENTROPY_BELOW = 0.01, 1.2, 0.1
+STARVED_FROM = 0.1
+MISMATCH_FROM, STALE_MISMATCH_FROM, STRAGGLE_FROM, ENTROPY_BELOW = 0.01, 0.1, 1.2, 0.1
 
 Row = Mapping[str, float | None]  # the metrics of a step; None: not a number
 
@@ -26,13 +28,35 @@ def findings(rows: Sequence[Row]) -> list[Finding]:
     return [finding for finding in found if finding]
 
 
+def findings_over_time(rows: Sequence[Row], points: int = 120) -> list[dict[str, Any]]:
+    """Returns each problem of the run with the ranges of steps [first, last] in which it was found, oldest first.
+
+    They are looked for at so many points of the run, so that a long one costs no more.
+    """
+    ends = sorted({-(-len(rows) * i // points) for i in range(1, points + 1)}) if rows else []
+    seen: dict[str, dict[str, Any]] = {}
+    before: set[str] = set()
+    for end in ends:
+        step, now = rows[end - 1].get("step"), findings(rows[:end])
+        for finding in now:
+            entry = seen.setdefault(finding.metric, {"metric": finding.metric, "ranges": []})
+            entry["text"] = finding.text
+            if finding.metric in before:
+                entry["ranges"][-1][1] = step
+            else:
+                entry["ranges"].append([step, step])
+        before = {f.metric for f in now}
+    return list(seen.values())
+
+
 def _mean(rows: Sequence[Row], name: str, count: int = RECENT) -> float | None:
     values = [v for row in rows[-count:] if (v := row.get(name)) is not None]
     return sum(values) / len(values) if values else None
 
 
 def _last(count: int, rows: Sequence[Row]) -> str:
-    return f"the last {min(count, len(rows))} steps" if len(rows) > 1 else "the only step so far"
+    steps = sum(row.get("step") != 0 for row in rows[-count:])  # 0: an evaluation before training
+    return f"the last {steps} steps" if steps > 1 else "the only step so far"
 
 
 def _skipped(rows: Sequence[Row]) -> Finding | None:
@@ -51,9 +75,12 @@ def _failures(rows: Sequence[Row]) -> Finding | None:
 
 
 def _mismatch(rows: Sequence[Row]) -> Finding | None:
-    value = _mean(rows, "rollout/mismatch_kl")
-    if value is None or value < MISMATCH_FROM:
+    value, behind = _mean(rows, "rollout/mismatch_kl"), _mean(rows, "rollout/staleness") or 0.0
+    if value is None or value < (STALE_MISMATCH_FROM if behind else MISMATCH_FROM):
         return None
+    if behind:
+        text = f"mismatch {value:.2g}: rollouts are by weights {behind:.2g} steps older, which have moved far; lower"
+        return Finding(f"{text} rollout.staleness or train.lr", "rollout/mismatch_kl")
     return Finding(f"mismatch {value:.2g}: the engine and the trainer disagree", "rollout/mismatch_kl")
 
 
@@ -68,7 +95,10 @@ def _clipped(rows: Sequence[Row]) -> Finding | None:
     share = _mean(rows, "response_length/clip_ratio")
     if share is None or share < CLIPPED_FROM:
         return None
-    text = f"{share:.0%} of responses were cut off at rollout.max_tokens in {_last(RECENT, rows)}"
+    conversations = any(name.startswith("env/") and name.endswith("/turns") for name in rows[-1])
+    what = "conversations were ended by" if conversations else "responses were cut off at"
+    limits = "environment.max_turns, turn_tokens or rollout.max_tokens" if conversations else "rollout.max_tokens"
+    text = f"{share:.0%} of {what} {limits} in {_last(RECENT, rows)}"
     return Finding(text, "response_length/clip_ratio")
 
 
@@ -100,6 +130,14 @@ def _imbalance(rows: Sequence[Row]) -> Finding | None:
     return Finding(f"tokens per worker differ by {share:.0%} in {_last(RECENT, rows)}", "data/imbalance")
 
 
+def _experts(rows: Sequence[Row]) -> Finding | None:
+    share = _mean(rows, "router/starved_frac")
+    if share is None or share < STARVED_FROM:
+        return None
+    text = f"{share:.0%} of the experts starve: they get under a tenth of the mean load in {_last(RECENT, rows)}"
+    return Finding(f"{text}; raise train.router_aux_loss", "router/starved_frac")
+
+
 def _held_out(rows: Sequence[Row]) -> Finding | None:
     """Looks at the first held-out score only: others are usually close to it."""
     name = next((n for row in rows for n in row if n.startswith("val/") and n.endswith("/score")), None)
@@ -124,4 +162,5 @@ _CHECKS: tuple[Callable[[Sequence[Row]], Finding | None], ...] = (
     _held_out,
     _straggler,
     _imbalance,
+    _experts,
 )

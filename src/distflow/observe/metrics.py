@@ -48,7 +48,7 @@ class StepMetrics:
         self.totals[name, reduce] = total, n + count
 
     def merge(self, totals: Mapping[Key, tuple[float, float]]) -> None:
-        """Adds what other metrics have logged."""
+        """Adds the values of other metrics."""
         for key, (value, count) in totals.items():
             total, n = self.totals.get(key, (_neutral(key[1]), 0))
             combined = {"max": max, "min": min}.get(key[1], float.__add__)(float(total), float(value))
@@ -58,10 +58,11 @@ class StepMetrics:
         self.log(f"timing_s/{name}", seconds)
         self.log(f"timing_max_s/{name}", seconds, reduce="max")
 
-    def work(self, rank: int, seconds: float) -> None:
-        """Logs how long this worker's nodes took, and which rank's took longest."""
+    def work(self, rank: int, seconds: float, ranks_alike: bool = True) -> None:
+        """Logs how long this worker's nodes took, and which rank's took longest, if all have the same work."""
         self.log("perf/work_s", seconds)
-        self.log(BUSIEST, round(seconds * 10_000) * MAX_RANKS + rank, reduce="max")
+        if ranks_alike:
+            self.log(BUSIEST, round(seconds * 10_000) * MAX_RANKS + rank, reduce="max")
 
     def with_prefix(self, prefix: str) -> "StepMetrics":
         """Returns a view of these metrics that puts `prefix` before the names of those that it logs."""
@@ -114,8 +115,10 @@ class MetricsReducer:
 
     MAX_BACKLOG = 2  # steps that a run may be ahead of its log
 
-    def __init__(self, rank: int, ranks: Sequence[int], sink: Sink | None) -> None:
+    def __init__(self, rank: int, ranks: Sequence[int], sink: Sink | None, kept: str | None = None) -> None:
+        """`kept`: a metric whose values can be asked for once their steps are reduced, whatever becomes of the log."""
         self.rank, self.ranks, self.sink = rank, ranks, sink
+        self._kept, self._values = kept, dict[int, float]()
         self._keys: list[Key] = []  # the same on all ranks, in the same order
         self._thread = ThreadPoolExecutor(1, "metrics")
         self._pending: list[Future[None]] = []
@@ -128,10 +131,19 @@ class MetricsReducer:
             agreed = yield from self._agree_on(new)
             self._keys += agreed
             result |= (yield from self._all_reduce(agreed, metrics, False, False))[0]
+        if self._kept in result and math.isfinite(result[self._kept]):
+            self._values[step] = result[self._kept]
         if self.sink is not None:
             self._pending.append(self._thread.submit(self.sink, step, result))
             self.wait(self.MAX_BACKLOG)
         return any_vote
+
+    def take_kept(self, step: int) -> dict[str, float]:
+        """Returns the kept metric of a step by its name, if it has one, and forgets those of steps before."""
+        for earlier in [s for s in list(self._values) if s < step]:  # another thread may reduce at this moment
+            del self._values[earlier]
+        value = self._values.get(step)
+        return {} if self._kept is None or value is None else {self._kept: value}
 
     def wait(self, backlog: int = 0) -> None:
         """Waits until at most `backlog` steps are not yet logged; raises what went wrong in the sink."""

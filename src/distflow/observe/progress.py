@@ -4,8 +4,8 @@ import json
 import math
 import sys
 import time
-from collections.abc import Callable, Sequence
-from itertools import count
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +13,15 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 
-from distflow.errors import ConfigError, printable, short_reason
+from distflow.errors import printable
 from distflow.observe.bounded_log import UNLIMITED, BoundedLog
-from distflow.observe.findings import LONGER, findings
+from distflow.observe.findings import LONGER, RECENT, findings
 from distflow.observe.stragglers import Stragglers
 from distflow.observe.trackers.thread import TrackerThread
-from distflow.run_folder import METRICS, SAMPLES, SPANS, STATE, SUSPICIOUS
+from distflow.run_folder import METRICS, STATE, SUSPICIOUS
 from distflow.util.lines import row_step
 from distflow.util.patient_files import WholeFiles, WriteErrors
-from distflow.util.text import human_bytes
+from distflow.util.text import duration, human_bytes
 
 SHOWN = 4  # metrics in a step's line, in the order of PREFERRED
 PREFERRED = ("reward/mean", "val/", "actor/loss", "response_length/mean", "actor/grad_norm")
@@ -54,9 +54,6 @@ class Progress:
             if suspicious.path.exists():
                 suspicious.open(first)
                 suspicious.close()
-        else:
-            for name in (METRICS, SUSPICIOUS, SPANS, SAMPLES):
-                _archive(folder / name)
         self._log.open(first)
         self._write_state("running")
         if skipped_count:
@@ -66,6 +63,7 @@ class Progress:
         self._stragglers = Stragglers(hosts)
         self._sums: dict[str, float] = {}
         self._recent: list[dict[str, float | None]] = []  # metrics of the last steps
+        self._ends = deque[float](maxlen=RECENT + 1)  # when the last steps ended
         self._warned: set[str] = set()  # metrics that the last step's warnings are about
         self._count = 0
         self._bar: Bar | None = None
@@ -96,12 +94,21 @@ class Progress:
         for name, value in metrics.items() if trained else ():
             self._sums[name] = self._sums.get(name, 0.0) + value
         line = step_line(metrics)
+        if trained and not self._bar and (left := self._left(step, metrics)):
+            line = f"{left}  {line}"
         if not trained:
             self._print(f"{'before training' if self.steps else f'held out, step {step}'}  {line}")
         elif self._bar:
             self._bar.update(self._task, advance=1, description=line)
         else:
             self._say(lambda: print(f"step {step}/{self.steps}  {line}", flush=True))
+
+    def _left(self, step: int, metrics: Mapping[str, float]) -> str | None:
+        """Returns how long the rest of the steps will take, as the last ones did."""
+        self._ends.append(time.monotonic())
+        passed = len(self._ends) - 1
+        each = (self._ends[-1] - self._ends[0]) / passed if passed else metrics.get("timing_max_s/step")
+        return None if each is None or step == self.steps else f"{duration((self.steps - step) * each)} left"
 
     def on_samples(self, step: int, rows: list[dict[str, Any]]) -> None:
         """Tells the trackers of samples that this worker has recorded."""
@@ -155,7 +162,8 @@ def step_line(metrics: dict[str, float]) -> str:
     parts = []
     if "timing_max_s/step" in metrics:
         parts.append(f"{metrics['timing_max_s/step']:.3g} s")
-        parts.append(f"{human_bytes(metrics['data/bytes_sent_max'])} sent by the busiest worker")
+        if "perf/tokens_per_s" in metrics:
+            parts.append(f"{metrics['perf/tokens_per_s']:,.0f} tokens/s")
     names = [k for k in metrics if k.partition("/")[0] not in ("timing_s", "timing_max_s", "data", "perf")]
     names.sort(key=lambda k: not k.endswith("/score"))  # before what else is known of the same source
     names.sort(key=lambda k: next((i for i, prefix in enumerate(PREFERRED) if k.startswith(prefix)), len(PREFERRED)))
@@ -167,7 +175,8 @@ def step_line(metrics: dict[str, float]) -> str:
 def run_summary(means: dict[str, float], steps: int) -> str:
     """Returns where the time of a step went and what moved."""
     times = {k.removeprefix("timing_s/"): v for k, v in means.items() if k.startswith("timing_s/")}
-    step_s = times.pop("step")
+    times.pop("step")
+    step_s = means["timing_max_s/step"]
     parts = sorted(times.items(), key=lambda kv: -kv[1])
     lines = [f"{steps} steps, {step_s:.3g} s each; a worker's time: " + ", ".join(f"{k} {v:.3g} s" for k, v in parts)]
 
@@ -179,15 +188,3 @@ def run_summary(means: dict[str, float], steps: int) -> str:
     if "data/imbalance" in means:
         lines.append(f"tokens per worker differ by {means['data/imbalance']:.1%}")
     return "\n".join(lines)
-
-
-def _archive(path: Path) -> None:
-    """Keeps a log of an earlier run in this folder under another name."""
-    if path.exists():
-        names = (path.with_name(f"{path.stem}.{n}{path.suffix}") for n in count(1))
-        try:
-            path.rename(next(name for name in names if not name.exists()))
-        except OSError as e:
-            raise ConfigError(
-                f"run_dir: {path} of an earlier run cannot be renamed: {short_reason(e)}; choose another one"
-            ) from None

@@ -1,4 +1,4 @@
-"""What one worker records of a run: spans of its tasks, and some samples. See spans.py and samples.py for the files."""
+"""Records the spans of one worker's tasks, and some samples. See spans.py and samples.py for the files."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -10,7 +10,7 @@ from typing import Any
 from distflow.batch.batch import Batch, Column
 from distflow.batch.context import NOT_RECORDED, Context, Recording
 from distflow.observe.bounded_log import BoundedLog
-from distflow.observe.samples import Pieces, SampleRecorder, as_columns, choose
+from distflow.observe.samples import Pictures, Pieces, SampleRecorder, as_columns, choose
 from distflow.observe.spans import SpanRecorder
 from distflow.observe.splits import HELD_OUT, TRAIN
 from distflow.plan.tasks import Load, Move, Plan, Resample, RunNode, SyncWeights, Task
@@ -29,12 +29,19 @@ class Recorder:
 
     @classmethod
     def make(
-        cls, folder: Path, rank: int, sent: Counter[int], spans: bool, samples: int, pieces: Pieces | None
+        cls,
+        folder: Path,
+        rank: int,
+        sent: Counter[int],
+        spans: bool,
+        samples: int,
+        pieces: Pieces | None,
+        pictures: Pictures | None = None,
     ) -> "Recorder":
         """Makes the recorder of a worker. `samples`: how many of a step are recorded, on all workers together."""
         return cls(
             SpanRecorder(folder, rank, sent) if spans else None,
-            SampleRecorder(folder, rank, samples, pieces) if samples else None,
+            SampleRecorder(folder, rank, samples, pieces, pictures) if samples else None,
         )
 
     def held_out(self) -> "Recorder":
@@ -61,7 +68,7 @@ class Recorder:
         return self.span(step, kind, name) if kind else nullcontext({})
 
     def span(self, step: int, kind: str, name: str) -> Details:
-        """Records what runs inside."""
+        """Records a span around the block."""
         if not self.spans:
             return nullcontext({})
         return self.spans.task(step, kind, name, **self._split)
@@ -83,7 +90,7 @@ class Recorder:
     def outputs(
         self, record: Recording, loaded: Sequence[str], writes: Sequence[str], batch: Batch, result: Any
     ) -> None:
-        """Records what a node has written, and those of the fields it has read that were `loaded` from the data."""
+        """Records the fields that a node wrote, and those it read that were `loaded` from the data."""
         if self.samples:
             source = {f: c for f, c in batch.columns.items() if f in loaded}
             record.sample(batch.ids, source | as_columns(result, writes))

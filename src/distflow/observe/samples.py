@@ -17,6 +17,7 @@ from torch import Tensor
 
 from distflow.batch.batch import Column, Ragged
 from distflow.observe.bounded_log import BoundedLog
+from distflow.plan.field_bytes import IMAGES
 from distflow.run_folder import SAMPLES, rank_file
 from distflow.util.arrays import Ints
 
@@ -27,14 +28,20 @@ MAX_MESSAGE = 2000  # characters of a message of a conversation that is too long
 TOKENS = ("prompt_tokens", "response_tokens")
 
 Pieces = Callable[[Sequence[int]], list[str]]  # tokens → their text
+Pictures = Callable[[Sequence[str]], list[str]]  # references to images → small copies of them, as data URLs
 
 
 class SampleRecorder:
-    """Keeps fields of chosen samples during a step and writes them at its end. `pieces` shows tokens as text."""
+    """Keeps fields of chosen samples during a step and writes them at its end.
 
-    def __init__(self, folder: Path, rank: int, per_step: int, pieces: Pieces | None) -> None:
+    `pieces` shows tokens as text, `pictures` the images that a field refers to.
+    """
+
+    def __init__(
+        self, folder: Path, rank: int, per_step: int, pieces: Pieces | None, pictures: Pictures | None = None
+    ) -> None:
         self.log = BoundedLog(rank_file(folder, SAMPLES, rank), LIMIT, step_of)
-        self.per_step, self.pieces = per_step, pieces
+        self.per_step, self.pieces, self.pictures = per_step, pieces, pictures
         self.listener: Callable[[int, list[dict[str, Any]]], None] | None = None  # told of what is written
         self._fields: dict[tuple[int, str, int], dict[str, Any]] = {}  # (step, split, id) → fields
         self._repeat: dict[tuple[int, str, int], int] = {}
@@ -52,7 +59,7 @@ class SampleRecorder:
                     fields[name] = self._value(name, column, i)
 
     def flush(self) -> None:
-        """Writes what was kept."""
+        """Writes the kept fields."""
         rows: list[dict[str, Any]] = []
         for (step, split, sample), fields in self._fields.items():
             row = {"step": step, "id": sample, "group": sample // self._repeat[step, split, sample], "split": split}
@@ -67,6 +74,8 @@ class SampleRecorder:
 
     def _value(self, name: str, column: Column, i: int) -> Any:
         value = torch.as_tensor(column[i]) if isinstance(column[i], np.ndarray | np.generic) else column[i]
+        if name == IMAGES and self.pictures and isinstance(column, list):
+            return self.pictures(column[i])
         if not isinstance(value, Tensor):
             return _cut(value)
         if name in TOKENS and self.pieces and value.ndim == 1:

@@ -54,7 +54,7 @@ class SpanRecorder:
 
     @contextmanager
     def task(self, step: int, kind: str, name: str, **details: Any) -> Iterator[dict[str, Any]]:
-        """Records what runs inside as one span; further details may be added to the dict it gives."""
+        """Records the block as one span; further details may be added to the dict it gives."""
         self._waited, self._awaited, self._calls = 0.0, (0.0, ()), 0
         start = time.perf_counter()
         yield details

@@ -1,10 +1,13 @@
 """Answers the requests of the page: a word and some parameters, answered with JSON."""
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from distflow.config.differences import flat
 from distflow.errors import DistflowError
 from distflow.page.run_folder import RunFolder
+from distflow.page.runs import run_row
 from distflow.page.step_view import MAX_LANES
 from distflow.plan.layout import parse_ranks
 
@@ -22,6 +25,7 @@ class Api:
         self.folders, self.follow = runs, follow
         self.requests: dict[str, Callable[[RunFolder, Params], Any]] = {
             "overview": lambda run, params: run.overview(),
+            "config": lambda run, params: {key: json.dumps(value) for key, value in flat(run.config())},
             "metrics": lambda run, params: run.metrics(),
             "plan": lambda run, params: run.plan(),
             "samples": lambda run, params: run.samples.table(),
@@ -34,6 +38,8 @@ class Api:
     def answer(self, word: str, params: Params) -> Any:
         if word == "runs":
             return {"runs": [{"name": r.name, "path": str(r.path)} for r in self.folders], "follow": self.follow}
+        if word == "list":
+            return {"runs": [run_row(r) for r in self.folders]}
         if word not in self.requests:
             raise RequestError(f"there is no '{word[:40]}'")
         number = _number(params, "run")

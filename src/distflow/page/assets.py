@@ -8,7 +8,7 @@ from distflow.errors import ConfigError
 from distflow.util.extras import how_to_install
 
 OWN = Path(__file__).parent / "static"
-VIEWS = ("overview.js", "plan.js", "timeline.js", "traffic.js", "curves.js", "samples.js", "tokens.js")
+VIEWS = ("overview.js", "plan.js", "timeline.js", "traffic.js", "curves.js", "samples.js", "tokens.js", "runs.js")
 SCRIPTS = ("core.js", "charts.js", *VIEWS, "main.js")
 STYLES = ("page.css",)
 LIBRARY_SCRIPT, LIBRARY_STYLE = "uPlot.iife.js", "uPlot.min.css"

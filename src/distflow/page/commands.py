@@ -19,7 +19,7 @@ def add_commands(commands: Any) -> None:
         return command
 
     show = add("show", _show, "Show a run in a browser: plan, timeline, traffic, curves, samples.")
-    show.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="folders of runs; curves lie over each other")
+    show.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="folders of runs, or one with runs in it")
     show.add_argument("--port", type=int, metavar="P", help="on this machine only; default: 8265 or a free one")
     form = show.add_mutually_exclusive_group()
     form.add_argument("--follow", action="store_true", help="update the page while the run goes on")
@@ -32,9 +32,9 @@ def add_commands(commands: Any) -> None:
 
 
 def _show(args: argparse.Namespace) -> int:
-    from distflow.page.run_folder import RunFolder
+    from distflow.page.runs import runs_at
 
-    runs = [RunFolder(path) for path in args.runs]
+    runs = [run for path in args.runs for run in runs_at(path)]
     if args.html:
         from distflow.page.html_file import html_file
 

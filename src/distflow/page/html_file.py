@@ -33,7 +33,7 @@ def html_file(runs: Sequence[RunFolder]) -> str:
 def _data(runs: Sequence[RunFolder]) -> dict[str, Any]:
     """Returns request → answer, for all requests that the page can make of this file."""
     api = Api(runs)
-    data: dict[str, Any] = {"runs": api.answer("runs", {})}
+    data: dict[str, Any] = {word: api.answer(word, {}) for word in ("runs", "list")}
     for number, run in enumerate(runs):
         for word, params in _requests(run):
             params = {"run": str(number), **params}
@@ -45,7 +45,7 @@ def _data(runs: Sequence[RunFolder]) -> dict[str, Any]:
 
 
 def _requests(run: RunFolder) -> Iterator[tuple[str, dict[str, str]]]:
-    for word in ("overview", "metrics", "plan"):
+    for word in ("overview", "config", "metrics", "plan"):
         yield word, {}
     workers = run.ranks()
     for step in _spread(run.steps(), MAX_STEPS if len(workers) <= MAX_LANES else 4):

@@ -34,6 +34,7 @@ def _node(node: Plan, partition: Plan, lanes: list[str], column: int) -> dict[st
         "lane": lanes.index(partition["ranks"]),
         "column": column,
         "dp": partition["dp"],
+        "sp": partition.get("sp", 1),
         "tp": partition["tp"],
     }
 

@@ -8,14 +8,31 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
+import yaml
+
+from distflow.config import Config
+from distflow.config.differences import changed_from_defaults
 from distflow.errors import ConfigError
 from distflow.observe.explain import explain
-from distflow.observe.findings import findings
+from distflow.observe.findings import findings, findings_over_time
 from distflow.observe.spans import step_of
 from distflow.page.plan_view import plan_view
 from distflow.page.sample_index import SampleIndex
 from distflow.page.step_view import MAX_LANES, StepView, parse_spans
-from distflow.run_folder import CONFIG, METRICS, PLAN, RUN, SAMPLES, SPANS, STATE, VERSIONS, rank_file
+from distflow.run_folder import (
+    BEST,
+    CHECKPOINTS,
+    COMPLETE,
+    CONFIG,
+    METRICS,
+    PLAN,
+    RUN,
+    SAMPLES,
+    SPANS,
+    STATE,
+    VERSIONS,
+    rank_file,
+)
 from distflow.util.lines import Tail, lines_of_steps, log_files, parse
 from distflow.util.owner import OwnerView
 
@@ -27,11 +44,16 @@ HEADLINE = ("val/*/score", "reward/mean", "response_length/mean", "actor/entropy
 HEADLINE_LAST = ("perf/tokens_per_s", "timing_max_s/step")
 
 
+def is_run(path: Path) -> bool:
+    """Returns whether a folder has anything that a run writes."""
+    return any((path / name).exists() for name in (METRICS, CONFIG, SPANS))
+
+
 class RunFolder:
     """All that a page shows of one run. What cannot be read is named by `missing`, never an error."""
 
     def __init__(self, path: Path) -> None:
-        if not any((path / name).exists() for name in (METRICS, CONFIG, SPANS)):
+        if not is_run(path):
             raise ConfigError(f"{path}: is not the folder of a run; give one, such as runs/grpo (`distflow runs DIR`)")
         self.path, self.name = path, path.resolve().name
         self.samples = SampleIndex(path)
@@ -109,7 +131,7 @@ class RunFolder:
         return alive
 
     def _error(self) -> str:
-        """Returns why the run ended, if a worker could still say it and nothing came after it."""
+        """Returns the error that ended the run, if a worker reported one and nothing followed it."""
         latest: tuple[int, str] = (0, "")
         for rank in self.ranks()[:MAX_LANES]:
             line = _last_line(rank_file(self.path, SPANS, rank))
@@ -124,18 +146,47 @@ class RunFolder:
             "path": str(self.path),
             **self.state(),
             "config": self.text(CONFIG),
+            "changed": self.changed_keys(),
             "versions": self.read_json(VERSIONS),
             "run": self.read_json(RUN),
             "workers": len(self.ranks()),
             "headline": _headline(rows),
             "warnings": [{"text": f.text, "metric": f.metric} for f in findings(rows)],
+            "warned": findings_over_time(rows),
+            "checkpoints": self.checkpoints(),
             "missing": self.missing(),
             "steps_recorded": self.steps(),
             "signature": self.signature(),
         }
 
+    def config(self) -> dict[str, Any]:
+        """Returns the config as the run has written it; empty if it cannot be read."""
+        try:
+            value = yaml.safe_load(self.text(CONFIG))
+        except yaml.YAMLError:
+            return {}
+        return value if isinstance(value, dict) else {}
+
+    def changed_keys(self) -> list[str] | None:
+        """Returns the keys of the config that are not at their defaults; None if this version does not know them."""
+        try:
+            return list(changed_from_defaults(Config.model_validate(self.config())))
+        except ValueError:
+            return None
+
+    def checkpoints(self) -> list[dict[str, Any]]:
+        """Returns the complete checkpoints, oldest first: step, when it was written, whether it is the best one."""
+        folder = self.path / CHECKPOINTS
+        best = self.text(f"{CHECKPOINTS}/{BEST}").strip()
+        found = []
+        for done in folder.glob(f"step_*/{COMPLETE}"):
+            step = done.parent.name[5:]
+            if step.isdecimal():
+                found.append({"step": int(step), "time": done.stat().st_mtime, "best": step == best})
+        return sorted(found, key=lambda c: c["step"])
+
     def missing(self) -> list[str]:
-        """Says in words what the folder lacks."""
+        """Describes what is missing in the folder."""
         said = []
         if self.state()["state"] == "simulated":
             return ["A simulated step: it has no metrics and no samples."]
@@ -189,7 +240,7 @@ class RunFolder:
         return sorted(found)
 
     def step(self, step: int, ranks: Sequence[int] | None = None) -> StepView:
-        """Returns what workers recorded of one step."""
+        """Returns the view of one step."""
         found = []
         for rank in self.ranks() if ranks is None else ranks:
             path = rank_file(self.path, SPANS, rank)

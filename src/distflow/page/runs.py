@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from distflow.errors import ConfigError
-from distflow.page.run_folder import RunFolder
-from distflow.run_folder import CHECKPOINTS, CONFIG, METRICS, RUN, SAMPLES, SPANS, WORKERS
+from distflow.page.run_folder import RunFolder, is_run
+from distflow.run_folder import CHECKPOINTS, CONFIG, EARLIER, METRICS, RUN, SAMPLES, SPANS, WORKERS
 from distflow.util.text import ago
 
 if TYPE_CHECKING:
@@ -24,10 +24,36 @@ def find_runs(folder: Path, depth: int = DEPTH) -> Iterator[RunFolder]:
         raise ConfigError(f"{folder}: is not a folder; give one with runs in it, such as runs")
     if (folder / CONFIG).exists() and (folder / METRICS).exists():
         yield RunFolder(folder)
+        if (folder / EARLIER).is_dir():
+            yield from find_runs(folder / EARLIER, 1)
         return
     for inner in sorted(folder.iterdir()) if depth else []:
         if inner.is_dir() and not inner.is_symlink() and inner.name not in NOT_RUNS:
             yield from find_runs(inner, depth - 1)
+
+
+def runs_at(path: Path) -> list[RunFolder]:
+    """Returns the run of a folder, or the runs in it and below."""
+    if is_run(path):
+        return [RunFolder(path)]
+    if runs := list(find_runs(path)):
+        return runs
+    raise ConfigError(f"{path}: is not the folder of a run, and there is none in it; give one, such as runs/grpo")
+
+
+def run_row(run: RunFolder) -> dict[str, Any]:
+    """Returns the row of a run in a list of runs."""
+    state, about, config = run.state(), run.read_json(RUN), run.config()
+    return {
+        "name": run.name,
+        "path": str(run.path),
+        **{key: state[key] for key in ("state", "step", "steps", "last")},
+        "started": about.get("started"),
+        "workers": about.get("workers") or len(run.ranks()) or None,
+        "flow": config.get("flow") if isinstance(config.get("flow"), str) else None,
+        "score": last_score(run.rows()),
+        "continue": resume(run, state["state"]),
+    }
 
 
 def runs_table(folder: Path) -> "Table":
@@ -36,15 +62,14 @@ def runs_table(folder: Path) -> "Table":
     from rich.text import Text
 
     table = Table("run", "state", "step", "score", "last heard of", "continue with", box=None, pad_edge=False)
-    for run in find_runs(folder):
-        state = run.state()
+    for row in map(run_row, find_runs(folder)):
         table.add_row(
-            Text(str(run.path), overflow="fold"),
-            state["state"],
-            "–" if state["step"] is None else f"{state['step']}" + (f"/{state['steps']}" if state["steps"] else ""),
-            Text(last_score(run.rows())),
-            ago(time.time() - state["last"]) if state["last"] else "–",
-            Text(resume(run, state["state"]), overflow="fold"),
+            Text(row["path"], overflow="fold"),
+            row["state"],
+            "–" if row["step"] is None else f"{row['step']}" + (f"/{row['steps']}" if row["steps"] else ""),
+            Text(row["score"]),
+            ago(time.time() - row["last"]) if row["last"] else "–",
+            Text(row["continue"], overflow="fold"),
         )
     return table
 
@@ -61,10 +86,9 @@ def last_score(rows: list[dict[str, Any]]) -> str:
 
 def resume(run: RunFolder, state: str) -> str:
     """Returns the command that continues a run, empty if it needs none or has no checkpoint."""
-    newest = max((int(n) for p in (run.path / CHECKPOINTS).glob("step_*") if (n := p.name[5:]).isdigit()), default=None)
     if state in ("running", "finished", "simulated"):
         return ""
-    if newest is None:
+    if not run.checkpoints():
         return "no checkpoint"
     return " ".join(["distflow", *_run_again(run), "--resume"])
 

@@ -17,7 +17,7 @@ Key = tuple[int, str, int]  # step, split, id
 
 @dataclass
 class _SampleRow:
-    """What a table shows of a sample, and where its lines are."""
+    """A row of the table of samples, and where the lines of the sample are."""
 
     group: int
     lines: list[tuple[Path, int]] = field(default_factory=list)
@@ -102,7 +102,7 @@ def _without_signal(rows: Mapping[Key, _SampleRow]) -> dict[tuple[int, str, int]
 
 
 def summary(fields: dict[str, Any]) -> dict[str, Any]:
-    """Returns what a table shows of these fields."""
+    """Returns the summary of these fields for the table."""
     values: dict[str, Any] = {}
     if "prompt" in fields:
         values["prompt"] = last_message(fields["prompt"])
@@ -133,11 +133,13 @@ def last_message(prompt: Any) -> str:
     """Returns the beginning of a text, or of the last message of a conversation."""
     if isinstance(prompt, list) and prompt and isinstance(prompt[-1], dict):
         prompt = prompt[-1].get("content", "")
+    if isinstance(prompt, list) and all(isinstance(part, dict) and "type" in part for part in prompt):
+        prompt = "".join(str(part.get("text", f"[{part['type']}]")) for part in prompt)
     return str(prompt)[:PREVIEW]
 
 
 def turns(conversation: list[Any]) -> str:
-    """Returns what the model said in a conversation, turn by turn."""
+    """Returns the model's turns of a conversation."""
     said = [m for m in conversation if isinstance(m, dict) and m.get("role") == "assistant"]
     return " ⏎ ".join(str(m.get("content") or _called(m)) for m in said)[:PREVIEW]
 

@@ -1,4 +1,4 @@
-"""One step as all workers recorded it: who did what when, who waited, what moved, and what the step waited for."""
+"""One step as all workers recorded it: tasks, waits, traffic and the critical path."""
 
 import json
 from collections import defaultdict
@@ -74,7 +74,7 @@ class StepView:
         }
 
     def lanes(self, ranks: Sequence[int] | None = None) -> dict[str, Any]:
-        """Returns what a timeline draws: spans as short lists, names and kinds as numbers."""
+        """Returns the data of a timeline: spans as short lists, names and kinds as numbers."""
         shown = set(ranks if ranks is not None else self.ranks[:MAX_LANES])
         names: dict[str, int] = {}
         kinds: dict[str, int] = {}
@@ -110,7 +110,7 @@ class StepView:
             "step": self.step,
             "length": length,
             "ranks": self.ranks,
-            "replicas": rows,
+            "cells": rows,
             "kinds": kinds,
             "idle": [round(idle[r], 4) for r in self.ranks],
         }
@@ -145,9 +145,9 @@ class StepView:
         return rows
 
     def critical_path(self) -> list[tuple[WorkerSpan, int, int]]:
-        """Returns what the step waited for, from its start to its end: spans, and when each was on the path.
+        """Returns the critical path of the step: spans, and when each was on it.
 
-        Goes backwards from whatever ended last. A task that waited for others goes on with the one that came to it
+        Goes backwards from the span that ended last. A task that waited for others goes on with the one that came to it
         last; any other with what its worker did before.
         """
         if not self.tasks:
@@ -174,7 +174,7 @@ class StepView:
         return path[::-1]
 
     def _before(self) -> dict[int, WorkerSpan | None]:
-        """Returns what the worker of each task did before it, by the id of the object."""
+        """Returns the task before each task on its worker, by the id of the object."""
         before: dict[int, WorkerSpan | None] = {}
         for spans in self.by_rank.values():
             ordered = sorted(spans, key=lambda s: (s.end, s.start))
@@ -185,7 +185,7 @@ class StepView:
         return before
 
     def traffic(self) -> dict[str, Any]:
-        """Returns who sent how much to whom, in at most 64 × 64 replicas of neighbouring ranks, and tokens by rank."""
+        """Returns who sent how much to whom, in at most 64 × 64 cells of neighbouring ranks, and tokens by rank."""
         workers = max([*self.ranks, 0]) + 1
         size = -(-workers // MAX_LANES)
         replicas = -(-workers // size)

@@ -28,17 +28,29 @@ KNOWN_FIELDS: Mapping[str, FieldBytes] = {
     "old_logprobs": _PER_TOKEN,
     "ref_logprobs": _PER_TOKEN,
     "ema_logprobs": _PER_TOKEN,
+    "old_entropy": _PER_TOKEN,
     "old_values": _PER_TOKEN,
     "returns": _PER_TOKEN,
     "raw_advantage": _PER_TOKEN,
+    "images": FieldBytes(sample=80),  # the reference of one
 }
+IMAGES = "images"  # references to the images of a prompt, not their pixels
 PROMPT_TOKENS = 512  # of a prompt, unless the config has a lower limit
 
 
-def known_field(name: str) -> FieldBytes | None:
-    """Returns the size of a field, also with a prefix (`greedy_response`) or of a role (`teacher_logprobs`)."""
+def known_field(name: str, width: int = 1) -> FieldBytes | None:
+    """Returns the size of a field, also with a prefix (`greedy_response`) or of a role (`teacher_logprobs`).
+
+    `width`: numbers for each token, of a field that may have several.
+    """
     if name in KNOWN_FIELDS:
         return KNOWN_FIELDS[name]
+    if name == "prompt_experts":
+        return FieldBytes(prompt_token=width)
+    if name == "response_experts":
+        return FieldBytes(response_token=width)
+    if name.endswith(("_top_ids", "_top_logprobs")):
+        return FieldBytes(response_token=4 * width)
     if name.endswith("_logprobs"):
         return _PER_TOKEN
     return next((size for known, size in KNOWN_FIELDS.items() if name.endswith(f"_{known}")), None)

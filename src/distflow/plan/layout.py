@@ -1,4 +1,4 @@
-"""Layouts: a set of ranks divides the samples of a step over dp replicas of tp ranks each."""
+"""Layouts: a set of ranks divides the samples of a step over dp replicas of sp × tp ranks each."""
 
 import re
 from dataclasses import dataclass
@@ -9,19 +9,33 @@ from distflow.errors import PlacementError, cut
 
 @dataclass(frozen=True)
 class Layout:
-    """`dp × tp` over `ranks`: replica d is ranks[d*tp : (d+1)*tp], and its tp ranks hold the same samples."""
+    """`dp × sp × tp` over `ranks`, tp innermost: a replica is sp × tp consecutive ranks, which hold the same samples.
+
+    Tensor-parallel ranks divide the weights of each layer, sequence-parallel ones the tokens of each sequence.
+    """
 
     ranks: tuple[int, ...]
     dp: int
     tp: int = 1
+    sp: int = 1
 
     def __post_init__(self) -> None:
-        if self.dp * self.tp != len(self.ranks):
-            raise PlacementError(f"dp {self.dp} × tp {self.tp} does not fit {len(self.ranks)} ranks")
+        if self.dp * self.sp * self.tp != len(self.ranks):
+            shape = " × ".join(f"{dim} {size}" for dim, size in self._dims.items())
+            raise PlacementError(f"{shape} does not fit {len(self.ranks)} ranks")
+
+    @property
+    def replica_size(self) -> int:
+        return self.sp * self.tp
 
     @cached_property
     def replicas(self) -> tuple[tuple[int, ...], ...]:
-        return tuple(self.ranks[i : i + self.tp] for i in range(0, len(self.ranks), self.tp))
+        return tuple(self.ranks[i : i + self.replica_size] for i in range(0, len(self.ranks), self.replica_size))
+
+    @property
+    def without_sp(self) -> "Layout":
+        """The same ranks as dp × sp replicas: so they hold the weights, and so they work where nothing is divided."""
+        return Layout(self.ranks, self.dp * self.sp, self.tp)
 
     @cached_property
     def _replica_of(self) -> dict[int, int]:
@@ -32,7 +46,11 @@ class Layout:
         return self._replica_of.get(rank)
 
     def __str__(self) -> str:
-        return f"dp{self.dp}" + (f"·tp{self.tp}" if self.tp > 1 else "")
+        return "·".join(f"{dim}{size}" for dim, size in self._dims.items() if dim == "dp" or size > 1)
+
+    @property
+    def _dims(self) -> dict[str, int]:
+        return {"dp": self.dp, **({"sp": self.sp} if self.sp > 1 else {}), "tp": self.tp}
 
 
 def contiguous_share(units: int, replicas: int, replica: int) -> tuple[int, int]:

@@ -188,7 +188,7 @@ class _Planner:
         return -(-prompts // layout.dp) * repeat == -(-prompts * repeat // layout.dp)
 
     def _layout(self, n: Node) -> Layout:
-        layout = self.placement.layout(n.id, n.role)
+        layout = self.placement.layout(n)
         return Layout(layout.ranks, 1, len(layout.ranks)) if n.whole_batch else layout
 
     def _new_partition(self, layout: Layout, whole_groups: bool, balance: str | None) -> Partition:
@@ -250,13 +250,13 @@ def _expected_bytes(src: Partition, dst: Partition, local_first: bool, work: Wor
     """Returns the bytes sent if all samples had equal size: the need of each receiving rank less its own samples."""
     held, needed = _replica_sizes(src, work), _replica_sizes(dst, work)
     targets = [1] * src.layout.dp  # the replicas of `dst` that share ranks with each replica of `src`
-    if src.layout.tp > 1 and local_first:
+    if src.layout.replica_size > 1 and local_first:
         targets = [len({dst.layout.replica_of(r) for r in replica} - {None}) for replica in src.layout.replicas]
-    total = float(sum(needed) * dst.layout.tp)
+    total = float(sum(needed) * dst.layout.replica_size)
     for i, r in enumerate(dst.layout.ranks):
         s = src.layout.replica_of(r)
         if s is not None:
-            need = needed[i // dst.layout.tp]
+            need = needed[i // dst.layout.replica_size]
             total -= min(need, held[s] / targets[s]) if local_first else need * held[s] / work.samples
     return round(total * work.bytes_of(fields))
 

@@ -35,9 +35,9 @@ def check_apart(flow: Flow, placement: Placement, key: str) -> None:
             " leave it out, or use a flow without dynamic sampling"
         )
     for n, others in loops:
-        own = set(placement.layout(n.id, n.role).ranks)
+        own = set(placement.layout(n).ranks)
         for other in others:
-            shared = own.intersection(placement.layout(other.id, other.role).ranks)
+            shared = own.intersection(placement.layout(other).ranks)
             if shared:
                 raise PlacementError(
                     f"{key}: '{n.id}' and '{other.id}' share ranks {format_ranks(tuple(sorted(shared)))}, so one cannot"
@@ -61,11 +61,11 @@ def check_partial(flow: Flow, placement: Placement, staleness: int) -> None:
         raise PlacementError(f"{key}: '{generates[0].id}' and '{generates[1].id}' both generate; leave it out")
     n = generates[0]
     written = [f for f in n.reads if flow.writer[f] != SOURCE]
-    if written or placement.layout(n.id, n.role) != loader:
+    if written or placement.layout(n) != loader:
         why = (
             f"reads '{written[0]}', which '{flow.writer[written[0]]}' writes"
             if written
-            else f"runs on ranks {format_ranks(placement.layout(n.id, n.role).ranks)}, and its prompts are loaded on"
+            else f"runs on ranks {format_ranks(placement.layout(n).ranks)}, and its prompts are loaded on"
             f" {format_ranks(loader.ranks)}"
         )
         raise PlacementError(f"{key}: '{n.id}' {why}, so it cannot begin prompts of later steps; leave it out")

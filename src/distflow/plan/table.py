@@ -1,9 +1,10 @@
 """Shows a plan in a terminal, or as plain text when piped: headline, nodes, moves, and the chain of every rank."""
 
 from collections.abc import Iterable
+from io import StringIO
 
 from rich import box
-from rich.console import Group, RenderableType
+from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -19,6 +20,14 @@ def render(plan: Plan) -> RenderableType:
     tables = [_nodes(plan), _moves(plan), _weights(plan), _chains(plan)]
     parts = [part for table in tables if table for part in (Text(), table)]
     return Group(Text(title, "bold"), *map(Text, lines), *parts)
+
+
+def html(plan: Plan) -> str:
+    """Returns the same tables for a notebook."""
+    console = Console(record=True, width=140, file=StringIO())
+    console.print(render(plan))
+    style = "white-space: pre; overflow-x: auto; line-height: 1.2; font-family: monospace"
+    return console.export_html(inline_styles=True, code_format=f'<pre style="{style}">{{code}}</pre>')
 
 
 def origins(plan: Plan) -> dict[str | Move, dict[str, str | Move]]:

@@ -272,6 +272,11 @@ class Plan:
         """Whether generating ranks go on while their samples are sent."""
         return self.staleness > 0 or self.chunks > 1
 
+    def _repr_html_(self) -> str:
+        from distflow.plan.table import html
+
+        return html(self)
+
     def chain(self, rank: int) -> tuple[Task, ...]:
         return tuple(t for t in self.tasks if rank in _as_set(t.ranks))
 
@@ -321,6 +326,7 @@ class Plan:
                     "id": p.id,
                     "ranks": format_ranks(p.layout.ranks),
                     "dp": p.layout.dp,
+                    **({"sp": p.layout.sp} if p.layout.sp > 1 else {}),
                     "tp": p.layout.tp,
                     "whole_groups": p.whole_groups,
                     "balance": p.balance,

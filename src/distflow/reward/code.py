@@ -106,7 +106,7 @@ def _run_remote(
 ) -> Iterator[bool]:
     """Restarts a solution that exits or hangs, so that it fails only the test in which it does.
 
-    Appends to `observed` what is suspicious in how it ran.
+    Appends to `observed` the reasons to suspect how it ran.
     """
     tests = [_encode(t) for t in suite.tests if not isinstance(t, ProgramCase)]
     arguments = (program, suite.prefix, suite.shared, suite.classes)

@@ -1,7 +1,7 @@
 """Decides, from the text of tests alone, which names they take from the solution: the functions that they test.
 
-A helper that tests use without importing it is the judge's; a solution that defines it, too, has no say. What only the
-solution could decide is an error in the data.
+A helper that tests use without importing it is the judge's; a solution that defines it, too, has no say. Where only the
+solution could decide, the data are in error.
 """
 
 import ast
@@ -102,6 +102,12 @@ def _check_runnable(tree: ast.Module) -> None:
         match node:
             case ast.Call(func=ast.Name(id="open")):
                 _refuse("open files", "the solution does not see them")
+            case ast.Call(func=ast.Attribute(value=ast.Name(id="sqlite3"), attr="connect"), args=[name, *_]) if (
+                not isinstance(name, ast.Constant) or name.value != ":memory:"
+            ):
+                _refuse("open a database", "the solution does not see files of theirs")
+            case ast.Attribute(value=ast.Name(id="os"), attr="remove" | "unlink"):
+                _refuse("remove files", "the solution does not see files of theirs")
             case ast.Attribute(attr=name) if name in _FILES:
                 _refuse(f"use '{name}'", "the solution does not see files of theirs")
             case ast.Call(func=ast.Name(id="patch") | ast.Attribute(attr="patch"), args=[ast.Constant(value=name), *_]):

@@ -8,6 +8,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from distflow.batch.scores import NOT_SCORED
 from distflow.flow import node
 from distflow.reward.errors import RewardError
 from distflow.reward.function import RewardSpec, parse_functions
@@ -25,6 +26,7 @@ if TYPE_CHECKING:  # flows are planned without torch
 
 
 _MARKED_PER_STEP = 16  # suspicious samples that a worker writes to the log
+
 
 logger = logging.getLogger(__name__)
 
@@ -62,15 +64,29 @@ class Reward(Role):
         self._warned = False
         self.pool = Pool(self.functions, processes, time_limit_s, Path(base))
 
-    @node(
-        type="inference",
-        writes=["score"],
-        ignores=("prompt_tokens", "rollout_logprobs", "response_mask", "turn_rewards", "finished", "weight_version"),
-    )
+    @node(type="inference", writes="score", ignores=NOT_SCORED)
     def score(self, batch: "Batch", ctx: "Context") -> dict[str, Any]:
         """Reads `prompt`, `response`, and the other columns that the functions have parameters for."""
         import torch
 
+        return {"score": torch.tensor(self._scored(batch, ctx).totals, dtype=torch.float32)}
+
+    @node(type="inference", writes=("score", "scores", "score_weights"), ignores=NOT_SCORED)
+    def score_each(self, batch: "Batch", ctx: "Context") -> dict[str, Any]:
+        """Scores like `score`; `scores` has that of each function, NaN where it does not apply, and their weights."""
+        import torch
+
+        scored = self._scored(batch, ctx)
+        weights = torch.tensor([f.weight for f in self.functions])
+        each = torch.tensor(scored.each(), dtype=torch.float32).reshape(len(batch), len(weights))
+        return {
+            "score": torch.tensor(scored.totals, dtype=torch.float32),
+            "scores": each,
+            "score_weights": weights.expand(len(batch), -1).clone(),
+        }
+
+    def _scored(self, batch: "Batch", ctx: "Context") -> Scores:
+        """Scores a batch, and logs what there is to say about it."""
         from distflow.reward.samples import Samples
 
         samples = Samples.of(batch)
@@ -93,7 +109,7 @@ class Reward(Role):
             ctx.record.sample(batch.ids, columns)
         ctx.metrics.log("reward/failures", len({i for i, _, _ in failures}), reduce="sum")
         ctx.metrics.log("reward/restarts", self.pool.restarts - restarts, reduce="sum")
-        return {"score": torch.tensor(scores.totals, dtype=torch.float32)}
+        return scores
 
     def score_one(self, sample: Mapping[str, Any], label: int | str = 0) -> float:
         """Returns the score of one sample, a dict by column; a failure is an error that names the sample `label`."""

@@ -45,7 +45,7 @@ class Samples:
         return self._plain[name]
 
     def excerpt(self, i: int) -> str:
-        """Returns what a sample consists of, for an error: its prompt and response, each cut in the middle."""
+        """Returns a sample for an error message: its prompt and response, each cut in the middle."""
         fields = [f for f in ("prompt", "response") if f in self]
         return "\n".join(f"  {f}: {_cut_middle(json.dumps(self[f][i], ensure_ascii=False))}" for f in fields)
 

@@ -1,5 +1,6 @@
 """The scores of a batch, and the metrics that follow from them."""
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -25,12 +26,20 @@ class Scores:
         """Returns (sample, function, reason) of every failure, in order of samples."""
         return [(i, f, r.reason) for i, row in self._rows() for f, r in enumerate(row) if isinstance(r, NoScore)]
 
+    def each(self) -> list[list[float]]:
+        """Returns the score of every function for every sample; NaN where it failed or does not apply."""
+
+        def value(result: Result) -> float:
+            return result.value if isinstance(result, Score) and result.value is not None else math.nan
+
+        return [[value(r) for r in row] for _, row in self._rows()]
+
     def not_applicable(self) -> list[int]:
         """Returns the samples for which every function returned None."""
         return [i for i, row in self._rows() if all(isinstance(r, Score) and r.value is None for r in row)]
 
     def columns(self) -> dict[str, list[Any]]:
-        """Returns what functions have said about samples beside their scores; None where they said nothing."""
+        """Returns the columns that functions added beside their scores; None where they added nothing."""
         rows = [{k: v for r in row if isinstance(r, Score) for k, v in r.columns.items()} for _, row in self._rows()]
         return {name: [row.get(name) for row in rows] for name in dict.fromkeys(n for row in rows for n in row)}
 

@@ -37,7 +37,7 @@ class Signature:
 
     @property
     def required_columns(self) -> tuple[str, ...]:
-        """The data columns it cannot do without."""
+        """The data columns that it requires."""
         return tuple(n for n in self.required if n not in _STANDARD_PARAMETERS[self.kind])
 
 

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 from distflow.flow.trace import node
 from distflow.roles.context import RoleContext
-from distflow.roles.trained import Trained
+from distflow.roles.trained import OPTIONAL, Trained
 
 if TYPE_CHECKING:
     from distflow.batch.batch import Batch, Ragged
@@ -27,12 +27,12 @@ class Critic(Trained):
         options = TrainerOptions(role.critic, trainable="update" in role.layouts)
         self.role, self.trainer = role, make_trainer(role, source, layout, options)
 
-    @node(type="inference", writes="old_values")
+    @node(type="inference", writes="old_values", optional=OPTIONAL, sequence_parallel=True)
     def values(self, batch: "Batch") -> "Ragged":
         """Computes the value of the state before each response token, under the weights of this step."""
         return self.trainer.infer(batch)
 
-    @node(type="train", writes=(), balance="response_tokens")
+    @node(type="train", writes=(), balance="response_tokens", optional=OPTIONAL, sequence_parallel=True)
     def update(self, batch: "Batch", ctx: "Context", loss: str = "value", **params: Any) -> None:
         """Makes optimiser steps towards the field `returns`; see `Actor.update`."""
         self._update(batch, ctx, loss=loss, **params)

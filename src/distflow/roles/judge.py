@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from string import Formatter
 from typing import TYPE_CHECKING, Any, Literal
 
-from distflow.batch.scores import log_scores
+from distflow.batch.scores import NOT_SCORED, log_scores
 from distflow.errors import ConfigError, NodeError, shown, suggest
 from distflow.flow import node
 from distflow.plan.layout import Layout, format_ranks
@@ -62,7 +62,7 @@ class JudgeOptions:
         if self.base_url is None or self.name is None:
             return None
         return ChatClient(
-            self.base_url, self.name, self.api_key_env, self.max_tokens, self.concurrent, self.time_limit_s
+            self.base_url, self.name, self.api_key_env, self.concurrent, self.time_limit_s, self.max_tokens
         )
 
 
@@ -115,7 +115,7 @@ class Judge(Role):
     @node(
         type="inference",
         writes=["score"],
-        ignores=("prompt_tokens", "rollout_logprobs", "response_mask", "turn_rewards", "finished", "weight_version"),
+        ignores=NOT_SCORED,
     )
     def score(self, batch: "Batch", ctx: "Context") -> Any:
         """Scores with what the judge says of each sample."""

@@ -1,67 +1,73 @@
-"""A judge behind an endpoint that speaks OpenAI's chat API."""
+"""Models behind an endpoint that speaks OpenAI's API: many questions at once, each asked again while that may help."""
 
 import json
 import os
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 from distflow.errors import DataError, cut, shown
 
 _RETRIES, _RETRY_S = 3, 1.0
-_REPLY = 1 << 20  # bytes of an answer, at most
+_REPLY = 1 << 28  # bytes of an answer, at most
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class ChatClient:
-    """Asks the model `name` of a server; the key is in the environment variable `api_key_env`."""
+class Endpoint:
+    """The model `name` of a server; the key is in the environment variable `api_key_env`."""
 
     base_url: str
     name: str
     api_key_env: str
-    max_tokens: int
-    concurrent: int
+    concurrent: int  # requests at the same time
     time_limit_s: float
 
-    @property
-    def url(self) -> str:
-        return f"{self.base_url.rstrip('/')}/chat/completions"
+    def ask(self, path: str, bodies: Sequence[Mapping[str, Any]], read: Callable[[Any], T]) -> list[T | Exception]:
+        """Returns what `read` finds in the answer to each request, or why there is none."""
+        url = f"{self.base_url.rstrip('/')}/{path}"
+        with ThreadPoolExecutor(self.concurrent, "endpoint") as pool:
+            return list(pool.map(lambda body: self._answer(url, body, read), bodies))
 
-    def answers(self, questions: Sequence[str]) -> list[str | Exception]:
-        """Returns the answer to each question, or why there is none."""
-        with ThreadPoolExecutor(self.concurrent, "judge") as pool:
-            return list(pool.map(self._answer, questions))
-
-    def _answer(self, question: str) -> str | Exception:
+    def _answer(self, url: str, body: Mapping[str, Any], read: Callable[[Any], T]) -> T | Exception:
         """Asks, and retries while the server is overloaded or cannot be reached."""
         error: Exception = DataError("never asked")
         for attempt in range(_RETRIES):
             try:
-                return self._ask(question)
+                return read(self._post(url, body))
             except urllib.error.HTTPError as e:
-                error = DataError(f"{self.url} answered {e.code}: {cut(e.read(300).decode(errors='replace'), 200)}")
+                error = DataError(f"{url} answered {e.code}: {cut(e.read(300).decode(errors='replace'), 200)}")
                 if e.code != 429 and e.code < 500:
                     break
             except OSError as e:
-                error = DataError(f"{self.url} cannot be reached: {e}")
-            except (ValueError, KeyError, IndexError, TypeError) as e:
-                error = DataError(f"{self.url} gave an answer that is not one of the chat API: {shown(e)}")
+                error = DataError(f"{url} cannot be reached: {e}")
+            except (ValueError, KeyError, IndexError, TypeError, AttributeError) as e:
+                error = DataError(f"{url} gave an answer that is not one of this API: {shown(e)}")
                 break
             time.sleep(_RETRY_S * attempt)
         return error
 
-    def _ask(self, question: str) -> str:
+    def _post(self, url: str, body: Mapping[str, Any]) -> Any:
         key = os.environ.get(self.api_key_env, "")
-        body = {
-            "model": self.name,
-            "messages": [{"role": "user", "content": question}],
-            "temperature": 0,
-            "max_tokens": self.max_tokens,
-        }
         headers = {"Content-Type": "application/json", "Authorization": f"Bearer {key}"}
-        request = urllib.request.Request(self.url, json.dumps(body).encode(), headers)
+        request = urllib.request.Request(url, json.dumps({"model": self.name, **body}).encode(), headers)
         with urllib.request.urlopen(request, timeout=self.time_limit_s) as answer:
-            return str(json.loads(answer.read(_REPLY))["choices"][0]["message"]["content"] or "")
+            return json.loads(answer.read(_REPLY))
+
+
+@dataclass(frozen=True)
+class ChatClient(Endpoint):
+    """Asks in OpenAI's chat API."""
+
+    max_tokens: int
+
+    def answers(self, questions: Sequence[str]) -> list[str | Exception]:
+        """Returns the answer to each question, or why there is none."""
+        options = {"temperature": 0, "max_tokens": self.max_tokens}
+        bodies = [{"messages": [{"role": "user", "content": question}], **options} for question in questions]
+        return self.ask("chat/completions", bodies, lambda a: str(a["choices"][0]["message"]["content"] or ""))

@@ -56,7 +56,7 @@ def frozen_engine(
     given = ModelConfig(path=model) if isinstance(model, str) else ModelConfig(**model) if model else None
     source = open_model(given, lambda: iter(()), role.base, role.seed) if given else role.model
     limit = prompt_limit(source, max_tokens, None)
-    where, dtype = (layout, role.meshes[layout], role.rank), DTYPES[role.train.dtype]
+    where, dtype = (layout, role.mesh(layout), role.rank), DTYPES[role.train.dtype]
     engine = BuiltinEngine(EngineSetup(source, *where, role.rollout, dtype, role.device, limit + max_tokens))
     engine.read_weights(source)
     engine.commit_weights(0)

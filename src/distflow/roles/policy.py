@@ -1,13 +1,17 @@
 """The actor's model where it is trained and where it generates, and the weight sync from one to the other."""
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 
 from torch import Tensor
 
 from distflow.comm.collectives import SendReceive
 from distflow.comm.transport import report_lost_peers
-from distflow.config.schema import LoraConfig
-from distflow.model.source import DTYPES
+from distflow.config.schema import MIXTURES, LoraConfig
+from distflow.device.offer import release_cached
+from distflow.errors import ConfigError
+from distflow.model.memory import kv_budget
+from distflow.model.source import DTYPES, Source, kv_bytes
 from distflow.model.text import Text, prompt_limit
 from distflow.plan.layout import Layout
 from distflow.roles.context import RoleContext, shard_degree
@@ -16,6 +20,8 @@ from distflow.train.trainer import Trainer, TrainerOptions, make_trainer
 from distflow.weights.shards import Shards, TensorSpec
 from distflow.weights.sync import WeightSync
 from distflow.weights.verify import WeightCheck
+
+logger = logging.getLogger(__name__)
 
 _Move = tuple[WeightSync | None, Sequence[TensorSpec], Mapping[str, Tensor]]  # a transfer, of which tensors, and these
 
@@ -26,19 +32,35 @@ class Policy:
     def __init__(self, role: RoleContext) -> None:
         source, config = role.model, role.rollout
         self.role, self.dtype = role, DTYPES[role.train.dtype]
-        self.text = Text(source, prompt_limit(source, config.max_tokens, role.max_prompt), role.rendered)
-        trained = role.layout("update", "update_pairs", "logprobs", "ema_logprobs")
+        limit = prompt_limit(source, config.max_tokens, role.max_prompt)
+        self.text = Text(source, limit, role.rendered, role.chat_template_kwargs, role.images)
+        trained = role.layout("update", "update_pairs", "logprobs", "ema_logprobs", "ema_top_logprobs", "entropy")
         generates = role.layout("generate", "converse")
         trainable = not {"update", "update_pairs"}.isdisjoint(role.layouts)
         lora = role.train.lora if trainable else None
-        ema = role.train.ema if trainable else None
+        ema, freeze = (role.train.ema, role.train.freeze) if trainable else (None, [])
         here = generates is not None and role.rank in generates.ranks
         self.engine_kind = load_engine(config.engine)
+        if config.router_replay:
+            self._check_replay(source)
         if here:
             self.engine_kind.check(source, config, role.device, lora)
         self.trainer: Trainer | None = None
         if trained and role.rank in trained.ranks:
-            self.trainer = make_trainer(role, source, trained, TrainerOptions(role.train, trainable, lora, ema))
+            self.trainer = make_trainer(
+                role,
+                source,
+                trained,
+                TrainerOptions(
+                    role.train,
+                    trainable,
+                    lora,
+                    freeze,
+                    ema,
+                    role.train.ema_every,
+                    router_aux_loss=role.train.router_aux_loss,
+                ),
+            )
         self.engine: RolloutEngine | None = self._make_engine(generates, lora) if generates and here else None
         self.keeps_weights = (
             config.staleness > 0 or config.chunk is not None
@@ -48,6 +70,8 @@ class Policy:
             config.temperature,
             config.top_p,
             config.top_k,
+            config.min_p,
+            config.repetition_penalty,
             config.min_tokens,
             self.text.stop_tokens(source, config.stop),
         )
@@ -64,24 +88,41 @@ class Policy:
         elif generates:
             self._prepare_weight_sync(trained, generates)
 
+    def _check_replay(self, source: Source) -> None:
+        if source.config.get_text_config().model_type not in MIXTURES:
+            raise ConfigError(
+                f"rollout.router_replay: '{source.name}' is a {source.config.model_type} model, and experts are"
+                f" replayed for {' and '.join(MIXTURES)}; leave it out"
+            )
+        if not self.engine_kind.returns_experts:
+            raise ConfigError(
+                f"rollout.router_replay: the engine '{self.role.rollout.engine}' does not return the experts that it"
+                " has chosen; use `engine: builtin`, or leave it out"
+            )
+
     def _make_engine(self, layout: Layout, lora: LoraConfig | None) -> RolloutEngine:
         role, config = self.role, self.role.rollout
-        longest, mesh = self.text.limit + config.max_tokens, role.meshes[layout]
+        longest, mesh = self.text.limit + config.max_tokens, role.mesh(layout)
         where = layout, mesh, role.rank
-        return self.engine_kind(EngineSetup(role.model, *where, config, self.dtype, role.device, longest, lora))
+        size, per_token = int(config.kv_cache_gb * (1 << 30)), kv_bytes(role.model.config, self.dtype, layout.tp)
+        if role.rank == layout.ranks[0] and size < longest * per_token * config.max_sequences:
+            logger.info("KV cache of a worker: %s", kv_budget(size, per_token, longest, config.max_sequences))
+        setup = EngineSetup(role.model, *where, config, self.dtype, role.device, longest, lora, role.images)
+        return self.engine_kind(setup)
 
     def _prepare_weight_sync(self, trained: Layout, generates: Layout) -> None:
         role = self.role
-        source = Shards(trained, shard_degree(role.train, trained, role.name))
+        source = Shards(trained.without_sp, shard_degree(role.train, trained, role.name))
         base, adapter = self._specs()
         target = self.engine_kind.shards(base, generates)
         self.specs = adapter or base  # that every weight sync moves
+        how = role.rank, self.dtype, role.topology, role.device
         self.check = WeightCheck(source, target, role.rank, self.dtype)
         if adapter:
             self.base_specs = base
-            self.base_transfer = WeightSync(base, source, target, role.rank, self.dtype, role.topology)
-        if not self._shares_weights(trained == generates and source.shard == 1):
-            self.transfer = WeightSync(self.specs, source, target, role.rank, self.dtype, role.topology)
+            self.base_transfer = WeightSync(base, source, target, *how)
+        if not self._shares_weights(source.layout == generates and source.shard == 1):
+            self.transfer = WeightSync(self.specs, source, target, *how)
 
     def _specs(self) -> tuple[Sequence[TensorSpec], Sequence[TensorSpec]]:
         """Returns the model's parameters, and those of an adapter that the engine keeps apart from them."""
@@ -93,7 +134,7 @@ class Policy:
 
     def _shares_weights(self, whole: bool) -> bool:
         """Whether the engine uses the trainer's own tensors, which it can if this rank has `whole` weights of both."""
-        if not (whole and self.engine and self.trainer) or self.trainer.adapter:
+        if not (whole and self.engine and self.trainer) or self.trainer.adapter or self.trainer.host:
             return False
         return self.engine.share_weights(self.trainer.weights())
 
@@ -104,6 +145,7 @@ class Policy:
         copy of this rank's part, if it was trained further.
         """
         self.weight_version = version
+        release_cached(self.role.device)
         if self.check:
             yield from self.check.agree(version)
             for transfer, specs, given in self._moves(weights):
@@ -139,7 +181,7 @@ class Policy:
         return self.trainer.base_weights() if self.trainer else {}
 
     def release_engine_memory(self) -> None:
-        """Gives back the KV cache and the weights that the next weight sync fills again: training needs the memory."""
+        """Gives back the KV cache and the weights that the next weight sync fills again, if others need the memory."""
         if self.engine and not self.lent:
             self._release(self.engine)
 
@@ -160,5 +202,8 @@ class Policy:
         return min(prompt_limit(self.role.model, max_tokens, None), self.engine.longest - max_tokens)
 
     def _release(self, engine: RolloutEngine) -> None:
+        if self.role.only_generates:
+            return
         weights = self.transfer is not None and not self.base_specs and not self.keeps_weights
         engine.release_memory(weights=weights)
+        release_cached(self.role.device)

@@ -34,7 +34,7 @@ class RewardModel(Trained):
         if config.lora:
             raise ConfigError(f"train.lora: {node} trains a reward model, but adapters are for actors; remove it")
 
-    @node(type="inference", reads=TOKENS, writes="score")
+    @node(type="inference", reads=TOKENS, writes="score", optional="response_branches", sequence_parallel=True)
     def score(self, batch: "Batch", ctx: "Context") -> Any:
         """Scores `response_tokens` as an answer to `prompt_tokens`."""
         score = self.scorer.score(batch)
@@ -46,7 +46,7 @@ class RewardModel(Trained):
         """Encodes preference pairs; see `Actor.encode_pair`."""
         return self.scorer.text.encode_preferences(batch)
 
-    @node(type="train", writes=(), balance="response_tokens", whole_groups=True)
+    @node(type="train", writes=(), balance="response_tokens", whole_groups=True, sequence_parallel=True)
     def update_pairs(self, batch: "Batch", ctx: "Context", loss: str = "preference", **params: Any) -> None:
         """Makes optimiser steps that raise the score of the chosen response above that of the rejected one."""
         from distflow.roles.reward_scorer import with_appended_token

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from distflow.batch.batch import Batch, Ragged
+from distflow.batch.branches import BRANCHES
 from distflow.batch.response_mask import MASK
 from distflow.errors import ConfigError
 from distflow.model.source import Source
@@ -19,7 +20,10 @@ from distflow.train.trainer import TrainerOptions, make_trainer
 
 
 class RewardScorer:
-    """Scores whole responses: the value after the last token, for which a token is appended that nobody reads."""
+    """Scores whole responses: the value after the last token, for which a token is appended that nobody reads.
+
+    Of a sample with several sequences it scores the last one.
+    """
 
     def __init__(self, role: RoleContext, model: Mapping[str, Any] | None) -> None:
         source = source_of(role, model)
@@ -51,8 +55,10 @@ def with_appended_token(batch: Batch) -> Batch:
     responses: Ragged = batch[RESPONSE]
     lengths = responses.lengths + 1
     values = torch.zeros(int(lengths.sum()), dtype=responses.dtype)
-    own = np.ones(len(values), bool)
+    own = torch.ones(len(values), dtype=torch.bool)
     own[np.cumsum(lengths) - 1] = False
-    values[torch.from_numpy(own)] = responses.joined()
-    columns = {f: c for f, c in batch.columns.items() if f != MASK}
-    return Batch(batch.ids, batch.groups, {**columns, RESPONSE: Ragged.packed(values, lengths)})
+    values[own] = responses.joined()
+    columns = {f: c for f, c in batch.columns.items() if f != MASK} | {RESPONSE: Ragged.packed(values, lengths)}
+    if BRANCHES in batch:
+        columns[MASK] = Ragged.packed(~own, lengths)  # of the value that is read
+    return Batch(batch.ids, batch.groups, columns)

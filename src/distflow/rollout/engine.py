@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from distflow.config.schema import LoraConfig, RolloutConfig
 from distflow.errors import ConfigError, WeightsError, cut
+from distflow.model.images import Images
 from distflow.model.source import Source
 from distflow.plan.layout import Layout
 from distflow.rollout.registry import engines
@@ -36,12 +37,14 @@ class SamplingParams:
     temperature: float = 1.0  # 0: greedy
     top_p: float = 1.0
     top_k: int = 0  # 0: all
+    min_p: float = 0.0  # least probability of a token, as a share of the likeliest one's
+    repetition_penalty: float = 1.0  # of tokens that are in the prompt or the response already; 1: none
     min_tokens: int = 0  # no stop token before this many
     stop: frozenset[int] = frozenset()  # token ids; the response includes the one it ends with
 
     @property
     def truncated(self) -> bool:
-        return self.top_p < 1 or self.top_k > 0
+        return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
 
     @cached_property
     def next_token(self) -> "SamplingParams":
@@ -65,7 +68,7 @@ class Request:
     """
 
     sample_id: int
-    prompt: tuple[int, ...]  # token ids; requests with the same prompt are prefilled once
+    prompt: tuple[int, ...]  # token ids; requests with the same one, and images, are prefilled once
     params: SamplingParams
     seed: int
     position: int = 0  # in the response, of the first token to generate; above 0 if `prompt` ends with its beginning
@@ -73,10 +76,16 @@ class Request:
     request_id: int = -1  # by default the sample id; a sample with several requests at once gives each its own
     priority: int = 0  # waiting requests with a lower one start first
     keep: bool = False  # the sample's next request begins as this one and its response do; `forget` ends that
+    images: tuple[str, ...] = ()  # references, in the order of their tokens in the prompt
 
     @property
     def id(self) -> int:
         return self.sample_id if self.request_id < 0 else self.request_id
+
+    @property
+    def shared(self) -> tuple[tuple[int, ...], tuple[str, ...]]:
+        """What requests have in common that are prefilled together: the prompt, with its images."""
+        return self.prompt, self.images
 
     @property
     def room(self) -> int:
@@ -95,6 +104,7 @@ class Completion:
     weight_version: int
     request_id: int = -1  # of the request
     reused: int = 0  # tokens of the prompt that were not computed, because the sample's last request had been kept
+    experts: NDArray[np.integer] | None = None  # [tokens of prompt and response but the last, layers, top-k]
 
     def check_version(self, version: int) -> None:
         """Raises unless it was generated with the weights that the plan wants."""
@@ -118,12 +128,14 @@ class EngineSetup:
     device: torch.device
     longest: int  # tokens of a prompt and its response, at most
     lora: LoraConfig | None = None  # the adapter that is trained
+    images: Images | None = None  # of prompts, if the model reads images
 
 
 class RolloutEngine(ABC):
     """One rank's part of an engine. Methods that are not abstract do what suits most engines."""
 
     interruptible: ClassVar[bool] = False  # has `interrupt`, which `rollout.partial` needs
+    returns_experts: ClassVar[bool] = False  # that a mixture has chosen, which `rollout.router_replay` needs
     keeps_adapter: ClassVar[bool] = False  # apart from the weights, and synced alone; else it is merged into them
 
     weight_specs: Sequence[

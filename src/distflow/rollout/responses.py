@@ -8,10 +8,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from distflow.batch.batch import Batch, Ragged
+from distflow.batch.batch import NO_SAMPLES, Batch, Ragged
 from distflow.batch.context import Chunks, MetricLog, Partial
 from distflow.batch.response_mask import ModelTokens
-from distflow.model.text import Text, ragged
+from distflow.errors import WeightsError
+from distflow.model.experts import PROMPT_EXPERTS, RESPONSE_EXPERTS
+from distflow.model.text import Text, images_of, ragged
 from distflow.rollout.engine import Completion, Request, RolloutEngine, SamplingParams
 from distflow.rollout.partial import Begun, complete_with_others
 from distflow.util.arrays import Ints
@@ -27,17 +29,19 @@ def generate_responses(
     on_step: Callable[[int], None] = lambda left: None,
     chunks: Chunks | None = None,
     partial: Partial | None = None,
+    experts: bool = False,
 ) -> dict[str, Any]:
     """Generates a response for each sample of the field `prompt`; samples of one group share a prompt.
 
     `version` is that of the weights which the plan wants. `on_step` is told how many are left; `chunks` leave as soon
     as they are complete. With `partial`, responses of later steps are begun, and those that were begun are carried on.
+    With `experts`, those that a mixture has chosen are columns too.
     """
     prompts, requests, own, prompt_of = _requests(text, batch, params, seed)
 
     def columns(places: Ints, completions: Mapping[int, Completion]) -> dict[str, Any]:
         ordered = [completions[i] for i in own[places].tolist()]
-        return _columns(ordered, [prompts[i] for i in prompt_of[places]], text)
+        return _columns(ordered, [prompts[i] for i in prompt_of[places]], text, experts)
 
     waiting = {i: set(own[places].tolist()) for i, places in enumerate(chunks.parts)} if chunks else {}
 
@@ -62,15 +66,22 @@ def _requests(
 ) -> tuple[list[tuple[int, ...]], list[Request], Ints, Ints]:
     """Returns the prompts of a batch, its requests, and for each sample, whose response it has, and its prompt."""
     _, first, prompt_of = np.unique(batch.groups, return_index=True, return_inverse=True)
-    prompts = [tuple(text.encode(batch["prompt"][i])) for i in first.tolist()]
+    distinct = batch.select(first)
+    images = [tuple(i) for i in images_of(distinct) or [()] * len(distinct)]
+    prompts = [tuple(text.encode(p, i)) for p, i in zip(distinct["prompt"], images, strict=True)]
     greedy = params.temperature == 0  # then all responses to a prompt are the same one
     samples = first if greedy else np.argsort(prompt_of, kind="stable")
-    requests = [Request(int(batch.ids[i]), prompts[prompt_of[i]], params, seed) for i in samples.tolist()]
+    requests = [
+        Request(int(batch.ids[i]), prompts[prompt_of[i]], params, seed, images=images[prompt_of[i]])
+        for i in samples.tolist()
+    ]
     own = (batch.ids[first] if greedy else batch.ids)[prompt_of if greedy else slice(None)]
     return prompts, requests, own, prompt_of
 
 
-def _columns(ordered: Sequence[Completion], prompts: list[tuple[int, ...]], text: Text) -> dict[str, Any]:
+def _columns(
+    ordered: Sequence[Completion], prompts: list[tuple[int, ...]], text: Text, experts: bool
+) -> dict[str, Any]:
     lengths = np.array([len(c.tokens) for c in ordered], np.int64)
     tokens = Ragged.packed(_joined([c.tokens for c in ordered], np.int64), lengths)
     logprobs = Ragged.packed(_joined([c.logprobs for c in ordered], np.float32), lengths)
@@ -81,7 +92,24 @@ def _columns(ordered: Sequence[Completion], prompts: list[tuple[int, ...]], text
         "response": text.decode(tokens),
         "finished": torch.tensor([c.finished for c in ordered], dtype=torch.bool),
         "weight_version": torch.tensor([c.weight_version for c in ordered], dtype=torch.int64),
+        **(experts_columns(ordered) if experts else {}),
     }
+
+
+def experts_columns(ordered: Sequence[Completion]) -> dict[str, Any]:
+    """Returns the experts of the tokens of prompts and of responses, whose last token has none: −1."""
+    each = [c.experts for c in ordered if c.experts is not None]
+    if len(each) < len(ordered) or not each:
+        if ordered:
+            raise WeightsError("the rollout engine gave responses without the experts that rollout.router_replay needs")
+        return {PROMPT_EXPERTS: NO_SAMPLES, RESPONSE_EXPERTS: NO_SAMPLES}
+    prompts, responses = [], []
+    for completion, experts in zip(ordered, each, strict=True):
+        of_prompt = len(experts) - len(completion.tokens) + 1
+        prompts.append(torch.from_numpy(experts[:of_prompt]))
+        rest = torch.from_numpy(experts[of_prompt:])
+        responses.append(torch.cat((rest, rest.new_full((1, *rest.shape[1:]), -1))))
+    return {PROMPT_EXPERTS: Ragged.of(prompts), RESPONSE_EXPERTS: Ragged.of(responses)}
 
 
 def _joined(arrays: list[NDArray[Any]], dtype: type) -> Tensor:

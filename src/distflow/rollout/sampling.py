@@ -1,7 +1,9 @@
 """Samples tokens. The noise is a function of (seed, sample, position): a sample gets the same tokens anywhere."""
 
 import math
+from collections.abc import Collection, Sequence
 from functools import cache, lru_cache
+from itertools import chain
 from types import ModuleType
 
 import numpy as np
@@ -10,35 +12,52 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from distflow.cpu import kernels_for
+from distflow.cpu import logprobs as cpu_logprobs
+from distflow.device.sizes import sizes_of
+from distflow.errors import ConfigError
 from distflow.rollout.engine import SamplingParams
 from distflow.util.arrays import Ints
+from distflow.util.copies import to_device
 from distflow.util.seeds import mix
-
-_BLOCK = 1 << 20  # logits worked on at once
 
 
 def sample(
-    logits: Tensor, params: SamplingParams, seed: int, sample_ids: Ints, positions: Ints
+    logits: Tensor,
+    params: SamplingParams,
+    seed: int,
+    sample_ids: Ints,
+    positions: Ints,
+    seen: Sequence[Collection[int]] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Returns tokens [n] for these positions of the responses, and their log-probs [n] under the softmax of logits
     [n, vocabulary] / temperature.
 
-    The log-prob is that of the whole distribution, as a trainer computes it, also where top-p or top-k truncate it.
+    The log-prob is that of the whole distribution, as a trainer computes it, also where top-p, top-k or min-p truncate
+    it, or a repetition penalty changes it. The penalty needs `seen`: the distinct tokens of each sequence so far.
     """
     scaled = logits.float() if params.temperature in (0, 1) else logits.float() / params.temperature
     allowed = scaled
     if params.stop and (early := np.flatnonzero(positions < params.min_tokens)).size:
         allowed = scaled.clone()
-        stop = torch.tensor(sorted(params.stop), device=logits.device)
-        allowed[torch.from_numpy(early).to(logits.device)[:, None], stop] = -math.inf
+        stop = to_device(torch.tensor(sorted(params.stop)), logits.device)
+        allowed[to_device(torch.from_numpy(early), logits.device)[:, None], stop] = -math.inf
+    if params.repetition_penalty != 1:
+        allowed = _penalized(allowed, params.repetition_penalty, seen)
     if params.temperature == 0:
-        tokens, total = allowed.argmax(-1), scaled.logsumexp(-1)
+        tokens = allowed.argmax(-1)
     else:
         candidates = _truncate(allowed, params) if params.truncated else allowed
-        tokens, total = gumbel_sample(candidates, noise_keys(seed, sample_ids, positions))
-        if candidates is not scaled:
-            total = scaled.logsumexp(-1)
-    return tokens, scaled.gather(1, tokens[:, None])[:, 0] - total
+        tokens, logprobs = gumbel_sample(candidates, noise_keys(seed, sample_ids, positions))
+        if candidates is scaled:
+            return tokens, logprobs
+    return tokens, _logprobs(scaled, tokens, None)
+
+
+def _logprobs(logits: Tensor, tokens: Tensor, total: Tensor | None) -> Tensor:
+    """Returns the log-prob of one token of each row; `total`: the logsumexp, if it is known."""
+    if kernels := kernels_for(logits):
+        return cpu_logprobs.token_logprobs(kernels, logits, tokens)[0]
+    return logits.gather(1, tokens[:, None])[:, 0] - (logits.logsumexp(-1) if total is None else total)
 
 
 def noise_keys(seed: int, sample_ids: Ints, positions: Ints) -> Ints:
@@ -53,7 +72,7 @@ def _seed_word(seed: int) -> NDArray[np.uint64]:
 
 
 def gumbel_sample(logits: Tensor, keys: Ints) -> tuple[Tensor, Tensor]:
-    """Draws from the softmax of each row, with noise that only its key decides; returns tokens and logsumexp.
+    """Draws from the softmax of each row, with noise that only its key decides; returns tokens and their log-probs.
 
     The exponential form of the Gumbel-max trick: token i arrives after Exp(1) / p_i, and the first one is the draw.
     Rounding errors in the logits change the draw only where two of them nearly tie.
@@ -61,13 +80,13 @@ def gumbel_sample(logits: Tensor, keys: Ints) -> tuple[Tensor, Tensor]:
     vocabulary = logits.shape[1]
     columns = _column_bits(vocabulary, logits.device)
     if kernels := kernels_for(logits):
-        return _in_kernel(kernels, logits, keys, columns)
-    halves = torch.from_numpy(keys.view(np.int32).reshape(-1, 2).copy()).to(logits.device)
-    rows = max(1, _BLOCK // vocabulary)
+        tokens = _in_kernel(kernels, logits, keys, columns)
+        return tokens, _logprobs(logits, tokens, None)
+    halves = to_device(torch.from_numpy(keys.view(np.int32).reshape(-1, 2).copy()), logits.device)
+    rows = max(1, sizes_of(logits.device.type).sampled_logits // vocabulary)
     draws = [_draw(logits[i : i + rows], halves[i : i + rows], columns) for i in range(0, len(logits), rows)]
-    if len(draws) == 1:
-        return draws[0]
-    return torch.cat([tokens for tokens, _ in draws]), torch.cat([total for _, total in draws])
+    tokens, total = draws[0] if len(draws) == 1 else (torch.cat(parts) for parts in zip(*draws, strict=True))
+    return tokens, _logprobs(logits, tokens, total)
 
 
 def _draw(logits: Tensor, halves: Tensor, columns: Tensor) -> tuple[Tensor, Tensor]:
@@ -83,26 +102,42 @@ def _draw(logits: Tensor, halves: Tensor, columns: Tensor) -> tuple[Tensor, Tens
     return odds.div_(uniform.log_()).argmin(-1), total  # quotients are negative: the least arrives first
 
 
-def _in_kernel(kernels: ModuleType, logits: Tensor, keys: Ints, columns: Tensor) -> tuple[Tensor, Tensor]:
-    tokens, totals = np.empty(len(logits), np.int64), np.empty(len(logits), np.float32)
+def _in_kernel(kernels: ModuleType, logits: Tensor, keys: Ints, columns: Tensor) -> Tensor:
+    tokens = np.empty(len(logits), np.int64)
     bits = keys.view(np.uint32).reshape(-1, 2), columns.numpy().view(np.uint32)
     arrivals = np.empty(logits.shape[1], np.float32)
-    kernels.gumbel_sample(logits.numpy(), *bits, arrivals, tokens, totals)
-    return torch.from_numpy(tokens), torch.from_numpy(totals)
+    kernels.gumbel_sample(logits.numpy(), *bits, arrivals, tokens)
+    return torch.from_numpy(tokens)
 
 
 @cache
 def _column_bits(vocabulary: int, device: torch.device) -> Tensor:
     """32 random bits for each token of a vocabulary."""
     words = mix(np.arange(vocabulary, dtype=np.uint64)) >> np.uint64(32)
-    return torch.from_numpy(words.astype(np.uint32).view(np.int32)).to(device)
+    return to_device(torch.from_numpy(words.astype(np.uint32).view(np.int32)), device)
+
+
+def _penalized(logits: Tensor, penalty: float, seen: Sequence[Collection[int]] | None) -> Tensor:
+    """Returns logits in which positive ones of tokens that were `seen` are divided by the penalty, and negative ones
+    multiplied (arXiv 1909.05858)."""
+    if seen is None:
+        raise ConfigError(
+            "rollout.repetition_penalty: this engine does not say which tokens a sequence has; set it to 1"
+        )
+    rows = np.repeat(np.arange(len(seen)), [len(tokens) for tokens in seen])
+    tokens = np.fromiter(chain.from_iterable(seen), np.int64, len(rows))
+    at = tuple(to_device(torch.from_numpy(x), logits.device) for x in (rows, tokens))
+    values = logits[at]
+    return logits.index_put(at, torch.where(values > 0, values / penalty, values * penalty))
 
 
 def _truncate(logits: Tensor, params: SamplingParams) -> Tensor:
-    """Sets logits outside of top-k, then of top-p, to −∞. The likeliest token always stays."""
+    """Sets logits outside of top-k, then of min-p, then of top-p, to −∞. The likeliest token always stays."""
     k = min(params.top_k, logits.shape[-1])
     if k:
         logits = logits.masked_fill(logits < logits.topk(k).values[:, -1:], -math.inf)
+    if params.min_p:
+        logits = logits.masked_fill(logits < logits.amax(-1, keepdim=True) + math.log(params.min_p), -math.inf)
     if params.top_p < 1:
         ordered, order = logits.sort(descending=True)
         before = ordered.softmax(-1).cumsum(-1) - ordered.softmax(-1)  # the mass of all likelier ones

@@ -16,6 +16,7 @@ from threading import Thread
 import torch
 
 from distflow.comm.collectives import Communication, all_reduce
+from distflow.comm.streams import CPU, finish, own_stream
 from distflow.coordinator.coordinator import Coordinator
 from distflow.observe.metrics import MetricsReducer, StepMetrics
 from distflow.plan.staleness import weights_after
@@ -34,6 +35,7 @@ class CommThread:
     sent: Counter[int] = field(default_factory=Counter)  # the bytes that `run` has sent to each peer
     waiting: Callable[[tuple[int, ...]], AbstractContextManager[None]] = lambda ranks: nullcontext()  # for the chain
     stop_requested: Callable[[], bool] = lambda: False
+    device: torch.device = CPU  # of the worker
 
 
 class AsyncComm(Comm):
@@ -48,7 +50,7 @@ class AsyncComm(Comm):
         self.worker, self.evaluation, self.reducer, self.thread = worker, evaluation, reducer, thread
         self.waiting = thread.waiting
         self.all_ranks = tuple(range(worker.plan.workers))
-        self.mail = Mailbox()
+        self.mail = Mailbox(thread.device)
         tasks, rank = weights_after(worker.plan), worker.rank
         # Tasks of the chain after which the next step begins for the thread, None: after all.
         self._early = None if tasks is None else sum(rank in t.ranks for t in worker.plan.tasks[:tasks])
@@ -62,7 +64,8 @@ class AsyncComm(Comm):
 
         def communicate() -> None:
             try:
-                self.thread.run(self._communicate())
+                with own_stream(self.thread.device):
+                    self.thread.run(self._communicate())
             except BaseException as e:
                 self.mail.fail(e)
 
@@ -230,5 +233,6 @@ class AsyncComm(Comm):
             return
         weights = self.mail.take((task.role, version, "weights"))
         yield from self.roles[task.role].sync_weights(version, weights)
+        finish(self.thread.device)  # before the memory of this copy is the chain's again, which does not wait for us
         if task.role in self.generating:
             self.mail.put((task.role, version, "filled"))

@@ -3,6 +3,7 @@
 import json
 import logging
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,6 @@ from distflow.checkpoint.shared_folder import check_shared
 from distflow.checkpoint.store import (
     RUN_STATE,
     TENSORS,
-    archive_checkpoints,
     format_problem,
     list_checkpoints,
     load_full_tensors,
@@ -21,7 +21,7 @@ from distflow.checkpoint.store import (
     read_values,
     verify,
 )
-from distflow.checkpoint.writer import CheckpointWriter, Parts
+from distflow.checkpoint.writer import CheckpointWriter, Parts, write_s
 from distflow.cluster.identity import thread_counts
 from distflow.cluster.world import World
 from distflow.comm.collectives import broadcast_bytes
@@ -32,8 +32,7 @@ from distflow.errors import CheckpointError, ConfigError, cut
 from distflow.roles.role import Role
 from distflow.run.program import Program
 from distflow.run.rollouts import ROLLOUTS, Rollouts
-from distflow.run_folder import AUTO, BEST, CHECKPOINTS, HUGGINGFACE, METRICS, NEWEST
-from distflow.util.lines import Tail, step_row
+from distflow.run_folder import AUTO, BEST, CHECKPOINTS, HUGGINGFACE, NEWEST, checkpoint_dir
 from distflow.util.patient_files import WholeFiles
 from distflow.weights.state import RoleState
 
@@ -66,6 +65,7 @@ class CheckpointManager:
         if rollouts.writers:
             self.ranks[ROLLOUTS] = rollouts.writers
         self.files = WholeFiles()
+        self.resumed_run: Path | None = None  # folder of the run whose checkpoint was restored
         self._copies: dict[int, Parts] = {}  # step → what this worker writes, until all have come there
         self.writer = CheckpointWriter(self.folder, self.rank, world.all_ranks, self.ranks, world.background.run)
 
@@ -74,13 +74,16 @@ class CheckpointManager:
 
     def copy(self, step: int) -> None:
         """Copies the state of its roles: this worker may train further before all workers are at `step`."""
-        self._copies[step] = self.writer.copy(self._role_states())
+        self._copies[step] = parts = self.writer.copy(self._role_states())
+        self.world.heartbeat.write_s = max(self.world.heartbeat.write_s, write_s(parts))
 
-    def save(self, step: int) -> None:
-        """Starts to write a checkpoint. If the one before could not be written, warns; the next one may succeed."""
+    def save(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Starts to write a checkpoint, with those `metrics` of its step by which the best one is chosen.
+
+        If the one before could not be written, warns; the next one may succeed.
+        """
         try:
-            with self.world.heartbeat.waiting(self.world.all_ranks):
-                self.writer.wait()
+            self._await_writer()
         except CheckpointError as e:
             if self.rank == 0:
                 logger.warning("%s; the run continues", e)
@@ -88,17 +91,22 @@ class CheckpointManager:
             self.copy(step)
         parts = {**self._copies.pop(step), **self._rollouts_after(step)}
         export = self._export if self.config.checkpoint.export and "actor" in self.ranks else None
-        self.writer.save(step, parts, self._run_state(), self._on_complete, export)
+        self.writer.save(step, parts, {**self._run_state(), "metrics": dict(metrics)}, self._on_complete, export)
 
     def _rollouts_after(self, step: int) -> Parts:
         tensors = self.rollouts.tensors(step)
         return self.writer.own_files(ROLLOUTS, tensors, self.rollouts.values) if tensors else {}
 
-    def finish(self, step: int | None) -> None:
+    def finish(self, step: int | None, metrics: Mapping[str, float] | None = None) -> None:
         """Waits until the last checkpoint is on disk, or raises; writes one of `step` first if it was not due."""
         if step is not None and not self.due(step):
-            self.save(step)
-        with self.world.heartbeat.waiting(self.world.all_ranks):
+            self.save(step, metrics or {})
+        self._await_writer()
+
+    def _await_writer(self) -> None:
+        """Waits for the checkpoint that is being written. A large one takes longer than workers wait for each other."""
+        heartbeat = self.world.heartbeat
+        with heartbeat.waiting(self.world.all_ranks, heartbeat.write_s):
             self.writer.wait()
 
     def close(self) -> None:
@@ -111,18 +119,19 @@ class CheckpointManager:
             self._fingerprint = fingerprint(self.rows)
         check_shared(self.config.run_folder, self.rank, world.all_ranks, world.transport.run)
         if source is None:
-            return self._start_anew()
+            return 0
         folder, paths = self._candidates(source)
         problems = [format_problem(path) for path in paths]
         if not world.any_rank(not all(problems)):  # all are of another version, or there is none
             if source == AUTO:
-                return self._start_anew()
+                return 0
             if problems:
                 raise ConfigError(f"--resume: {problems[0]}")
         for path, problem in zip(paths, problems, strict=True):
             problem = problem or verify(path, self.rank, len(world.all_ranks), "state")
             if not world.any_rank(problem is not None):
                 step = self._restore(path)
+                self.resumed_run = path.parent.parent
                 if damage := verify(path, self.rank, len(world.all_ranks), "export"):
                     logger.warning("%s; the run does not need it, `distflow export` writes another", damage)
                 if self.rank == 0:
@@ -134,11 +143,6 @@ class CheckpointManager:
         raise ConfigError(
             f"--resume: there is no {kind} in {folder}; start without --resume, or name another checkpoint"
         )
-
-    def _start_anew(self) -> int:
-        if self.rank == 0:
-            archive_checkpoints(self.folder)
-        return 0
 
     def _candidates(self, source: str) -> tuple[Path, list[Path]]:
         """Returns the folder that is searched and its checkpoints, newest first, as rank 0 sees them."""
@@ -169,17 +173,18 @@ class CheckpointManager:
 
     def _identity(self) -> dict[str, Any]:
         """Returns what must be the same for a run to be the same."""
-        c = self.config
-        return {"flow": self.program.flow.name, "seed": c.seed, "batch": c.data.batch, "repeat": self.program.repeat}
+        seed, data = self.config.seed, self.config.data
+        identity = {"flow": self.program.flow.name, "seed": seed, "batch": data.batch, "repeat": self.program.repeat}
+        return identity | {"shuffle": data.shuffle}
 
     def _restore(self, path: Path) -> int:
         """Restores roles and data, and returns the step that it was written after."""
         identity = self._identity()
-        state = read_state(path, *identity)
+        state = {"shuffle": True} | read_state(path, *(identity.keys() - {"shuffle"}))  # older ones always were
         for key, value in identity.items():
-            if state[key] != value:
+            if (saved := state[key]) != value:
                 raise ConfigError(
-                    f"--resume: {path} is of a run with {key} {state[key]!r}, the config has {value!r}; set it back or"
+                    f"--resume: {path} is of a run with {key} {saved!r}, the config has {value!r}; set it back or"
                     " start anew from an export"
                 )
         for name, role in self._kept_here():
@@ -268,18 +273,17 @@ class CheckpointManager:
     def _on_complete(self, path: Path) -> None:
         """Prunes and marks the best; called on rank 0 when a checkpoint is complete."""
         config = self.config.checkpoint
-        best = self._best() if config.best else None
+        best = self._best(config.best) if config.best else None
         prune(self.folder, config.keep, () if best is None else (best,))
         if best is not None:
             self.files.write(self.folder / BEST, json.dumps({"step": best}))
 
-    def _best(self) -> int | None:
-        """Returns the checkpoint after whose last step the metric `checkpoint.best` was highest, as far as is known."""
+    def _best(self, metric: str) -> int | None:
+        """Returns the checkpoint after whose step the metric was highest; None if none of them has a value."""
         values: dict[int, float] = {}
-        for _, line in Tail(self.config.run_folder / METRICS).lines():
-            row = step_row(line) or {}
-            value = row.get(str(self.config.checkpoint.best))
-            if isinstance(value, int | float):
-                values[row["step"]] = value
-        steps = [s for s in list_checkpoints(self.folder) if s in values]
-        return max(steps, key=lambda s: (values[s], s), default=None)
+        for step in list_checkpoints(self.folder):
+            with suppress(CheckpointError):  # a damaged one is not the best
+                value = read_state(checkpoint_dir(self.folder, step)).get("metrics", {}).get(metric)
+                if isinstance(value, int | float):
+                    values[step] = value
+        return max(values, key=lambda s: (values[s], s), default=None)

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
+from types import MappingProxyType
 
 import yaml
 
@@ -20,7 +21,12 @@ from distflow.util.version import __version__
 
 
 def describe_run(
-    config: Config, plan: Plan, hosts: Sequence[Mapping[str, str]] = (), files: WholeFiles | None = None
+    config: Config,
+    plan: Plan,
+    hosts: Sequence[Mapping[str, str]] = (),
+    files: WholeFiles | None = None,
+    data_commits: Mapping[str, str] = MappingProxyType({}),
+    owner: str = "",
 ) -> None:
     """Writes what was run: the resolved config, the plan, versions, seeds and hosts. Secrets are hidden.
 
@@ -42,6 +48,8 @@ def describe_run(
         "hosts": hosts,
         "seeds": {"model": config.seed, "data": config.seed, "rollout": config.seed, "eval": eval_seed(config.seed)},
         "plan": plan.hash,
+        "data": dict(data_commits),
+        "owner": owner,
     }
     files.write(folder / CONFIG, base + text)
     for name, content in ((VERSIONS, versions), (PLAN, redact(plan.to_json())), (RUN, run)):

@@ -1,10 +1,9 @@
 """A run on one worker: opens data and models with the others, runs the steps, saves, closes."""
 
-import inspect
+import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -15,32 +14,40 @@ from distflow.cluster.identity import list_hosts
 from distflow.cluster.rendezvous import Rendezvous
 from distflow.cluster.world import World
 from distflow.comm.collectives import Communication
+from distflow.config import Config
 from distflow.coordinator.coordinator import Coordinator
 from distflow.dataset.loader import Loader
 from distflow.dataset.view import DatasetView
+from distflow.device.offer import offer_of
 from distflow.errors import ConfigError, DistflowError, StoppedError
 from distflow.liveness.heartbeat import Heartbeat
+from distflow.model.images import Images, open_images
 from distflow.observe.metrics import MetricsReducer, StepMetrics
 from distflow.observe.progress import Progress
 from distflow.observe.recorder import Recorder
 from distflow.observe.samples import text_of_tokens
 from distflow.observe.trackers import start_trackers
 from distflow.observe.trackers.tracker import RunInfo
-from distflow.plan import Layout, Plan, RunNode, SyncWeights
-from distflow.roles.context import RoleContext
+from distflow.plan import Plan
+from distflow.plan.field_bytes import IMAGES
 from distflow.roles.role import Role
 from distflow.run.async_comm import AsyncComm, CommThread
 from distflow.run.checkpoint_manager import CheckpointManager
+from distflow.run.choosing import choose_for
 from distflow.run.comm import Comm
 from distflow.run.description import describe_run
+from distflow.run.earlier_runs import keep_earlier_run, say_changes
 from distflow.run.evaluation import Evaluation
 from distflow.run.program import Program
 from distflow.run.redaction import redact
+from distflow.run.role_objects import RankContext, make_roles, mesh_shapes
 from distflow.run.rollouts import Rollouts
 from distflow.run.versions import Versions
 from distflow.run.worker import Surroundings, Worker
 from distflow.train.update_spec import check_losses
 from distflow.util.patient_files import WholeFiles, WriteErrors
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -74,6 +81,7 @@ class Inputs:
 class Job:
     """A run as one worker sees it. `resume` is what `--resume` names; `stop_requested` is checked after every step, and
     `check_owner`, which raises if the folder is no longer this run's, before anything of a step is written there.
+    What an earlier attempt of the same `owner` has written is this run's own.
 
     It is prepared in phases. From the second on workers communicate, so all of them go through these in one order.
     """
@@ -87,8 +95,9 @@ class Job:
         resume: str | None = None,
         stop_requested: Callable[[], bool] = lambda: False,
         check_owner: Callable[[], None] = lambda: None,
+        owner: str = "",
     ) -> None:
-        self.check_owner = check_owner
+        self.check_owner, self.owner = check_owner, owner
         self.program, self.config, self.plan, self.rank = program, program.config, plan, rendezvous.rank
         self.heartbeat, self.stop_requested = heartbeat, stop_requested
         self.files = WholeFiles()
@@ -96,25 +105,26 @@ class Job:
         self.inputs = Inputs.open(program, plan)
         self.plans = self.inputs.plans
         # 2. Meet the other workers.
-        self.world = World(self.config, self.plans, self._model_layouts(), heartbeat, rendezvous)
-        if self.rank == 0:
-            describe_run(self.config, self.plans[0], list_hosts(self.world.identities), self.files)
+        self.world = World(self.config, self.plans, mesh_shapes(program, self.plans), heartbeat, rendezvous)
         # 3. Open the model, and drop prompts that it cannot read.
         self.source, self.inputs = self._open_model()
+        self.config = self._choose()
         # 4. Load the models of roles.
         rows, data = self.inputs.rows, self.config.data
-        self.steps = max(1, len(rows) // data.batch) if self.config.steps is None else self.config.steps
-        self.generates = {n.role: p.partition_of(n.id).layout for p in self.plans for n in p.flow.nodes if n.generates}
-        self.roles: dict[str, Role] = {}
-        self._make_roles()
+        self.steps = self.config.steps_of(len(rows))
+        self.roles = self._make_roles()
         # 5. Restore the state of a checkpoint.
-        self.data = self._coordinator(plan, Loader(rows, data.batch, program.repeat, self.config.seed))
+        self.data = self._coordinator(
+            plan, Loader(rows, data.batch, program.repeat, self.config.seed, shuffle=data.shuffle)
+        )
         self.rollouts = Rollouts(plan)
         self.checkpoints = CheckpointManager(program, self.world, self.roles, self.data, self.rollouts, rows)
         self.first = self.checkpoints.resume(resume) if self.steps else 0  # the step after which this run starts
         # 6. Open the logs, and make the workers of the plans.
+        if self.rank == 0:
+            self._describe()
         self.progress = self._open_progress() if self.rank == 0 else None
-        self.metrics = MetricsReducer(self.rank, self.world.all_ranks, self.progress)
+        self.metrics = MetricsReducer(self.rank, self.world.all_ranks, self.progress, self.config.checkpoint.best)
         self.recorder = self._open_recorder()
         around = Surroundings(self.config.seed, self.config.run_folder, heartbeat.start_task, self.recorder)
         versions = Versions(plan.staleness, self.first, self.steps)
@@ -132,7 +142,7 @@ class Job:
             self._train(self.worker)
         self.heartbeat.start_task(self.steps, "finish")
         if self.steps > self.first:
-            self.checkpoints.finish(self.steps)
+            self.checkpoints.finish(self.steps, self.metrics.take_kept(self.steps))
         self.metrics.wait()
         if self.rank == 0:
             self.check_owner()
@@ -147,7 +157,8 @@ class Job:
     def _train(self, worker: Worker) -> None:
         if self.world.overlap:  # the communication of steps has a thread of its own
             transport = self.world.overlap
-            thread = CommThread(transport.run, transport.sent, self.heartbeat.waiting, self.stop_requested)
+            waiting, device = self.heartbeat.waiting, self.world.device
+            thread = CommThread(transport.run, transport.sent, waiting, self.stop_requested, device)
             self.comm = comm = AsyncComm(worker, self.evaluation, self.metrics, thread)
             comm.start()
         try:
@@ -170,6 +181,7 @@ class Job:
     def _open_model(self) -> tuple[Any, Inputs]:
         """Opens the model of the config or checkpoint, if there is one; returns it and the rows that it can read."""
         config, inputs, all_ranks = self.config, self.inputs, self.world.all_ranks
+        self.images: Images | None = None
         if not config.model:
             return None, inputs
         from distflow.checkpoint.model import find_role, open_checkpoint
@@ -183,8 +195,13 @@ class Job:
             source = open_checkpoint(find_role(checkpoint, "actor"))
         else:
             source = open_model(config.model, lambda: texts(inputs.rows), config.base, config.seed)
+        self.images = open_images(source, inputs.rows, inputs.held_out)
         text = Text(
-            source, prompt_limit(source, config.rollout.max_tokens, config.data.max_prompt), config.data.rendered
+            source,
+            prompt_limit(source, config.rollout.max_tokens, config.data.max_prompt),
+            config.data.rendered,
+            config.data.chat_template_kwargs,
+            self.images,
         )
         with self.heartbeat.waiting(all_ranks):
             skip = config.data.on_bad_row == "skip"
@@ -195,6 +212,19 @@ class Job:
         count = inputs.skipped_count + checked.count
         return source, replace(inputs, rows=checked.rows, skipped=skipped, skipped_count=count)
 
+    def _choose(self) -> Config:
+        """Returns the config with what is chosen for the devices: the same on all workers, for the smallest of them."""
+        device = self.world.device
+        if offer := offer_of(device):
+            least = self.world.all_reduce(torch.tensor([offer.memory, int(offer.bfloat16)]), torch.minimum)
+            offer = replace(offer, memory=int(least[0]), bfloat16=bool(least[1]))
+        chosen = choose_for(self.program, self.inputs.plan, self.source, device, offer)
+        if chosen.choices and self.rank == 0:
+            assert offer
+            logger.info("chosen for %s: %s", offer.name, "; ".join(map(str, chosen.choices)))
+        chosen.process.apply()
+        return chosen.config
+
     def _verify(self, checkpoint: Path) -> None:
         """Verifies a checkpoint, of which every worker reads a share."""
         problem = verify(checkpoint, self.rank, len(self.world.all_ranks), "state")
@@ -202,40 +232,12 @@ class Job:
             problem = problem or f"{checkpoint} is damaged, as another worker has found"
             raise ConfigError(f"{problem}; name another checkpoint")
 
-    def _make_roles(self) -> None:
-        """Makes the roles of this worker, in an order that all ranks share: they may create process groups for them."""
+    def _make_roles(self) -> dict[str, Role]:
         self.heartbeat.start_task(-1, "load models")
-        self.hybrid_mesh = cache(self.world.mesh)
-        # Roles with engines come first.
-        for name in sorted(_roles(self.plans, self.rank), key=lambda role: (role not in self.generates, role)):
-            self.roles[name] = self._make_role(name)
-
-    def _make_role(self, name: str) -> Role:
-        """Makes the object that implements a role on this worker."""
-        config, world = self.config, self.world
-        implementation, args = self.program.role_class(name), dict(self.program.role_bindings[name].args)
-        if _takes_role_context(implementation):
-            args["role"] = RoleContext(
-                name=name,
-                rank=self.rank,
-                layouts=_layouts(self.plans, name),
-                meshes=world.meshes,
-                hybrid_mesh=self.hybrid_mesh,
-                topology=world.topology,
-                device=world.device,
-                source=self.source,
-                rollout=config.rollout,
-                train=config.train,
-                critic=config.critic,
-                max_prompt=config.data.max_prompt,
-                rendered=config.data.rendered,
-                steps=self.steps,
-                seed=config.seed,
-                base=config.base,
-                generates=self.generates,
-                roles=self.roles,
-            )
-        return implementation(**args)
+        world = self.world
+        of_layouts, model = (world.meshes, world.sequence_groups), (self.source, self.images)
+        context = RankContext(self.rank, *of_layouts, world.topology, world.device, *model, self.steps)
+        return make_roles(self.program, self.config, self.plans, context)
 
     def _check_fields(self) -> None:
         """Lets roles such as rewards refuse their fields and rows before anything is generated."""
@@ -249,19 +251,32 @@ class Job:
                 if rows is not None:
                     role.check_rows(rows, self.rank, self.plan.workers)
 
-    def _model_layouts(self) -> list[Layout]:
-        """Returns the layouts of the roles that ask for a RoleContext."""
-        roles = {n.role for p in self.plans for n in p.flow.nodes if n.method}
-        wanted = [r for r in sorted(roles) if _takes_role_context(self.program.implementation(r))]
-        return list(dict.fromkeys(layout for r in wanted for layout in _layouts(self.plans, r).values()))
-
     def _coordinator(self, plan: Plan, loader: Loader) -> Coordinator:
-        return Coordinator(self.rank, plan, loader, self.world.topology)
+        data = Coordinator(self.rank, plan, loader, self.world.topology)
+        if self.images:
+            data.on_free[IMAGES] = self.images.free
+        return data
+
+    def _describe(self) -> None:
+        """Writes what is run, and says what becomes of a run that was here before."""
+        if self.first:
+            assert self.checkpoints.resumed_run
+            say_changes(self.checkpoints.resumed_run, self.program.config)
+            if self.first >= self.steps:
+                text = "nothing is left to do: the checkpoint is of step %d, and the run has %d steps; raise steps"
+                logger.warning(text, self.first, self.steps)
+        else:
+            keep_earlier_run(self.config.run_folder, self.owner)
+        hosts, commits = list_hosts(self.world.identities), self.program.data_commits
+        describe_run(self.program.config, self.plans[0], hosts, self.files, commits, self.owner)
 
     def _open_progress(self) -> Progress:
         config, inputs = self.config, self.inputs
         folder, settings = config.run_folder, redact(config.model_dump(mode="json"))
-        trackers = start_trackers(config.track, RunInfo(folder.name, folder, settings, self.first))
+        trackers = start_trackers(
+            {name: t.model_dump() for name, t in config.track.items()},
+            RunInfo(folder.name, folder, settings, self.first),
+        )
         hosts = [i.host for i in self.world.identities]
         return Progress(
             folder, self.steps, inputs.skipped, inputs.skipped_count, self.first, hosts, trackers, self.files
@@ -270,8 +285,9 @@ class Job:
     def _open_recorder(self) -> Recorder:
         config, record = self.config, self.config.record
         pieces = text_of_tokens(self.source.tokenizer) if self.source else None
+        pictures = self.images.pictures if self.images else None
         sent = self.world.transport.sent
-        recorder = Recorder.make(config.run_folder, self.rank, sent, record.spans, record.samples, pieces)
+        recorder = Recorder.make(config.run_folder, self.rank, sent, record.spans, record.samples, pieces, pictures)
         if self.progress and recorder.samples:
             recorder.samples.listener = self.progress.on_samples
         return recorder
@@ -305,6 +321,7 @@ class Job:
             yield from self.evaluation(step, metrics)
         if self.world.device.type != "cpu":
             metrics.log("perf/device_peak_mib", torch.accelerator.max_memory_allocated() / (1 << 20), reduce="max")
+            torch.accelerator.reset_peak_memory_stats()
         if failed := WriteErrors.take_count():
             metrics.log("record/failed_writes", failed, reduce="sum")
         with self.recorder.span(step, "control", "metrics"):
@@ -321,11 +338,13 @@ class Job:
             self.checkpoints.copy(step)
 
     def _end_of_step(self, step: int, metrics: StepMetrics) -> None:
+        if step == self.first + 1:
+            self.world.end_start()
         stop = step == self.comm.versions.stop_step
         if stop or self.checkpoints.due(step):
             self.check_owner()
             with self.recorder.span(step, "checkpoint", "save"):
-                self.checkpoints.save(step)
+                self.checkpoints.save(step, self.metrics.take_kept(step))
         self.recorder.end_step(step, local=int(metrics.totals.get(("data/bytes_local", "mean"), (0, 0))[0]))
         if stop and step < self.steps:
             self.checkpoints.finish(None)
@@ -333,29 +352,3 @@ class Job:
             raise StoppedError(
                 f"stopped on request after step {step} of {self.steps}, which is saved; continue with --resume"
             )
-
-
-def _roles(plans: list[Plan], rank: int) -> list[str]:
-    """Returns the roles of whose objects this rank's chains call a method, or move the weights."""
-    roles: dict[str, None] = {}
-    for plan in plans:
-        for t in plan.chain(rank):
-            if isinstance(t, SyncWeights):
-                roles[t.role] = None
-            elif isinstance(t, RunNode) and plan.flow.node(t.node).method:
-                roles[plan.flow.node(t.node).role] = None
-    return list(roles)
-
-
-def _layouts(plans: list[Plan], role: str) -> dict[str, Layout]:
-    """Returns method → layout of the role's node of that name."""
-    return {
-        n.call.rpartition(".")[2]: p.partition_of(n.id).layout
-        for p in plans
-        for n in p.flow.nodes
-        if n.role == role and n.method
-    }
-
-
-def _takes_role_context(implementation: Any) -> bool:
-    return "role" in inspect.signature(implementation).parameters

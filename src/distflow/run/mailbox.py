@@ -1,22 +1,31 @@
-"""Passes values between the two threads of a worker."""
+"""Passes values between the two threads of a worker, which have a stream each on its device."""
 
 from collections.abc import Hashable
 from threading import Condition
 from typing import Any
 
+import torch
+
+from distflow.comm.streams import CPU, Moment
+
 
 class Mailbox:
-    """Values by key. Each is put once and taken once, by a thread that may have to wait for it."""
+    """Values by key. Each is put once and taken once, by a thread that may have to wait for it.
 
-    def __init__(self) -> None:
-        self._values: dict[Hashable, Any] = {}
+    On the `device` the taker's stream waits for what the other one had begun, such as to compute the value.
+    """
+
+    def __init__(self, device: torch.device = CPU) -> None:
+        self._device = device
+        self._values: dict[Hashable, tuple[Any, Moment]] = {}
         self._changed = Condition()
         self._error: BaseException | None = None
 
     def put(self, key: Hashable, value: Any = None) -> None:
+        moment = Moment(self._device)
         with self._changed:
             assert key not in self._values, key
-            self._values[key] = value
+            self._values[key] = value, moment
             self._changed.notify_all()
 
     def take(self, key: Hashable) -> Any:
@@ -26,7 +35,9 @@ class Mailbox:
             if key not in self._values:
                 assert self._error is not None
                 raise self._error
-            return self._values.pop(key)
+            value, moment = self._values.pop(key)
+        moment.wait()
+        return value
 
     def has(self, key: Hashable) -> bool:
         """Returns whether a value is there already."""

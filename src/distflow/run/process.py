@@ -17,6 +17,7 @@ import torch
 from distflow.cluster.launch_env import LaunchEnv
 from distflow.cluster.rendezvous import LINGER_S, Rendezvous
 from distflow.cluster.world import own_device
+from distflow.device.process import start_limit_s
 from distflow.errors import ConfigError, DistflowError, StoppedError
 from distflow.liveness.beacon import Beacon
 from distflow.liveness.failures import Failure
@@ -74,9 +75,10 @@ def run_worker(program: Program, env: LaunchEnv, resume: str | None = None) -> i
         rendezvous, beacon, plan = _join(program, env, ownership, lambda why: end_stuck(DistflowError(why)))
         if rendezvous.store.add(RESTARTED, 0) > 0:
             resume = resume or AUTO
-        watchdog = Watchdog(heartbeat, beacon, config.wait_limit_s, end_stuck, stop_requested)
+        limits = config.wait_limit_s, end_stuck, stop_requested, start_limit_s(own_device().type)
+        watchdog = Watchdog(heartbeat, beacon, *limits)
         watchdog.start()
-        job = Job(program, plan, rendezvous, heartbeat, resume, stop_requested, ownership.check)
+        job = Job(program, plan, rendezvous, heartbeat, resume, stop_requested, ownership.check, ownership.owner)
         exit_code = 0
         try:
             job.run()
@@ -115,6 +117,11 @@ class _Ownership:
 
     def learn(self, rendezvous: Rendezvous) -> None:
         self._token = self._token or rendezvous.lookup("owner", 0)
+
+    @property
+    def owner(self) -> str:
+        """Names who holds the folder; the attempts of one launcher of ours are those of one owner."""
+        return self._token.partition(" ")[0]
 
     def check(self) -> None:
         """Raises if another run has taken the folder, or it was emptied; call it before writing there."""
@@ -160,7 +167,8 @@ def _join(
 
 
 def _handle_signals(limit_s: float, heartbeat: Heartbeat) -> Callable[[], bool]:
-    """Makes SIGTERM and SIGINT ask for an end after the step, and ends the process if that takes longer than `limit_s`.
+    """Makes SIGTERM and SIGINT ask for an end after the step, and ends the process if that takes longer than `limit_s`,
+    and the time that its checkpoint may take.
 
     A second SIGINT ends it at once; a launcher passes the first one on, so only one that comes later counts as such.
     Before the first step nothing would be lost, and a launcher asks all workers: they end at once.
@@ -171,7 +179,8 @@ def _handle_signals(limit_s: float, heartbeat: Heartbeat) -> Callable[[], bool]:
 
     def end_late() -> None:
         os.read(waiting, 1)
-        time.sleep(limit_s)
+        while (left := requested_at + limit_s + heartbeat.write_s - time.monotonic()) > 0:
+            time.sleep(min(left, 1.0))  # the last checkpoint says how large it is when it is begun
         os._exit(STOPPED)
 
     def handle(number: int, _: object) -> None:

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from distflow.config import Config, load_config
-from distflow.config.model_shape import shape_of
+from distflow.config.model_shape import ModelShape, reads_images, shape_of
 from distflow.config.schema import EnvironmentConfig, PlaceConfig, RewardConfig, RoleConfig
+from distflow.dataset import hub, image_rows
 from distflow.errors import ConfigError, cut, shown, suggest
 from distflow.flow import Flow, FlowFunction, from_list
 from distflow.flow.graph import SOURCE
@@ -17,6 +18,7 @@ from distflow.flows import BUILT_IN
 from distflow.plan import Load, Place, Placement, Plan, Workload, plan
 from distflow.plan.field_bytes import PROMPT_TOKENS, known_field
 from distflow.roles.role import Role, as_role
+from distflow.roles.trained import EXPERTS
 from distflow.run_folder import ENVIRONMENTS_LOG, REWARDS_LOG
 from distflow.util.plugins import load_plugin, load_plugins
 
@@ -34,8 +36,11 @@ BUILT_IN_ROLES = {
     "judge": "distflow.roles.judge:Judge",
     "kl_control": "distflow.flows.kl_control:KLControl",
     "reference": "distflow.roles.frozen:Reference",
+    "replaying_actor": "distflow.roles.actor:ReplayingActor",
     "reward": "distflow.reward.reward:Reward",
     "reward_model": "distflow.roles.reward_model:RewardModel",
+    "teacher_endpoint": "distflow.roles.teacher_endpoint:TeacherEndpoint",
+    "teachers": "distflow.roles.frozen:Teachers",
 }
 MODEL_ROLES = ("actor", "critic", "reference", "reward_model")  # a config with a model binds them by their names
 CORRECTION = "rollout_correction"  # a constant of flows that train a policy
@@ -64,12 +69,23 @@ class Program:
         assert self.config.eval is not None
         return [_resolve(self.config.base, f, "eval.files") for f in self.config.eval.files]
 
+    @property
+    def data_commits(self) -> dict[str, str]:
+        """The data sets of the hub in the config → the commit that they were downloaded from."""
+        keys = {"data.files": self.config.data.files, "eval.files": self.config.eval.files if self.config.eval else []}
+        named = [(file, key) for key, files in keys.items() for file in files if file.startswith(hub.PREFIX)]
+        return {file: hub.commit_of(hub.download(file, key)) for file, key in named}
+
     @cached_property
     def role_bindings(self) -> dict[str, RoleConfig]:
         """Role → its implementation: the config's, or the built-in one if the config has its section."""
         config, built_in = self.config, dict[str, RoleConfig]()
         if config.model is not None:
             built_in |= {role: RoleConfig(call=role) for role in MODEL_ROLES}
+        if config.rollout.router_replay:
+            if self.environments:
+                raise ConfigError("rollout.router_replay: not with conversations; leave one of them out")
+            built_in["actor"] = RoleConfig(call="replaying_actor")
         if self.environments:
             args = {"environments": {n: e.model_dump() for n, e in self.environments.items()}}
             log = config.run_folder / ENVIRONMENTS_LOG
@@ -153,7 +169,8 @@ class Program:
             ("reward_model", "model", "a name on the hub, or a directory"),
             ("reward", "reward", "file.py:function"),
         ):
-            if name in BUILT_IN and role in function.roles and role not in self.role_bindings:
+            needed = role in function.roles and role not in function.optional_roles
+            if name in BUILT_IN and needed and role not in self.role_bindings:
                 raise ConfigError(f"'{key}' is missing; the flow '{name}' needs one: `{key}: {example}`")
         return function
 
@@ -174,7 +191,9 @@ class Program:
                 raise ConfigError(f"bytes: there is no field '{cut(field)}'{suggest(field, self.flow.writer)}")
         for node in (n for n in self.flow.nodes if n.type == "train"):
             _check_mini_batches(node.params, config.data.batch)
-        for node in (n for n in self.flow.nodes if n.method and n.call.endswith(".ema_logprobs")):
+        for node in (
+            n for n in self.flow.nodes if n.method and n.call.endswith((".ema_logprobs", ".ema_top_logprobs"))
+        ):
             if config.train.ema is None:
                 raise ConfigError(f"node '{node.id}': there is no moving average; set its decay: `train.ema: 0.99`")
         workload = Workload(config.data.batch, self.repeat, self._field_bytes(), self._weight_bytes())
@@ -189,6 +208,15 @@ class Program:
             self.role_class(node.role).check_training(config.train, node.role, node.id, layout)
         return result
 
+    def checked_plan(self) -> Plan:
+        """Plans for the workers of the config, and tries the losses of a flow of the user's own."""
+        plan = self.plan(self.config.workers or 1)
+        if self.config.flow not in tuple(BUILT_IN):
+            from distflow.train.update_spec import check_losses
+
+            check_losses(plan.flow, self.config.base)
+        return plan
+
     def _field_bytes(self) -> dict[str, int]:
         """Returns the expected bytes of a sample's fields: the config's, or what follows from its limits on tokens.
 
@@ -197,18 +225,27 @@ class Program:
         config, sizes = self.config, dict[str, int]()
         prompt = min(PROMPT_TOKENS, config.data.max_prompt or PROMPT_TOKENS)
         for field in self.flow.writer if config.model else ():
-            if known := known_field(field):
+            if known := known_field(field, self._width(field)):
                 sizes[field] = known.of(prompt, config.rollout.max_tokens / 2)
         return sizes | config.bytes
 
+    def _width(self, field: str) -> int:
+        """Returns how many numbers a field has for each token."""
+        if field in EXPERTS and (shape := self._shape()):
+            return shape.layers * shape.active
+        writer = self.flow.writer[field]
+        return int(self.flow.node(writer).params.get("k", 1)) if writer != SOURCE else 1
+
     def _weight_bytes(self) -> dict[str, int]:
         """Returns the bytes of the actor's weights as they are synced, if its model is known here."""
-        config = self.config
+        shape = self._shape()
+        return {"actor": round(shape.params) * (4 if self.config.train.dtype == "float32" else 2)} if shape else {}
+
+    def _shape(self) -> ModelShape | None:
         try:
-            shape = shape_of(config.model, config.base) if config.model else None
+            return shape_of(self.config.model, self.config.base) if self.config.model else None
         except (ConfigError, OSError, ValueError):  # of another kind, or not here
-            return {}
-        return {"actor": round(shape.params) * (4 if config.train.dtype == "float32" else 2)} if shape else {}
+            return None
 
     def eval_plan(self, workers: int, rows: int) -> Plan:
         """Plans the whole held-out set of `rows` prompts as one step."""
@@ -224,7 +261,7 @@ class Program:
         columns = [c for c in self.eval_columns() if c != "response"]
         flow = function.trace(columns, roles, {"temperature": config.eval.temperature, "n": config.eval.n})
         training = self._placement(workers)
-        trained_on = tuple(r for n in self.flow.nodes if n.role == "actor" for r in training.layout(n.id, n.role).ranks)
+        trained_on = tuple(r for n in self.flow.nodes if n.role == "actor" for r in training.layout(n).ranks)
         return plan(flow, self._placement(workers, flow), Workload(rows, config.eval.n), {"actor": trained_on})
 
     def _placement(self, workers: int, flow: Flow | None = None) -> Placement:
@@ -257,8 +294,13 @@ class Program:
         data = self.config.data
         fields = next(t.fields for t in plan.tasks if isinstance(t, Load))
         original = {new: old for old, new in data.rename.items()}
-        dataset = Dataset(self.files, [original.get(f, f) for f in fields], data.on_bad_row)
-        return DatasetView(dataset, data.rename)
+        names = [original.get(f, f) for f in fields]
+        if self.reads_images:
+            columns = Dataset(self.files, on_bad_row=data.on_bad_row).column_names
+            in_file = [original.get(c, c) for c in image_rows.COLUMNS]
+            names = [n for n in (*names, *in_file) if n in columns]
+        dataset = Dataset(self.files, list(dict.fromkeys(names)), data.on_bad_row)
+        return DatasetView(dataset, data.rename, images=self._images("train"))
 
     def eval_dataset(self) -> "DatasetView | None":
         """Opens the held-out data, up to `eval.limit` rows; None if the config has no `eval` section."""
@@ -269,7 +311,7 @@ class Program:
         from distflow.dataset.dataset import Dataset
         from distflow.dataset.view import DatasetView
 
-        view = DatasetView(Dataset(self.eval_files), self._eval_rename)
+        view = DatasetView(Dataset(self.eval_files), self._eval_rename, images=self._images("eval"))
         return view.select(np.arange(min(len(view), self.config.eval.limit or len(view))))
 
     def columns(self, files: Sequence[str]) -> tuple[str, ...]:
@@ -278,13 +320,24 @@ class Program:
 
         data = self.config.data
         names = data.fields or Dataset(files, on_bad_row=data.on_bad_row).column_names
-        return _renamed(names, data.rename, "data")
+        return self._with_images(_renamed(names, data.rename, "data"))
 
     def eval_columns(self) -> tuple[str, ...]:
         """Returns the columns of the held-out data, renamed by `eval.rename` or, without that, `data.rename`."""
         from distflow.dataset.dataset import Dataset
 
-        return _renamed(Dataset(self.eval_files).column_names, self._eval_rename, "eval")
+        return self._with_images(_renamed(Dataset(self.eval_files).column_names, self._eval_rename, "eval"))
+
+    @cached_property
+    def reads_images(self) -> bool:
+        """Whether the model has a vision tower, so that rows may have images."""
+        return reads_images(self.config.model, self.config.base)
+
+    def _images(self, name: str) -> str | None:
+        return name if self.reads_images else None
+
+    def _with_images(self, columns: tuple[str, ...]) -> tuple[str, ...]:
+        return image_rows.names_with_images(columns) if self.reads_images else columns
 
     @property
     def _eval_rename(self) -> Mapping[str, str]:
@@ -338,10 +391,12 @@ def _check_mini_batches(params: Mapping[str, Any], batch: int) -> None:
 
 
 def _place(p: PlaceConfig) -> Place:
-    return Place(p.ranks, p.dp, p.tp)
+    return Place(p.ranks, p.dp, p.tp, p.sp)
 
 
 def _resolve(base: Path, file: str, key: str) -> str:
+    if file.startswith(hub.PREFIX):
+        return str(hub.download(file, key))
     try:
         return str(base / Path(file).expanduser())
     except RuntimeError:

@@ -65,6 +65,8 @@ class Worker:
         for t in self.chain:
             if (chunk := chunk_of(t)) is not None:
                 self.chunk_tasks.setdefault(chunk, []).append(t)
+        # Whether all ranks run the same nodes, so that the slowest of them is slow.
+        self.ranks_alike = len({self.plan.partition_of(n.id).layout.ranks for n in self.plan.flow.nodes}) == 1
         self.work_s = 0.0  # time in nodes in this step; all other time may be spent waiting for others
         self.functions = {
             t.node: _bind(self.plan.flow.node(t.node), comm.roles) for t in self.chain if isinstance(t, RunNode)
@@ -123,7 +125,7 @@ class Worker:
         yield from self._run_tasks(rest, step, metrics, times)
         for name, seconds in times.items():
             metrics.time(name, seconds)
-        metrics.work(self.rank, self.work_s)
+        metrics.work(self.rank, self.work_s, self.ranks_alike)
 
     def _run_tasks(
         self, tasks: Iterable[Task], step: int, metrics: StepMetrics, times: dict[str, float]

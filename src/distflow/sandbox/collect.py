@@ -12,7 +12,7 @@ from distflow.sandbox.rewrite import is_test
 
 
 def prepare(code: str) -> None:
-    """Makes the frameworks ready that `code` uses; what they would run by themselves, `run_all` runs."""
+    """Prepares the test frameworks that `code` uses, so that `run_all` runs their tests and they do not."""
     sys.modules["pytest"] = pytest_subset  # a subset, since the jail has the standard library alone
     if "unittest" in code:
         import unittest
@@ -111,7 +111,7 @@ def _make(name: str, fixtures: Mapping[str, Any], values: dict[str, Any], cleanu
 
 
 def _finish(result: Any) -> None:
-    """Runs what an async test or a generator has only begun; a generator may yield a function and its arguments."""
+    """Runs an async test or a generator to its end; a generator may yield a function and its arguments."""
     if inspect.iscoroutine(result):
         import asyncio
 

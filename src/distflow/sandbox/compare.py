@@ -1,4 +1,4 @@
-"""Compares what a solution returned or printed with what is expected of it: both are data."""
+"""Compares the output of a solution with the expected one; both are data."""
 
 import math
 from decimal import Decimal, InvalidOperation

@@ -1,4 +1,4 @@
-"""What tests in data sets use of pytest: `raises`, `approx`, `mark.parametrize`, `fixture`."""
+"""The part of pytest that tests in data sets use: `raises`, `approx`, `mark.parametrize`, `fixture`."""
 
 import io
 import itertools
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 
 class Captured(NamedTuple):
-    """What was printed."""
+    """The printed text."""
 
     out: str
     err: str
@@ -43,7 +43,7 @@ class raises:  # noqa: N801 (pytest's name)
 
 
 class approx:  # noqa: N801 (pytest's name)
-    """A number, or a sequence or dict of them, that equals what is near."""
+    """A number, or a sequence or dict of numbers, that equals nearby values."""
 
     def __init__(self, expected: Any, rel: float | None = None, abs: float | None = None, nan_ok: bool = False) -> None:
         self.expected, self.nan_ok = expected, nan_ok

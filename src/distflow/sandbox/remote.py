@@ -1,7 +1,8 @@
-"""Stand-ins, beside the tests, for what is in the solution's process."""
+"""Stand-ins, beside the tests, for objects in the solution's process."""
 
 import builtins
 import collections
+import contextlib
 import datetime
 import dis
 import itertools
@@ -11,6 +12,7 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
+from distflow.sandbox.rewrite import MUTATORS
 from distflow.sandbox.wire import BUILTINS, Nodes, pack, unpack, unpack_nodes
 
 _MAX_REPLY = 1 << 24  # bytes
@@ -22,13 +24,9 @@ _DATA = (
     str, bytes, bytearray, list, tuple, dict, set, frozenset, int, float, complex, collections.deque,
     collections.Counter, datetime.datetime, datetime.timedelta,
 )  # fmt: skip
-_MUTATORS = {
-    "add", "append", "appendleft", "clear", "discard", "extend", "insert", "pop", "popleft", "push", "remove",
-    "reverse", "sort", "update",
-}  # fmt: skip
 # Methods that tests call on data, arrays and frames. Only data may answer them: an object that the solution returns in
 # place of data would decide whether it is right. What changes an object is no verdict.
-_METHODS_OF_DATA = {n for kind in _DATA for n in dir(kind) if n[0] != "_"} - _MUTATORS | {
+_METHODS_OF_DATA = {n for kind in _DATA for n in dir(kind) if n[0] != "_"} - MUTATORS | {
     "all", "any", "array_equal", "compare", "eq", "equals", "isclose", "item", "max", "mean", "min", "ne", "std",
     "sum", "to_dict", "tolist",
 }  # fmt: skip
@@ -300,8 +298,17 @@ class RemoteIterator(RemoteObject):
 
 
 def changing(function: Any) -> Any:
-    """Returns the function itself, or what calls one of the solution's and lets it change its arguments."""
+    """Returns the function; one of the solution's may then change its arguments."""
     return function._change if isinstance(function, RemoteObject) else function
+
+
+@contextlib.contextmanager
+def edit(owner: Any, name: str) -> Iterator[Any]:
+    """Gives the data of an attribute to be changed in place, and sends them back to an object of the solution's."""
+    data = getattr(owner, name)
+    yield data
+    if isinstance(owner, RemoteObject) and not isinstance(data, RemoteObject):
+        setattr(owner, name, data)
 
 
 def type_of(value: Any) -> Any:

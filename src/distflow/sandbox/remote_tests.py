@@ -17,7 +17,7 @@ from distflow.sandbox.arrays import Arrays
 from distflow.sandbox.collect import prepare, run_all
 from distflow.sandbox.compare import same
 from distflow.sandbox.judge_builtins import BUILTINS
-from distflow.sandbox.remote import RemoteObject, SolutionConnection, SolutionLostError, changing, doc_of, type_of
+from distflow.sandbox.remote import RemoteObject, SolutionConnection, SolutionLostError, changing, doc_of, edit, type_of
 from distflow.sandbox.rewrite import rewrite
 from distflow.sandbox.solution import serve_solution
 from distflow.sandbox.suspicion import print_suspicions
@@ -60,6 +60,7 @@ class _Judge:
             "__builtins__": BUILTINS,
             "_judge_changing": changing,
             "_judge_doc_of": doc_of,
+            "_judge_edit": edit,
             "_judge_operate": self._arrays.operate,
             "_judge_ran": self._ran.add,
             "_judge_type_of": type_of,
@@ -141,7 +142,7 @@ class _Judge:
 
 
 class _SolutionModule(types.ModuleType):
-    """What tests import as `solution`."""
+    """The module that tests import as `solution`."""
 
     def __init__(self, connection: SolutionConnection) -> None:
         super().__init__("solution")

@@ -1,4 +1,4 @@
-"""Rewrites tests before they run: which calls may change their arguments, which tests ran, what is compared how.
+"""Rewrites tests before they run: what they change at the solution's side, which tests ran, what is compared how.
 
 The tests are a data set's, not the solution's. The names that this adds begin with `_judge_`.
 """
@@ -6,6 +6,11 @@ The tests are a data set's, not the solution's. The names that this adds begin w
 import ast
 from collections.abc import Collection, Iterator
 
+# Methods that change the data that they are called on.
+MUTATORS = {
+    "add", "append", "appendleft", "clear", "discard", "extend", "insert", "pop", "popitem", "popleft", "push",
+    "remove", "reverse", "setdefault", "sort", "update",
+}  # fmt: skip
 _SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
 _OPERATIONS = {
     ast.Eq: "eq", ast.NotEq: "ne", ast.Lt: "lt", ast.LtE: "le", ast.Gt: "gt", ast.GtE: "ge", ast.Sub: "sub",
@@ -48,6 +53,39 @@ class _Rewriter(ast.NodeTransformer):
     def visit_BinOp(self, node: ast.BinOp) -> ast.AST:
         self.generic_visit(node)
         return self._operate(node.op, node.left, node.right) if self._arrays and type(node.op) in _OPERATIONS else node
+
+    def visit_Expr(self, node: ast.Expr) -> ast.AST:
+        return self._edit(node, node.value)
+
+    def visit_Assign(self, node: ast.Assign) -> ast.AST:
+        return self._edit(node, node.targets[0])
+
+    def visit_AugAssign(self, node: ast.AugAssign) -> ast.AST:
+        return self._edit(node, node.target)
+
+    def visit_Delete(self, node: ast.Delete) -> ast.AST:
+        return self._edit(node, node.targets[0])
+
+    def _edit(self, node: ast.stmt, changed: ast.expr) -> ast.AST:
+        """Has a statement that changes the data of an attribute change them where the attribute is.
+
+        `x.data[k].append(v)` becomes `with _judge_edit(x, "data") as _judge_data: _judge_data[k].append(v)`.
+        """
+        self.generic_visit(node)
+        match changed:
+            case ast.Call(func=ast.Attribute(value=inner, attr=method) as parent) if method in MUTATORS:
+                pass
+            case ast.Subscript(value=inner) as parent:
+                pass
+            case _:
+                return node
+        while isinstance(inner, ast.Subscript):
+            parent, inner = inner, inner.value
+        if not isinstance(inner, ast.Attribute) or inner.attr.startswith("__"):
+            return node
+        parent.value = _name("_judge_data")
+        edit = _call("_judge_edit", inner.value, ast.Constant(inner.attr))
+        return ast.With([ast.withitem(edit, ast.Name("_judge_data", ast.Store()))], [node])
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
         return self._mark(node)
@@ -123,7 +161,7 @@ def _is_unused(call: ast.AST, nodes: list[ast.AST], parents: dict[int, ast.AST])
 
 
 def _derived(scope: ast.AST, nodes: list[ast.AST], names: Collection[str]) -> set[str]:
-    """Returns the solution's names, and those that hold what came from it."""
+    """Returns the solution's names, and the variables that hold its answers."""
     solution = {*names, "candidate", "solution", "Solution"}
     if isinstance(scope, ast.FunctionDef | ast.AsyncFunctionDef):
         parameters = {a.arg for a in ast.walk(scope.args) if isinstance(a, ast.arg)}

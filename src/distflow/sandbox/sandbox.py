@@ -208,16 +208,18 @@ class _Jail:
 def _make_folder() -> tuple[str, int]:
     """Makes the folder of a jail, and locks it: one that nobody holds is left over from a process that was killed."""
     while True:
-        path = os.path.join(tempfile.gettempdir(), f"distflow-jail-{secrets.token_hex(8)}")
+        path = os.path.join(tempfile.gettempdir(), f"distflow-jail-{secrets.token_hex(10)}")
         try:
             os.mkdir(path, 0o700)
-            held = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
         except OSError as e:
             raise SandboxError(f"cannot make a folder for a sandbox: {e}; set TMPDIR to one that can be written") from e
-        fcntl.flock(held, fcntl.LOCK_EX)
-        if os.path.exists(path):  # nobody took it for a left-over one before it was locked
-            return path, held
-        os.close(held)
+        with contextlib.suppress(FileNotFoundError):  # another process took it for a left-over one: make another
+            held = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+            with contextlib.suppress(OSError):  # where folders cannot be locked, none is removed
+                fcntl.flock(held, fcntl.LOCK_EX)
+            if os.path.exists(path):
+                return path, held
+            os.close(held)
 
 
 class RunningProgram:

@@ -1,4 +1,4 @@
-"""Names what looks like cheating in the text of a program. It does not change the score: people should look.
+"""Lists signs of cheating in the text of a program. It does not change the score: people should look.
 
 It runs in the jail, since nothing outside parses what a model wrote.
 """

@@ -1,4 +1,4 @@
-"""The protections of the sandbox, what each is made of, and what to do where a machine or container refuses that."""
+"""The protections of the sandbox, their mechanisms, and the cures where a machine or container refuses one."""
 
 import errno
 import os
@@ -41,6 +41,6 @@ def explain(mechanism: str, number: int) -> str:
 
 
 def explain_missing(protection: str, refusals: Mapping[str, int]) -> str:
-    """Returns what cannot be prevented without a protection, why, and the cure."""
+    """Explains a missing protection: what it would prevent, why it does not work, and the cure."""
     purpose, mechanism = REQUIRED[protection]
     return f"cannot {purpose}: {explain(mechanism, refusals.get(mechanism, 0))}"

@@ -63,6 +63,7 @@ def costs_of(program: Program, given: Assumptions) -> Costs:
         dtype_bytes=4 if config.train.dtype == "float32" else 2,
         micro_tokens=config.train.micro_tokens,
         gradient_checkpointing=config.train.gradient_checkpointing,
+        offload=config.train.offload,
         max_sequences=config.rollout.max_sequences,
         kv_cache=config.rollout.kv_cache_gb * (1 << 30),
         shard=config.train.shard_degree,

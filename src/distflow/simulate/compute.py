@@ -1,6 +1,6 @@
 """The compute time of nodes, by a roofline: FLOPs / the device's FLOP/s, bytes / its memory bandwidth.
 
-All functions work on the replicas of a layout at once; the tp ranks of a replica work as one.
+All functions work on the replicas of a layout at once; the sp × tp ranks of a replica work as one.
 """
 
 import math
@@ -59,24 +59,27 @@ def in_lockstep(work: Work, costs: Costs) -> bool:
 
 
 def shards_of(layout: Layout, costs: Costs) -> int:
-    return min(costs.shard or layout.dp, layout.dp)
+    ranks = layout.without_sp.dp
+    return min(costs.shard or ranks, ranks)
 
 
 def _pass_times(work: Work, hw: Hardware, costs: Costs, model: ModelShape) -> Times:
     """Returns the times of a forward pass, or forward and backward, in micro-batches that gather sharded parameters."""
     train = work.node.type == "train"
     parts, epochs = (int(work.node.params.get(k, 1)) if train else 1 for k in ("mini_batches", "epochs"))
-    tp, replicas = work.layout.tp, work.layout.dp
+    layout, replicas = work.layout, work.layout.dp
     efficiency = (hw.efficiency.train if train else hw.efficiency.forward) * _expert_share(hw, model)
     passes = (4 if costs.gradient_checkpointing else 3) if train else 1
     sequence = costs.prompt_tokens + work.lengths
-    seconds = passes * model.forward_flops(sequence) / (hw.device.flops * efficiency * tp)
-    seconds += passes * _all_reduce_seconds(work, hw, costs, model) * sequence
+    seconds = passes * model.forward_flops(sequence) / (hw.device.flops * efficiency * layout.replica_size)
+    seconds += passes * _all_reduce_seconds(work, hw, costs, model) * sequence / layout.sp
+    exchanges = passes - 1 if train else 1  # a backward pass sends as much as a forward pass
+    seconds += exchanges * _exchange_seconds(work, hw, costs, model) * sequence
     part = _mini_batches(work, parts)
     place = work.replica * parts + part
     compute = np.bincount(place, seconds, replicas * parts).reshape(replicas, parts)
     tokens = np.bincount(place, sequence, replicas * parts).reshape(replicas, parts)
-    micro = np.maximum(np.ceil(tokens / costs.micro_tokens), 1).max(axis=0)  # the same on all ranks
+    micro = np.maximum(np.ceil(tokens / (costs.micro_tokens * layout.sp)), 1).max(axis=0)  # the same on all ranks
     gather = micro * _gather_seconds(work, hw, costs, model, train)
     busy = np.maximum(compute, gather)  # parameters are prefetched: the slower of the two is seen
     # The replicas wait for the slowest after every mini-batch but the last, after which the caller decides.
@@ -95,7 +98,18 @@ def _all_reduce_seconds(work: Work, hw: Hardware, costs: Costs, model: ModelShap
     if tp == 1:
         return 0.0
     size = 2 * model.layers * model.hidden * costs.dtype_bytes * 2 * (tp - 1) / tp
-    return size / _ring_rate(work, hw, work.layout.replicas[0])
+    return size / _ring_rate(work, hw, work.layout.ranks[:tp])
+
+
+def _exchange_seconds(work: Work, hw: Hardware, costs: Costs, model: ModelShape) -> float:
+    """Seconds per token of a forward pass for sequence parallelism: queries, keys and values go from rows to heads in
+    each layer, and what attention returns goes back. Each rank sends what it has of this, less its own part."""
+    sp = work.layout.sp
+    if sp == 1:
+        return 0.0
+    kv_heads = math.lcm(model.kv_heads, sp)  # of fewer than ranks there are several copies
+    size = model.layers * 2 * (model.heads + kv_heads) * model.head_dim * costs.dtype_bytes / work.layout.tp
+    return size / sp * (sp - 1) / sp / _ring_rate(work, hw, work.layout.replicas[0])
 
 
 def _gather_seconds(work: Work, hw: Hardware, costs: Costs, model: ModelShape, train: bool) -> float:

@@ -1,11 +1,13 @@
 """The costs of nodes, apart from the hardware: models, lengths, bytes of fields, or measured seconds."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from distflow.config.model_shape import Floats, ModelShape
+from distflow.config.schema import Offload
 from distflow.errors import ConfigError, cut, suggest
 from distflow.plan.field_bytes import FieldBytes
 from distflow.plan.tasks import Plan
@@ -28,9 +30,16 @@ class Costs:
     dtype_bytes: int = 2  # of the computation, and of synced weights
     micro_tokens: int = 16384
     gradient_checkpointing: bool = True
+    offload: Offload = "none"
     max_sequences: int = 256  # generated at the same time by one engine
     kv_cache: float = 2.0e9  # bytes per worker
     shard: int | None = None  # dp ranks that parameters are cut over; default: all of them
+
+    @property
+    def longest(self) -> float:
+        """The most tokens of a sequence: it is in one micro-batch, whatever `micro_tokens` says."""
+        response = max(self.lengths, default=0) if self.lengths is not None else self.max_tokens
+        return self.prompt_tokens + (response if math.isfinite(response) else self.response_tokens)
 
     def check(self, plan: Plan) -> None:
         """Raises if a node that has seconds is not in the flow."""

@@ -19,6 +19,7 @@ class Device(Section):
     flops: float = Field(gt=0)  # peak, bfloat16 on GPUs
     memory: float = Field(gt=0)  # bytes
     memory_rate: float = Field(gt=0)
+    kind: Literal["accelerator", "cpu"] = "accelerator"
 
 
 class Link(Section):

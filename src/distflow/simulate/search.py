@@ -75,7 +75,7 @@ def _simulated(
     for share, generate, train in shapes:
         planned = _plan(program, workers, share, generate, train, costs)
         if planned is not None and all(
-            memory_of(planned, ranks[0], costs).peak <= hardware.device.memory for ranks in planned.chains()
+            memory_of(planned, ranks[0], costs, hardware).peak <= hardware.device.memory for ranks in planned.chains()
         ):
             candidates.append(Candidate(share, generate, train, simulate(planned, hardware, costs)))
     return sorted(candidates, key=lambda c: c.result.pipelined_s(overlap))

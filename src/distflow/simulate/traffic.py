@@ -33,18 +33,18 @@ def new_replicas(move: Move, old: Ints, weights: Floats, repeat: int) -> Ints:
 
 
 def traffic(move: Move, old: Ints, new: Ints, size: Floats, workers: int) -> MoveTraffic:
-    """Returns the bytes that each rank receives of the samples that it lacks; tp ranks take turns in sending."""
+    """Returns the bytes that each rank receives of the samples that it lacks; a replica's ranks send in turn."""
     src, dst = move.src.layout, move.dst.layout
     source_replicas, target_replicas = (_replica_table(layout) for layout in (src, dst))
     replica_of = np.full(workers, -1, np.int64)
-    replica_of[list(src.ranks)] = np.repeat(np.arange(src.dp), src.tp)
-    receiver = target_replicas[new]  # [samples, tp]
+    replica_of[list(src.ranks)] = np.repeat(np.arange(src.dp), src.replica_size)
+    receiver = target_replicas[new]  # [samples, ranks of a replica]
     kept = replica_of[receiver] == old[:, None]
     sample = np.broadcast_to(np.arange(len(old))[:, None], receiver.shape)
     turn = np.broadcast_to(_turns(old, new, dst.dp)[:, None], receiver.shape)
     kept_bytes: Floats = np.bincount(receiver[kept], size[sample[kept]], workers).astype(np.float64)
     receiver, sample, turn = receiver[~kept], sample[~kept], turn[~kept]
-    sender = source_replicas[old[sample], (turn + receiver) % src.tp]
+    sender = source_replicas[old[sample], (turn + receiver) % src.replica_size]
     pair, inverse = np.unique(sender * workers + receiver, return_inverse=True)
     payload: Floats = np.bincount(inverse, size[sample], len(pair)).astype(np.float64)
     samples = np.bincount(inverse, minlength=len(pair))
@@ -69,11 +69,11 @@ def _described(partition: Partition, samples: int, repeat: int) -> int:
     """Returns the number of samples that each rank of a replica describes."""
     unit = repeat if partition.whole_groups else 1
     largest = -(-samples // unit // partition.layout.dp) * unit
-    return math.ceil(largest / partition.layout.tp)
+    return math.ceil(largest / partition.layout.replica_size)
 
 
 def _replica_table(layout: Layout) -> Ints:
-    return np.asarray(layout.ranks, np.int64).reshape(layout.dp, layout.tp)
+    return np.asarray(layout.ranks, np.int64).reshape(layout.dp, layout.replica_size)
 
 
 def _turns(old: Ints, new: Ints, replicas: int) -> Ints:

@@ -120,7 +120,7 @@ class _Walk:
         size = self.costs.weights(task.role)
         if source is None or target is None or not size:
             return start, 0.0
-        return sync_weights(self.network, source, target, shards_of(source, self.costs), size, start)
+        return sync_weights(self.network, source.without_sp, target, shards_of(source, self.costs), size, start)
 
     def _metrics(self, task: Task | None, start: Floats) -> tuple[Floats, float]:
         return self.network.all_reduce(self._ranks(task), _METRICS, start), 0.0
@@ -143,14 +143,14 @@ class _Walk:
         times = compute_times(work, self.hardware, self.costs)
         ranks = np.asarray(layout.ranks, np.int64)
         before = self.now.copy()
-        start = self.now[ranks].reshape(layout.dp, layout.tp).max(axis=1)
+        start = self.now[ranks].reshape(layout.dp, layout.replica_size).max(axis=1)
         if in_lockstep(work, self.costs):
             end = np.full(layout.dp, start.max() + float(times.elapsed.max()))
         else:
             end = start + times.elapsed
         self.now = self.now.copy()
-        self.now[ranks] = np.repeat(end, layout.tp)
-        busy = np.repeat(times.busy, layout.tp)
+        self.now[ranks] = np.repeat(end, layout.replica_size)
+        busy = np.repeat(times.busy, layout.replica_size)
         self.computing[ranks] += busy
         elapsed = float(times.elapsed.max())
         self._record(task, task.name, "run", ranks, before, self.now, elapsed, busy, 0.0, 0.0)
@@ -223,7 +223,7 @@ class _Walk:
             float(x[index].mean()) / step if step else 0.0 for x in (self.computing, self.communicating)
         )
         longest = float((self.computing + self.communicating)[index].max())
-        memory = memory_of(self.plan, ranks[0], self.costs)
+        memory = memory_of(self.plan, ranks[0], self.costs, self.hardware)
         return RankSet(ranks, compute, communicate, max(0.0, 1 - compute - communicate), longest, tuple(spans), memory)
 
     def _notes(self) -> tuple[str, ...]:

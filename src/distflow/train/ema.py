@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 class Ema:
-    """Averages of this rank's shards: after each optimiser step, average ← decay · average + (1 − decay) · weights."""
+    """Averages of this rank's shards: at each update, average ← decay · average + (1 − decay) · weights."""
 
     def __init__(self, decay: float, weights: Mapping[str, Tensor]) -> None:
         """`weights`: parameter → this rank's shard, which the optimiser changes in place."""

@@ -5,11 +5,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from distflow.cpu import as_numpy, kernels_for
-from distflow.cpu.train_ops import add_product, linear, multiply
-
-_CHUNK = 1 << 20  # logits held at once
-_MIN_TOKENS = 128  # tokens per chunk at least, as each chunk reads the whole output layer
+from distflow.cpu import kernels_for
+from distflow.cpu import logprobs as cpu_logprobs
+from distflow.cpu.products import add_product, linear, multiply
+from distflow.device.sizes import sizes_of
+from distflow.model.torch_kernels import float32_logits, multiply_in_float32
 
 
 def token_logprobs(
@@ -20,12 +20,33 @@ def token_logprobs(
     temperature: float = 1.0,
     softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Returns float32 log-probs of `targets` [n] and entropy [n], from hidden states [n, width] and the output layer.
+    """Returns float32 log-probs of `targets` and entropy [n], from hidden states [n, width] and the output layer.
 
-    The backward pass computes the logits a second time.
+    Targets are [n], or [n, k] for several tokens at each place; the log-probs have their shape. The backward pass
+    computes the logits a second time.
     """
     logprobs, entropy = _Head.apply(hidden, weight, bias, targets, temperature, softcap)  # type: ignore[no-untyped-call]
     return logprobs, entropy
+
+
+@torch.no_grad()
+def top_logprobs(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    k: int,
+    vocabulary: int,
+    temperature: float = 1.0,
+    softcap: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Returns the k likeliest of the first tokens of the `vocabulary`, [n, k] int32, and their log-probs."""
+    ids, logprobs = list[Tensor](), list[Tensor]()
+    for part in _parts(hidden, len(weight)):
+        logits = _logits(hidden[part], weight, bias, temperature, softcap)[0]
+        best = logits[:, :vocabulary].topk(min(k, vocabulary), -1)
+        ids.append(best.indices.int())
+        logprobs.append(best.values - logits.logsumexp(-1, keepdim=True))
+    return torch.cat(ids), torch.cat(logprobs)
 
 
 class _Head(torch.autograd.Function):
@@ -41,34 +62,40 @@ class _Head(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(hidden, weight, bias, targets)
         ctx.temperature, ctx.softcap = temperature, softcap
+        ctx.set_materialize_grads(False)  # most losses leave the entropy alone, and have no gradient for it
         dtype = torch.promote_types(hidden.dtype, torch.float32)
-        logprobs, entropy = (hidden.new_empty(len(hidden), dtype=dtype) for _ in range(2))
-        for part in _parts(len(hidden), len(weight)):
+        logprobs, entropy = (hidden.new_empty(shape, dtype=dtype) for shape in (targets.shape, len(hidden)))
+        for part in _parts(hidden, len(weight)):
             logits = _logits(hidden[part], weight, bias, temperature, softcap)[0]
-            if kernels := kernels_for(logits):
-                kernels.token_logprobs(*map(as_numpy, (logits, targets[part], logprobs[part], entropy[part])))
+            if targets.ndim == 1 and (kernels := kernels_for(logits)):
+                logprobs[part], entropy[part] = cpu_logprobs.token_logprobs(kernels, logits, targets[part])
                 continue
-            logprobs[part] = logits.gather(1, targets[part, None])[:, 0]
+            logprobs[part] = logits.gather(1, targets[part].view(len(logits), -1)).view_as(targets[part])
             peak = logits.amax(-1, keepdim=True)
             shifted = logits.sub_(peak)
             odds = shifted.exp()
             total = odds.sum(-1)
-            logprobs[part] -= total.log() + peak[:, 0]
+            norm = total.log() + peak[:, 0]
+            logprobs[part] -= norm if targets.ndim == 1 else norm[:, None]
             entropy[part] = total.log() - (odds.mul_(shifted)).sum(-1) / total
         return logprobs, entropy
 
     @staticmethod
-    def backward(ctx: Any, d_logprobs: Tensor, d_entropy: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, d_logprobs: Tensor | None, d_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, targets = ctx.saved_tensors
+        if d_logprobs is None:
+            if d_entropy is None:
+                return None, None, None, None, None, None
+            d_logprobs = d_entropy.new_zeros(targets.shape)
         d_hidden = torch.empty_like(hidden)
         # Summed over chunks in float32: many small terms would be lost in bfloat16.
         dtype = torch.promote_types(weight.dtype, torch.float32)
         d_weight = torch.zeros_like(weight, dtype=dtype) if ctx.needs_input_grad[1] else None
         d_bias = torch.zeros_like(bias) if bias is not None and ctx.needs_input_grad[2] else None
-        with_entropy = bool(d_entropy.any())  # most losses leave the entropy alone
-        for part in _parts(len(hidden), len(weight)):
+        for part in _parts(hidden, len(weight)):
             logits, slope = _logits(hidden[part], weight, bias, ctx.temperature, ctx.softcap)
-            d_logits = _gradient(logits, targets[part], d_logprobs[part], d_entropy[part], with_entropy)
+            d_part = None if d_entropy is None else d_entropy[part]
+            d_logits = _gradient(logits, targets[part], d_logprobs[part], d_part)
             if slope is not None:
                 d_logits *= slope
             if ctx.temperature != 1:
@@ -78,38 +105,41 @@ class _Head(torch.autograd.Function):
             if d_weight is not None and dtype == d_logits.dtype:
                 add_product(d_logits.T, hidden[part], d_weight)
             elif d_weight is not None:
-                d_weight += d_logits.T @ hidden[part]
+                d_weight += multiply_in_float32(d_logits.T, hidden[part])
             if d_bias is not None:
                 d_bias += d_logits.sum(0)
         return d_hidden, None if d_weight is None else d_weight.to(weight.dtype), d_bias, None, None, None
 
 
-def _gradient(logits: Tensor, targets: Tensor, d: Tensor, d_entropy: Tensor, with_entropy: bool) -> Tensor:
+def _gradient(logits: Tensor, targets: Tensor, d: Tensor, d_entropy: Tensor | None) -> Tensor:
     """Returns the gradient with respect to the logits, in their memory."""
-    if kernels := kernels_for(logits):
-        kernels.token_logprobs_backward(*map(as_numpy, (logits, targets, d.contiguous(), d_entropy.contiguous())))
+    if d.ndim == 1 and (kernels := kernels_for(logits)):
+        d_entropy = torch.zeros_like(d) if d_entropy is None else d_entropy
+        cpu_logprobs.token_logprobs_backward(kernels, logits, targets, d, d_entropy)
         return logits
     log_p = logits.sub_(logits.logsumexp(-1, keepdim=True))
     p = log_p.exp()
-    d, d_entropy = d[:, None], d_entropy[:, None]
-    if with_entropy:
+    d = d.view(len(logits), -1)
+    total = d.sum(-1, keepdim=True)
+    if d_entropy is not None:
         entropy = -(p * log_p).sum(-1, keepdim=True)
-        d_logits = log_p.add_(entropy).mul_(-d_entropy).sub_(d).mul_(p)
+        d_logits = log_p.add_(entropy).mul_(-d_entropy[:, None]).sub_(total).mul_(p)
     else:
-        d_logits = p.mul_(-d)
-    return d_logits.scatter_add_(1, targets[:, None], d)
+        d_logits = p.mul_(-total)
+    return d_logits.scatter_add_(1, targets.view_as(d), d)
 
 
-def _parts(tokens: int, vocabulary: int) -> list[slice]:
-    size = max(_MIN_TOKENS, _CHUNK // vocabulary)
-    return [slice(i, i + size) for i in range(0, tokens, size)]
+def _parts(hidden: Tensor, vocabulary: int) -> list[slice]:
+    sizes = sizes_of(hidden.device.type)
+    size = max(sizes.logit_tokens, sizes.logits // vocabulary)
+    return [slice(i, i + size) for i in range(0, len(hidden), size)]
 
 
 def _logits(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float, softcap: float | None
 ) -> tuple[Tensor, Tensor | None]:
     """Returns logits, in float32 or wider, and the derivative of the soft cap if there is one."""
-    logits = linear(hidden, weight, bias)
+    logits = linear(hidden, weight, bias) if hidden.is_cpu else float32_logits(hidden, weight, bias)
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     slope = None
     if softcap is not None:

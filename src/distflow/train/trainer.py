@@ -1,7 +1,9 @@
 """The trainer: a model sharded over its layout, its optimiser, inference on response tokens, and updates."""
 
+import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,30 +16,54 @@ from torch.distributed.device_mesh import DeviceMesh
 from distflow.algo.aggregate import Counts, token_weights
 from distflow.algo.kl import kl
 from distflow.algo.losses import Loss
-from distflow.algo.tokens import Tokens
+from distflow.algo.masks import off_policy_mask, top_value
+from distflow.algo.options import AggregateBy
+from distflow.algo.tokens import Tokens, TopLogprobs
 from distflow.batch.batch import Batch, Ragged
+from distflow.batch.branches import Sequences
 from distflow.batch.context import Context, MetricLog
 from distflow.batch.response_mask import ModelTokens
 from distflow.config.schema import LoraConfig, TrainerConfig
-from distflow.cpu.train_ops import use_cpu_modules
+from distflow.cpu.modules import use_cpu_modules
 from distflow.errors import ConfigError
+from distflow.model.experts import experts_blocks
+from distflow.model.images import Images, vision_tower
 from distflow.model.lora import LoraAdapter, MergedWeights, adapter_pairs, base_name
+from distflow.model.sequence_parallel import SequenceParallel, check_heads
 from distflow.model.source import DTYPES, Read, Source
 from distflow.model.tensor_parallel import parallelize_for_training, parameter_specs, tp_styles
 from distflow.plan.layout import Layout
 from distflow.roles.context import RoleContext, shard_degree
 from distflow.train import fsdp
 from distflow.train.ema import Ema
-from distflow.train.heads import HEADS
+from distflow.train.heads import HEADS, TopK
 from distflow.train.lr_schedule import learning_rate
-from distflow.train.packing import RESPONSE, ROLLOUT, Pack, empty_pack, micro_batches, pack
+from distflow.train.muon import ADAMW_MOMENTS, MUON_MOMENTS, MatrixExchange, Muon, is_matrix
+from distflow.train.offload import HostActivations, HostShards, OffloadedAdamW
+from distflow.train.packing import (
+    EMA_LOGPROBS,
+    OLD,
+    REFERENCE,
+    RESPONSE,
+    ROLLOUT,
+    TEACHER_TOP_LOGPROBS,
+    Pack,
+    Rows,
+    empty_pack,
+    micro_batches,
+    pack,
+)
+from distflow.train.readings import Readings
+from distflow.train.router_load import RouterLoad
 from distflow.train.update_spec import UpdateSpec
+from distflow.train.vision import Vision
 from distflow.util.arrays import Ints
 from distflow.weights.shards import Shards, TensorSpec, slices
 from distflow.weights.state import EMA, WEIGHTS, RoleState
 
-OLD = "old_logprobs"
-MOMENTS = ("exp_avg", "exp_avg_sq")  # AdamW's
+logger = logging.getLogger(__name__)
+
+POLICY_MASK = "policy_mask"  # 1 for the tokens that have a policy term
 
 
 @dataclass(frozen=True)
@@ -45,8 +71,9 @@ class RankMesh:
     """The place of a rank in a layout, and the layout's device mesh."""
 
     layout: Layout
-    mesh: DeviceMesh
+    mesh: DeviceMesh  # whose `dp` is dp × sp of the layout
     rank: int
+    sequence_group: dist.ProcessGroup | None = None  # the ranks with which this one divides sequences
 
 
 @dataclass(frozen=True)
@@ -56,46 +83,72 @@ class TrainerOptions:
     config: TrainerConfig
     trainable: bool = True
     lora: LoraConfig | None = None  # with one, only the adapter is trained
+    freeze: Sequence[str] = ()  # parts of the model that are not trained
     ema: float | None = None  # the decay of a moving average of what is trained
+    ema_every: int = 1  # optimiser steps between two of its updates
     temperature: float = 1.0  # of the log-probs
+    router_aux_loss: float = 0.0  # weight of the loss that evens out the load of experts
+    images: Images | None = None  # of prompts, if the model reads images
 
 
 class Trainer:
-    """One rank's part of a model. Its parameters are float32 shards; `name` is the prefix of its metrics."""
+    """One rank's part of a model, in shards, which are float32 if they are trained. `name` is the prefix of metrics."""
 
     def __init__(self, name: str, source: Source, place: RankMesh, options: TrainerOptions) -> None:
         layout, mesh, rank = place.layout, place.mesh, place.rank
         config, trainable, lora = options.config, options.trainable, options.lora
         self.name, self.source, self.layout, self.mesh, self.config = name, source, layout, mesh, config
         self.trainable, self.temperature = trainable, options.temperature
-        self.device = torch.device(mesh.device_type)
-        self.dp = layout.dp
+        self.rank, self.device = rank, torch.device(mesh.device_type)
+        self.workers = layout.without_sp.dp  # that compute a gradient of their own, of other samples or tokens
+        self.sequences = SequenceParallel.of(place.sequence_group)
         lm = source.skeleton()
+        check_heads(lm, layout, "placement")
         if self.device.type == "cpu":
             use_cpu_modules(lm)
+        self.vision = Vision(lm, options.images) if options.images else None
         self.tp_styles = tp_styles(lm, layout.tp, "placement")
         self.specs = parameter_specs(lm, self.tp_styles)  # of the model, with or without an adapter
-        self.shards = Shards(layout, fsdp.sharding(mesh).size())
-        assert not (lora and layout.tp > 1)
+        self.shards = Shards(layout.without_sp, fsdp.sharding(mesh).size())
         self.adapter = LoraAdapter(lm, lora, self.tp_styles) if lora else None
-        parallelize_for_training(lm, self.tp_styles, mesh)
+        cut = self.adapter.tp_styles(self.tp_styles) if self.adapter else self.tp_styles
+        parallelize_for_training(lm, cut, mesh)
         if config.gradient_checkpointing and trainable:
             lm.gradient_checkpointing_enable({"use_reentrant": False})
             lm.train()
-        self.model = HEADS[source.head](lm)
+        self.model = HEADS[source.head](lm, self.sequences)
         if not trainable:
             self.model.requires_grad_(False)
+        elif "vision" in options.freeze:
+            vision_tower(lm).requires_grad_(False)
         fsdp.shard(self.model, lm, mesh, DTYPES[config.dtype])
         self._materialize(rank)
         self.updates = 0  # optimiser steps so far
         self.optimizer = self._make_optimizer() if trainable else None
+        self.routers: RouterLoad | None = None
+        if (
+            trainable and (blocks := experts_blocks(lm)) and self.sequences.ranks == 1
+        ):  # else none sees a whole response
+            self.routers = RouterLoad(blocks, options.router_aux_loss, self.device)
         self.ema: Ema | None = None
+        self.ema_every = options.ema_every
         if options.ema is not None:
-            self.ema = Ema(options.ema, {spec.name: fsdp.local(p.detach()) for spec, p in self.trained})
+            self.ema = Ema(options.ema, fsdp.local_shards(self.trained))
+        if config.offload_activations and self.device.type == "cpu" and rank == layout.ranks[0]:
+            logger.warning("%s: offload_activations has no effect on a CPU, where activations are in host memory", name)
+        self.host: HostShards | None = None  # where the shards are between uses
+        if config.offload == "all":
+            self.host = HostShards(fsdp.local_shards([*self.base, *(self.trained if self.adapter else ())]))
 
     def _materialize(self, rank: int) -> None:
-        """Allocates this rank's shards and reads the weights into them."""
-        self.model._apply(lambda t: torch.empty_like(t, device=self.mesh.device_type) if t.is_meta else t)  # type: ignore[no-untyped-call]
+        """Allocates this rank's shards and reads the weights into them. What is not trained is only computed with."""
+        compute = DTYPES[self.config.dtype]
+
+        def allocated(t: Tensor) -> Tensor:
+            dtype = t.dtype if t.requires_grad else compute
+            return torch.empty_like(t, dtype=dtype, device=self.mesh.device_type) if t.is_meta else t
+
+        self.model._apply(allocated)  # type: ignore[no-untyped-call]
         self.model.lm.tie_weights()
         # Now, as FSDP shows whole tensors during a pass and, for the root, until the next.
         parameters = {base_name(name): p for name, p in self.model.lm.named_parameters()}
@@ -104,6 +157,8 @@ class Trainer:
         if self.adapter:
             self.trained = [(spec, parameters[spec.name]) for spec in self.adapter.specs]
             self._read(self.adapter.initial_weights(self.source.seed), rank)
+        elif self.trainable:
+            self.trained = [(spec, p) for spec, p in self.base if p.requires_grad]
 
     @torch.no_grad()
     def _read(self, read: Read, rank: int) -> None:
@@ -113,47 +168,78 @@ class Trainer:
     def _make_optimizer(self) -> torch.optim.AdamW:
         # The optimiser sees this rank's shards as plain tensors in the same memory.
         self.optimized = [nn.Parameter(shard) for shard in fsdp.local_shards(self.trained).values()]
+        config, of_muon = self.config, list[tuple[TensorSpec, nn.Parameter]]()
         decay: dict[bool, list[nn.Parameter]] = {True: [], False: []}
-        for (spec, _), shard in zip(self.trained, self.optimized, strict=True):
-            decay[len(spec.shape) > 1].append(shard)
-        config = self.config
-        groups = [
+        for (spec, p), shard in zip(self.trained, self.optimized, strict=True):
+            if config.optimizer == "muon" and is_matrix(spec) and not self._is_embedding(p):
+                of_muon.append((spec, shard))
+            else:
+                decay[len(spec.shape) > 1].append(shard)
+        groups: list[dict[str, Any]] = [
             {"params": decay[True], "weight_decay": config.weight_decay},
             {"params": decay[False], "weight_decay": 0.0},
         ]
-        return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
+        options: dict[str, Any] = {"lr": config.lr, "betas": config.betas, "eps": config.eps, "fused": True}
+        self.moments = dict.fromkeys(self.optimized, ADAMW_MOMENTS)
+        if not of_muon:
+            return (torch.optim.AdamW if config.offload == "none" else OffloadedAdamW)(groups, **options)
+        specs, matrices = zip(*of_muon, strict=True)
+        self.moments |= dict.fromkeys(matrices, MUON_MOMENTS)
+        names = [spec.name for spec in specs]
+        groups.append({"params": matrices, "names": names, "weight_decay": config.weight_decay, "muon": True})
+        return Muon(groups, MatrixExchange(specs, self.shards, self.mesh, self.rank), **options)
+
+    def _is_embedding(self, p: Tensor) -> bool:
+        lm = self.model.lm
+        return any(m is not None and m.weight is p for m in (lm.get_input_embeddings(), lm.get_output_embeddings()))
+
+    def on_device(self, changes: bool = False) -> AbstractContextManager[None]:
+        """Has the weights on the device inside of it, wherever they are between uses; the outermost use says whether
+        it `changes` them."""
+        return self.host.on_device(changes) if self.host else nullcontext()
+
+    def _at_rest(self, parameters: Sequence[tuple[TensorSpec, Tensor]]) -> Mapping[str, Tensor]:
+        """Returns this rank's shards of parameters, on the device: those in host memory when they are looked up."""
+        if self.host is None:
+            return fsdp.local_shards(parameters)
+        return self.host.copies(spec.name for spec, _ in parameters)
 
     def weights(self) -> Mapping[str, Tensor]:
         """Returns this rank's shard of each parameter, with the adapter merged. All ranks call it together."""
         if self.adapter is None:
             return self.base_weights()
-        shards = self.adapter.gather_a(fsdp.local_shards(self.trained), fsdp.sharding(self.mesh).get_group())
+        shards = self.adapter.gather_a(self._at_rest(self.trained), fsdp.sharding(self.mesh).get_group())
         return MergedWeights(self.base_weights(), adapter_pairs(shards), self.adapter.scale)
 
     def base_weights(self) -> Mapping[str, Tensor]:
         """Returns this rank's shard of each parameter, without the adapter."""
-        return fsdp.local_shards(self.base)
+        return self._at_rest(self.base)
 
     def adapter_weights(self) -> Mapping[str, Tensor]:
         """Returns this rank's shards of the adapter alone, as engines add it: B is scaled."""
         assert self.adapter is not None
-        return self.adapter.scaled(fsdp.local_shards(self.trained))
+        return self.adapter.scaled(self._at_rest(self.trained))
 
     def state(self) -> RoleState:
         """Returns the state for a checkpoint: numbers, and this rank's shards of trained parameters and moments."""
         assert self.optimizer is not None
         tensors: dict[str, Tensor] = {}
         specs: dict[str, TensorSpec] = {}
-        steps = 0
+        counted = next(iter(self.optimizer.state.values()), {"step": 0})  # the same for all
+        steps = int(counted["step"])
         for (spec, p), shard in zip(self.trained, self.optimized, strict=True):
-            shards = {WEIGHTS: fsdp.local(p.detach())}
-            if state := self.optimizer.state.get(shard):
-                steps = int(state["step"])
-                shards |= {f"{key}.": state[key] for key in MOMENTS}
+            shards = {WEIGHTS: self.host.host[spec.name] if self.host else fsdp.local(p.detach())}
+            if steps and (state := self.optimizer.state.get(shard)):
+                shards |= {f"{key}.": state[key] for key in self.moments[shard]}
             if self.ema:
                 shards[EMA] = self.ema.shards[spec.name]
             tensors |= {prefix + spec.name: tensor for prefix, tensor in shards.items()}
             specs |= {prefix + spec.name: spec for prefix in shards}
+        for spec, p in [] if self.adapter else self.base:
+            for prefix in (WEIGHTS, *([EMA] if self.ema else [])):  # what is frozen is its own average
+                if prefix + spec.name not in tensors:
+                    tensors[prefix + spec.name] = self.host.host[spec.name] if self.host else fsdp.local(p.detach())
+                    specs[prefix + spec.name] = spec
         return RoleState({"updates": self.updates, "optimizer_steps": steps}, tensors, specs, self.shards)
 
     def restore(self, values: Mapping[str, Any]) -> None:
@@ -161,142 +247,253 @@ class Trainer:
         assert self.optimizer is not None
         if values["optimizer_steps"]:
             for shard in self.optimized:
-                moments = {key: torch.zeros_like(shard) for key in MOMENTS}
+                offloaded = self.config.offload != "none"
+                where = "cpu" if offloaded else None
+                moments = {key: torch.zeros_like(shard, device=where) for key in self.moments[shard]}
                 # Fused AdamW needs the count where the shard is.
                 steps = torch.tensor(float(values["optimizer_steps"]), device=shard.device)
                 self.optimizer.state[shard] = {"step": steps, **moments}
         self.updates = values["updates"]
 
+    def infer(self, batch: Batch, output: int = 0) -> Ragged:
+        """Returns the log-prob of every response token, or its value, in the order of the batch; 0 for masked ones.
+
+        `output`: which one of the head, of log-probs and entropy.
+        """
+        return self._infer(batch, lambda packed: self.model(packed, self.temperature)[output : output + 1])[0]
+
+    def infer_top(self, batch: Batch, top: TopK) -> tuple[Ragged, Ragged]:
+        """Returns the likeliest tokens at the place of every response token, and their log-probs: [tokens, k] each."""
+        ids, logprobs = self._infer(batch, lambda packed: self.model(packed, self.temperature, top))
+        return ids, logprobs
+
     @torch.no_grad()
-    def infer(self, batch: Batch) -> Ragged:
-        """Returns the log-prob of every response token, or its value, in the order of the batch; 0 for masked ones."""
+    def _infer(self, batch: Batch, outputs_of: Callable[[Pack], Sequence[Tensor]]) -> list[Ragged]:
+        """Returns columns for whole responses from outputs for the model's tokens."""
         lengths = batch[RESPONSE].lengths
-        starts = np.cumsum(lengths) - lengths
-        result = torch.empty(int(lengths.sum()))
-        micros, _ = self._micro_batches(batch, [np.arange(len(batch))])[0]
-        for index in micros:
-            packed = self._pack(batch, index)
-            count = len(packed.targets)  # a pack without a response still has an output
-            outputs = self.model(packed, self.temperature)[0][:count].cpu()
-            for i, part in zip(packed.index, packed.model_tokens.spread(outputs), strict=True):
-                result[starts[i] : starts[i] + len(part)] = part
-        self.model.reshard()  # type: ignore[operator]
-        return Ragged.packed(result, lengths)
+        starts, results, readings = np.cumsum(lengths) - lengths, list[Tensor](), Readings()
+        with self.on_device():
+            micros, _ = self._micro_batches(batch, [np.arange(len(batch))])[0]
+            for micro in micros:
+                packed = self._pack(batch, micro)
+                index, model_tokens = packed.index, packed.model_tokens
+                count = len(packed.targets)  # a pack without a response still has an output
+                outputs = [out[:count] for out in outputs_of(packed)]
+                results = results or [
+                    torch.empty(int(lengths.sum()), *out.shape[1:], dtype=out.dtype) for out in outputs
+                ]
+                for result, out in zip(results, outputs, strict=True):
+
+                    def place(
+                        read: Tensor,
+                        result: Tensor = result,
+                        index: Ints = index,
+                        model_tokens: ModelTokens = model_tokens,
+                    ) -> None:
+                        for i, part in zip(index, model_tokens.spread(read), strict=True):
+                            result[starts[i] : starts[i] + len(part)] = part
+
+                    readings.add(out, place)
+            self.model.reshard()  # type: ignore[operator]
+            readings.read()
+        return [Ragged.packed(result, lengths, tuple(result.shape[1:])) for result in results]
 
     def update(self, batch: Batch, spec: UpdateSpec, ctx: Context) -> None:
         """Makes the optimiser steps of one step: each mini-batch of its prompts, `epochs` times."""
-        batch = _prepared(batch, spec)
+        with self.on_device(changes=True):
+            batch = _prepared(batch, spec)
+            if spec.top_entropy < 1:
+                batch = self._with_policy_mask(batch, spec.top_entropy)
+            self._update(batch, spec, ctx)
+
+    def _update(self, batch: Batch, spec: UpdateSpec, ctx: Context) -> None:
         # Round-robin: ranks hold consecutive prompts, and each should have a share of every mini-batch.
         mini_batch = np.searchsorted(ctx.groups, batch.groups) % spec.mini_batches
         minis = [np.flatnonzero(mini_batch == m) for m in range(spec.mini_batches)]
-        agreed = self._micro_batches(batch, minis, spec.whole_groups)
+        agreed = self._micro_batches(batch, minis, spec.whole_groups, spec.aggregate_by)
+        readings = Readings()
         for epoch in range(spec.epochs):
             for k, (micros, (tokens, samples)) in enumerate(agreed):
                 counts, on_policy = Counts(tokens, samples, spec.horizon), epoch == k == 0
-                for index in micros:
+                for i, index in enumerate(micros):
                     packed = self._pack(batch, index)
-                    self._accumulate(packed, counts, spec, on_policy, ctx, batch.ids[packed.index])
-                self._step(spec.total_updates, ctx.metrics)
+                    # With hybrid sharding, replicas sum their gradients once per step.
+                    self.model.set_requires_all_reduce(i == len(micros) - 1)  # type: ignore[operator]
+                    self._accumulate(packed, counts, spec, on_policy, ctx, batch.ids[packed.index], readings)
+                self._step(spec.total_updates, ctx.metrics, readings)
+        if self.routers:
+            self.routers.log(ctx.metrics, self._over_workers, spec.epochs * spec.mini_batches)
 
     def _pack(self, batch: Batch, index: Ints) -> Pack:
-        return (pack(batch, index) if len(index) else empty_pack()).to(self.device)
+        packed = pack(batch, index) if len(index) else empty_pack()
+        if self.vision:
+            rows = Rows(batch.select(packed.index)) if len(index) else None
+            packed = self.vision.complete(packed, rows) if rows else self.vision.with_smallest(packed)
+        return packed.divided(self.sequences.rank, self.sequences.ranks).to(self.device)
 
     def _micro_batches(
-        self, batch: Batch, minis: list[Ints], whole_groups: bool = False
+        self, batch: Batch, minis: list[Ints], whole_groups: bool = False, count: AggregateBy = "sample"
     ) -> list[tuple[list[Ints], tuple[int, int]]]:
         """Splits each mini-batch into as many micro-batches on every rank; counts its tokens and samples on all."""
-        responses, budget = ModelTokens.of(batch).lengths, self.config.micro_tokens
+        model, budget = ModelTokens.of(batch), self.config.micro_tokens * self.layout.sp
+        responses, samples = model.lengths, (model.lengths > 0).astype(np.int64)
+        if count == "branch":
+            s = Sequences.of(batch)
+            samples = np.bincount(s.sample[s.model_tokens(model) > 0], minlength=len(batch))
         micros = [micro_batches(batch, m, budget, whole_groups) for m in minis]
-        sums = torch.tensor([[int(responses[m].sum()), int((responses[m] > 0).sum())] for m in minis])
+        sums = torch.tensor([[int(responses[m].sum()), int(samples[m].sum())] for m in minis])
         most = torch.tensor([max(1, len(parts)) for parts in micros])
-        if self.dp > 1:
-            sums, most = sums.to(self.device), most.to(self.device)
-            for group in fsdp.data_parallel(self.mesh).get_all_groups():
-                dist.all_reduce(sums, group=group)
-                dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
+        sums, most = self._over_workers(sums), self._over_workers(most, dist.ReduceOp.MAX)
         nobody: Ints = np.empty(0, np.int64)
         return [
             (parts + [nobody] * (n - len(parts)), (tokens, samples))
             for parts, n, (tokens, samples) in zip(micros, most.tolist(), sums.tolist(), strict=True)
         ]
 
+    def _over_workers(self, values: Tensor, reduce: Any = dist.ReduceOp.SUM) -> Tensor:
+        """Reduces small integers over all workers; in a sum, those with the same samples count once."""
+        if self.workers > 1:
+            counts = reduce != dist.ReduceOp.SUM or self.sequences.rank == 0
+            values = (values if counts else torch.zeros_like(values)).to(self.device)
+            for group in fsdp.data_parallel(self.mesh).get_all_groups():
+                dist.all_reduce(values, reduce, group=group)
+        return values.cpu()
+
+    def _with_policy_mask(self, batch: Batch, fraction: float) -> Batch:
+        """Adds the mask of tokens whose `old_entropy` is among the highest `fraction` of the step, on all workers."""
+        entropy: Ragged = batch["old_entropy"]
+        own = ModelTokens.of(batch).select(entropy.joined())
+        lowest = top_value(own, fraction, self._over_workers)
+        mask = Ragged.packed((entropy.joined() >= lowest).float(), entropy.lengths)
+        return Batch(batch.ids, batch.groups, {**batch.columns, POLICY_MASK: mask})
+
     def _accumulate(
-        self, packed: Pack, counts: Counts, spec: UpdateSpec, on_policy: bool, ctx: Context, ids: Ints
+        self,
+        packed: Pack,
+        counts: Counts,
+        spec: UpdateSpec,
+        on_policy: bool,
+        ctx: Context,
+        ids: Ints,
+        readings: Readings,
     ) -> None:
         """Adds the gradient of one micro-batch, of the samples `ids`."""
         metrics = ctx.metrics
-        outputs, *more = self.model(packed, self.temperature)
+        with HostActivations() if self.config.offload_activations else nullcontext():
+            outputs, *more = self.model(packed, self.temperature)
         count = len(packed.targets)
         if not count:
             (0.0 * outputs.sum()).backward()  # this rank still takes part in the collectives
             return
-        entropy = more[0] if more else None
-        tokens = Tokens(outputs, packed.responses, packed.per_token, packed.per_sample, entropy)
+        entropy, *candidates = more or [None]
+        theirs = packed.per_token.get(TEACHER_TOP_LOGPROBS)
+        top = TopLogprobs(candidates[0], theirs) if candidates and theirs is not None else None
+        per_token = {f: values for f, values in packed.per_token.items() if values.ndim == 1}
+        tokens = Tokens(outputs, packed.responses, per_token, packed.per_sample, entropy, top)
         loss = _checked(spec.loss(tokens, **spec.constants), count)
-        weights = token_weights(spec.aggregate, packed.responses, counts).to(outputs.device)
-        per_token, logged = loss.per_token, dict(loss.metrics)
-        if spec.correction:
-            old = tokens[OLD] if OLD in tokens else outputs.detach()
-            factor, correction_metrics = spec.correction.weights(old, tokens[ROLLOUT], packed.responses)
-            per_token, logged = loss.corrected(factor), {**logged, **correction_metrics}
-        total = (weights * per_token).sum()
-        (total * self.dp).backward()  # FSDP takes the mean over ranks, and the weights are already global
+        lengths = packed.sequences if spec.aggregate_by == "branch" else packed.responses
+        weights = token_weights(spec.aggregate, lengths, counts, count).to(outputs.device)
+        losses, logged = loss.per_token, dict(loss.metrics)
+        factor, mask_metrics = _policy_weights(tokens, spec)
+        if factor is not None:
+            losses, logged = loss.corrected(factor), {**logged, **mask_metrics}
+        total = (weights * losses).sum()
+        if self.routers and (aux := self.routers.add(self.model.routing, packed, counts.tokens)) is not None:
+            total = total + aux
+        (total * self.workers).backward()  # FSDP takes the mean over ranks, and the weights are already global
         if entropy is not None:
             if on_policy:
-                per_sample = {"entropy": entropy.detach(), "trainer_logprobs": outputs.detach()}
-                ctx.record.sample(ids, {f: packed.model_tokens.spread(v) for f, v in per_sample.items()})
+                model_tokens, fields = packed.model_tokens, ("entropy", "trainer_logprobs")
+
+                def record(read: Tensor) -> None:
+                    columns = zip(fields, map(model_tokens.spread, read), strict=True)
+                    ctx.record.sample(ids, dict(columns))
+
+                readings.add(torch.stack((entropy, outputs)), record)
             logged = {f"{self.name}/entropy": entropy.detach()} | logged
         for name, values in logged.items():
-            metrics.log(name, float(values.mean()), count)
-        metrics.log(f"{self.name}/loss", float(total.detach()), reduce="sum")
+            readings.metric(metrics, name, values.mean(), count)
+        readings.metric(metrics, f"{self.name}/loss", total, reduce="sum")
         if on_policy and ROLLOUT in packed.per_token:
             theirs, ours = packed.per_token[ROLLOUT], outputs.detach()
-            metrics.log("rollout/mismatch_kl", float(kl("k3", theirs, ours).mean()), count)
-            metrics.log("rollout/mismatch_max", float((theirs - ours).abs().max()), reduce="max")
+            readings.metric(metrics, "rollout/mismatch_kl", kl("k3", theirs, ours).mean(), count)
+            readings.metric(metrics, "rollout/mismatch_max", (theirs - ours).abs().max(), reduce="max")
 
     @torch.no_grad()
-    def _step(self, total_updates: int, metrics: MetricLog) -> None:
-        """Makes one optimiser step with the accumulated gradient; one that is not finite is skipped."""
-        assert self.optimizer is not None
+    def _step(self, total_updates: int, metrics: MetricLog, readings: Readings) -> None:
+        """Makes one optimiser step with the accumulated gradient; one that is not finite is skipped.
+
+        The optimiser itself clips and skips, by numbers that stay on the device.
+        """
+        optimizer: Any = self.optimizer
         fsdp.sum_replicated_grads(self.model.lm, self.tp_styles, self.mesh)
-        norm = float(fsdp.grad_norm(self.trained, self.mesh))
-        metrics.log(f"{self.name}/grad_norm", norm)
-        lr = learning_rate(self.config, self.updates, total_updates)
+        norm = fsdp.grad_norm(self.trained, self.mesh)
+
+        def log(read: Tensor) -> None:
+            metrics.log(f"{self.name}/grad_norm", float(read))
+            if not math.isfinite(float(read)):
+                metrics.log(f"{self.name}/skipped_updates", 1 / self.layout.dp, reduce="sum")
+
+        readings.add(norm, log)
+        lr, clip = learning_rate(self.config, self.updates, total_updates), self.config.clip_grad
         metrics.log(f"{self.name}/lr", lr)
-        if math.isfinite(norm):
-            for (_, p), shard in zip(self.trained, self.optimized, strict=True):
-                shard.grad = None if p.grad is None else fsdp.local(p.grad)
-            if norm > self.config.clip_grad > 0:
-                grads = [s.grad for s in self.optimized if s.grad is not None]
-                torch._foreach_mul_(grads, self.config.clip_grad / norm)
-            for group in self.optimizer.param_groups:
-                group["lr"] = lr
-            self.optimizer.step()
-            if self.ema:
-                self.ema.update()
-        else:
-            metrics.log(f"{self.name}/skipped_updates", 1 / self.dp, reduce="sum")
+        for (_, p), shard in zip(self.trained, self.optimized, strict=True):
+            shard.grad = None if p.grad is None else fsdp.local(p.grad)
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        optimizer.found_inf = norm.isfinite().logical_not().float()
+        optimizer.grad_scale = (norm / clip).clamp(min=1).float() if clip > 0 else None  # gradients are divided by it
+        optimizer.step()
         self.updates += 1
+        if self.ema and self.updates % self.ema_every == 0:
+            self.ema.update()
+        readings.read()  # so the device is done with the gradients, whose memory belongs to a stream of FSDP's
         self.model.zero_grad()
+        optimizer.zero_grad()  # the shards are its own parameters'
 
 
 def make_trainer(role: RoleContext, source: Source, layout: Layout, options: TrainerOptions) -> Trainer:
     """Makes the trainer of a role on this rank; its log-probs have the temperature of the rollout."""
     degree = shard_degree(options.config, layout, role.name)
-    mesh = role.meshes[layout] if degree == layout.dp else role.hybrid_mesh(layout, degree)
-    options = replace(options, temperature=role.rollout.temperature or 1.0)
-    return Trainer(role.name, source, RankMesh(layout, mesh, role.rank), options)
+    mesh = role.mesh(layout, None if degree == layout.without_sp.dp else degree)
+    images = role.images if source.processor else None
+    options = replace(options, temperature=role.rollout.temperature or 1.0, images=images)
+    place = RankMesh(layout, mesh, role.rank, role.sequence_groups.get(layout))
+    return Trainer(role.name, source, place, options)
 
 
 def _prepared(batch: Batch, spec: UpdateSpec) -> Batch:
-    """Adds fields for the loss: the old log-probs, and the pairs of samples to compare."""
+    """Adds fields for the loss: the old log-probs, those of the reference, and the pairs of samples to compare."""
+    if spec.mask_truncated:
+        batch = batch.select(np.flatnonzero(batch["finished"].numpy()))
     columns = dict(batch.columns)
+    if REFERENCE not in columns and EMA_LOGPROBS in columns:
+        columns[REFERENCE] = columns[EMA_LOGPROBS]
     old = spec.old_logprobs or (ROLLOUT if spec.several else OLD)
     if OLD not in batch and (spec.old_logprobs or old in batch):
         columns[OLD] = batch[old]
     if spec.whole_groups:
         columns["pair"] = torch.from_numpy(batch.groups)
     return Batch(batch.ids, batch.groups, columns)
+
+
+def _policy_weights(tokens: Tokens, spec: UpdateSpec) -> tuple[Tensor | None, dict[str, Tensor]]:
+    """Returns by what the policy terms of tokens are multiplied, if by anything, and metrics."""
+    factors: list[Tensor] = []
+    metrics: dict[str, Tensor] = {}
+    for correction in (spec.correction, spec.rejection):
+        if correction is None:
+            continue
+        old = tokens[OLD] if OLD in tokens else tokens.logprobs.detach()
+        weights, more = correction.weights(old, tokens[ROLLOUT], tokens.lengths)
+        factors.append(weights)
+        metrics |= more
+    if spec.mask_off_policy is not None:
+        factors.append(off_policy_mask(tokens, spec.mask_off_policy))
+        metrics["actor/off_policy_frac"] = 1 - factors[-1]
+    if POLICY_MASK in tokens:
+        factors.append(tokens[POLICY_MASK])
+    return (math.prod(factors[1:], start=factors[0]) if factors else None), metrics
 
 
 def _checked(loss: Any, tokens: int) -> Loss:

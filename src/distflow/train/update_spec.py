@@ -7,23 +7,34 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from distflow.algo.correction import Correction
+import torch
+
+from distflow.algo.correction import Correction, Rejection
 from distflow.algo.losses import Loss
-from distflow.algo.options import Aggregation, CorrectionKind
-from distflow.errors import ConfigError, suggest
+from distflow.algo.options import AggregateBy, Aggregation, CorrectionKind, RejectionKind
+from distflow.algo.tokens import MissingFieldError, Tokens, TopLogprobs
+from distflow.errors import ConfigError, FlowError, suggest
 from distflow.flow import Flow
 from distflow.flow.constants import check_constant
+from distflow.flow.graph import SOURCE, Node
 from distflow.flow.importing import load
 from distflow.roles.context import RoleContext
+from distflow.train.packing import EMA_LOGPROBS, OLD, REFERENCE, ROLLOUT, TEACHER_TOP_IDS, TEACHER_TOP_LOGPROBS
 
 PARAMS = (
     "loss",
     "aggregate",
+    "aggregate_by",
     "mini_batches",
     "epochs",
     "rollout_correction",
     "correction_threshold",
     "correction_lower",
+    "rollout_rejection",
+    "rejection_threshold",
+    "mask_truncated",
+    "mask_off_policy",
+    "top_entropy",
     "old_logprobs",
 )
 
@@ -41,6 +52,11 @@ class UpdateSpec:
     epochs: int = 1
     whole_groups: bool = False  # the loss compares the samples of a prompt, so they are in one micro-batch
     correction: Correction | None = None  # off-policy correction by the rollout's log-probs
+    aggregate_by: AggregateBy = "sample"
+    rejection: Rejection | None = None  # of what is too far from them
+    mask_truncated: bool = False  # leaves out responses that are not `finished`
+    mask_off_policy: float | None = None  # threshold of distflow.algo.masks.off_policy_mask
+    top_entropy: float = 1.0  # fraction of the tokens, those with the highest `old_entropy`, that have a policy term
     old_logprobs: str | None = None  # the field that the loss sees as `old_logprobs`, if it has another name
 
     @property
@@ -54,11 +70,17 @@ def update_spec(
     *,
     loss: str,
     aggregate: Aggregation = "token-mean",
+    aggregate_by: AggregateBy = "sample",
     mini_batches: int = 1,
     epochs: int = 1,
     rollout_correction: CorrectionKind | None = None,
     correction_threshold: float = 2.0,
     correction_lower: float | None = None,
+    rollout_rejection: RejectionKind | None = None,
+    rejection_threshold: float = 2.0,
+    mask_truncated: bool = False,
+    mask_off_policy: float | None = None,
+    top_entropy: float = 1.0,
     old_logprobs: str | None = None,
     whole_groups: bool = False,
     **constants: Any,
@@ -74,18 +96,57 @@ def update_spec(
         epochs,
         whole_groups,
         Correction(rollout_correction, correction_threshold, correction_lower) if rollout_correction else None,
+        aggregate_by,
+        Rejection(rollout_rejection, rejection_threshold) if rollout_rejection else None,
+        mask_truncated,
+        mask_off_policy,
+        top_entropy,
         old_logprobs,
     )
 
 
 def check_losses(flow: Flow, base: Path) -> None:
-    """Raises if a node of a flow names an unknown loss, or a loss that does not take its constants."""
+    """Raises if a node names an unknown loss, or one that does not take its constants or needs fields it has not."""
     for node in (n for n in flow.nodes if n.type == "train"):
         assert node.fn is not None
         parameter = inspect.signature(node.fn).parameters.get("loss")
         loss = node.params.get("loss", parameter.default if parameter else None)
         if isinstance(loss, str):
-            find_loss(loss, f"node '{node.id}': loss", base, node.params)
+            function = find_loss(loss, f"node '{node.id}': loss", base, node.params)
+            _check_reads(function, loss, node, flow)
+
+
+def _check_reads(function: Callable[..., Any], name: str, node: Node, flow: Flow) -> None:
+    """Tries a loss on made-up tokens, which tell the first field that it needs and its node does not read."""
+    read = {node.local_name(f) for f in node.reads}
+    fields = {*read, "pair"} if node.whole_groups else read
+    if "old_logprobs" in node.params or (ROLLOUT in read and _several(node.params)):
+        fields = {*fields, OLD}
+    if EMA_LOGPROBS in read:
+        fields = {*fields, REFERENCE}
+    logprobs = torch.full((3,), -1.0, requires_grad=True)
+    top = None
+    if {TEACHER_TOP_IDS, TEACHER_TOP_LOGPROBS} <= read:
+        top = TopLogprobs(logprobs[:, None], torch.full((3, 1), -1.0))
+    tokens = Tokens(logprobs, torch.tensor([2, 1]), {f: torch.ones(3) for f in fields}, entropy=-logprobs, top=top)
+    try:
+        function(tokens, **{k: v for k, v in node.params.items() if k not in PARAMS})
+    except MissingFieldError as e:
+        writer = flow.writer.get(node.prefix + e.name)
+        if writer is None:
+            advice = f"no node writes it{suggest(e.name, flow.writer)}"
+        else:
+            source = f"prompts['{e.name}']" if writer == SOURCE else f"the result of '{writer}'"
+            advice = f"pass {source} to {node.id} (in a list of nodes: add '{e.name}' to its reads)"
+        raise FlowError(
+            f"node '{node.id}': the loss '{name}' needs the field '{e.name}', which the node does not read; {advice}"
+        ) from None
+    except Exception:  # on values that no step has; what else is wrong, the first step says
+        return
+
+
+def _several(params: Mapping[str, Any]) -> bool:
+    return (params.get("mini_batches", 1), params.get("epochs", 1)) != (1, 1)
 
 
 def find_loss(name: str, where: str, base: Path, params: Mapping[str, Any] = MappingProxyType({})) -> Any:

@@ -126,7 +126,7 @@ def describe_exit(code: int) -> str:
 
 
 def _variables(python: str) -> dict[str, str]:
-    """Code that iterates over sets of strings does the same on every worker and in every run."""
+    """Returns the environment of the server: sets of strings are iterated in the same order on every worker."""
     variables = {"PYTHONHASHSEED": "0", **os.environ}
     if python != sys.executable:  # as if its virtual environment were activated, and we were installed there
         variables["PYTHONPATH"] = str(Path(PACKAGE).parent)

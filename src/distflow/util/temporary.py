@@ -16,26 +16,33 @@ from contextlib import contextmanager
 from pathlib import Path
 
 logger = logging.getLogger(__name__)
-_NAME = re.compile(r"distflow-(run|jail)-[0-9a-f]{16}")
+_NAME = re.compile(r"distflow-(run|jail)-[0-9a-f]{20}")  # such folders are locked while they are in use
 MEMORY = Path("/dev/shm")
 
 
 @contextmanager
 def temporary_folder(where: Path) -> Iterator[Path]:
     """Makes a folder that only this user may enter, and removes it afterwards."""
-    while True:
-        path = where / f"distflow-run-{secrets.token_hex(8)}"
-        path.mkdir(0o700)
-        held = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-        fcntl.flock(held, fcntl.LOCK_EX)
-        if path.exists():  # nobody took it for a left-over one before it was locked
-            break
-        os.close(held)
+    path, held = _make(where)
     try:
         yield path
     finally:
         shutil.rmtree(path, ignore_errors=True)
         os.close(held)
+
+
+def _make(where: Path) -> tuple[Path, int]:
+    """Makes a folder, and opens and locks it."""
+    while True:
+        path = where / f"distflow-run-{secrets.token_hex(10)}"
+        path.mkdir(0o700)
+        with contextlib.suppress(FileNotFoundError):  # another process took it for a left-over one: make another
+            held = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+            with contextlib.suppress(OSError):  # where folders cannot be locked, none is removed
+                fcntl.flock(held, fcntl.LOCK_EX)
+            if path.exists():
+                return path, held
+            os.close(held)
 
 
 def place_in_memory(size: int = 0) -> Path:

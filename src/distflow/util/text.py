@@ -23,12 +23,17 @@ def seconds(value: float) -> str:
     return f"{value / 1e-6:.2g} µs" if value else "0 s"
 
 
-def ago(value: float) -> str:
-    """Formats how many seconds ago something happened: `3 days ago`, `5 min ago`, `42 s ago`."""
+def duration(value: float) -> str:
+    """Formats a number of seconds roughly: `3 days`, `5 min`, `42 s`."""
     for size, unit in ((86400, "days"), (3600, "h"), (60, "min")):
         if value >= 2 * size:
-            return f"{value / size:.0f} {unit} ago"
-    return f"{max(0.0, value):.0f} s ago"
+            return f"{value / size:.0f} {unit}"
+    return f"{max(0.0, value):.0f} s"
+
+
+def ago(value: float) -> str:
+    """Formats how many seconds ago something happened."""
+    return f"{duration(value)} ago"
 
 
 def clean(text: str) -> str:

@@ -11,10 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from distflow.device.sizes import sizes_of
+from distflow.util.copies import to_device
 from distflow.util.seeds import mix
 from distflow.weights.shards import Box, Shards, TensorSpec
 
-_BLOCK = 1 << 18  # elements per pass, so that they stay in a cache
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # by bytes
 
 
@@ -25,7 +26,7 @@ def checksum(part: Tensor, box: Box) -> Tensor:
         return bits.to(torch.int64)
     *outer, last = [_factors(dim, low, high, part.device) for dim, (low, high) in enumerate(box)]
     total = torch.zeros((), dtype=torch.int64, device=part.device)
-    rows = max(1, _BLOCK // max(1, prod(part.shape[1:])))
+    rows = max(1, sizes_of(part.device.type).checksum // max(1, prod(part.shape[1:])))
     for first in range(0, len(part) if outer else 1, rows):
         block = bits[first : first + rows] if outer else bits
         # Products modulo 2^32 suffice, as odd factors are invertible, and are twice as fast.
@@ -56,4 +57,4 @@ def _factors(dim: int, low: int, high: int, device: torch.device) -> Tensor:
     """Returns an odd random number for each index [low, high) of a dimension."""
     with np.errstate(over="ignore"):
         words = mix(np.arange(low, high, dtype=np.uint64) + (np.uint64(dim) << np.uint64(48))) | np.uint64(1)
-    return torch.from_numpy(words.view(np.int64)).to(device)
+    return to_device(torch.from_numpy(words.view(np.int64)), device)

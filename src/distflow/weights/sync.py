@@ -14,15 +14,17 @@ import torch
 from torch import Tensor
 
 from distflow.comm.collectives import Range, SendReceive, all_gather_pieces
+from distflow.comm.streams import CPU, Lanes
 from distflow.plan.topology import Topology
 from distflow.weights.gather import Write, pieces_per_message, tree_gather
 from distflow.weights.pieces import GatheredPart, Part, PieceFormat, Resharding, Sharding
 from distflow.weights.shards import Shards, TensorSpec
 from distflow.weights.sync_group import GatherOrder, SyncGroup
 
-# Bytes that a weight sync takes on a rank beside the weights, at most: half is packed while the other half is read.
-# They stay in a CPU's cache, and a half takes milliseconds to copy, against which the latency of a message is small.
-_BUCKET = 1 << 24
+# Bytes of a bucket that a weight sync takes on a rank beside the weights, at most: half is packed while the other half
+# is read. On a CPU they stay in its cache, and a half takes milliseconds to copy, against which the latency of a
+# message is small. On a device messages are what costs time, and there are as many buckets in flight as lanes.
+_BUCKET, _DEVICE_BUCKET = 1 << 24, 1 << 29
 _HOST_RADIX, _LOCAL_RADIX = 2, 8  # ranks of a host all read the same memory; a link carries a copy for each
 
 Parts = tuple[Part, ...]
@@ -98,8 +100,11 @@ class WeightSync:
         rank: int,
         dtype: torch.dtype,
         topology: Topology,
+        device: torch.device = CPU,
     ) -> None:
         assert destination.shard == 1
+        self._lanes = Lanes(device)
+        self._bucket_bytes = _BUCKET if device == CPU else _DEVICE_BUCKET
         self.rank, self.dtype, self.destination = rank, dtype, destination
         self.group = SyncGroup.of(rank, source, destination.layout, topology)
         self.resharding = Resharding.of(source, destination)
@@ -114,17 +119,22 @@ class WeightSync:
         A tensor of `held` is looked up when the first of it is sent, and once: it may be computed then.
         """
         given: dict[str, Tensor] = {}
-        memory = torch.empty(0, dtype=torch.uint8)
-        if filled:  # one memory for all buckets: to fault its pages in costs as much as to fill it
-            size = max((b.incoming.bytes for b in self.buckets if b.incoming), default=0)
-            device = next(iter(filled.values())).device
-            memory = torch.empty(size, dtype=torch.uint8, device=device)
-        for bucket in self.buckets:
+        lanes = self._lanes
+        # One memory for all buckets of a lane: to fault its pages in costs as much as to fill it.
+        size = max((b.incoming.bytes for b in self.buckets if b.incoming), default=0) if filled else 0
+        memory = [torch.empty(size, dtype=torch.uint8, device=lanes.device) for _ in range(len(lanes))]
+        read: list[object] = [None] * len(lanes)  # what a lane may still read
+        for lane, bucket in zip(cycle(range(len(lanes))), self.buckets, strict=False):
+            lanes.await_last(lane)
             given = {spec.name: given[spec.name] for spec in bucket.specs if spec.name in given}
             if bucket.reads:
                 given |= {spec.name: held[spec.name] for spec in bucket.specs if spec.name not in given}
+            read[lane] = given
             if bucket.reads or bucket.incoming:
-                yield from self._move(bucket, given, filled, memory)
+                with lanes.use(lane):
+                    yield from self._move(bucket, given, filled, memory[lane])
+        for lane in range(len(lanes)):
+            lanes.await_last(lane)
 
     def _move(
         self, bucket: _Bucket, held: Mapping[str, Tensor], filled: Mapping[str, Tensor], memory: Tensor
@@ -191,7 +201,7 @@ class WeightSync:
         The parameters of a bucket are cut alike, so all source ranks have pieces of the same size.
         """
         # A gather needs memory for what is received and for what is passed on.
-        limit = _BUCKET // (2 if all(g.direct for g in self.group.dp_groups if g) else 4)
+        limit = self._bucket_bytes // (2 if all(g.direct for g in self.group.dp_groups if g) else 4)
         limit = max(1, limit * min(8, max(1, len(self.group.sources) // 128)))  # avoids tiny messages of many senders
         alike: dict[Sharding, list[TensorSpec]] = {}
         for spec in specs:

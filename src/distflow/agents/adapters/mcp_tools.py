@@ -35,7 +35,7 @@ def check_installed(spec: EnvironmentSpec) -> None:
 
 @contextlib.contextmanager
 def connect(spec: EnvironmentSpec) -> Iterator[list[Tool]]:
-    """Connects to all servers of an environment, and yields their tools; what goes wrong is an EnvironmentFault."""
+    """Connects to all servers of an environment, and yields their tools; an error becomes an EnvironmentFault."""
     limit_s = _SHARE * (spec.time_limit_s or _DEFAULT_S)
     with contextlib.ExitStack() as stack:
         servers = [stack.enter_context(_Connection(name, s, limit_s)) for name, s in spec.mcp.items()]
@@ -60,7 +60,7 @@ class _Connection:
         return self
 
     def __exit__(self, error: Any, *_: Any) -> None:
-        """Takes leave of the server, but not of one that may hang: it ends with this process."""
+        """Closes the connection, unless the server may hang: then it ends with this process."""
         if error is None and self._closing is not None:
             self._loop.call_soon_threadsafe(self._closing.set)
             self._thread.join(_CLOSE_S)

@@ -11,7 +11,7 @@ from typing import Any, get_args
 from distflow.agents.adapter import EnvironmentAdapter, LoadedEnvironment
 from distflow.agents.adapters.looks import derives_from
 from distflow.agents.adapters.tools import ToolCounts, call_tools
-from distflow.agents.child import ChildSession, EnvironmentFault, Outcome
+from distflow.agents.child import ChildSession, EnvironmentFault, Outcome, numbers_of
 from distflow.agents.rows import as_messages, with_observation
 from distflow.agents.session import AssistantMessage
 from distflow.agents.spec import Description, EnvironmentSetupError
@@ -76,7 +76,7 @@ def _play(environment: LoadedEnvironment, client: Any, session: ChildSession, re
             messages = [{"role": "user", "content": _act_by_text(turn, act, action_class, counts)}]
         if result is not before:
             total += session.turn_reward(result.reward or 0.0)
-    return Outcome(total, metrics=counts.metrics, environment=client)
+    return Outcome(total, metrics=numbers_of(_fields_of(result).get("metadata")) | counts.metrics, environment=client)
 
 
 def _act_by_text(turn: AssistantMessage, act: Any, action_class: Any, counts: ToolCounts) -> str:
@@ -92,16 +92,23 @@ def _act_by_text(turn: AssistantMessage, act: Any, action_class: Any, counts: To
 
 
 def say(result: Any) -> str | None:
-    """Returns what the model is told of a result: the fields of its observation, if it has any."""
+    """Returns a result as a message to the model: the fields of its observation, if it has any."""
+    observation = getattr(result, "observation", result)
+    fields = _fields_of(result)
+    if not fields and not hasattr(observation, "__dict__") and not isinstance(observation, Mapping):
+        return str(observation)
+    told = {k: v for k, v in fields.items() if k not in _NOT_SAID}
+    return json.dumps(told, ensure_ascii=False, default=str) if told else None
+
+
+def _fields_of(result: Any) -> Mapping[str, Any]:
+    """Returns the fields of a result's observation; none if it has no fields."""
     observation = getattr(result, "observation", result)
     if hasattr(observation, "model_dump"):
         observation = observation.model_dump(mode="json")
     elif hasattr(observation, "__dict__"):
         observation = vars(observation)
-    if not isinstance(observation, Mapping):
-        return str(observation)
-    told = {k: v for k, v in observation.items() if k not in _NOT_SAID}
-    return json.dumps(told, ensure_ascii=False, default=str) if told else None
+    return observation if isinstance(observation, Mapping) else {}
 
 
 def _connect(environment: LoadedEnvironment) -> Any:

@@ -1,9 +1,9 @@
 """Agents that call the model by themselves, through the worker's endpoint: programs, functions and coroutines.
 
 A program is started per conversation. It finds OPENAI_BASE_URL, OPENAI_API_KEY and OPENAI_MODEL in its environment,
-which the usual clients read, and the row as JSON on stdin. The last line that it prints may be JSON: a number, or an
-object with `reward` and `metrics`. A function gets what it asks for of `base_url`, `api_key`, `model`, `row`, `prompt`,
-`sample_id` and `seed`, and may return the same.
+and the same of ANTHROPIC, which the usual clients read, and the row as JSON on stdin. The last line that it prints may
+be JSON: a number, or an object with `reward` and `metrics`. A function gets what it asks for of `base_url`, `api_key`,
+`model`, `row`, `prompt`, `sample_id` and `seed`, and may return the same.
 """
 
 import inspect
@@ -127,6 +127,9 @@ def _variables(session: Mapping[str, str]) -> dict[str, str]:
         "OPENAI_API_BASE": session["base_url"],  # the older name, which some libraries read
         "OPENAI_API_KEY": session["api_key"],
         "OPENAI_MODEL": session["model"],
+        "ANTHROPIC_BASE_URL": session["base_url"].removesuffix("/v1"),  # to which its clients add the /v1
+        "ANTHROPIC_API_KEY": session["api_key"],
+        "ANTHROPIC_MODEL": session["model"],
         "NO_PROXY": proxies,
         "no_proxy": proxies,
         "PATH": _path(),

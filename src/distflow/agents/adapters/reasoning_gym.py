@@ -1,6 +1,6 @@
 """Datasets of reasoning-gym as environments of one turn: `call: reasoning_gym:leg_counting`.
 
-A row that `distflow.reward.reasoning_gym` has written is asked and scored as it is; any other row, of which only the
+A row that `distflow.reward.reasoning_gym` wrote is asked and scored as it is; any other row, of which only the
 seed counts, gets a task of its own.
 """
 

@@ -28,17 +28,19 @@ def drive(environment: LoadedEnvironment, start: Mapping[str, Any], session: Chi
     env = _construct(environment.target, Settings(environment.spec.args), extras)
     messages, _ = env.init(as_messages(start["prompt"]))
     session.begin(messages)
-    reward = 0.0
+    reward, metadata = 0.0, dict[str, Any]()
     observations: list[dict[str, Any]] = []
     while (turn := session.turn(observations)) is not None:
         step = session.run(env.step(turn.text))
         if not isinstance(step, Mapping) or "done" not in step:
             raise EnvironmentFault("returned no dict with 'observations', 'reward' and 'done' from `step`")
         reward += session.turn_reward(step.get("reward") or 0.0)
+        metadata = step.get("metadata") or metadata
         if step["done"]:
             break
         observations = step.get("observations") or []
-    result = Outcome(reward, metrics=numbers_of(env.get_metrics() if hasattr(env, "get_metrics") else {}))
+    metrics = numbers_of(metadata) | numbers_of(env.get_metrics() if hasattr(env, "get_metrics") else {})
+    result = Outcome(reward, metrics=metrics)
     if hasattr(env, "close"):  # a class of the user's own may have nothing to give back
         env.close()
     result.environment = env
@@ -54,7 +56,7 @@ def _construct(target: Any, config: Settings, extras: Mapping[str, Any]) -> Any:
 
 
 def _by_name(name: str, where: str) -> Any:
-    """Returns what makes a registered environment, None if the name is not registered."""
+    """Returns the factory of a registered environment, None if the name is not registered."""
     registry = load("skyrl_gym.envs.registration:registry", where)
     return partial(load("skyrl_gym:make", where), registry[name]) if name in registry else None
 

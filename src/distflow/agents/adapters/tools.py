@@ -30,7 +30,7 @@ class Tool:
 
 @dataclass(frozen=True)
 class Response:
-    """What a tool of verl returns beside its text."""
+    """The reward and metrics that a tool of verl returns beside its text."""
 
     content: Any
     reward: float | None = None
@@ -39,7 +39,7 @@ class Response:
 
 @dataclass
 class ToolCounts:
-    """What happened in the tool calls of a conversation."""
+    """Counts the tool calls of a conversation and their errors."""
 
     calls: int = 0
     errors: int = 0
@@ -91,7 +91,7 @@ def _json_schema(tool: Tool, where: str) -> dict[str, Any]:
 def call_tools(
     turn: AssistantMessage, tools: Mapping[str, Callable[..., Any]], session: ChildSession, counts: ToolCounts
 ) -> list[Any]:
-    """Calls what the model asked for; returns the tool messages. An exception is told to the model."""
+    """Runs the tool calls of a turn; returns the tool messages. The model is told of exceptions."""
     pending = [(call.name, call.id, _call(call, tools)) for call in turn.tool_calls]
     values = session.run(_gather([value for *_, value in pending]))
     messages, reward = [], 0.0

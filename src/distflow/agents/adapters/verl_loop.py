@@ -78,7 +78,7 @@ def _field(output: Any, name: str) -> Any:
 
 @dataclass
 class TokenOutput:
-    """What `generate` returns, as verl's rollout servers do."""
+    """The result of `generate`, in the form that verl's rollout servers return."""
 
     token_ids: list[int]
     log_probs: list[float] | None = None

@@ -3,7 +3,7 @@
 import numpy as np
 
 from distflow.cpu.kernels.compiled import SUMS, compiled
-from distflow.cpu.kernels.products import SUM, add_linear
+from distflow.cpu.kernels.products import PANEL, SUM, linear
 
 _F, _U, _I = np.float32, np.uint32, np.int32
 
@@ -43,21 +43,42 @@ def log(x):
     return _F(n) * _F(0.6931471805599453) + (p + p)
 
 
+@compiled({"contract"}, inline=True)
+def tanh(x):
+    """Computes tanh x to the last bits: a continued fraction near 0, by e^2x elsewhere."""
+    far = _F(1) - _F(2) / (exp(_F(2) * abs(x)) + _F(1))
+    z = x * x
+    near = x * ((z + _F(105)) * z + _F(945)) / ((_F(15) * z + _F(420)) * z + _F(945))
+    return near if abs(x) < _F(0.625) else (far if x > _F(0) else -far)
+
+
 @compiled(SUMS, inline=True)
+def _squares(row):
+    """The sum of PANEL squares: of a fixed number, so that every kernel that this is a part of orders them alike."""
+    total = _F(0)
+    for d in range(PANEL):
+        total += row[d] * row[d]
+    return total
+
+
+@compiled(set(), inline=True)
 def norm(x, weight, epsilon, out):
     """RMSNorm of the rows of [n, dim]."""
     n, dim = x.shape
+    whole = dim - dim % PANEL
     for i in range(n):
         row, to = x[i], out[i]
         total = _F(0)
-        for d in range(dim):
+        for d in range(0, whole, PANEL):
+            total += _squares(row[d : d + PANEL])
+        for d in range(whole, dim):
             total += row[d] * row[d]
         factor = _F(1) / np.sqrt(total / _F(dim) + epsilon)
         for d in range(dim):
             to[d] = row[d] * factor * weight[d]
 
 
-@compiled(SUMS, inline=True)
+@compiled(set(), inline=True)  # as separate operations compute it, of which none is fused
 def _rotate(x, heads, positions, cos, sin):
     """Applies rotary embeddings in place to the first `heads` of x [n, all heads, dim]; the first half of sin is
     negative."""
@@ -94,13 +115,13 @@ def norm_backward(d, x, weight, epsilon, dx, dw):
     dw += some
 
 
-@compiled(SUMS, inline=True)
+@compiled(set(), inline=True)
 def _gate_row(gate, up, out):
     for d in range(len(out)):
         out[d] = gate[d] / (_F(1) + exp(-gate[d])) * up[d]
 
 
-@compiled(SUMS)
+@compiled(set())
 def gate(gate, up, out):
     """silu(gate) × up"""
     for i in range(len(out)):
@@ -118,19 +139,17 @@ def gate_backward(d, gate, up, d_gate, d_up):
             to_b[j] = grad[j] * a[j] * share
 
 
-@compiled(SUMS, inline=True)
+@compiled(set(), inline=True)
 def _norm_heads(x, first, last, weight, epsilon):
     for i in range(len(x)):
         norm(x[i, first:last], weight, epsilon, x[i, first:last])
 
 
 @compiled(set())
-def before_attention(x, weight, epsilon, matrices, bias, norms, queries, keys, positions, cos, sin, normed, qkv):
+def before_attention(x, weight, epsilon, weights, bias, norms, queries, keys, positions, cos, sin, normed, qkv):
     """The part of a layer before attention: queries, keys and values of x [n, hidden] into qkv [n, heads, dim]."""
     norm(x, weight, epsilon, normed)
-    flat = qkv.reshape(len(x), -1)
-    flat[:] = _F(0)
-    add_linear(normed, matrices, bias, flat)
+    linear(normed, weights, bias, qkv.reshape(len(x), -1))
     if len(norms[0]):
         _norm_heads(qkv, 0, queries, norms[0], epsilon)
         _norm_heads(qkv, queries, queries + keys, norms[1], epsilon)
@@ -140,75 +159,15 @@ def before_attention(x, weight, epsilon, matrices, bias, norms, queries, keys, p
 @compiled(set())
 def after_attention(x, y, out, out_bias, weight, epsilon, gate_up, gate_up_bias, down, down_bias, normed, both, gated):
     """The part of a layer after attention, whose output is y; overwrites x."""
-    add_linear(y, out, out_bias, x)
+    linear(y, out, out_bias, normed)
+    x += normed
     norm(x, weight, epsilon, normed)
-    both[:] = _F(0)
-    add_linear(normed, gate_up, gate_up_bias, both)
+    linear(normed, gate_up, gate_up_bias, both)
     inner = gated.shape[1]
     for i in range(len(both)):
         _gate_row(both[i, :inner], both[i, inner:], gated[i])
-    add_linear(gated, down, down_bias, x)
-
-
-# Unsigned: of a signed index that it cannot see to be positive, numba tests the sign for every key.
-_1, _2, _3 = np.uintp(1), np.uintp(2), np.uintp(3)
-
-
-@compiled(SUMS)
-def attend(q, k, v, cache, tables, positions, window, scale, out):
-    """Attention of one token of each of n sequences: writes its k and v [n, kv heads, dim] to `cache` [2, pages, kv
-    heads, page, dim], and the output for its q [n, heads, dim] to `out`. Row i of `tables` has the pages of i."""
-    n, heads, dim = q.shape
-    groups, size = k.shape[1], cache.shape[3]
-    each = heads // groups
-    query, weights = np.empty(dim, _F), np.empty(positions.max() + 1, _F)
-    for i in range(n):
-        end = positions[i] + 1
-        start = max(0, end - window)
-        first, last = start // size, (end - 1) // size  # pages
-        newest, place = tables[i, last], end - 1 - last * size
-        for g in range(groups):
-            for d in range(dim):
-                cache[0, newest, g, place, d] = k[i, g, d]
-                cache[1, newest, g, place, d] = v[i, g, d]
-            for h in range(g * each, (g + 1) * each):
-                for d in range(dim):
-                    query[d] = q[i, h, d] * scale
-                peak = _F(-np.inf)
-                for p in range(first, last + 1):
-                    page, base = tables[i, p], p * size
-                    for t in range(max(start, base), min(end, base + size)):
-                        key, score = cache[0, page, g, np.uintp(t - base)], _F(0)
-                        for d in range(dim):
-                            score += query[d] * key[d]
-                        weights[t] = score
-                        peak = score if score > peak else peak
-                total = _F(0)
-                for t in range(start, end):
-                    weights[t] = exp(weights[t] - peak)
-                    total += weights[t]
-                to = out[i, h]
-                for d in range(dim):
-                    to[d] = _F(0)
-                for p in range(first, last + 1):
-                    page, base = tables[i, p], p * size
-                    values = cache[1, page, g]
-                    t, stop = max(start, base), min(end, base + size)
-                    while t + 4 <= stop:  # four at a time, so that `to` is read and written once for them
-                        a0, a1, a2, a3 = weights[t], weights[t + 1], weights[t + 2], weights[t + 3]
-                        u = np.uintp(t - base)
-                        v0, v1, v2, v3 = values[u], values[u + _1], values[u + _2], values[u + _3]
-                        for d in range(dim):
-                            to[d] += a0 * v0[d] + a1 * v1[d] + a2 * v2[d] + a3 * v3[d]
-                        t += 4
-                    while t < stop:
-                        a0, v0 = weights[t], values[np.uintp(t - base)]
-                        for d in range(dim):
-                            to[d] += a0 * v0[d]
-                        t += 1
-                factor = _F(1) / total
-                for d in range(dim):
-                    to[d] *= factor
+    linear(gated, down, down_bias, normed)
+    x += normed
 
 
 @compiled(SUMS, inline=True)
@@ -262,30 +221,21 @@ def token_logprobs_backward(logits, targets, d_logprobs, d_entropy):
 
 
 @compiled(SUMS)
-def gumbel_sample(logits, keys, columns, arrivals, tokens, totals):
-    """`rollout.sampling.gumbel_sample`: the token of each row that arrives first, and the logsumexp. `arrivals`
-    [vocabulary] is scratch memory."""
+def gumbel_sample(logits, keys, columns, arrivals, tokens):
+    """`rollout.sampling.gumbel_sample`: the token of each row that arrives first. `arrivals` [vocabulary] is scratch
+    memory."""
     n, vocabulary = logits.shape
     for i in range(n):
         row, one, other = logits[i], keys[i, 0], keys[i, 1]
-        peak, total = _peak(row), _F(0)
-        for start in range(0, vocabulary, SUM):
-            part, bits, odds = row[start : start + SUM], columns[start : start + SUM], arrivals[start : start + SUM]
-            for c in range(len(odds)):
-                odds[c] = exp(part[c] - peak)
-            some = _F(0)
-            for c in range(len(odds)):
-                some += odds[c]
-            total += some
-            for c in range(len(odds)):
-                x = _U(bits[c] + one)
-                x = _U(_U(x ^ _U(x >> _U(16))) * _U(0x21F0AAAD)) ^ other
-                x = _U(_U(x ^ _U(x >> _U(15))) * _U(0x735A2D97))
-                uniform = (_F(_I(x >> _U(9))) + _F(0.5)) * _F(2.0**-23)
-                odds[c] /= log(uniform)  # from here on a time, and negative: the least arrives first
+        peak = _peak(row)
+        for c in range(vocabulary):
+            x = _U(columns[c] + one)
+            x = _U(_U(x ^ _U(x >> _U(16))) * _U(0x21F0AAAD)) ^ other
+            x = _U(_U(x ^ _U(x >> _U(15))) * _U(0x735A2D97))
+            uniform = (_F(_I(x >> _U(9))) + _F(0.5)) * _F(2.0**-23)
+            arrivals[c] = exp(row[c] - peak) / log(uniform)  # a negative time: the least arrives first
         best, first = 0, arrivals[0]
         for c in range(1, vocabulary):
             if arrivals[c] < first:
                 best, first = c, arrivals[c]
         tokens[i] = best
-        totals[i] = np.log(total) + peak

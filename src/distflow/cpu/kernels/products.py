@@ -25,7 +25,7 @@ _ALIASED = 1024  # elements: rows a multiple of this apart compete for the same 
 
 
 @compiled(set())
-def _to_panel(columns, panel):
+def to_panel(columns, panel):
     """Copies columns [dim, at most PANEL] into a panel [dim, PANEL]."""
     width = columns.shape[1]
     for d in range(len(panel)):
@@ -42,7 +42,7 @@ def pack(panels):
     rows = np.empty((PANEL, dim), _F)
     for p in range(count):
         rows[:] = panels[p].reshape(PANEL, dim)
-        _to_panel(rows.T, panels[p])
+        to_panel(rows.T, panels[p])
 
 
 @compiled(set())
@@ -141,7 +141,7 @@ _high_1, _low_1, _row_1 = (_tile(height, 1) for height, _ in (_HIGH, _LOW, _ROW)
 
 
 @compiled(set())
-def _multiply_block(x, panels, first, out, fresh):
+def multiply_block(x, panels, first, out, fresh):
     """Multiplies a block of x, [at most _ROWS, at most SUM]."""
     n, count = len(x), len(panels)
     high = n - n % _HIGH[0]
@@ -191,38 +191,47 @@ def _multiply(x, panels, out, fresh):
             high = min(low + _ROWS, n)
             for first in range(0, dim, SUM):
                 last = min(first + SUM, dim)
-                _multiply_block(x[low:high, first:last], part, first, to[low:high], fresh and first == 0)
+                multiply_block(x[low:high, first:last], part, first, to[low:high], fresh and first == 0)
 
 
 @compiled(set())
-def add_linear(x, matrices, bias, out):
-    """out += bias + x · each of the packed weights, side by side"""
-    if len(bias):
-        out += bias
+def _multiply_last(x, panel, out, fresh):
+    """Multiplies by a panel of which `out` has only some columns."""
+    n, columns = out.shape
+    some = np.empty((n, PANEL), _F)
+    some[:, :columns] = out
+    _multiply(x, panel, some, fresh)
+    out[:] = some[:, :columns]
+
+
+@compiled(set())
+def linear(x, weights, bias, out):
+    """out = x · each of the packed weights, side by side, + bias. A weight is its panels, the panel of its last rows if
+    they are fewer than PANEL, and its number of rows."""
     rows = _spread(x) if x.strides[0] // 4 % _ALIASED == 0 else x
     at = 0
-    for panels in matrices:
-        width = len(panels) * PANEL
-        _multiply(rows, panels, out[:, at : at + width], False)
-        at += width
+    for panels, last, width in weights:
+        whole, end = at + len(panels) * PANEL, at + width
+        _multiply(rows, panels, out[:, at:whole], True)
+        if whole < end:
+            _multiply_last(rows, last, out[:, whole:end], True)
+        at = end
+    if len(bias):
+        out += bias
 
 
 @compiled(set())
 def multiply(a, b, out, fresh):
     """out = a [n, dim] · b [dim, columns], or that added to `out`; a and b may lie transposed"""
-    n, dim = a.shape
-    columns = b.shape[1]
+    dim, columns = b.shape
     rows = _spread(a) if a.strides[1] != 4 or a.strides[0] // 4 % _ALIASED == 0 else a
     room = np.empty((max(1, min(columns, _PACKED // dim) // PANEL), dim, PANEL), _F)
     whole = columns - columns % PANEL
     for start in range(0, whole, len(room) * PANEL):
         panels = room[: (whole - start) // PANEL]
         for p in range(len(panels)):
-            _to_panel(b[:, start + p * PANEL : start + (p + 1) * PANEL], panels[p])
+            to_panel(b[:, start + p * PANEL : start + (p + 1) * PANEL], panels[p])
         _multiply(rows, panels, out[:, start : start + len(panels) * PANEL], fresh)
     if whole < columns:
-        _to_panel(b[:, whole:], room[0])
-        some = np.empty((n, PANEL), _F)
-        some[:, : columns - whole] = out[:, whole:]
-        _multiply(rows, room[:1], some, fresh)
-        out[:, whole:] = some[:, : columns - whole]
+        to_panel(b[:, whole:], room[0])
+        _multiply_last(rows, room[:1], out[:, whole:], fresh)

@@ -12,12 +12,13 @@ from distflow.observe.trackers.tracker import COLUMNS, RunInfo
 
 class MLflow:
     def __init__(self, run: RunInfo) -> None:
+        experiment = run.settings.get("project") or os.environ.get("MLFLOW_EXPERIMENT_NAME", "distflow")
         if "MLFLOW_TRACKING_URI" not in os.environ:
             mlflow.set_tracking_uri(f"sqlite:///{run.folder.resolve() / 'mlflow.db'}")
-            if mlflow.get_experiment_by_name("distflow") is None:
-                mlflow.create_experiment("distflow", (run.folder.resolve() / "mlflow").as_uri())
-        mlflow.set_experiment(os.environ.get("MLFLOW_EXPERIMENT_NAME", "distflow"))
-        self.run = mlflow.start_run(run_name=run.name)
+            if mlflow.get_experiment_by_name(experiment) is None:
+                mlflow.create_experiment(experiment, (run.folder.resolve() / "mlflow").as_uri())
+        mlflow.set_experiment(experiment)
+        self.run = mlflow.start_run(run_name=run.settings.get("name") or run.name)
         mlflow.log_dict(dict(run.config), "config.json")
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:

@@ -14,7 +14,8 @@ class Trackio:
 
         self.trackio = trackio
         config = {k: v for k, v in run.config.items() if isinstance(v, int | float | str | None)}
-        self.run = trackio.init(project="distflow", name=run.name, config=config, resume="allow", embed=False)
+        project, name = run.settings.get("project") or "distflow", run.settings.get("name") or run.name
+        self.run = trackio.init(project=project, name=name, config=config, resume="allow", embed=False)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self.trackio.log(dict(metrics), step=step)

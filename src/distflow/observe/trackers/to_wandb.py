@@ -1,4 +1,4 @@
-"""Weights & Biases: WANDB_MODE=offline writes below the run's folder; project, entity and key come from WANDB_…"""
+"""Weights & Biases: WANDB_MODE=offline writes below the run's folder; what is not set comes from WANDB_…"""
 
 import hashlib
 import os
@@ -15,8 +15,9 @@ class WeightsAndBiases:
         # A run that is resumed goes on as the same one: its id follows from its folder.
         name = hashlib.sha256(str(run.folder.resolve()).encode()).hexdigest()[:12]
         self.run = wandb.init(
-            project=os.environ.get("WANDB_PROJECT", "distflow"),
-            name=run.name,
+            project=run.settings.get("project") or os.environ.get("WANDB_PROJECT", "distflow"),
+            name=run.settings.get("name") or run.name,
+            **{key: run.settings[key] for key in ("entity", "group", "tags") if run.settings.get(key)},
             dir=str(run.folder),
             config=dict(run.config),
             settings=wandb.Settings(silent=True, console="off"),

@@ -1,7 +1,7 @@
 """The tracker interface."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -16,6 +16,7 @@ class RunInfo:
     folder: Path
     config: Mapping[str, Any]
     first: int = 0
+    settings: Mapping[str, Any] = field(default_factory=dict)  # the tracker's in the config; None: not given
 
 
 class Tracker(Protocol):

@@ -50,6 +50,17 @@ function yRange(plot, least, most) {
   return uPlot.rangeNum(least, most, 0.08, true);
 }
 
+/** The labels of ticks: one that would say the same as the tick before it is left out. */
+function labels(ticks, text) {
+  let before = null;
+  return ticks.map((tick) => {
+    const own = tick === null ? "" : text(tick);
+    if (own === before) return "";
+    before = own;
+    return own;
+  });
+}
+
 /** One metric of several runs. `lines`: [{label, x, y, color}]. */
 function lineChart(box, lines, options) {
   const height = options.height || 190;
@@ -60,7 +71,7 @@ function lineChart(box, lines, options) {
   for (const line of lines) {
     const column = (values) => {
       const out = new Array(xs.length).fill(null);
-      line.x.forEach((x, i) => { if (values[i] !== null && values[i] !== undefined) out[at.get(x)] = values[i]; });
+      line.x.forEach((x, i) => { if (values[i] !== null && values[i] !== undefined && (!options.log || values[i] > 0)) out[at.get(x)] = values[i]; });
       return out;
     };
     const sparse = line.y.filter((v) => v !== null && v !== undefined).length < 40;
@@ -76,8 +87,8 @@ function lineChart(box, lines, options) {
     width: Math.max(120, box.clientWidth), height, legend: { show: false },
     padding: [8, 10, 0, 0],
     cursor: { sync: { key: "curves" }, points: { size: 5 }, drag: { x: true, y: false } },
-    scales: { x: { time: false }, y: { range: yRange } },
-    axes: [{ ...axis, size: 26, values: (u, ticks) => ticks.map(options.xText || number) }, { ...axis, size: 52, values: (u, ticks) => ticks.map(options.yText || number) }],
+    scales: { x: { time: false }, y: options.log ? { distr: 3 } : { range: yRange } },
+    axes: [{ ...axis, size: 26, values: (u, ticks) => labels(ticks, options.xText || number) }, { ...axis, size: 52, values: (u, ticks) => labels(ticks, options.yText || number) }],
     series,
     hooks: {
       setCursor: [(u) => {

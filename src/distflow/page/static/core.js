@@ -62,6 +62,25 @@ function currentRun() {
   return Math.min(Number(place().params.run || 0) || 0, DF.runs.length - 1);
 }
 
+const MOST_COMPARED = 6;  // without a choice
+
+/** The runs whose curves lie over each other: those that were chosen, else all if they are few. */
+function compared() {
+  const wanted = place().params.compare;
+  if (wanted !== undefined) return wanted.split(".").map(Number).filter((i) => DF.runs[i]);
+  return DF.runs.length > MOST_COMPARED ? [currentRun()] : DF.runs.map((_, i) => i);
+}
+
+function chooseCompared(runs) {
+  change({ compare: runs.length ? [...new Set(runs)].sort((a, b) => a - b).join(".") : String(currentRun()) });
+}
+
+/** The parameters that all views share. */
+function kept() {
+  const { run, compare: runs } = place().params;
+  return { run, compare: runs };
+}
+
 // Numbers in words.
 
 function number(value) {
@@ -82,12 +101,20 @@ function bytes(value) {
   return "";
 }
 
-function duration(us) {
-  if (us < 1000) return `${Math.round(us)} µs`;
-  if (us < 1e6) return `${Number((us / 1e3).toPrecision(3))} ms`;
-  if (us < 120e6) return `${Number((us / 1e6).toPrecision(3))} s`;
-  const minutes = us / 60e6;
-  return minutes < 120 ? `${Math.round(minutes)} min` : minutes < 2880 ? `${(minutes / 60).toFixed(1)} h` : `${(minutes / 1440).toFixed(1)} days`;
+const UNITS = [["µs", 1], ["ms", 1e3], ["s", 1e6], ["min", 60e6], ["h", 3600e6], ["days", 86400e6]];
+
+/** A duration in the unit in which it, or the `scale` that it is on, is a number of two or three digits. */
+function duration(us, scale = us) {
+  const limits = [1000, 1e6, 120e6, 7200e6, 172800e6, Infinity];
+  const [unit, size] = UNITS[limits.findIndex((limit) => scale < limit)];
+  return `${Number((us / size).toPrecision(us < 120e6 && scale === us ? 3 : 4)).toLocaleString("en", { maximumFractionDigits: us === scale && us >= 120e6 ? 1 : 3 })} ${unit}`;
+}
+
+/** A moment: the time of day, with the date unless it is today. */
+function when(seconds) {
+  const date = new Date(seconds * 1000);
+  const time = date.toLocaleTimeString([], { hour: "2-digit", minute: "2-digit" });
+  return date.toDateString() === new Date().toDateString() ? time : `${date.toLocaleDateString([], { month: "short", day: "numeric" })} ${time}`;
 }
 
 function percent(share) {

@@ -1,15 +1,15 @@
 "use strict";
 // Starts the page: runs, tabs, keys, and following a run that goes on.
 
-const VIEWS = ["overview", "plan", "timeline", "traffic", "curves", "samples"];
+const VIEWS = ["overview", "plan", "timeline", "traffic", "curves", "samples", "runs"];
 const POLL_MS = 2000;
-const KEYS = [["1 – 6", "views"], ["← →", "previous and next step"], ["j k", "next and previous sample"], ["t", "conversation or tokens"], ["/", "search"], ["f", "follow the run"], ["+ − 0", "zoom the timeline (also with ← → and shift)"], ["?", "these keys"]];
+const KEYS = [["1 – 7", "views"], ["← →", "previous and next step"], ["j k", "next and previous sample"], ["t", "conversation or tokens"], ["/", "search"], ["f", "follow the run"], ["+ − 0", "zoom the timeline (also with ← → and shift)"], ["?", "these keys"]];
 
 async function show(again = false) {
   const here = place();
   const root = document.getElementById("view");
   for (const tab of document.querySelectorAll("#tabs [role=tab]")) tab.setAttribute("aria-selected", String(tab.dataset.view === here.view));
-  for (const chip of document.querySelectorAll("#runs button")) chip.setAttribute("aria-pressed", String(Number(chip.dataset.run) === currentRun()));
+  replace(document.getElementById("runs"), chips());
   DF.stepBy = null;
   const ticket = (DF.ticket = {});
   const staging = el("div", {});
@@ -24,6 +24,15 @@ async function show(again = false) {
   root.classList.remove("loading");
   root.dataset.view = here.view;
   document.title = `${DF.views[here.view].title} · ${DF.runs[currentRun()].label} · DistFlow`;
+}
+
+/** Buttons of the runs to choose from: those that are compared, and the one that is shown. */
+function chips() {
+  if (DF.runs.length === 1) return el("span", { class: "muted", title: DF.runs[0].path }, DF.runs[0].label);
+  const shown = [...new Set([...compared(), currentRun()])].sort((a, b) => a - b);
+  return [shown.map((i) => el("button", { type: "button", title: DF.runs[i].path, "data-run": i, "aria-pressed": String(i === currentRun()), onclick: () => change({ run: i, step: null, sample: null }) },
+    el("span", { class: "dot", style: { background: runColor(i) } }), DF.runs[i].label)),
+  shown.length < DF.runs.length && el("button", { type: "button", class: "link row-link", onclick: () => go("runs", kept()) }, `${DF.runs.length} runs`)];
 }
 
 async function poll() {
@@ -64,7 +73,7 @@ function keys(e) {
     t: () => { if (place().view !== "samples") return; change({ show: place().params.show === "tokens" ? "conversation" : "tokens" }, true); DF.table.open(DF.table.chosen); },
     "/": () => { const search = document.getElementById("search"); if (search) { search.focus(); search.select(); e.preventDefault(); } },
   };
-  VIEWS.forEach((view, i) => { acts[String(i + 1)] = () => go(view, { run: place().params.run }); });
+  VIEWS.forEach((view, i) => { acts[String(i + 1)] = () => go(view, kept()); });
   if (e.key in acts && acts[e.key]() === true) e.preventDefault();
 }
 
@@ -79,8 +88,7 @@ async function start() {
   const { runs, follow: wanted } = await get("runs");
   const twice = new Set(runs.map((r) => r.name).filter((n, i, all) => all.indexOf(n) !== i));
   DF.runs = runs.map((r) => ({ ...r, label: twice.has(r.name) ? r.path.split("/").slice(-2).join("/") : r.name }));
-  replace(document.getElementById("runs"), DF.runs.length > 1 ? DF.runs.map((r, i) => el("button", { type: "button", title: r.path, "data-run": i, onclick: () => change({ run: i, step: null, sample: null }) }, el("span", { class: "dot", style: { background: runColor(i) } }), r.label)) : el("span", { class: "muted", title: DF.runs[0].path }, DF.runs[0].label));
-  replace(document.getElementById("tabs"), VIEWS.map((view, i) => el("button", { type: "button", role: "tab", "data-view": view, title: `${i + 1}`, onclick: () => go(view, { run: place().params.run }) }, DF.views[view].title)));
+  replace(document.getElementById("tabs"), VIEWS.map((view, i) => el("button", { type: "button", role: "tab", "data-view": view, title: `${i + 1}`, onclick: () => go(view, kept()) }, DF.views[view].title)));
   const dialog = document.getElementById("keys");
   replace(dialog, el("h2", {}, "Keys"), el("table", { class: "plain" }, KEYS.map(([key, text]) => el("tr", {}, el("th", {}, key), el("td", {}, text)))), el("button", { type: "button", onclick: () => dialog.close() }, "Close"));
   document.getElementById("help").addEventListener("click", () => dialog.showModal());
@@ -89,6 +97,7 @@ async function start() {
   addEventListener("hashchange", () => show());
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => show());
   follow(wanted);
+  if (DF.runs.length > MOST_COMPARED && !location.hash) go("runs", {}, true);
   await show();
   document.body.dataset.ready = "1";
   if (!DF.embedded) poll();

@@ -11,9 +11,11 @@ DF.views.overview = {
       hero(info, metrics),
       info.error && el("section", { class: "card failed" }, el("h2", {}, "Why it ended"), el("pre", {}, info.error)),
       info.warnings.length > 0 && el("section", { class: "warnings" }, info.warnings.map((w) =>
-        el("button", { type: "button", class: "warning", title: "see the curve", onclick: () => go("curves", { run, search: w.metric }) }, "⚠ ", w.text))),
+        el("button", { type: "button", class: "warning", title: "see the curve", onclick: () => go("curves", { ...kept(), search: w.metric }) }, "⚠ ", w.text))),
       el("section", { class: "cards" }, info.headline.map((name) => headlineCard(name, metrics))),
+      info.warned.length > 0 && warnedCard(info, metrics),
       step && step.nodes.length > 0 && glance(step),
+      info.checkpoints.length > 0 && checkpointsCard(info),
       info.missing.map(note),
       el("section", { class: "columns" }, configCard(info), environmentCard(info)));
   },
@@ -26,7 +28,8 @@ function hero(info, metrics) {
   const recent = times.slice(-20);
   const each = recent.length ? recent.reduce((a, b) => a + b, 0) / recent.length : null;
   const clock = metrics.time.filter((t) => t);
-  const elapsed = clock.length ? (clock.at(-1) - clock[0]) * 1e6 : null;
+  const started = Math.min(Date.parse((info.run || {}).started) / 1000 || Infinity, clock[0]);
+  const elapsed = clock.length ? (clock.at(-1) - started) * 1e6 : null;
   const left = info.state === "running" && total && each ? (total - info.step) * each * 1e6 : null;
   return el("section", { class: "hero card" },
     el("div", {}, el("h1", {}, info.name), el("div", { class: "muted path" }, info.path)),
@@ -48,7 +51,7 @@ function headlineCard(name, metrics) {
   const values = metrics.series[name] || [];
   const known = values.filter((v) => v !== null && v !== undefined);
   const before = known.length > 1 ? known[0] : null;
-  return el("button", { type: "button", class: "card metric", title: metrics.explain[name] || name, onclick: () => go("curves", { run: currentRun(), search: name }) },
+  return el("button", { type: "button", class: "card metric", title: metrics.explain[name] || name, onclick: () => go("curves", { ...kept(), search: name }) },
     el("div", { class: "name" }, name),
     el("div", { class: "big" }, number(known.at(-1)), before !== null && el("span", { class: "from" }, `from ${number(before)}`)),
     sparkline(metrics.step, values));
@@ -64,11 +67,38 @@ function glance(step) {
       class: name === "waiting" ? "part waits" : "part", style: { flexGrow: us / total, background: fill },
       onmousemove: (e) => tip(e, el("b", {}, name === "waiting" ? `waiting in ${n.name}` : name), ` ${duration(us)}, ${percent(us / total)}`), onmouseleave: (e) => tip(e),
     }, us / total > 0.09 ? `${name} ${percent(us / total)}` : ""))),
-    el("button", { type: "button", class: "link", onclick: () => go("timeline", { run: currentRun(), step: step.step }) }, "see it on the timeline →"));
+    el("button", { type: "button", class: "link", onclick: () => go("timeline", { ...kept(), step: step.step }) }, "see it on the timeline →"));
 }
 
+/** Which problems there were when: a row for each, over the steps of the run. */
+function warnedCard(info, metrics) {
+  const first = metrics.step[0], last = Math.max(first + 1, metrics.step.at(-1));
+  const share = (step) => (100 * (step - first)) / (last - first);
+  return el("section", { class: "card" }, el("h2", {}, "Warnings over the run", el("span", { class: "muted" }, ` steps ${first} to ${metrics.step.at(-1)}`)),
+    info.warned.map((w) => el("button", { type: "button", class: "warned", title: w.text, onclick: () => go("curves", { ...kept(), search: w.metric }) },
+      el("span", { class: "name" }, w.metric), el("span", { class: "track" }, w.ranges.map(([from, to]) => el("span", { class: "range", style: { left: `${share(from)}%`, width: `max(3px, ${share(to) - share(from)}%)` } }))), el("span", { class: "muted said" }, w.text))));
+}
+
+function checkpointsCard(info) {
+  return el("section", { class: "card" }, el("h2", {}, "Checkpoints"), el("div", { class: "chips" },
+    info.checkpoints.map((c) => el("span", { class: "chip", title: new Date(c.time * 1000).toLocaleString() }, `step ${c.step}, ${when(c.time)}`, c.best && el("b", {}, " best")))));
+}
+
+/** The config, with what is not a default; lines of the file that set such a key, or are in one, stand out. */
 function configCard(info) {
-  return el("div", { class: "card" }, el("h2", {}, "Config"), info.config ? el("pre", { class: "code" }, info.config) : note("config.yaml is missing."));
+  const lines = info.config.split("\n");
+  const changed = info.changed && new Set(info.changed);
+  const path = [];  // [indent, key] of the sections around a line
+  const marked = lines.map((line) => {
+    const key = /^( *)(?:- )?([\w.-]+):/.exec(line);
+    const indent = /^ */.exec(line)[0].length;
+    while (path.length && path.at(-1)[0] >= indent && (key || !/^ *- /.test(line) || path.at(-1)[0] > indent)) path.pop();
+    if (key && !/^ *- /.test(line)) path.push([indent, key[2]]);
+    const names = path.map((_, i) => path.slice(0, i + 1).map(([, k]) => k).join("."));
+    return el("span", { class: changed && names.some((n) => changed.has(n)) ? "line set" : "line" }, `${line}\n`);
+  });
+  return el("div", { class: "card" }, el("h2", {}, "Config", changed && el("span", { class: "muted" }, " what is not a default stands out")),
+    info.config ? el("pre", { class: changed ? "code differs" : "code" }, marked) : note("config.yaml is missing."));
 }
 
 function environmentCard(info) {

@@ -51,7 +51,8 @@ function drawPlan(plan, step) {
   const critical = new Set((step ? step.nodes : []).filter((n) => !n.held_out && n.critical_us > ON_PATH * step.length).map((n) => n.name));
   const slowest = Math.max(1, ...plan.nodes.map((n) => (times.get(taskName(n)) || { work_us: 0 }).work_us));
   const moved = Math.max(1, ...[...times.values()].map((n) => n.sent));  // 1: no bytes are recorded, as of a simulated step
-  const arcs = [...plan.arcs].sort((a, b) => (a.kind === "local" ? 0 : 1) - (b.kind === "local" ? 0 : 1)).map((arc) => drawArc(arc, at, times, critical, moved, below.indexOf(arc), gaps));
+  const labels = { said: new Set(), boxes: [...at.values()].map(({ x, y: top }) => ({ x, y: top, width: BOX.width, height: BOX.height })) };
+  const arcs = [...plan.arcs].sort((a, b) => (a.kind === "local" ? 0 : 1) - (b.kind === "local" ? 0 : 1)).map((arc) => drawArc(arc, at, times, critical, moved, below.indexOf(arc), gaps, labels));
   const boxes = [...at.values()].map(({ node, x, y: top }) => drawNode(node, x, top, times.get(taskName(node)), critical.has(taskName(node)), slowest));
   return el("svg", { class: "plan", style: { width: "100%", maxWidth: `${Math.round(1.15 * width)}px`, minWidth: `${Math.round(0.72 * width)}px` }, viewBox: `0 0 ${width} ${y}`, role: "img", "aria-label": "the plan" }, lanes, arcs, boxes);
 }
@@ -63,7 +64,7 @@ function taskName(node) {
 function drawNode(node, x, y, time, critical, slowest) {
   const share = time ? time.work_us / slowest : 0;
   const took = time ? duration(time.work_us) : "";
-  const layout = node.tp > 1 ? `dp ${node.dp} × tp ${node.tp}` : `dp ${node.dp}`;
+  const layout = ['dp', 'sp', 'tp'].filter(dim => dim === 'dp' || node[dim] > 1).map(dim => `${dim} ${node[dim]}`).join(' × ');
   const fits = 6 * (node.type.length + 3 + layout.length) + 7 * took.length < BOX.width - 26;  // pixels a character
   const group = el("g", { class: `node${critical ? " critical" : ""}`, tabindex: "0" },
     el("rect", { x, y, width: BOX.width, height: BOX.height, rx: 9, class: "box" }),
@@ -79,7 +80,7 @@ function drawNode(node, x, y, time, critical, slowest) {
   return group;
 }
 
-function drawArc(arc, at, times, critical, moved, passing, gaps) {
+function drawArc(arc, at, times, critical, moved, passing, gaps, labels) {
   const a = at.get(arc.from);
   const b = at.get(arc.to);
   if (!a || !b) return null;
@@ -92,8 +93,11 @@ function drawArc(arc, at, times, critical, moved, passing, gaps) {
   const low = between ? gaps[Math.min(a.node.lane, b.node.lane)] : Math.max(y1, y2) + BOX.height / 2 + 18 + 18 * passing;
   if (passing >= 0 || between) line = `M${x1},${y1} C${x1 + 34},${y1} ${x1 + 6},${low} ${x1 + 46},${low} L${x2 - 46},${low} C${x2 - 6},${low} ${x2 - 34},${y2} ${x2 - 5},${y2}`;
   const width = arc.kind === "local" ? 1.4 : 2 + (time ? 3 * Math.sqrt(time.sent / moved) : 0);
-  const label = arc.kind === "local" ? "" : time && moved > 1 ? bytes(time.sent) : arc.kind === "weights" ? "weights" : "";
-  const [lx, ly] = back ? [(x1 + x2) / 2, Math.min(y1, y2) - 22] : passing >= 0 || between ? [(x1 + x2) / 2, low] : [(x1 + x2) / 2, (y1 + y2) / 2];
+  const text = arc.kind === "local" ? "" : time && moved > 1 ? bytes(time.sent) : arc.kind === "weights" ? "weights" : "";
+  const label = labels.said.has(arc.move) ? "" : text;  // a move may carry several lines, and has one number
+  if (text) labels.said.add(arc.move);
+  const [mx, my] = back ? [(x1 + x2) / 2, Math.min(y1, y2) - 22] : passing >= 0 || between ? [(x1 + x2) / 2, low] : [(x1 + x2) / 2, (y1 + y2) / 2];
+  const [lx, ly] = label ? freePlace(mx, my, 8 + 6.8 * label.length, labels.boxes) : [mx, my];
   const group = el("g", { class: `arc ${arc.kind}${arc.move && critical.has(arc.move) ? " critical" : ""}` },
     el("path", { d: line, "stroke-width": width }), back ? null : el("path", { d: `M${x2 - 7},${y2 - 4} L${x2},${y2} L${x2 - 7},${y2 + 4}`, class: "head" }),
     label && el("rect", { x: lx - 4 - 3.4 * label.length, y: ly - 10, width: 8 + 6.8 * label.length, height: 18, rx: 9, class: "pillbox" }),
@@ -102,6 +106,14 @@ function drawArc(arc, at, times, critical, moved, passing, gaps) {
     el("div", {}, arc.fields.join(", ")), time && el("div", {}, `${bytes(time.sent)} sent, ${duration(time.work_us)}, waiting ${duration(time.wait_us)}`)));
   group.addEventListener("mouseleave", (e) => tip(e));
   return group;
+}
+
+/** The nearest place above or below for the centre of a label, where it lies on no node and no other label. */
+function freePlace(x, y, width, boxes) {
+  const taken = (top) => boxes.some((b) => x - width / 2 < b.x + b.width && b.x < x + width / 2 && top < b.y + b.height && b.y < top + 18);
+  const offset = [0, 20, -20, 40, -40, 60, -60, 80, -80].find((d) => !taken(y + d - 10)) || 0;
+  boxes.push({ x: x - width / 2, y: y + offset - 10, width, height: 18 });
+  return [x, y + offset];
 }
 
 function planLegend() {

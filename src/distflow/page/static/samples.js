@@ -51,7 +51,7 @@ class SampleTable {
       sources.length > 0 && choice("source", sources, "all sources"),
       el("label", {}, "step ", field("from", { type: "number", class: "short", "aria-label": "from step" }), "–", field("to", { type: "number", class: "short", "aria-label": "to step" })),
       el("label", {}, "reward ", field("least", { type: "number", step: "any", class: "short", "aria-label": "least reward" }), "–", field("most", { type: "number", step: "any", class: "short", "aria-label": "most reward" })),
-      el("label", {}, zero, " groups that taught nothing"), this.count);
+      el("label", {}, zero, " groups that taught nothing ", el("span", { class: "nothing" }, "∅"), el("span", { class: "muted" }, " all responses have the same reward")), this.count);
   }
 
   element() {
@@ -169,18 +169,48 @@ function showSample(pane, sample, table) {
 }
 
 function conversation(f) {
+  if (Array.isArray(f.histories) && f.histories.length) return histories(f);
   const given = [f.conversation, f.messages].find(Array.isArray);
   const messages = given || [...(Array.isArray(f.prompt) ? f.prompt : f.prompt === undefined ? [] : [{ role: "prompt", content: f.prompt }]), ...(f.response === undefined ? [] : [{ role: "assistant", content: f.response }])];
   const answer = f.answer ?? f.ground_truth ?? f.solution ?? f.label ?? (f.reward_model && f.reward_model.ground_truth);
-  return [messages.map(message), answer !== undefined && answer !== null && el("div", { class: "message answer" }, el("div", { class: "role" }, "right answer"), el("div", { class: "text" }, asText(answer)))];
+  const pictures = picturesOf(f);
+  return [messages.map((m) => message(m, pictures)), answer !== undefined && answer !== null && el("div", { class: "message answer" }, el("div", { class: "role" }, "right answer"), el("div", { class: "text" }, asText(answer)))];
 }
 
-function message(m) {
+function histories(f) {
+  const parents = [0, ...(f.response_branches || []).map((b) => b[1])];
+  const depths = [];
+  return f.histories.map((messages, k) => {
+    const parent = k ? f.histories[parents[k]] || [] : [];
+    let shared = 0;
+    while (shared < Math.min(messages.length, parent.length) && same(messages[shared], parent[shared])) shared++;
+    depths.push(shared ? depths[parents[k]] + 1 : 0);
+    const from = k === 0 ? "" : shared ? ` goes on from history ${parents[k] + 1} after ${shared} message${shared > 1 ? "s" : ""}` : " begins anew";
+    return el("section", { class: `history depth${depths[k]}`, style: { marginLeft: `${18 * Math.min(depths[k], 4)}px` } }, el("h3", {}, `history ${k + 1}`, el("span", { class: "muted" }, from)), messages.slice(shared).map((m) => message(m)));
+  });
+}
+
+function same(one, other) {
+  const said = (m) => JSON.stringify([m.role, m.content, m.tool_calls]);
+  return said(one) === said(other);
+}
+
+/** The images of a sample, in the order in which its messages refer to them. */
+function picturesOf(f) {
+  return (Array.isArray(f.images) ? f.images : []).filter((url) => typeof url === "string" && url.startsWith("data:image/")).map((url) => el("img", { class: "picture", src: url, alt: "image of the prompt" }));
+}
+
+function content(value, pictures) {
+  const parts = Array.isArray(value) && value.every((part) => part && typeof part.type === "string") ? value : [{ type: "text", text: asText(value) }];
+  return parts.map((part) => (part.type === "image" ? pictures.shift() || el("span", { class: "muted" }, "[image]") : part.text));
+}
+
+function message(m, pictures = []) {
   const calls = Array.isArray(m.tool_calls) ? m.tool_calls : [];
   const facts = [typeof m.tokens === "number" && `${number(m.tokens)} tokens`, m.cut && "cut off", typeof m.reward === "number" && `reward ${number(m.reward)}`].filter(Boolean);
   return el("div", { class: `message ${["system", "user", "assistant", "tool", "prompt"].includes(m.role) ? m.role : "user"}` },
     el("div", { class: "role" }, [m.role, m.name].filter(Boolean).join(" · "), el("span", { class: "muted facts" }, facts.join(", "))),
-    m.content !== undefined && m.content !== null && m.content !== "" && el("div", { class: "text" }, asText(m.content)),
+    m.content !== undefined && m.content !== null && m.content !== "" && el("div", { class: "text" }, content(m.content, pictures)),
     calls.map((call) => { const fn = call.function || call; return el("div", { class: "toolcall" }, el("b", {}, `${fn.name || "tool"}(`), el("code", {}, asText(fn.arguments ?? fn.parameters ?? "")), el("b", {}, ")")); }));
 }
 
@@ -197,5 +227,5 @@ function compare(sample, table) {
 }
 
 function fieldTable(f) {
-  return el("table", { class: "plain" }, Object.entries(f).map(([name, value]) => el("tr", {}, el("th", {}, name), el("td", {}, asText(value).slice(0, 4000)))));
+  return el("table", { class: "plain" }, Object.entries(f).map(([name, value]) => el("tr", {}, el("th", {}, name), el("td", {}, name === "images" ? picturesOf(f) : asText(value).slice(0, 4000)))));
 }

@@ -170,7 +170,7 @@ function drawAxis(c, shown, width, height, x) {
     c.moveTo(at, 14);
     c.lineTo(at, height);
     c.stroke();
-    if (at < width - IDLE - 30) c.fillText(duration(Math.max(0, t)), at + 3, 22);
+    if (at < width - IDLE - 30) c.fillText(duration(Math.max(0, t), Math.max(0, shown.to)), at + 3, 22);
   }
 }
 

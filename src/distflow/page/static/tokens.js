@@ -50,13 +50,13 @@ function tokenView(f) {
   return [names.length ? el("div", { class: "toolbar" }, el("label", {}, "colour by ", select), el("span", { class: "muted" }, mask ? "dimmed: prompt, and what the environment said" : "dimmed: the prompt")) : note("No numbers per token were recorded."), box, strip];
 }
 
-/** Low log-probs and high entropies are hot; advantages are green above zero and red below. */
+/** Low log-probs and high entropies are hot; advantages are green above zero and amber below. */
 function tokenScale(name, values) {
   const most = Math.max(1e-9, ...values.map(Math.abs));
   const mix = (paint, share) => `color-mix(in oklab, ${color(paint)} ${Math.round(85 * Math.min(1, share))}%, transparent)`;
   if (/logprobs$/.test(name)) return (v) => mix("hot", Math.min(1, -v / Math.min(8, Math.max(2, most))));
   if (name === "entropy") return (v) => mix("hot", v / Math.max(0.5, most));
-  return (v) => mix(v >= 0 ? "good" : "bad", Math.abs(v) / most);
+  return (v) => mix(v >= 0 ? "good" : "warn", Math.abs(v) / most);
 }
 
 function shownToken(text) {

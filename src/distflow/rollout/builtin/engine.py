@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from distflow.cpu.modules import use_cpu_modules
 from distflow.model.memory import check_kv_cache
 from distflow.model.source import kv_bytes
 from distflow.model.tensor_parallel import RowwiseAllReduce, parameter_specs, tp_styles
@@ -17,10 +18,14 @@ from distflow.rollout.engine import Completion, EngineSetup, RolloutEngine, Wake
 class BuiltinEngine(Generator, RolloutEngine):
     """A generator, and the weights that it generates with. Tensor-parallel ranks of a replica generate together."""
 
+    returns_experts = True
+
     def __init__(self, setup: EngineSetup) -> None:
         layout, device, config = setup.layout, setup.device, setup.config
         model = setup.source.skeleton()
         model.requires_grad_(False)
+        if device.type == "cpu":
+            use_cpu_modules(model)  # as the trainer does
         model._apply(lambda t: t if t.is_meta else t.to(device))  # buffers
         styles = tp_styles(model, layout.tp, "placement.nodes.actor.generate")
         tp_group = setup.mesh.get_group("tp") if layout.tp > 1 else None
@@ -45,8 +50,9 @@ class BuiltinEngine(Generator, RolloutEngine):
         check_kv_cache(cache_bytes, device)
         limits = CacheLimits(kv_bytes(setup.source.config, setup.dtype, layout.tp), cache_bytes, config.max_sequences)
         # Tensor-parallel ranks meet in every layer, which they would do in different batches. Batches in threads are
-        # not in step, so how far responses have come when others are complete would depend on time.
-        alone = tp_group is not None or bool(config.partial)
+        # not in step, so how far responses have come when others are complete would depend on time. What routers have
+        # chosen is found at the model's modules, which threads share.
+        alone = tp_group is not None or bool(config.partial) or config.router_replay
         Generator.__init__(
             self,
             model,
@@ -54,6 +60,8 @@ class BuiltinEngine(Generator, RolloutEngine):
             device,
             agree,
             max_batches=torch.get_num_threads() if not alone and device.type == "cpu" else 1,
+            keeps_experts=config.router_replay,
+            images=setup.images,
         )
         self.setup, self.weight_version, self.longest = setup, -1, min(setup.longest, limits.longest)
         self.weight_specs = parameter_specs(model, styles)

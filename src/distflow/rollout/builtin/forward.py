@@ -1,12 +1,14 @@
 """A model's forward pass over the tokens of many sequences in one row, in the fastest way that fits the model."""
 
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from distflow.cpu import kernels_for
 from distflow.cpu.llama_forward import CpuLlamaForward
+from distflow.cpu.modules import packed_modules
 from distflow.model.attention import Attention
 from distflow.model.llama_family import is_llama_like
 from distflow.rollout.builtin.llama_forward import LlamaForward
@@ -26,7 +28,9 @@ def forward_for(model: PreTrainedModel) -> Forward:
     """Chooses a forward pass for the weights that the model has now, and for threads like the calling one."""
     if not is_llama_like(model):
         return ModuleForward(model)
-    return CpuLlamaForward.for_model(model) or LlamaForward(model)
+    if kernels_for(model.lm_head.weight):  # modules compute in kernels, too
+        return CpuLlamaForward.for_model(model) or ModuleForward(model)
+    return LlamaForward(model)
 
 
 class ModuleForward:
@@ -46,4 +50,4 @@ class ModuleForward:
         return out.logits[0]  # type: ignore[no-any-return]
 
     def packed_weights(self) -> AbstractContextManager[None]:
-        return nullcontext()
+        return packed_modules(self.model)

@@ -10,17 +10,23 @@ from transformers import PreTrainedModel
 
 from distflow.cpu.threaded_batches import ThreadedBatches, share_threads, torch_threads
 from distflow.errors import ConfigError
+from distflow.model.experts import experts_blocks
+from distflow.model.images import Images
+from distflow.rollout.builtin import device_cache
 from distflow.rollout.builtin.continuous_batch import Agree, ContinuousBatch
+from distflow.rollout.builtin.device_cache import DeviceCache
 from distflow.rollout.builtin.forward import forward_for
 from distflow.rollout.builtin.history import History, HistoryPages, history_share
 from distflow.rollout.builtin.kv_cache import KVCache
 from distflow.rollout.builtin.page_pool import PagePool
+from distflow.rollout.builtin.panel_cache import PanelCache, has_panels
 from distflow.rollout.builtin.scheduler import Scheduler
 from distflow.rollout.builtin.sequence import Sequence
+from distflow.rollout.builtin.vision import Vision
 from distflow.rollout.engine import Completion, Request, Wake, never
 from distflow.util.text import human_bytes
 
-PAGE = 256  # tokens of a page of the KV cache, unless all sequences are shorter
+PAGE = device_cache.PAGE  # tokens of a page of the KV cache; on a CPU fewer, if all sequences are shorter
 # Prompt tokens in one prefill pass. On a CPU, the activations of this many stay in its cache.
 _PREFILL_TOKENS, _PREFILL_TOKENS_CPU = 8192, 1024
 
@@ -69,8 +75,12 @@ class Generator:
         device: torch.device,
         agree: Agree = lambda tokens: tokens,
         max_batches: int = 1,
+        keeps_experts: bool = False,
+        images: Images | None = None,
     ) -> None:
         self.model, self.limits, self.device, self.agree, self.max_batches = model, limits, device, agree, max_batches
+        self.keeps_experts = keeps_experts  # in completions
+        self.vision = Vision(model, images, device) if images else None
         self.weight_version = 0  # that completions tell
         self.caches: list[KVCache] = []  # one per batch, kept from rollout to rollout
         self._queue: list[Sequence] = []
@@ -184,12 +194,16 @@ class Generator:
         batches = []
         for cache in self.caches:
             scheduler = Scheduler(slots, budget, PagePool(pool, page), HistoryPages(pool, histories, share))
-            batches.append(ContinuousBatch(scheduler, forward, cache, self.agree, self.device))
+            batch = ContinuousBatch(scheduler, forward, cache, self.agree, self.device, self.vision)
+            batch.experts = experts_blocks(self.model) if self.keeps_experts else ()
+            batches.append(batch)
         alone = count == 1 and threads == torch.get_num_threads()
         return batches[0] if alone else self._cleanup.enter_context(ThreadedBatches(batches, threads))
 
     def _page(self, longest: int) -> int:
         """Returns the size of pages: that of the present ones, if they are large enough and not too large."""
+        if self._reads_pages:
+            return device_cache.PAGE
         kept, page = self.caches[0].page if self.caches else 0, min(PAGE, longest)
         return kept if kept > page and self.limits.fits(kept, longest) else page
 
@@ -197,4 +211,9 @@ class Generator:
         caches = self.caches
         if len(caches) != count or (caches[0].page, pages) != (page, min(pages, caches[0].pages)):
             self.caches = caches = []  # frees the old ones before there are new ones
-            self.caches = [KVCache(pages, page) for _ in range(count)]
+            kind = DeviceCache if self._reads_pages else PanelCache if has_panels(self.model) else KVCache
+            self.caches = [kind(pages, page) for _ in range(count)]
+
+    @property
+    def _reads_pages(self) -> bool:
+        return device_cache.reads_pages(self.model, self.device)

@@ -1,18 +1,16 @@
 """The KV cache: keys and values in pages of a pool, so that a sequence holds as much of it as it has tokens."""
 
-import sys
 from collections.abc import Iterable
 from collections.abc import Sequence as Rows
-from functools import cached_property
 from itertools import accumulate
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from distflow.cpu import kernels_for
-from distflow.model.attention import AttentionParams, PackedAttention, attend
+from distflow.model.attention import Attention, AttentionParams, PackedAttention, attend
 from distflow.util.arrays import Ints
+from distflow.util.copies import to_device
 
 _CALL, _SMALLEST = 512, 16  # a call of attention costs as much as reading so many keys; slots not worth splitting
 
@@ -43,10 +41,38 @@ class KVCache:
         for pages, positions in ((whole, self.page), (last, rest)):
             if not pages:
                 continue
-            sources, targets = torch.tensor(pages).T
-            for both in self.layers.values():
-                sources, targets = sources.to(both.device), targets.to(both.device)  # the first layer moves them
-                both[:, targets, :, :positions] = both[:, sources, :, :positions]
+            sources, targets = np.array(pages, np.int64).T.copy()
+            self._copy_pages(sources, targets, positions)
+
+    def _copy_pages(self, sources: Ints, targets: Ints, positions: int) -> None:
+        source, target = torch.from_numpy(sources), torch.from_numpy(targets)
+        for both in self.layers.values():
+            # The first layer moves them.
+            source, target = to_device(source, both.device), to_device(target, both.device)
+            self._copy(both, source, target, positions)
+
+    def attention(self, starts: Ints, ends: Ints, tables: Rows[Rows[int]] | Ints, device: torch.device) -> Attention:
+        """Returns the attention of the tokens from `starts` to `ends` of each sequence to all before them; row i of
+        `tables` has the pages of sequence i."""
+        if not starts.any():
+            return Prefill(self, ends.tolist(), table_of(tables, ends, self.page).tolist())
+        if (ends - starts == 1).all():
+            return Decode(self, torch.from_numpy(starts), table_of(tables, ends, self.page), device)
+        return Extension(self, starts.tolist(), ends.tolist(), table_of(tables, ends, self.page), device)
+
+    def _copy(self, both: Tensor, sources: Tensor, targets: Tensor, positions: int) -> None:
+        both[:, targets, :, :positions] = both[:, sources, :, :positions]
+
+
+def table_of(tables: Rows[Rows[int]] | Ints, ends: Ints, page: int) -> Ints:
+    """Returns the pages that sequences with so many tokens have, [sequences, most pages]."""
+    most = -(-int(ends.max()) // page)
+    if isinstance(tables, np.ndarray):
+        return np.ascontiguousarray(tables[:, :most])
+    table = np.zeros((len(ends), most), np.int64)
+    for row, pages in zip(table, tables, strict=True):
+        row[: len(pages)] = pages[:most]
+    return table
 
 
 def _zeros(shape: tuple[int, ...], like: Tensor) -> Tensor:
@@ -81,25 +107,18 @@ class Prefill(PackedAttention):
 class Extension:
     """Attention of the tokens from `starts` to `ends` of each sequence to all before them, which are in its pages."""
 
-    def __init__(
-        self, cache: KVCache, starts: list[int], ends: list[int], tables: Rows[Rows[int]], device: torch.device
-    ) -> None:
+    def __init__(self, cache: KVCache, starts: list[int], ends: list[int], tables: Ints, device: torch.device) -> None:
         self.cache, self.device = cache, device
         self.spans, lengths = list(zip(starts, ends, strict=True)), [b - a for a, b in zip(starts, ends, strict=True)]
         self.lengths = lengths
-        self.positions = torch.cat([torch.arange(a, b) for a, b in self.spans])
-        needed = -(-max(ends) // cache.page)
-        padded = np.array([[*table[:needed], *[0] * (needed - len(table))] for table in tables], np.int64)
-        self.rows = np.repeat(padded, lengths, 0)  # [tokens, pages]
-        places = self.positions.numpy()
-        pages = np.take_along_axis(self.rows, places[:, None] // cache.page, 1)[:, 0]
-        self.pages, self.offsets = torch.from_numpy(pages).to(device), (self.positions % cache.page).to(device)
-        self.tables = torch.from_numpy(padded).to(device)
+        places = np.concatenate([np.arange(a, b) for a, b in self.spans])
+        pages = tables[np.repeat(np.arange(len(tables)), lengths), places // cache.page]
+        self.pages, self.offsets, self.tables = (
+            to_device(torch.from_numpy(x), device) for x in (pages, places % cache.page, tables)
+        )
         self._masks: dict[int | None, list[Tensor]] = {}  # by window, made by the first layer that has it
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, params: AttentionParams) -> Tensor:
-        if kernels_for(q) and params.softcap is None:
-            return self._by_token(layer, q, k, v, params)  # token after token, as if they were decoded
         keys, values = self.cache.layer(layer, k)
         keys[self.pages, :, self.offsets] = k.transpose(0, 1)
         values[self.pages, :, self.offsets] = v.transpose(0, 1)
@@ -109,10 +128,6 @@ class Extension:
             k_seen, v_seen = (gather_pages(x, pages, end) for x in (keys, values))
             parts.append(attend(query[None], k_seen, v_seen, params, mask=mask)[0].transpose(0, 1))
         return torch.cat(parts)
-
-    @cached_property
-    def _by_token(self) -> "Decode":
-        return Decode(self.cache, self.positions, self.rows, self.device)
 
     def _mask(self, window: int | None, dtype: torch.dtype) -> list[Tensor]:
         """One [new tokens, keys] for each sequence."""
@@ -126,43 +141,23 @@ class Extension:
 class Decode:
     """Attention of one new token for each sequence, at these positions, of which `tables` has the pages.
 
-    Both are in host memory, where a kernel, if there is one, reads them.
+    Gathers pages for sequences of similar length together, so that one that is long does not make all others long.
     """
 
     def __init__(self, cache: KVCache, positions: Tensor, tables: Ints, device: torch.device) -> None:
-        self.cache, self.positions, self.places, self.device = cache, positions, positions.numpy(), device
-        self.tables = np.ascontiguousarray(tables)
-
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, params: AttentionParams) -> Tensor:
-        both = self.cache.layer(layer, k)
-        if (kernels := kernels_for(q)) and params.softcap is None:
-            out = q.new_empty(q.shape[1], q.shape[0], q.shape[2])
-            new = [x.transpose(0, 1).numpy() for x in (q, k, v)]
-            window, scale = params.window or sys.maxsize, np.float32(params.scale or q.shape[-1] ** -0.5)
-            kernels.attend(*new, both.numpy(), self.tables, self.places, window, scale, out.numpy())
-            return out
-        return self._blocks(q, k, v, both, params)
-
-    @cached_property
-    def _blocks(self) -> "_Blocks":
-        return _Blocks(self.positions, self.tables, self.cache.page, self.device)
-
-
-class _Blocks:
-    """Decodes without a kernel: gathers pages for sequences of similar length together, so that one that is long does
-    not make all others long."""
-
-    def __init__(self, positions: Tensor, tables: Ints, page: int, device: torch.device) -> None:
-        self.positions, self.tables, self.page = positions.to(device), torch.from_numpy(tables).to(device), page
+        self.cache = cache
+        self.positions, self.tables = to_device(positions, device), to_device(torch.from_numpy(tables), device)
         places = positions.numpy()
         order = np.argsort(places, kind="stable")
         _, bounds = split_slots(places[order] + 1, 0, len(order))
         self.blocks = [_Block(self, order[lo:hi], int(places[order[hi - 1]]) + 1) for lo, hi in bounds]
         rows = torch.arange(len(places), device=device)
-        self.pages, self.offsets = self.tables[rows, self.positions // page], self.positions % page
-        self.back = torch.from_numpy(np.argsort(order, kind="stable")).to(device)  # from the order of the blocks
+        self.pages, self.offsets = self.tables[rows, self.positions // cache.page], self.positions % cache.page
+        # From the order of the blocks to that of the sequences.
+        self.back = to_device(torch.from_numpy(np.argsort(order, kind="stable")), device)
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, both: Tensor, params: AttentionParams) -> Tensor:
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, params: AttentionParams) -> Tensor:
+        both = self.cache.layer(layer, k)
         both[:, self.pages, :, self.offsets] = torch.stack((k, v)).permute(2, 0, 1, 3)
         keys, values = both
         query = q.transpose(0, 1)[:, :, None]  # [sequences, heads, 1, dim]
@@ -173,10 +168,10 @@ class _Blocks:
 class _Block:
     """Some sequences, and as many keys as the longest of them has."""
 
-    def __init__(self, whole: _Blocks, rows: Ints, keys: int) -> None:
-        self.rows, self.keys = torch.from_numpy(rows).to(whole.positions.device), keys
+    def __init__(self, whole: Decode, rows: Ints, keys: int) -> None:
+        self.rows, self.keys = to_device(torch.from_numpy(rows), whole.positions.device), keys
         self.positions = whole.positions[self.rows]
-        self.table = whole.tables[self.rows, : -(-keys // whole.page)]
+        self.table = whole.tables[self.rows, : -(-keys // whole.cache.page)]
         self._masks: dict[int | None, Tensor] = {}  # by window, made by the first layer that has it
 
     def __call__(self, query: Tensor, keys: Tensor, values: Tensor, params: AttentionParams) -> Tensor:

@@ -10,6 +10,7 @@ from torch.nn.functional import linear
 
 from distflow.model.attention import Attention
 from distflow.model.llama_family import attention_params, has_hooks, projections
+from distflow.model.torch_kernels import float32_logits, torch_has
 
 
 class LlamaForward:
@@ -28,7 +29,7 @@ class LlamaForward:
         for layer in self.layers:
             x = layer(x, cos, sin, attention)
         x = self.norm(x)
-        return self.head(x if keep is None else x[keep])
+        return self.head.in_float32(x if keep is None else x[keep])
 
     def packed_weights(self) -> AbstractContextManager[None]:
         return nullcontext()
@@ -52,7 +53,8 @@ class _LlamaLayer:
         if self.norms:
             q, k = (_rotate(norm(part), cos, sin) for norm, part in zip(self.norms, (q, k), strict=True))
         else:
-            q, k = _rotate(qkv[:, : -self.heads[2]], cos, sin).split(self.heads[:2], 1)
+            both = qkv[:, : -self.heads[2]]
+            _rotate(both, cos, sin, out=both)  # keys and values stay side by side
         y = attention(self.index, q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1), self.params)
         x = self.o.add(x, y.flatten(1))
         gate, up = self.gate_up(self.post_norm(x)).chunk(2, -1)
@@ -75,6 +77,9 @@ class _FusedLinear:
             return torch.cat([layer(x) for layer in self.layers], -1)
         return linear(x, self.weight, self.bias)
 
+    def in_float32(self, x: Tensor) -> Tensor:
+        return self(x) if self.weight is None else float32_logits(x, self.weight, self.bias)
+
     def add(self, to: Tensor, x: Tensor) -> Tensor:
         """Adds the output to `to`, in place."""
         if self.weight is None or self.bias is not None:
@@ -95,17 +100,20 @@ def joined(parts: Sequence[Tensor]) -> Tensor | None:
     return first.as_strided((rows, first.shape[1]), first.stride())
 
 
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Applies rotary embeddings; the first half of `sin` is negative."""
-    return (x * cos).addcmul_(x.roll(x.shape[-1] // 2, -1), sin)
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor, out: Tensor | None = None) -> Tensor:
+    """Applies rotary embeddings; the first half of `sin` is negative. `out` may be `x`."""
+    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin, out=out)
 
 
 class _RMSNorm:
     def __init__(self, module: Any) -> None:
         self.module, self.weight = module, module.weight
-        self.epsilon = self.weight.new_tensor(module.variance_epsilon)
+        self.epsilon = self.weight.new_full((), module.variance_epsilon)
 
     def __call__(self, x: Tensor) -> Tensor:
+        if x.dtype.itemsize == 2 and torch_has("aten::_fused_rms_norm", x.device):
+            shape, epsilon = [x.shape[-1]], self.module.variance_epsilon
+            return torch.ops.aten._fused_rms_norm(x, shape, self.weight, epsilon)[0]  # type: ignore[no-any-return]
         if x.dtype != torch.float32:  # the module decides where it rounds
             return self.module(x)  # type: ignore[no-any-return]
         size = torch.linalg.vector_norm(x, dim=-1, keepdim=True)

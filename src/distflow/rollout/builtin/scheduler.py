@@ -3,6 +3,7 @@
 from collections import deque
 from collections.abc import Iterable, Iterator
 from itertools import groupby
+from typing import Any
 
 import numpy as np
 
@@ -22,6 +23,7 @@ class Scheduler:
         self.history_pages = history_pages or HistoryPages()
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
+        self.in_pieces: deque[list[Sequence]] = deque()  # of `running`: long prompts, and who shares them
         self._tables: Ints = np.zeros((slots, 1), np.int64)  # row i: the pages of running[i]
         self._admitted = 0
         self._room = 0  # decoding steps in which no sequence needs a page
@@ -32,11 +34,15 @@ class Scheduler:
 
     def add(self, sequences: Iterable[Sequence]) -> None:
         """Queues sequences by priority, prompts by length, as equal lengths are prefilled together."""
-        first_seen: dict[tuple[int, ...], int] = {}
+        first_seen: dict[Any, int] = {}
 
         def order(sequence: Sequence) -> tuple[int, int, int]:
             prompt = sequence.request.prompt
-            return sequence.request.priority, len(prompt), first_seen.setdefault(prompt, len(first_seen))
+            return (
+                sequence.request.priority,
+                len(prompt),
+                first_seen.setdefault(sequence.request.shared, len(first_seen)),
+            )
 
         self.waiting.extend(sorted(sequences, key=order))
 
@@ -65,14 +71,32 @@ class Scheduler:
                 sequence.history.busy = True
             if self.pool.most(sequence):
                 oldest = oldest or sequence
+            sequence.prefilled = sequence.reused
             sequence.slot, sequence.order, self._admitted = len(self.running), self._admitted, self._admitted + 1
             self.running.append(sequence)
             self._enter(sequence, 0)
             self._room = 0
             admitted.append(sequence)
         fresh = [s for s in admitted if not s.reused]
-        yield from self._batches([list(group) for _, group in groupby(fresh, key=lambda s: s.request.prompt)])
+        yield from self._batches([list(group) for _, group in groupby(fresh, key=lambda s: s.request.shared)])
         yield from self._batches([[s] for s in admitted if s.reused])
+
+    def is_long(self, prompts: list[list[Sequence]]) -> bool:
+        """Whether a prefill batch is one prompt that should be computed in pieces."""
+        first = prompts[0][0]
+        return len(first.request.prompt) - first.reused > self.prefill_tokens
+
+    def next_piece(self) -> tuple[list[Sequence], int] | None:
+        """Returns a long prompt's sequences, and how far to compute it in the next pass."""
+        while self.in_pieces:
+            self.in_pieces[0] = [s for s in self.in_pieces[0] if not s.aborted]
+            if sequences := self.in_pieces[0]:
+                end = min(sequences[0].prefilled + self.prefill_tokens, len(sequences[0].request.prompt))
+                if end == len(sequences[0].request.prompt):
+                    self.in_pieces.popleft()
+                return sequences, end
+            self.in_pieces.popleft()
+        return None
 
     def _find_history(self, sequence: Sequence) -> bool:
         """Finds what the sequence's history has of its prompt; False: it has to wait for a share of the pages.
@@ -104,8 +128,9 @@ class Scheduler:
             yield batch
 
     def ready(self) -> tuple[list[Sequence], Ints]:
-        """Returns the sequences whose next token has a place, and their pages; the others wait for a page."""
-        if self._room > 0:
+        """Returns the sequences whose next token has a place, and their pages; the others wait for a page, or for
+        pieces of their prompt."""
+        if self._room > 0 and not self.in_pieces:
             self._room -= 1
             return self.running, self._tables[: len(self.running)]
         oldest = self._oldest()
@@ -113,7 +138,7 @@ class Scheduler:
             if self._room_of(s) < 0 and self.pool.grow(s, oldest):
                 self._enter(s, len(s.pages) - 1)
         self._room = min(map(self._room_of, self.running))
-        rows = [s.slot for s in self.running if self._room_of(s) >= 0]
+        rows = [s.slot for s in self.running if s.tokens and self._room_of(s) >= 0]
         return [self.running[i] for i in rows], self._tables[rows]
 
     def _room_of(self, sequence: Sequence) -> int:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 import numpy as np
+from numpy.typing import NDArray
 
 from distflow.rollout.builtin.history import History
 from distflow.rollout.engine import Completion, Request
@@ -13,13 +14,21 @@ class Sequence:
     request: Request
     history: History | None = None  # of its sample, in which it runs
     reused: int = 0  # tokens of the prompt that its history has
+    prefilled: int = 0  # tokens of the prompt that its pages have
+    ahead: int = 0  # by how much positions of new tokens are ahead of their places: images take fewer than tokens
     slot: int = -1  # its place among the running ones
     order: int = -1  # in which it was admitted
     pages: list[int] = field(default_factory=list)  # of the KV cache, while it is running
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    experts: list[NDArray[np.integer]] = field(default_factory=list)  # of the tokens computed so far, if kept
     stopped: bool = False  # by a stop token
     aborted: bool = False  # by the caller, who wants no completion
+    seen: set[int] = field(default_factory=set)  # its distinct tokens, with the prompt's, for a repetition penalty
+
+    def __post_init__(self) -> None:
+        if self.request.params.repetition_penalty != 1:
+            self.seen.update(self.request.prompt)
 
     @property
     def position(self) -> int:
@@ -46,6 +55,7 @@ class Sequence:
 
     def append(self, token: int, logprob: float) -> None:
         self.tokens.append(token)
+        self.seen.add(token)
         self.logprobs.append(logprob)
         self.stopped = token in self.request.params.stop
 
@@ -58,4 +68,7 @@ class Sequence:
     def completion(self, weight_version: int) -> Completion:
         tokens, logprobs = np.array(self.tokens, np.int64), np.array(self.logprobs, np.float32)
         request = self.request
-        return Completion(request.sample_id, tokens, logprobs, self.stopped, weight_version, request.id, self.reused)
+        experts = np.concatenate(self.experts) if self.experts else None
+        return Completion(
+            request.sample_id, tokens, logprobs, self.stopped, weight_version, request.id, self.reused, experts
+        )

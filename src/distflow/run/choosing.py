@@ -1,0 +1,49 @@
+"""Chooses for the device of a run what its config leaves open."""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from distflow.config.model_shape import ModelShape, shape_from
+from distflow.config.schema import ModelConfig
+from distflow.device.choices import Chosen, choose
+from distflow.device.offer import Offer
+from distflow.errors import ConfigError
+from distflow.plan import Plan
+from distflow.run.program import MODEL_ROLES, Program
+
+
+def choose_for(program: Program, plan: Plan, source: Any, device: torch.device, offer: Offer | None) -> Chosen:
+    """Returns the config of a run with what is chosen for its device. `source`: the model, if it has one."""
+    models = dict(_models(program, plan, source)) if offer and source else {}
+
+    def vllm() -> str:
+        from distflow.rollout.engine import load_engine
+
+        try:
+            load_engine("vllm").check(source, program.config.rollout, device, program.config.train.lora)
+        except ConfigError as e:
+            return str(e).removeprefix("rollout.engine: ").partition(";")[0]
+        return ""
+
+    return choose(program.config, offer, plan, models, vllm)
+
+
+def _models(program: Program, plan: Plan, source: Any) -> Iterator[tuple[str, ModelShape]]:
+    """Yields role → the shapes of its model."""
+    from distflow.model.source import find_folder
+
+    config = program.config
+    main = shape_from(source.config.to_dict(), source.name, "the config of the model")
+    own: dict[str, ModelConfig | None] = {"critic": config.critic.model}
+    own |= {"reward": config.reward.model if config.reward else None}
+    own |= {name: role.model for name, role in config.roles.items()}
+    for role in sorted({n.role for n in plan.flow.nodes if n.method and n.type != "compute"}):
+        given = own.get(role)
+        if given and given.path:
+            file = find_folder(given.path, config.base) / "config.json"
+            yield role, shape_from(json.loads(file.read_text()), given.path, str(file))
+        elif role in MODEL_ROLES:
+            yield role, main

@@ -1,0 +1,2 @@
+#!/bin/bash
+grep -rwh ERROR logs | wc -l > count.txt

@@ -1,0 +1,2 @@
+#!/bin/bash
+git checkout -q HEAD~1 -- notes.txt
