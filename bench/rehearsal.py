@@ -32,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 from accelerator.launches import SIZES, Launches, decoding_step
 from accelerator.rehearse import rehearse
 from accelerator.scenarios import Case
-from accelerator.test_waits import Sized, all_waits
+from accelerator.test_device_waits import Sized, all_waits
 from distflow.config.loading import make_config
 from distflow.config.model_shape import load_model
 from distflow.device.footprint import ROLLOUT
