@@ -75,8 +75,9 @@ def _cpu_set_up() -> Iterator[None]:
     """Starts vLLM for CPU in a way that suits a process with others in it.
 
     After loading it would pack weights for oneDNN and never look again at the synced ones. It would bind all
-    memory to one NUMA node; compile a function of embeddings, which takes a C++ compiler and half a minute; and fail
-    once numba is in use, in whose bindings it looks for kernels.
+    memory to one NUMA node; compile a function of embeddings, which takes a C++ compiler and half a minute; fail
+    once numba is in use, in whose bindings it looks for kernels; and use AMX where oneDNN is kept from it, which ends
+    the process on machines that trap it.
     """
     from vllm.model_executor.layers import utils, vocab_parallel_embedding
     from vllm.triton_utils import dispatcher
@@ -89,11 +90,13 @@ def _cpu_set_up() -> Iterator[None]:
     def dispatch_linear(layer: Any, remove_weight: bool) -> None:
         layer.cpu_linear = nn.functional.linear
 
+    amx = torch.cpu._is_amx_tile_supported() and "AMX" in os.environ.get("ONEDNN_MAX_CPU_ISA", "AMX")
     masked = vocab_parallel_embedding.get_masked_input_and_mask
     vocab_parallel_embedding.get_masked_input_and_mask = getattr(masked, "_torchdynamo_orig_callable", masked)
     with (
         patch.object(utils, "dispatch_cpu_unquantized_gemm", dispatch_linear),
         patch.object(torch.ops._C, "init_cpu_memory_env", lambda nodes: None),
         patch.object(dispatcher, "sys", System()),
+        patch.object(torch.cpu, "_is_amx_tile_supported", lambda: amx),
     ):
         yield
