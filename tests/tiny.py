@@ -90,7 +90,8 @@ def randomize_weights(model: PreTrainedModel) -> None:
     """Draws larger weights: with the initial ones attention would hardly tell one token from another."""
     noise = torch.Generator().manual_seed(7)
     for p in model.parameters():
-        p.data = torch.randn(p.shape, generator=noise) * (0.3 if p.ndim > 1 else 0.5) + (p.ndim == 1) * p.data
+        noisy = torch.randn(p.shape, generator=noise)
+        p.data = 0.3 * noisy if p.ndim > 1 else p.data + 0.5 * noisy
 
 
 def side_by_side(model: PreTrainedModel) -> dict[str, Tensor]:

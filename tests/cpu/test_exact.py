@@ -39,8 +39,6 @@ def model_of(arch: str, **changes: Any) -> PreTrainedModel:
     model = AutoModelForCausalLM.from_config(config, attn_implementation=attention.NAME, dtype=torch.float32)
     use_experts_blocks(model)
     use_cpu_modules(model)
-    for p in model.parameters():
-        p.data.nan_to_num_()  # of what is new
     randomize_weights(model)
     for p in model.parameters():
         p.data *= 0.2 if p.ndim > 1 else 1

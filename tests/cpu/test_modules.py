@@ -13,7 +13,9 @@ from transformers import PreTrainedModel
 from distflow import cpu
 from distflow.cpu import modules, products
 from distflow.model.attention import PackedAttention
-from tiny import ARCHITECTURES, pair
+from distflow.model.experts import use_experts_blocks
+from distflow.model.tensor_parallel import parameter_specs, tp_styles
+from tiny import ARCHITECTURES, pair, randomize_weights
 
 LENGTHS = [9, 9, 4, 1]
 
@@ -91,6 +93,24 @@ def test_bfloat16_is_left_to_the_original_modules() -> None:
     want = run(model)
     modules.use_cpu_modules(model)
     torch.testing.assert_close(run(model), want, atol=0, rtol=0)
+
+
+@pytest.mark.parametrize("arch", ["qwen2", "gemma2", "qwen3_moe"])
+def test_packed_weights_may_be_parts_of_the_layers(arch: str, backend: str) -> None:
+    """As tensor parallelism cuts them, which leaves a layer's own numbers of features as they were."""
+    model = deepcopy(pair(arch).ours).requires_grad_(False)
+    use_experts_blocks(model)
+    randomize_weights(model)
+    modules.use_cpu_modules(model)
+    for spec in parameter_specs(model, tp_styles(model, 2, "")):
+        if spec.tp_dim is not None:
+            p = model.get_parameter(spec.name)
+            p.data = p.data.chunk(2, spec.tp_dim)[1].clone()
+    want = logits_of(model)
+    with modules.packed_modules(model):
+        assert any(getattr(m, "packed", None) for m in model.modules()) == (backend == "kernels")
+        torch.testing.assert_close(logits_of(model), want, atol=0, rtol=0)
+    torch.testing.assert_close(logits_of(model), want, atol=0, rtol=0)
 
 
 @pytest.mark.parametrize("shape", [(5, 3), (1, 1), (40, 17), (32, 20)])

@@ -14,8 +14,9 @@ from distflow.config.schema import MIXTURES
 from distflow.cpu import as_numpy, in_threads, kernels_for
 from distflow.cpu.products import PackedWeight, grouped_linear, linear, ranges
 from distflow.model.experts import Experts, experts_blocks
-from distflow.model.llama_family import is_llama_like, uses_silu
+from distflow.model.llama_family import FAMILY, is_llama_like, uses_silu
 
+KNOWN = (*FAMILY, *MIXTURES, "gemma", "gemma2")  # architectures whose modules all have been looked at
 _COST = 8  # of an element, in multiplications of a product
 
 
@@ -43,9 +44,10 @@ def _subclass(ours: Any, theirs: Any) -> Any:
 
 @contextmanager
 def packed_modules(model: PreTrainedModel) -> Iterator[None]:
-    """Repacks the weights of linear layers and experts in place, and back at the end. Only modules that are known to
-    multiply by their weights in no other way: whoever else reads them would read them in another order."""
-    chosen = [m for m in model.modules() if isinstance(m, CpuLinear | CpuExperts)] if _is_known(model) else []
+    """Repacks the weights of linear layers and experts in place, and back at the end. Only in models that are known to
+    multiply by them in no other way: whoever else reads them would read them in another order."""
+    known = model.config.model_type in KNOWN
+    chosen = [m for m in model.modules() if isinstance(m, CpuLinear | CpuExperts)] if known else []
     others = {id(block.gate) for block in experts_blocks(model)} | {id(model.get_output_embeddings())}
     weights: list[PackedWeight] = []
     for module in chosen:
@@ -64,18 +66,12 @@ def packed_modules(model: PreTrainedModel) -> Iterator[None]:
             module.packed = {}
 
 
-def _is_known(model: PreTrainedModel) -> bool:
-    if any(module._forward_hooks for module in model.modules()):  # layers that tensor parallelism has cut
-        return False
-    return model.config.model_type in (*MIXTURES, "gemma", "gemma2")
-
-
 class CpuLinear(nn.Linear):
     packed: Mapping[int, PackedWeight] = {}  # by address
 
     def forward(self, x: Tensor) -> Tensor:
         if weight := self.packed.get(self.weight.data_ptr()):
-            out = x.new_empty(*x.shape[:-1], self.out_features)
+            out = x.new_empty(*x.shape[:-1], len(self.weight))  # of which tensor parallelism cuts `out_features`
             weight.product(x.flatten(0, -2), self.bias, out.flatten(0, -2))
             return out
         return linear(x, self.weight, self.bias)

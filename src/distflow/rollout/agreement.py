@@ -2,13 +2,11 @@
 
 import torch
 
-from distflow.config.schema import MIXTURES
 from distflow.cpu import kernels_for
-from distflow.model.llama_family import FAMILY
+from distflow.cpu.modules import KNOWN
 from distflow.model.source import Source
 from distflow.plan.layout import Layout
 
-MEASURED = (*FAMILY, *MIXTURES, "gemma", "gemma2")
 _BY_LENGTH = ("dynamic", "longrope")
 
 
@@ -23,6 +21,6 @@ def difference(engine: str, source: Source, dtype: str, device: torch.device, *l
         "there are no CPU kernels without the extra `cpu`": kernels_for(torch.empty(0)) is None,
         "tensor parallelism adds up parts of products": any(layout.tp > 1 for layout in layouts),
         "positions are rotated by how long the longest sequence is": rope.get("rope_type") in _BY_LENGTH,
-        f"nobody has compared them for {config.model_type} models": config.model_type not in MEASURED,
+        f"nobody has compared them for {config.model_type} models": config.model_type not in KNOWN,
     }
     return next((reason for reason, applies in reasons.items() if applies), None)
