@@ -155,12 +155,12 @@ class Storm:
                 self._processes.append(host.popen(command, variables, stdout=log, stderr=log))
 
     def _stop(self) -> None:
-        """Asks the run to end, which it does after its step."""
+        """Asks the run to end, which it does after its step; a worker that is only starting ends at once."""
         for process in self._processes:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGTERM)
         if self._processes:
-            self._await_end([0, 128 + signal.SIGTERM])
+            self._await_end([0, 128 + signal.SIGTERM, -signal.SIGTERM])
 
     def _await_end(self, codes: Sequence[int]) -> None:
         limit = TimeLimit(600)

@@ -103,10 +103,9 @@ class Loader:
     def _order(self, first: int, count: int) -> list[int]:
         """Returns the rows at `count` positions of the stream."""
         epoch, index, rows = self._rows(np.arange(first, first + count, dtype=np.int64))
-        order: list[int] = []
         if not self.shuffle:
-            order += index.tolist()
-            return order
+            return [int(i) for i in index]
+        order: list[int] = []
         for e in np.unique(epoch).tolist():
             order += permute(index[epoch == e], int(rows[epoch == e][0]), self.seed, e).tolist()
         return order
