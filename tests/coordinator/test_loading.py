@@ -22,7 +22,7 @@ def looking(data):
 class Counted:
     """Rows that count how often they are read."""
 
-    column_names = ("text",)
+    column_names: tuple[str, ...] = ("text",)
 
     def __init__(self) -> None:
         self.reads = [0] * 8
