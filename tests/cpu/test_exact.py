@@ -11,8 +11,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from distflow import cpu
 from distflow.batch.batch import Batch, Ragged
 from distflow.config.schema import LoraConfig
+from distflow.cpu import torch_threads
 from distflow.cpu.modules import use_cpu_modules
-from distflow.cpu.threaded_batches import torch_threads
 from distflow.model import attention
 from distflow.model.experts import use_experts_blocks
 from distflow.model.lora import LoraAdapter, adapter_pairs, merge

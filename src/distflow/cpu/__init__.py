@@ -6,8 +6,9 @@ here return them, or None for other tensors.
 """
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import cache
 from importlib import import_module
 from types import ModuleType
@@ -31,6 +32,17 @@ def kernels_for(*tensors: Tensor) -> ModuleType | None:
 def as_numpy(x: Tensor) -> Floats:
     """Returns the same memory as a numpy array. After `x.numpy()` FSDP could not free it."""
     return cast(Floats, np.from_dlpack(x.detach()))
+
+
+@contextmanager
+def torch_threads(count: int) -> Iterator[None]:
+    """Sets the number of torch's threads of the calling thread."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def in_threads(kernel: Callable[[slice], None], count: int, work: int) -> None:

@@ -6,9 +6,8 @@ it: fewer with kernels.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any, Protocol, Self
 
@@ -43,17 +42,6 @@ def share_threads(model: PreTrainedModel, most: int, sequences: int) -> tuple[in
     least = _MIN_WITH_KERNELS if CpuLlamaForward.for_model(model) else _MIN_SEQUENCES
     batches = max(1, min(most, sequences // least))
     return batches, max(1, threads // batches)
-
-
-@contextmanager
-def torch_threads(count: int) -> Iterator[None]:
-    """Sets the number of torch's threads of the calling thread."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 class ThreadedBatches:

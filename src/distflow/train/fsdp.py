@@ -13,6 +13,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
+from distflow.cpu import torch_threads
 from distflow.model.tensor_parallel import REPLICATED
 from distflow.weights.shards import TensorSpec
 
@@ -72,9 +73,10 @@ def grad_norm(parameters: Iterable[tuple[TensorSpec, Tensor]], mesh: DeviceMesh)
     """Returns the norm of the whole gradient, in float64, so that it hardly depends on the sharding."""
     # One sum for the parameters that tensor parallelism cuts, one for the others.
     squares = torch.zeros(2, dtype=torch.float64, device=mesh.device_type)
-    for spec, p in parameters:
-        if p.grad is not None:
-            squares[int(spec.tp_dim is None)] += local(p.grad).double().square().sum()
+    with torch_threads(1):  # several would add up parts of their own
+        for spec, p in parameters:
+            if p.grad is not None:
+                squares[int(spec.tp_dim is None)] += local(p.grad).double().square().sum()
     dist.all_reduce(squares, group=sharding(mesh).get_group())
     cut = squares[:1].clone()
     if mesh["tp"].size() > 1:

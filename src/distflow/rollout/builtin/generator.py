@@ -8,7 +8,8 @@ from typing import ClassVar
 import torch
 from transformers import PreTrainedModel
 
-from distflow.cpu.threaded_batches import ThreadedBatches, share_threads, torch_threads
+from distflow.cpu import torch_threads
+from distflow.cpu.threaded_batches import ThreadedBatches, share_threads
 from distflow.errors import ConfigError
 from distflow.model.experts import experts_blocks
 from distflow.model.images import Images
