@@ -1,6 +1,8 @@
 """The shapes of a model, and the parameters, FLOPs and bytes that follow from them. Imports no torch."""
 
 import json
+import time
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -11,10 +13,11 @@ from pydantic import Field
 
 from distflow.config.schema import WITH_VISION, ModelConfig, Section
 from distflow.config.yaml import parse
-from distflow.errors import ConfigError, cut, suggest
+from distflow.errors import ConfigError, cut, short_reason, suggest
 
 Floats = NDArray[np.float64]
 _FILE = Path(__file__).parent / "models.yaml"
+_HUB_S = 10.0  # for an answer of the hub
 
 
 class ModelShape(Section):
@@ -131,29 +134,56 @@ def shape_of(given: ModelConfig | str, base: Path) -> ModelShape:
     return shape_from(json.loads(file.read_text()), file.parent.name, str(file)) if file.exists() else load_model(name)
 
 
-def reads_images(given: ModelConfig | None, base: Path) -> bool:
-    """Whether the model of a config has a vision tower, as far as its config.json can be had.
+def reads_images(given: ModelConfig | None, base: Path, matters: Callable[[], bool]) -> bool:
+    """Whether the model of a config has a vision tower.
 
-    The hub is asked once, and only for a name that is neither here nor known as a text model.
+    The hub is asked only if it `matters`, and for a model that is neither here nor known as a text model; no answer is
+    an error, as images must not be left out silently.
     """
     if given is None or given.arch is not None:
         return given is not None and given.arch in WITH_VISION
-    assert given.path is not None
-    file = base / Path(given.path).expanduser() / "config.json"
-    try:
-        if not file.exists() and _plain(given.path) in _known():
-            return False
-        return "vision_config" in json.loads((file if file.exists() else _of_hub(given.path)).read_text())
-    except Exception:  # whoever opens the model says why it cannot be read
+    name = given.path
+    assert name is not None
+    file = base / Path(name).expanduser() / "config.json"
+    if file.exists():
+        return _has_vision(file.read_text(), str(file))
+    if not matters() or _plain(name) in _known():
         return False
+    if file.parent.exists() or name.startswith((".", "/", "~")) or name.count("/") > 1:
+        raise ConfigError(f"model: whether it reads images cannot be known: there is no {file}")
+    return _has_vision(_of_hub(name), f"the config.json of '{name}'")
+
+
+def _has_vision(text: str, where: str) -> bool:
+    try:
+        return "vision_config" in json.loads(text)
+    except (ValueError, TypeError) as e:
+        raise ConfigError(f"model: {where} cannot be read: {cut(str(e))}") from None
 
 
 @cache
-def _of_hub(name: str) -> Path:
-    from huggingface_hub import hf_hub_download, try_to_load_from_cache
+def _of_hub(name: str) -> str:
+    """Returns the config.json of a model of the hub. Few attempts are made: a run fetches the whole model later."""
+    from huggingface_hub import get_session, hf_hub_url, try_to_load_from_cache
+    from huggingface_hub.utils import build_hf_headers, hf_raise_for_status
 
     kept = try_to_load_from_cache(name, "config.json")
-    return Path(kept if isinstance(kept, str) else hf_hub_download(name, "config.json"))
+    if isinstance(kept, str):
+        return Path(kept).read_text()
+    for wait in (1.0, None):
+        try:
+            url, headers = hf_hub_url(name, "config.json"), build_hf_headers()
+            answer = get_session().get(url, headers=headers, timeout=_HUB_S, follow_redirects=True)
+            hf_raise_for_status(answer)
+            return str(answer.text)
+        except Exception as e:  # the hub's client has many errors: not found, no access, no network, offline
+            if wait is None:
+                raise ConfigError(
+                    f"model: whether '{name}' reads images cannot be known: the hub does not give us its config.json:"
+                    f" {short_reason(e)}; check the name, your access (HF_TOKEN) and the network, or give a directory"
+                ) from None
+            time.sleep(wait)
+    raise AssertionError
 
 
 def shape_from(config: dict[str, Any], name: str, where: str) -> ModelShape:

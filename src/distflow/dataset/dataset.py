@@ -76,6 +76,11 @@ class Dataset:
             raise file.error(k, row)
         return row
 
+    def first(self, count: int) -> Iterator[dict[str, Any]]:
+        """Yields the first rows with all that their files have; unusable ones are left out."""
+        every = (file.read(i) for file in self.files for i in range(file.count))
+        yield from (row for row in islice(every, count) if not isinstance(row, str))
+
     def location(self, i: int) -> str:
         """Returns `file:line` of row `i`, or `file:row` for a Parquet file, counted from 1."""
         file, k = self._locate(i)

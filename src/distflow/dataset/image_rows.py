@@ -6,7 +6,7 @@ reference for each. A reference is short text: the path of a file, or the place 
 
 import base64
 import binascii
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
@@ -32,6 +32,19 @@ def with_images(row: Mapping[str, Any], name: str, number: int, base: Path) -> d
 def names_with_images(names: Sequence[str]) -> tuple[str, ...]:
     """Returns the columns of rows whose images are references."""
     return (*(name for name in names if name not in COLUMNS), IMAGES)
+
+
+def may_have_images(rows: Iterable[Mapping[str, Any]], rename: Mapping[str, str]) -> bool:
+    """Whether rows have a column of images, or messages with parts, of which some may be images."""
+    return any(_may_have_images({rename.get(k, k): v for k, v in row.items()}) for row in rows)
+
+
+def _may_have_images(row: Mapping[str, Any]) -> bool:
+    if any(name in row for name in COLUMNS):
+        return True
+    prompt = row.get("prompt")
+    messages = prompt if isinstance(prompt, list) else []
+    return any(isinstance(m, Mapping) and isinstance(m.get("content"), list) for m in messages)
 
 
 def image_of_row(row: Mapping[str, Any], index: int) -> bytes:

@@ -16,7 +16,7 @@ from distflow.flow.graph import SOURCE
 from distflow.flow.importing import load
 from distflow.flows import BUILT_IN
 from distflow.plan import Load, Place, Placement, Plan, Workload, plan
-from distflow.plan.field_bytes import PROMPT_TOKENS, known_field
+from distflow.plan.field_bytes import IMAGES, PROMPT_TOKENS, known_field
 from distflow.roles.role import Role, as_role
 from distflow.roles.trained import EXPERTS
 from distflow.run_folder import ENVIRONMENTS_LOG, REWARDS_LOG
@@ -331,13 +331,31 @@ class Program:
     @cached_property
     def reads_images(self) -> bool:
         """Whether the model has a vision tower, so that rows may have images."""
-        return reads_images(self.config.model, self.config.base)
+        return reads_images(self.config.model, self.config.base, self._may_have_images)
+
+    def _may_have_images(self) -> bool:
+        """Whether environments may show some, or the first rows look as if they had some."""
+        from distflow.dataset.dataset import Dataset
+
+        if self.environments:
+            return True
+        sets = [(self.files, self.config.data.rename)]
+        sets += [(self.eval_files, self._eval_rename)] if self.config.eval else []
+        rows = ((Dataset(files, on_bad_row=self.config.data.on_bad_row).first(100), rename) for files, rename in sets)
+        return any(image_rows.may_have_images(first, rename) for first, rename in rows)
 
     def _images(self, name: str) -> str | None:
         return name if self.reads_images else None
 
     def _with_images(self, columns: tuple[str, ...]) -> tuple[str, ...]:
-        return image_rows.names_with_images(columns) if self.reads_images else columns
+        if self.reads_images:
+            return image_rows.names_with_images(columns)
+        if self.config.model and IMAGES in columns:
+            raise ConfigError(
+                f"data: there is a column '{IMAGES}', and the model reads none; give a model that does, or another name"
+                " to the column with `data.rename`"
+            )
+        return columns
 
     @property
     def _eval_rename(self) -> Mapping[str, str]:
