@@ -1,6 +1,7 @@
 """Whether a model reads images is known when a run is planned: from its config.json, or with a clear error."""
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,8 @@ from distflow.config.schema import ModelConfig
 from distflow.errors import ConfigError
 from distflow.run.program import Program
 
-TEXT = {"prompt": "How many?"}
-PARTS = {"prompt": [{"role": "user", "content": [{"type": "text", "text": "How many?"}]}]}
+TEXT: dict[str, Any] = {"prompt": "How many?"}
+PARTS: dict[str, Any] = {"prompt": [{"role": "user", "content": [{"type": "text", "text": "How many?"}]}]}
 
 
 @pytest.fixture
@@ -29,7 +30,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
             raise OSError("Name or service not known")
 
     monkeypatch.setattr(huggingface_hub, "get_session", Session)
-    monkeypatch.setattr(model_shape.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
     model_shape._of_hub.cache_clear()
     return urls
 

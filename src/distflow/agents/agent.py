@@ -13,8 +13,8 @@ from distflow.agents.choice import choose_environments, group_seed
 from distflow.agents.setup_check import COLUMN, check_columns, check_rows, start_env_pool
 from distflow.agents.spec import EnvironmentSetupError
 from distflow.config.schema import EnvironmentConfig
-from distflow.errors import ConfigError
 from distflow.flow.trace import node
+from distflow.plan.field_bytes import IMAGES, PROMPT_IMAGES, RESPONSE_IMAGES
 from distflow.roles.actor import ROLLOUT, Actor
 from distflow.roles.context import RoleContext
 from distflow.roles.role import Role
@@ -42,6 +42,8 @@ CONVERSATION = (
     "environment_name",
 )
 
+SEEN = (*CONVERSATION, PROMPT_IMAGES, RESPONSE_IMAGES)
+
 logger = logging.getLogger(__name__)
 
 
@@ -61,8 +63,6 @@ class Agent(Actor):
     def __init__(
         self, role: RoleContext, environments: Mapping[str, Mapping[str, Any]], log: Path | None = None
     ) -> None:
-        if role.images:
-            raise ConfigError("environment: conversations have no images yet; give a text model, or leave it out")
         self.environments = {name: EnvironmentConfig.model_validate(e) for name, e in environments.items()}
         self.log = SharedLog(log) if log else None
         self.env_pool: EnvPool | None = None  # where conversations are led
@@ -194,7 +194,7 @@ class Agent(Actor):
             ratios = [e.ratio for e in self.environments.values()]
             chosen = choose_environments(names, ratios, batch.groups, seed, named)
         return [
-            Sample(int(sample), index, row["prompt"], row, group_seed(seed, int(group)))
+            Sample(int(sample), index, row["prompt"], row, group_seed(seed, int(group)), row.get(IMAGES) or ())
             for sample, group, row, index in zip(batch.ids, batch.groups, rows, chosen, strict=True)
         ]
 
@@ -213,6 +213,27 @@ class Agent(Actor):
             if self.log is not None:
                 self.log.append([f"step {ctx.step}: {line}"])
         return replace(record, reward=float(on_failure), turn_rewards=[0.0] * len(record.tokens))
+
+
+class SeeingAgent(Agent):
+    """The actor of a config with environments whose model reads images: conversations have some."""
+
+    @node(type="inference", writes=SEEN, generates=True, whole_rows=True)
+    def generate(
+        self, batch: "Batch", ctx: "Context", temperature: float | None = None, held_out: bool = False
+    ) -> dict[str, Any]:
+        return super().generate(batch, ctx, temperature, held_out)  # type: ignore[no-any-return]
+
+    @node(type="inference", writes=SEEN, generates=True, whole_rows=True)
+    def converse(
+        self,
+        batch: "Batch",
+        ctx: "Context",
+        environment: str | None = None,
+        temperature: float | None = None,
+        held_out: bool = False,
+    ) -> dict[str, Any]:
+        return super().converse(batch, ctx, environment, temperature, held_out)  # type: ignore[no-any-return]
 
 
 def _plain(value: Any) -> Any:

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from distflow.agents.image_parts import as_text
 from distflow.agents.session import AssistantMessage
 from distflow.agents.tool_calls import ToolCall
 from distflow.errors import shown
@@ -40,13 +41,14 @@ class ChildSession:
     def __init__(self, channel: socket.socket) -> None:
         self._channel, self._lines, self._pid = channel, channel.makefile("rb"), os.getpid()
         self._lock, self._runner = threading.Lock(), asyncio.Runner()  # the loop itself is made by its first use
+        self._images: frozenset[str] = frozenset()  # references to those of the row
         self.messages: list[dict[str, Any]] = []
         self.prompt_messages = 0  # how many of them are the prompt
         self.ended: str | None = None
 
     def begin(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()) -> int:
         """Starts a conversation with the prompt; returns the number of its branch."""
-        checked = check_messages(messages)
+        checked = self._checked(messages)
         reply = self.request({"op": "begin", "messages": checked, "tools": list(tools)})
         self.messages, self.prompt_messages = checked, len(checked)
         branch: int = reply["branch"]
@@ -56,7 +58,7 @@ class ChildSession:
         self, messages: Sequence[Mapping[str, Any]] = (), branch: int = 0, sampling: Mapping[str, Any] | None = None
     ) -> AssistantMessage | None:
         """Says `messages` to the model and returns its turn."""
-        checked = check_messages(messages)
+        checked = self._checked(messages)
         reply = self.request({"op": "turn", "branch": branch, "messages": checked, "sampling": dict(sampling or {})})
         self.messages += checked
         if self._note_end(reply):
@@ -91,7 +93,7 @@ class ChildSession:
         generation_prompt: bool = True,
     ) -> list[int]:
         """Returns the tokens of messages, and of the generation prompt if wanted, as the chat template renders them."""
-        given = {"messages": check_messages(messages), "tools": list(tools), "generation_prompt": generation_prompt}
+        given = {"messages": self._checked(messages), "tools": list(tools), "generation_prompt": generation_prompt}
         tokens: list[int] = self.request({"op": "apply_chat_template", **given})["token_ids"]
         return tokens
 
@@ -122,11 +124,20 @@ class ChildSession:
         if not line:
             os._exit(0)
         start: dict[str, Any] = json.loads(line)
+        images = start.get("row", {}).get("images") or ()
+        self._images = frozenset(i for i in images if isinstance(i, str))
         return start
 
     def done(self, outcome: Outcome, error: str | None = None) -> None:
         message = {"op": "done", "reward": outcome.reward, "rewards": outcome.rewards, "metrics": outcome.metrics}
         self._send({**message, "extra": outcome.extra, "error": error})
+
+    def _checked(self, messages: Any) -> list[dict[str, Any]]:
+        """Returns messages as plain dicts, whose images are references or data URLs."""
+        try:
+            return as_text(check_messages(messages), self._images)
+        except ValueError as e:
+            raise EnvironmentFault(str(e)) from None
 
     def _note_end(self, reply: Mapping[str, Any]) -> bool:
         self.ended = reply.get("ended")

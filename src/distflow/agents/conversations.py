@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol
 
+from distflow.agents.image_parts import with_references
 from distflow.agents.record import ConversationRecord, make_record
 from distflow.agents.runtime import EnvironmentRuntime
 from distflow.agents.session import AssistantMessage, Branch, Ended, Session
@@ -49,6 +50,7 @@ class Sample:
     prompt: Any  # text or messages
     row: Mapping[str, Any]
     seed: int  # of the environment's randomness; samples of a prompt share it
+    images: Sequence[str] = ()  # references to those of the prompt
 
 
 @dataclass
@@ -145,7 +147,7 @@ class Conversations:
         self._open[sample.id] = _Conversation(sample, session, time.perf_counter())
         start = {
             "row": dict(sample.row),
-            "prompt": sample.prompt,
+            "prompt": with_references(sample.prompt, sample.images),
             "sample_id": sample.id,
             "seed": sample.seed,
             "environment": runtime.name,
@@ -230,7 +232,8 @@ class Conversations:
         self._last_request += 1
         number = self._last_request
         sample = conversation.sample.id
-        request = Request(sample, turn.prompt, params, self.seed, turn.position, room, number, keep=True)
+        where = turn.position, room, number
+        request = Request(sample, turn.prompt, params, self.seed, *where, keep=True, images=turn.images)
         conversation.requests[number] = branch, reply
         self._of_request[number] = conversation
         self._actions.requests.append(request)
@@ -301,7 +304,8 @@ class Conversations:
             self.endpoint.close(sample.id)
         del self._open[sample.id]
         seconds = time.perf_counter() - conversation.start
-        prompt = runtime.renderer.text.encode(sample.prompt) if not any(b.turns for b in session.branches) else ()
+        began, text = any(b.turns for b in session.branches), runtime.renderer.text
+        prompt, images = ((), ()) if began else (text.encode(sample.prompt, sample.images), sample.images)
         record = make_record(
             session,
             runtime.name,
@@ -311,5 +315,6 @@ class Conversations:
             self.version,
             seconds,
             conversation.tool_errors,
+            images,
         )
         self._actions.ended.append(replace(record, failure=failure))

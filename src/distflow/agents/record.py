@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,7 @@ from distflow.batch.batch import Ragged
 from distflow.batch.branches import branches_column
 from distflow.batch.context import MetricLog
 from distflow.model.text import Text, ragged
+from distflow.plan.field_bytes import PROMPT_IMAGES, RESPONSE_IMAGES
 
 _METRICS = 16  # of an environment's own, at most
 
@@ -33,6 +34,8 @@ class ConversationRecord:
     logprobs: list[float] = field(default_factory=list)
     turn_rewards: list[float] = field(default_factory=list)
     branches: list[tuple[int, int, int]] = field(default_factory=list)
+    prompt_images: list[str] = field(default_factory=list)  # references
+    response_images: list[str] = field(default_factory=list)
     answer: list[int] = field(default_factory=list)  # the tokens after its prompt
     messages: list[dict[str, Any]] = field(default_factory=list)
     histories: list[list[dict[str, Any]]] = field(default_factory=list)  # messages of each branch, if there are several
@@ -59,15 +62,17 @@ def make_record(
     version: int,
     seconds: float,
     tool_errors: int,
+    images: Sequence[str] = (),
 ) -> ConversationRecord:
     """Returns the record of a conversation. `done`: its result; `weights`: those of reward functions at its end.
 
-    `prompt` stands for that of a conversation that never began. Malformed tool calls that the worker has counted are
-    `tool_errors`, unless the environment has counted for itself.
+    `prompt` and its `images` stand for those of a conversation that never began. Malformed tool calls that the worker
+    has counted are `tool_errors`, unless the environment has counted for itself.
     """
     branches = session.sampled_branches()
     if not branches:
-        return ConversationRecord(session.sample_id, environment, list(prompt), weight_version=version, seconds=seconds)
+        none = ConversationRecord(session.sample_id, environment, list(prompt), weight_version=version, seconds=seconds)
+        return replace(none, prompt_images=list(images))
     tree, latest = token_tree(branches), max(branches, key=lambda b: b.last)
     reward = done.get("reward")
     total = sum(tree.turn_rewards) if reward is None else float(reward)
@@ -98,6 +103,10 @@ def _is_number(value: Any) -> bool:
 def columns(records: Sequence[ConversationRecord], text: Text) -> dict[str, Any]:
     """Returns the fields that a conversation writes, of records in the order of the batch."""
     tokens = ragged([r.tokens for r in records])
+    images = {
+        PROMPT_IMAGES: [r.prompt_images for r in records],
+        RESPONSE_IMAGES: [r.response_images for r in records],
+    }
 
     def per_token(rows: Sequence[Sequence[float]], dtype: torch.dtype) -> Ragged:
         values = torch.tensor([x for row in rows for x in row], dtype=dtype)
@@ -117,6 +126,7 @@ def columns(records: Sequence[ConversationRecord], text: Text) -> dict[str, Any]
         "conversation": [r.messages for r in records],
         "histories": [r.histories for r in records],
         "environment_name": [r.environment for r in records],
+        **(images if text.images else {}),
     }
 
 

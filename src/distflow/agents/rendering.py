@@ -11,9 +11,11 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
+from distflow.agents.image_parts import references_of, without_references
 from distflow.agents.tool_calls import ToolCall, ToolParser, Tools, parser_for, split_reasoning
 from distflow.errors import ConfigError, DataError, DistflowError, shown
 from distflow.model.encoder import NONCE, Encoder, check_whole
+from distflow.model.images import Place
 from distflow.model.text import Text
 
 Message = dict[str, Any]
@@ -32,7 +34,8 @@ class Renderer:
     def prompt(self, messages: Sequence[Message], tools: Tools = (), generation_prompt: bool = True) -> list[int]:
         """Encodes messages and the generation prompt."""
         self.text.check_size(list(messages))
-        return self.text.check_length(self.encoder.encode(self.encoder.render(messages, tools, generation_prompt)))
+        rendered = self.encoder.render([without_references(m) for m in messages], tools, generation_prompt)
+        return self.text.check_length(self._with_images(self.encoder.encode(rendered), messages))
 
     def continuation(
         self,
@@ -47,7 +50,8 @@ class Renderer:
         The end of the turn is added only if `last_tokens`, its last ones, do not have it, because the turn was cut
         (then it is not `finished` by a stop token).
         """
-        tail = self.encoder.encode(self._tail(turn, new, tools), inside=True)
+        rendered = self._tail(turn, [without_references(m) for m in new], tools)
+        tail = self._with_images(self.encoder.encode(rendered, inside=True), new)
         if not last_tokens or not tail:
             return tail
         for n in range(min(len(last_tokens), len(tail)), 0, -1):
@@ -90,6 +94,31 @@ class Renderer:
                 f"the chat template of '{self.text.name}' does not show tools to the model; describe them in the prompt"
             ]
         return []
+
+    def places(self, tokens: Sequence[int], references: Sequence[str], before: int = 0) -> list[Place]:
+        """Returns where the images of these tokens are; `before`: how many tokens there are before them."""
+        images = self.text.images
+        if images is None:
+            return []
+        return [Place(p.start + before, p.end + before, p.reference) for p in images.places(tokens, references)]
+
+    def as_read(self, tokens: Sequence[int], sampled: Sequence[bool]) -> Sequence[int]:
+        """Returns tokens as the model reads them: none of the sampled ones stands for an image."""
+        images = self.text.images
+        if images is None or images.token not in tokens:
+            return tokens
+        return [images.end if s and t == images.token else t for t, s in zip(tokens, sampled, strict=True)]
+
+    def check_no_images(self, tokens: Sequence[int]) -> None:
+        """Refuses tokens that stand for images, of somebody who gives tokens instead of messages."""
+        if self.text.images and self.text.images.token in tokens:
+            raise DataError("tokens of images cannot be continued; give the conversation as messages")
+
+    def _with_images(self, tokens: list[int], messages: Sequence[Message]) -> list[int]:
+        references, images = references_of(messages), self.text.images
+        if references and images is None:
+            raise DataError(f"a message has an image, and '{self.text.name}' reads none")
+        return images.expand(tokens, references) if images else tokens
 
     def decode(self, tokens: Sequence[int], keep_special: bool = False) -> str:
         """Returns the text of sampled tokens, of all at once: a character may be split over several."""

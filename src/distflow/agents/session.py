@@ -11,11 +11,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from distflow.agents.image_parts import image_part, is_image, references_of, value_of, without_references
 from distflow.agents.tool_calls import ToolCall, Tools
 from distflow.errors import DataError, shown
 
 if TYPE_CHECKING:
     from distflow.agents.rendering import Renderer
+    from distflow.model.images import Place
     from distflow.rollout.engine import Completion
 
 Message = dict[str, Any]  # {role, content, …} as in the chat API; arguments of tool calls are data, not JSON text
@@ -50,6 +52,7 @@ class Branch:
     prompt: list[int]  # before the first sampled token
     messages: list[Message]
     tools: list[dict[str, Any]] = field(default_factory=list)
+    images: list["Place"] = field(default_factory=list)  # in prompt and tokens, which are counted as one
     tokens: list[int] = field(default_factory=list)
     mask: list[bool] = field(default_factory=list)  # true: sampled by the model
     logprobs: list[float] = field(default_factory=list)  # 0 where not sampled
@@ -75,7 +78,7 @@ class Branch:
 
         Messages that the model never saw, after the last turn, have no count.
         """
-        messages = [dict(m) for m in self.messages]
+        messages = [without_references(m) for m in self.messages]
         end = -len(self.prompt)  # of the tokens that are counted so far
         for turn in self.turns:
             if turn.messages > 1:
@@ -89,9 +92,10 @@ class Branch:
 
 @dataclass(frozen=True)
 class TurnRequest:
-    prompt: tuple[int, ...]
+    prompt: tuple[int, ...]  # as the model reads it
     position: int  # for the sampling noise: no other token of the sample has the same
     max_tokens: int
+    images: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -128,7 +132,8 @@ class Session:
         """Starts a branch with a prompt; a text is the message of a user."""
         chat = _chat([{"role": "user", "content": messages}] if isinstance(messages, str) else messages)
         _check_tools(tools or ())
-        branch = Branch(self.renderer.prompt(chat, tools or ()), chat, list(tools or ()))
+        prompt, messages, images = self._prompt(chat, tools or ())
+        branch = Branch(prompt, messages, list(tools or ()), images)
         self.branches.append(branch)
         return branch
 
@@ -148,7 +153,9 @@ class Session:
         branch.in_flight, self._position = True, branch.position + most
         self.generations += 1
         branch.first, branch.last = branch.first or self.generations, self.generations
-        return TurnRequest((*branch.prompt, *branch.tokens), branch.position, most)
+        read = self.renderer.as_read(branch.tokens, branch.mask)
+        images = tuple(place.reference for place in branch.images)
+        return TurnRequest((*branch.prompt, *read), branch.position, most, images)
 
     def sampled(self, branch: Branch, completion: "Completion") -> AssistantMessage:
         """Appends what the engine generated, exactly, and reads it."""
@@ -179,8 +186,7 @@ class Session:
         self._check_idle(branch)
         new = _chat(messages)
         if not branch.turns:  # nothing was sampled: the prompt grows
-            branch.prompt = self.renderer.prompt([*branch.messages, *new], branch.tools)
-            branch.messages += new
+            branch.prompt, branch.messages, branch.images = self._prompt([*branch.messages, *new], branch.tools)
             return None
         turn = branch.turns[-1]
         if self.renderer.text.fewest_tokens(new) > self.limits.max_tokens:  # to tokenize 100 MB takes minutes
@@ -191,7 +197,7 @@ class Session:
         new, last = branch.messages[turn.messages :], branch.tokens[turn.start :]
         said = branch.messages[turn.messages - 1]
         tokens = self.renderer.continuation(said, new, branch.tools, last, turn.finished)
-        return self._say(branch, tokens)
+        return self._say(branch, tokens, references_of(new))
 
     def match(self, messages: Sequence[Message], tools: Tools | None = None) -> Branch:
         """Returns the branch to generate from for a whole history, as an agent sends it with each call.
@@ -228,6 +234,7 @@ class Session:
     def match_tokens(self, token_ids: Sequence[int]) -> Branch:
         """Returns the branch to generate from for a history of tokens; what it adds to the branch is not trained on."""
         tokens = self.renderer.check_tokens(token_ids)
+        self.renderer.check_no_images(tokens)
         cuts: list[tuple[int, Branch, int]] = []
         for branch in self.branches:
             whole = branch.prompt + branch.tokens
@@ -262,10 +269,16 @@ class Session:
         """Returns the branches in which the model was sampled, in the order of their first generations."""
         return sorted((b for b in self.branches if b.own_turns), key=lambda b: b.first)
 
+    def _prompt(self, messages: list[Message], tools: Tools) -> tuple[list[int], list[Message], list["Place"]]:
+        """Returns the tokens of a prompt, its messages and its images, for a branch."""
+        tokens = self.renderer.prompt(messages, tools)
+        return tokens, messages, self.renderer.places(tokens, references_of(messages))
+
     def _fork(self, origin: Branch, index: int) -> Branch:
         turn = origin.turns[index]
         end = turn.start + turn.length
-        branch = Branch(origin.prompt, origin.messages[: turn.messages], origin.tools)
+        images = [place for place in origin.images if place.start < len(origin.prompt) + end]
+        branch = Branch(origin.prompt, origin.messages[: turn.messages], origin.tools, images)
         branch.tokens, branch.mask = origin.tokens[:end], origin.mask[:end]
         branch.logprobs = origin.logprobs[:end]
         branch.turns = [replace(t) for t in origin.turns[: index + 1]]
@@ -273,10 +286,11 @@ class Session:
         self.branches.append(branch)
         return branch
 
-    def _say(self, branch: Branch, tokens: Sequence[int]) -> Ended | None:
+    def _say(self, branch: Branch, tokens: Sequence[int], images: Sequence[str] = ()) -> Ended | None:
         """Appends tokens of the environment, if a token can be sampled after them."""
         if len(branch.tokens) + len(tokens) >= self.limits.max_tokens:
             return self._end(branch)
+        branch.images += self.renderer.places(tokens, images, len(branch.prompt) + len(branch.tokens))
         self._append(branch, tokens, [0.0] * len(tokens), False)
         return None
 
@@ -297,6 +311,7 @@ class Session:
 
     def _cut(self, branch: Branch, end: int) -> None:
         del branch.tokens[end:], branch.mask[end:], branch.logprobs[end:]
+        branch.images = [place for place in branch.images if place.start < len(branch.prompt) + end]
 
 
 def _chat(messages: Sequence[Message]) -> list[Message]:
@@ -343,14 +358,30 @@ def _check_tools(tools: Any) -> None:
             )
 
 
-def _content(content: Any) -> str:
+def _content(content: Any) -> str | list[dict[str, Any]]:
+    """Returns content as text; as parts if there are images in it, each with its reference."""
     if content is None:
         return ""
-    if isinstance(content, list) and all(isinstance(p, dict) and isinstance(p.get("text"), str) for p in content):
+    if isinstance(content, list) and all(is_image(p) or _has_text(p) for p in content):
+        if any(is_image(p) for p in content):
+            return [_image(p) if is_image(p) else {"type": "text", "text": p["text"]} for p in content]
         return "".join(p["text"] for p in content)
     if not isinstance(content, str):
-        raise DataError(f"the content of a message is {shown(content, 60)}; it is text, or a list of parts with text")
+        raise DataError(
+            f"the content of a message is {shown(content, 60)}; it is text, or a list of parts with text or images"
+        )
     return content
+
+
+def _has_text(part: Any) -> bool:
+    return isinstance(part, dict) and isinstance(part.get("text"), str)
+
+
+def _image(part: dict[str, Any]) -> dict[str, Any]:
+    value = value_of(part)
+    if not isinstance(value, str):
+        raise DataError(f"an image of a message is {shown(value, 60)}; give it as a data URL")
+    return image_part(value)
 
 
 def _common(known: Sequence[Message], other: Sequence[Message]) -> int:

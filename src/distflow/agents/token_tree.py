@@ -19,15 +19,21 @@ class TokenTree:
     logprobs: list[float] = field(default_factory=list)
     turn_rewards: list[float] = field(default_factory=list)
     branches: list[tuple[int, int, int]] = field(default_factory=list)  # start, parent, shared
+    prompt_images: list[str] = field(default_factory=list)
+    response_images: list[str] = field(default_factory=list)  # in the order of their tokens
 
 
 def token_tree(branches: Sequence[Branch]) -> TokenTree:
     """Joins branches in the order of their first generations: a turn is in the one that it was generated for."""
     tree = TokenTree(branches[0].prompt)
+    tree.prompt_images = [p.reference for p in branches[0].images if p.start < len(tree.prompt)]
+    numbers: dict[str, int] = {}  # of the images
     paths: list[Ints] = []
     for branch in branches:
         own = len(branch.prompt) + branch.own_turns[0].start  # nothing from here on is another branch's
         path = np.array([*branch.prompt, *branch.tokens[: branch.end]], np.int64)
+        for place in branch.images:  # whose tokens are those of any other of this size
+            path[place.start : place.end] = -1 - numbers.setdefault(place.reference, len(numbers))
         parent, shared = 0, len(branch.prompt)
         if paths:
             common = [_common(known, path[:own]) for known in paths]
@@ -50,6 +56,8 @@ def _append(tree: TokenTree, branch: Branch, shared: int) -> None:
     for turn in branch.own_turns:
         rewards[turn.start + turn.length - 1] += turn.reward or 0.0
     tree.turn_rewards += [0.0] * context + rewards[kept:]
+    ends = len(branch.prompt) + branch.end
+    tree.response_images += [p.reference for p in branch.images if shared <= p.start < ends]
 
 
 def _common(one: Ints, other: Ints) -> int:

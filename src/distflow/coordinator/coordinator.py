@@ -63,7 +63,7 @@ class Coordinator:
     def __init__(self, rank: int, plan: Plan, loader: Loader, topology: Topology | None = None) -> None:
         self.rank, self.plan, self.loader, self.topology = rank, plan, loader, topology
         self.buffer = Buffer()
-        # Fields that refer to more than they hold → is told what was freed, and the columns of the field that are left.
+        # Fields that refer to more than they hold → is told what was freed, and what is left of such fields.
         self.on_free: dict[str, Callable[[Column, list[Column]], None]] = {}
         self.allocator = CachingAllocator()
         self._steps: dict[int, _StepState] = {}  # steps that are not over
@@ -247,7 +247,7 @@ class Coordinator:
         freed = {f: self.buffer.get(Key(step, task.partition.id, f)) for f in task.fields if f in self.on_free}
         self.buffer.free(step, task.partition.id, task.fields)
         for f, column in freed.items():
-            self.on_free[f](column, self.buffer.columns(f))
+            self.on_free[f](column, [c for other in self.on_free for c in self.buffer.columns(other)])
         self._moved.difference_update([Key(step, task.partition.id, f) for f in task.fields])
 
     def _state(self, step: int) -> _StepState:

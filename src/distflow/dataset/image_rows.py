@@ -4,8 +4,6 @@ A row comes out with chat messages in `prompt`, in which `{"type": "image"}` sta
 reference for each. A reference is short text: the path of a file, or the place of the row that holds the image.
 """
 
-import base64
-import binascii
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +11,7 @@ from urllib.parse import unquote, urlsplit
 
 from distflow.errors import DataError, shown
 from distflow.plan.field_bytes import IMAGES
+from distflow.util import data_url
 
 COLUMNS = ("images", "image")
 PLACE = "<image>"  # in text, where an image is
@@ -141,8 +140,11 @@ def _content(value: Any) -> bytes | str:
         return value
     if not isinstance(value, str) or not value:
         raise DataError(f"an image is {shown(value, 60)}; give its bytes, a path or a URL")
-    if value.startswith("data:"):
-        return _decoded(value)
+    if value.startswith(data_url.PREFIX):
+        try:
+            return data_url.decode(value)
+        except ValueError as e:
+            raise DataError(f"an image is {shown(value, 60)}, which is no data URL ({e})") from None
     if value.startswith("file:"):
         return unquote(urlsplit(value).path)
     if "://" in value[:12]:
@@ -150,11 +152,3 @@ def _content(value: Any) -> bytes | str:
             f"an image is at {shown(value, 100)}, which is not read during a run; download it, give its path"
         )
     return value
-
-
-def _decoded(url: str) -> bytes:
-    head, _, text = url.partition(",")
-    try:
-        return base64.b64decode(text, validate=True) if head.endswith(";base64") else unquote(text).encode("latin1")
-    except (binascii.Error, ValueError) as e:
-        raise DataError(f"an image is {shown(url, 60)}, which is no data URL ({e})") from None

@@ -1,12 +1,12 @@
 """Images of prompts on one worker: read where they are needed, processed once, and given to the model beside tokens."""
 
-import base64
 import io
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,12 +18,21 @@ from distflow.dataset.view import DatasetView
 from distflow.errors import ConfigError, DataError, cut, short_reason
 from distflow.model.processor import reads_images
 from distflow.model.source import Source
+from distflow.util import data_url
 from distflow.util.extras import how_to_install
 
 Rows = Mapping[str, Callable[[int], Mapping[str, Any]]]  # data set → reads a row of it, as it is in its file
 References = Sequence[str]  # of the images of a sequence, in the order of its tokens
 
 _PICTURES, _PICTURE = 8, 256  # of a sample that is recorded: how many, and pixels along each side
+
+
+class Place(NamedTuple):
+    """Where an image is in a sequence: from its first token to behind its last."""
+
+    start: int
+    end: int
+    reference: str
 
 
 @dataclass(frozen=True)
@@ -46,6 +55,11 @@ class Images:
 
     def read(self, reference: str) -> bytes:
         """Returns an encoded image."""
+        if reference.startswith(data_url.PREFIX):
+            try:
+                return data_url.decode(reference)
+            except ValueError as e:
+                raise DataError(f"the image {_name(reference)} is no data URL ({e})") from None
         place = row_of(reference)
         if place is None:
             try:
@@ -104,18 +118,38 @@ class Images:
             t for token in tokens for t in (self.processed(next(images)).tokens if token == self.token else [token])
         ]
 
-    def behind(self, tokens: Sequence[int], images: Sequence[Processed]) -> Sequence[Processed]:
-        """Returns those of a sequence's images that come behind `tokens`, its first ones."""
-        before = tokens.count(self.token)
-        for i, image in enumerate(images):
-            if before <= 0:
-                return images[i:]
-            before -= image.tokens.count(self.token)
-        return ()
+    def places(self, tokens: Sequence[int], references: References) -> list[Place]:
+        """Returns where in these tokens each of their images is."""
+        at = iter([i for i, token in enumerate(tokens) if token == self.token])
+        places = []
+        for reference in references:
+            own = list(islice(at, self.processed(reference).tokens.count(self.token)))
+            if not own:
+                raise DataError(f"the image {_name(reference)} has no place in the tokens of its prompt")
+            places.append(Place(own[0], own[-1] + 1, reference))
+        if next(at, None) is not None:
+            raise DataError(f"there are more tokens of images than those of the {len(references)} images")
+        return places
+
+    def first(self, tokens: Tensor, images: Sequence[Processed]) -> list[Processed]:
+        """Returns those of some images that are in these tokens: the first ones."""
+        left, found = int((tokens == self.token).sum()), []
+        for image in images:
+            if left <= 0:
+                break
+            found.append(image)
+            left -= image.tokens.count(self.token)
+        return found
 
     def as_read(self, sampled: Tensor) -> Tensor:
         """Returns sampled tokens as the model reads them: none of them stands for an image."""
-        return sampled.masked_fill(sampled == self.token, self.processor.tokenizer.eos_token_id)
+        return sampled.masked_fill(sampled == self.token, self.end)
+
+    @property
+    def end(self) -> int:
+        """The end-of-sequence token, as which the model reads a token of an image that it has sampled."""
+        token: int = self.processor.tokenizer.eos_token_id
+        return token
 
     def of(self, references: References) -> list[Processed]:
         return [self.processed(r) for r in references]
@@ -149,7 +183,7 @@ class Images:
         out = io.BytesIO()
         kind = "PNG" if max(image.size) <= _PICTURE // 4 else "JPEG"
         image.save(out, kind)
-        return f"data:image/{kind.lower()};base64,{base64.b64encode(out.getvalue()).decode()}"
+        return data_url.encode(out.getvalue(), f"image/{kind.lower()}")
 
     def _process(self, reference: str) -> Processed:
         return self._of(self.open(reference), _name(reference))
@@ -206,6 +240,8 @@ def join_images(images: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
 
 
 def _name(reference: str) -> str:
+    if reference.startswith(data_url.PREFIX):
+        return cut(reference, 40)
     place = row_of(reference)
     return cut(reference, 300) if place is None else f"{place[2] + 1} of the row"
 

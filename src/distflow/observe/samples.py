@@ -17,7 +17,7 @@ from torch import Tensor
 
 from distflow.batch.batch import Column, Ragged
 from distflow.observe.bounded_log import BoundedLog
-from distflow.plan.field_bytes import IMAGES
+from distflow.plan.field_bytes import has_references
 from distflow.run_folder import SAMPLES, rank_file
 from distflow.util.arrays import Ints
 
@@ -74,7 +74,7 @@ class SampleRecorder:
 
     def _value(self, name: str, column: Column, i: int) -> Any:
         value = torch.as_tensor(column[i]) if isinstance(column[i], np.ndarray | np.generic) else column[i]
-        if name == IMAGES and self.pictures and isinstance(column, list):
+        if has_references(name) and self.pictures and isinstance(column, list):
             return self.pictures(column[i])
         if not isinstance(value, Tensor):
             return _cut(value)

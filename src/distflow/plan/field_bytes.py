@@ -33,9 +33,17 @@ KNOWN_FIELDS: Mapping[str, FieldBytes] = {
     "returns": _PER_TOKEN,
     "raw_advantage": _PER_TOKEN,
     "images": FieldBytes(sample=80),  # the reference of one
+    "prompt_images": FieldBytes(sample=80),
+    "response_images": FieldBytes(sample=1e5),  # a screenshot, encoded
 }
 IMAGES = "images"  # references to the images of a prompt, not their pixels
+PROMPT_IMAGES, RESPONSE_IMAGES = "prompt_images", "response_images"  # those of a conversation
 PROMPT_TOKENS = 512  # of a prompt, unless the config has a lower limit
+
+
+def has_references(field: str) -> bool:
+    """Whether a field has references to images."""
+    return field == IMAGES or field.endswith((PROMPT_IMAGES, RESPONSE_IMAGES))
 
 
 def known_field(name: str, width: int = 1) -> FieldBytes | None:

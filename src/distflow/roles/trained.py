@@ -5,7 +5,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from distflow.plan.field_bytes import IMAGES
+from distflow.plan.field_bytes import IMAGES, PROMPT_IMAGES, RESPONSE_IMAGES
 from distflow.roles.context import RoleContext
 from distflow.roles.role import Role
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 TOKENS = ("prompt_tokens", "response_tokens")
 HISTORY = ("response_mask", "response_branches")  # which of them the model sampled, and in which sequences they are
 EXPERTS = ("prompt_experts", "response_experts")  # that a mixture has chosen in the rollout
-OPTIONAL = (*HISTORY, IMAGES)  # what a pass of a model also reads where it is
+OPTIONAL = (*HISTORY, IMAGES, PROMPT_IMAGES, RESPONSE_IMAGES)  # what a pass of a model also reads where it is
 
 
 class Trained(Role):

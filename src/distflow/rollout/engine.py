@@ -68,7 +68,7 @@ class Request:
     """
 
     sample_id: int
-    prompt: tuple[int, ...]  # token ids; requests with the same one, and images, are prefilled once
+    prompt: tuple[int, ...]  # token ids as the model reads them; same ones with the same images are prefilled once
     params: SamplingParams
     seed: int
     position: int = 0  # in the response, of the first token to generate; above 0 if `prompt` ends with its beginning

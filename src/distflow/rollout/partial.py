@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from distflow.batch.batch import Batch, Column, Ragged
 from distflow.batch.context import Partial
@@ -22,8 +23,8 @@ _COMPLETE = "complete"
 class Begun:
     """The responses of one rank that were begun before this step, by sample id."""
 
-    def __init__(self, partial: Partial) -> None:
-        self.partial = partial
+    def __init__(self, partial: Partial, as_read: Callable[[Tensor], Tensor] = lambda sampled: sampled) -> None:
+        self.partial, self.as_read = partial, as_read
         self.responses: dict[int, Completion] = {}  # `weight_version` is that of the first token
         self.complete: dict[int, Completion] = {}  # nothing is left to generate of these
         batch = partial.begun
@@ -38,7 +39,8 @@ class Begun:
         begun = self.responses.get(request.sample_id)
         if begun is None:
             return request
-        return replace(request, prompt=(*request.prompt, *begun.tokens.tolist()), position=len(begun.tokens))
+        tokens = self.as_read(torch.from_numpy(begun.tokens)).tolist()
+        return replace(request, prompt=(*request.prompt, *tokens), position=len(tokens))
 
     def joined(self, completion: Completion) -> Completion:
         """Returns a response with what was generated of it before."""

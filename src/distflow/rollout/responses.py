@@ -56,7 +56,8 @@ def generate_responses(
         completions = complete(engine, requests, version, progress)
     else:
         assert engine.interruptible
-        begun, others = Begun(partial), _requests(text, partial.ahead, params, seed)[1]
+        as_read = [text.images.as_read] if text.images else []
+        begun, others = Begun(partial, *as_read), _requests(text, partial.ahead, params, seed)[1]
         completions = complete_with_others(engine, requests, others, begun, version, progress)
     return columns(np.arange(len(batch)), completions)
 

@@ -29,7 +29,7 @@ from distflow.observe.samples import text_of_tokens
 from distflow.observe.trackers import start_trackers
 from distflow.observe.trackers.tracker import RunInfo
 from distflow.plan import Plan
-from distflow.plan.field_bytes import IMAGES
+from distflow.plan.field_bytes import has_references
 from distflow.roles.role import Role
 from distflow.run.async_comm import AsyncComm, CommThread
 from distflow.run.checkpoint_manager import CheckpointManager
@@ -254,7 +254,7 @@ class Job:
     def _coordinator(self, plan: Plan, loader: Loader) -> Coordinator:
         data = Coordinator(self.rank, plan, loader, self.world.topology)
         if self.images:
-            data.on_free[IMAGES] = self.images.free
+            data.on_free |= {f: self.images.free for f in plan.flow.writer if has_references(f)}
         return data
 
     def _describe(self) -> None:

@@ -39,6 +39,7 @@ BUILT_IN_ROLES = {
     "replaying_actor": "distflow.roles.actor:ReplayingActor",
     "reward": "distflow.reward.reward:Reward",
     "reward_model": "distflow.roles.reward_model:RewardModel",
+    "seeing_agent": "distflow.agents.agent:SeeingAgent",
     "teacher_endpoint": "distflow.roles.teacher_endpoint:TeacherEndpoint",
     "teachers": "distflow.roles.frozen:Teachers",
 }
@@ -89,7 +90,8 @@ class Program:
         if self.environments:
             args = {"environments": {n: e.model_dump() for n, e in self.environments.items()}}
             log = config.run_folder / ENVIRONMENTS_LOG
-            built_in["actor"] = RoleConfig(call="agent", args=args | {"log": log})
+            agent = "seeing_agent" if self.reads_images else "agent"
+            built_in["actor"] = RoleConfig(call=agent, args=args | {"log": log})
             built_in["reward"] = RoleConfig(call="environment_reward")
             names = {"environment", *config.environments}
             built_in |= {n: RoleConfig(call="environment") for n in names if n not in built_in}
@@ -339,7 +341,7 @@ class Program:
 
         if self.environments:
             return True
-        sets = [(self.files, self.config.data.rename)]
+        sets: list[tuple[list[str], Mapping[str, str]]] = [(self.files, self.config.data.rename)]
         sets += [(self.eval_files, self._eval_rename)] if self.config.eval else []
         rows = ((Dataset(files, on_bad_row=self.config.data.on_bad_row).first(100), rename) for files, rename in sets)
         return any(image_rows.may_have_images(first, rename) for first, rename in rows)

@@ -18,7 +18,7 @@ from distflow.batch.branches import BRANCHES, Sequences
 from distflow.batch.response_mask import MASK, ModelTokens
 from distflow.model.attention import SharedPrompts
 from distflow.model.experts import PROMPT_EXPERTS, RESPONSE_EXPERTS
-from distflow.plan.field_bytes import IMAGES
+from distflow.plan.field_bytes import IMAGES, PROMPT_IMAGES
 from distflow.util.arrays import Ints
 from distflow.util.copies import to_device
 
@@ -63,7 +63,8 @@ def micro_batches(batch: Batch, index: Ints, budget: int, whole_groups: bool = F
 def prompt_ids(batch: Batch) -> Ints:
     """Returns a number for each sample, the same for samples of the same prompt with the same images."""
     known: dict[Any, int] = {}
-    images = map(tuple, batch[IMAGES]) if IMAGES in batch else repeat(())
+    given = batch.columns.get(PROMPT_IMAGES, batch.columns.get(IMAGES))
+    images = map(tuple, given) if given else repeat(())
     keys = ((p.numpy().tobytes(), i) for p, i in zip(batch[PROMPT], images, strict=False))
     return np.array([known.setdefault(key, len(known)) for key in keys], np.int64)
 

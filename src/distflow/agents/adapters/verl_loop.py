@@ -95,9 +95,17 @@ class ServerManager:
         self._session, self._refused = session, False
 
     async def generate(
-        self, request_id: str = "", *, prompt_ids: Sequence[int], sampling_params: Mapping[str, Any], **_: Any
+        self,
+        request_id: str = "",
+        *,
+        prompt_ids: Sequence[int],
+        sampling_params: Mapping[str, Any],
+        image_data: Any = None,
+        **_: Any,
     ) -> TokenOutput:
         """Continues the tokens; returns no tokens, once, when the sample has used up its turns or tokens."""
+        if image_data:
+            raise EnvironmentFault("generates from tokens and images; its images are taken from messages only")
         reply = await asyncio.to_thread(self._session.generate, list(prompt_ids), _plain(sampling_params))
         if reply is None:
             if self._refused:

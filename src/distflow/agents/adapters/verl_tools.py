@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from distflow.agents.adapters.tools import Response, Tool, function_tool
+from distflow.agents.child import EnvironmentFault
 from distflow.agents.spec import EnvironmentSetupError
 from distflow.errors import describe_error, shown
 
@@ -81,13 +82,17 @@ def _response(value: Any) -> Response:
     """Reads a response, or a tuple of response, reward and metrics."""
     if isinstance(value, tuple) and 1 <= len(value) <= 3:
         response, reward, metrics = (*value, None, None)[:3]
-        return Response(_text(response), None if reward is None else float(reward), metrics or {})
-    return Response(_text(value))
+        return Response(_said(response), None if reward is None else float(reward), metrics or {})
+    return Response(_said(value))
 
 
-def _text(value: Any) -> str:
+def _said(value: Any) -> Any:
+    """Returns what a tool says, as text, or as parts if there are images in it."""
     if hasattr(value, "text") and not isinstance(value, str):  # verl's ToolResponse
-        return value.text or ""
+        if getattr(value, "video", None):
+            raise EnvironmentFault("has a tool that returned a video; images are taken, videos are not")
+        images = [{"type": "image", "image": image} for image in getattr(value, "image", None) or ()]
+        return [*images, {"type": "text", "text": value.text or ""}] if images else value.text or ""
     return json.dumps(value, ensure_ascii=False) if isinstance(value, dict) else str(value)
 
 

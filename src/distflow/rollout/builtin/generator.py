@@ -94,6 +94,8 @@ class Generator:
 
     def add_request(self, request: Request) -> None:
         sequence = self._unfinished[request.id] = Sequence(request, self._history(request))
+        if self.vision:
+            sequence.places = self.vision.images.places(request.prompt, request.images)
         self._queue.append(sequence)
 
     def _history(self, request: Request) -> History | None:

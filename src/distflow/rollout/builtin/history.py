@@ -1,7 +1,9 @@
 """Histories: KV pages kept between the turns of a conversation, so that a turn computes only what is new."""
 
-from collections.abc import Sequence as Tokens
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+
+from distflow.model.images import Place
 
 
 @dataclass(eq=False)
@@ -9,21 +11,25 @@ class History:
     """KV pages kept between the turns of a conversation; used by one sequence at a time."""
 
     pages: list[int] = field(default_factory=list)  # its own from its first sequence to its end
-    tokens: Tokens[int] = ()  # whose keys and values are in the pages, from the first position on
+    tokens: Sequence[int] = ()  # whose keys and values are in the pages, from the first position on
+    images: Sequence[Place] = ()  # of the prompt of its last sequence
     batch: int = -1  # the index of the batch that has the pages
     busy: bool = False  # a sequence runs in it
     closed: bool = False  # no request continues it
 
-    def shared_with(self, prompt: Tokens[int]) -> int:
-        """Returns how many tokens of a prompt need not be computed; its last one always is, for its logits."""
-        most = min(len(self.tokens), len(prompt) - 1)
-        if tuple(prompt[:most]) == tuple(self.tokens[:most]):
-            return most
-        return next(i for i in range(most) if prompt[i] != self.tokens[i])
+    def shared_with(self, prompt: Sequence[int], images: Sequence[Place] = ()) -> int:
+        """Returns how many tokens of a prompt need not be computed; its last one always is, for its logits.
+
+        An image is computed as a whole, and tokens that stand for another one are others.
+        """
+        same = min(len(self.tokens), len(prompt) - 1)
+        if tuple(prompt[:same]) != tuple(self.tokens[:same]):
+            same = next(i for i in range(same) if prompt[i] != self.tokens[i])
+        return min([same, *(p.start for p in images if p.start < same and (p.end > same or p not in self.images))])
 
     def reset(self) -> None:
         """Forgets its pages: the cache is gone."""
-        self.pages, self.tokens, self.batch, self.busy = [], (), -1, False
+        self.pages, self.tokens, self.images, self.batch, self.busy = [], (), (), -1, False
 
 
 class HistoryPages:

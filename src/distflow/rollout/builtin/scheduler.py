@@ -111,7 +111,7 @@ class Scheduler:
             return True
         if not self.history_pages.give(history):
             return False
-        sequence.reused = history.shared_with(sequence.request.prompt)
+        sequence.reused = history.shared_with(sequence.request.prompt, sequence.places)
         return True
 
     def _batches(self, prompts: list[list[Sequence]]) -> Iterator[list[list[Sequence]]]:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from distflow.model.images import Place
 from distflow.rollout.builtin.history import History
 from distflow.rollout.engine import Completion, Request
 
@@ -15,6 +16,7 @@ class Sequence:
     history: History | None = None  # of its sample, in which it runs
     reused: int = 0  # tokens of the prompt that its history has
     prefilled: int = 0  # tokens of the prompt that its pages have
+    places: list[Place] = field(default_factory=list)  # of the images of its prompt
     ahead: int = 0  # by how much positions of new tokens are ahead of their places: images take fewer than tokens
     slot: int = -1  # its place among the running ones
     order: int = -1  # in which it was admitted
@@ -63,7 +65,7 @@ class Sequence:
         """Leaves the keys and values of its tokens, all but the newest, to the next request of its sample."""
         if self.history:
             kept = [*self.request.prompt, *self.tokens[:-1]][: self.history_pages * page]
-            self.history.tokens, self.history.busy = kept, False
+            self.history.tokens, self.history.images, self.history.busy = kept, self.places, False
 
     def completion(self, weight_version: int) -> Completion:
         tokens, logprobs = np.array(self.tokens, np.int64), np.array(self.logprobs, np.float32)

@@ -25,16 +25,13 @@ class Vision:
         images: list[Processed] = []
         for sequences in prompts:
             request, reused = sequences[0].request, sequences[0].reused
-            own = self.images.of(request.images)
             prompt = torch.tensor(request.prompt)
-            sampled = len(prompt) - request.position  # where a response begins that is carried on
-            prompt[sampled:] = self.images.as_read(prompt[sampled:])
-            whole = self.images.positions(self.model, prompt, own)
+            whole = self.images.positions(self.model, prompt, self.images.of(request.images))
             for s in sequences:
                 s.ahead = int(whole.max()) + 1 - len(prompt)
             tokens.append(prompt[reused:])
             positions.append(whole[..., reused:])
-            images += self.images.behind(request.prompt[:reused], own)
+            images += self.images.of([p.reference for p in sequences[0].places if p.start >= reused])
         out = self.model(
             input_ids=torch.cat(tokens)[None].to(self.device),
             position_ids=batch_of_one(torch.cat(positions, -1)).to(self.device),
