@@ -46,8 +46,8 @@ _ALLOWED = {
     f" config.schema {_BASE}",
     "roles": "train rollout device roles.context roles.role model weights comm batch dataset algo flow plan"
     f" config.schema {_BASE}",
-    "agents": "sandbox reward userproc roles rollout roles.context roles.role model dataset batch flow config.schema"
-    f" {_BASE} distflow",
+    "agents": "sandbox reward userproc roles rollout roles.context roles.role model dataset batch plan flow"
+    f" config.schema {_BASE} distflow",
     "liveness": f"comm device plan {_BASE} distflow",
     "cluster": f"liveness device comm run_folder plan flow config {_BASE}",
     "checkpoint": f"comm roles.context model weights run_folder plan {_BASE}",

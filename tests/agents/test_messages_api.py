@@ -136,7 +136,11 @@ def test_stop_reasons() -> None:
     [
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "a tool of type 'web_search_20250305'"),
         ({"messages": [*HELLO, {"role": "assistant", "content": "It is"}]}, "cannot be prefilled"),
-        ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "of type 'image'"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
+            "an image .* is None",
+        ),
+        ({"messages": [{"role": "user", "content": [{"type": "document"}]}]}, "of type 'document'"),
         ({"messages": []}, "`messages` is empty"),
         ({"messages": [{"role": "user", "content": 3}]}, r"`messages\[0\]\.content` is 3"),
         ({"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}}, "`context_management`"),

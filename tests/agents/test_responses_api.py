@@ -165,7 +165,11 @@ def test_instructions_are_those_of_the_call() -> None:
         ({"input": "x", "text": {"format": {"type": "json_schema"}}}, r"`text\.format`"),
         ({"input": "x", "tools": [{"type": "web_search"}]}, r"`tools\[0\]`: a tool of type 'web_search'"),
         ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "item_reference.*send the item itself"),
-        ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "data:"}]}]}, "input_image"),
+        (
+            {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "data:"}]}]},
+            "has an image",
+        ),
+        ({"input": [{"role": "user", "content": [{"type": "input_file"}]}]}, "input_file"),
         ({"input": [{"type": "reasoning", "encrypted_content": "gAAA_not_ours"}]}, "not from here"),
         ({"input": [{"role": "robot", "content": "x"}]}, r"`input\[0\]` has no role"),
         ({"input": []}, "`input` is empty"),

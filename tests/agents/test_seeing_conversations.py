@@ -1,5 +1,6 @@
 """Conversations in which an environment shows images: engine and trainer see each where it was shown, and no other."""
 
+import json
 from typing import Any
 
 import numpy as np
@@ -8,6 +9,10 @@ import torch
 from PIL import Image
 
 from distflow.agents.image_parts import as_text, value_of, with_references
+from distflow.agents.protocols.call import Api, parse_body
+from distflow.agents.protocols.chat import CHAT
+from distflow.agents.protocols.messages import MESSAGES
+from distflow.agents.protocols.responses import RESPONSES
 from distflow.agents.record import columns, make_record
 from distflow.agents.rendering import Renderer
 from distflow.agents.session import Branch, ConversationLimits, Session, TurnRequest
@@ -24,6 +29,7 @@ from vision import ARCHITECTURES, QUESTION, TWO, Model, model, picture, png
 LIMITS = ConversationLimits(max_turns=20, max_tokens=600)
 CLOSE: dict[str, Any] = {"atol": 2e-5, "rtol": 2e-4}
 SHOTS = [data_url.encode(png((24, 16), seed), "image/png") for seed in range(50, 54)]
+KNOWN = [picture(i, k) for i in range(4) for k in range(2)]  # references to the images of the row
 PARAMS = SamplingParams(max_tokens=600, stop=frozenset())
 
 
@@ -41,7 +47,7 @@ class Played:
     """A session whose turns a real engine generates."""
 
     def __init__(self, m: Model, sample: int = 0) -> None:
-        self.m, self.session = m, Session(sample, Renderer(m.text), LIMITS)
+        self.m, self.session = m, Session(sample, Renderer(m.text), LIMITS, KNOWN)
         self.engine = Generator(m.ours, CacheLimits(1, 8000, 8), torch.device("cpu"), images=m.images)
         self.reused = 0
 
@@ -139,7 +145,7 @@ def test_an_image_that_is_taken_back_leaves_no_trace() -> None:
 
 def test_a_sampled_token_of_an_image_asks_for_none() -> None:
     m = model("qwen2_5_vl")
-    session = Session(0, Renderer(m.text), LIMITS)
+    session = Session(0, Renderer(m.text), LIMITS, KNOWN)
     branch = session.begin(QUESTION_OF[0])
     session.next_request(branch)
     tokens = np.array([5, m.images.token, 6])
@@ -204,11 +210,14 @@ def test_references_of_the_row_stay_as_they_are() -> None:
 
 def test_an_image_or_its_tokens_where_none_can_be_read_are_refused() -> None:
     m = model("qwen2_5_vl")
-    session = Session(0, Renderer(m.text), LIMITS)
+    session = Session(0, Renderer(m.text), LIMITS, KNOWN)
     with pytest.raises(DataError, match="tokens of images cannot be continued; give the conversation as messages"):
         session.match_tokens(m.text.encode(QUESTION, [picture(0)]))
     with pytest.raises(DataError, match="the image data:text/plain,no cannot be decoded"):
         session.begin(shown("data:text/plain,no"))
+    for other in ("/etc/passwd", picture(9), "https://x.org/a.png"):  # an agent may not read the worker's files
+        with pytest.raises(DataError, match=r"an image of a message is '.*'; give it as a data URL"):
+            session.begin(shown(other))
     with pytest.raises(DataError, match="is no data URL"):
         session.begin(shown("data:nothing"))
     m.text.images = None
@@ -217,3 +226,43 @@ def test_an_image_or_its_tokens_where_none_can_be_read_are_refused() -> None:
             session.begin(shown(SHOTS[0]))
     finally:
         m.text.images = m.images
+
+
+DATA = SHOTS[0].partition(",")[2]
+ASKED = "What?"
+OPENAI_PARTS = [{"type": "image_url", "image_url": {"url": SHOTS[0]}}, {"type": "text", "text": ASKED}]
+OPENAI: dict[str, Any] = {"messages": [{"role": "user", "content": OPENAI_PARTS}]}
+ANTHROPIC_IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": DATA}}
+ANTHROPIC: dict[str, Any] = {
+    "max_tokens": 9,
+    "messages": [{"role": "user", "content": [ANTHROPIC_IMAGE, {"type": "text", "text": ASKED}]}],
+}
+RESPONSE_PARTS = [{"type": "input_image", "image_url": SHOTS[0]}, {"type": "input_text", "text": ASKED}]
+RESPONSE: dict[str, Any] = {"input": [{"role": "user", "content": RESPONSE_PARTS}]}
+RESULT = {"type": "tool_result", "tool_use_id": "1", "content": [ANTHROPIC_IMAGE]}
+
+
+@pytest.mark.parametrize(("api", "body"), [(CHAT, OPENAI), (MESSAGES, ANTHROPIC), (RESPONSES, RESPONSE)])
+def test_an_agent_shows_images_by_the_api_that_it_speaks(api: Api, body: dict[str, Any]) -> None:
+    m = model("qwen2_5_vl")
+    call = parse_body(api, json.dumps(body | {"model": "m"}).encode(), 1000)
+    assert call.messages
+    branch = Session(0, Renderer(m.text), LIMITS).match(call.messages)
+    assert branch.prompt == m.text.encode(QUESTION, [SHOTS[0]])
+    assert [p.reference for p in branch.images] == [SHOTS[0]]
+
+
+@pytest.mark.parametrize(
+    ("api", "body"),
+    [
+        (MESSAGES, {"role": "user", "content": [RESULT]}),
+        (RESPONSES, {"type": "function_call_output", "call_id": "1", "output": RESPONSE_PARTS[:1]}),
+    ],
+)
+def test_results_of_tools_have_images(api: Api, body: dict[str, Any]) -> None:
+    asked = {"input" if api is RESPONSES else "messages": [{"role": "user", "content": "go"}, body]}
+    call = parse_body(api, json.dumps(asked | {"model": "m", "max_tokens": 9}).encode(), 1000)
+    assert call.messages
+    message = call.messages[-1]
+    assert message["role"] == "tool"
+    assert value_of(message["content"][0]) == SHOTS[0]

@@ -286,7 +286,12 @@ def test_a_message_that_is_nested_too_deeply_is_refused() -> None:
         ("hi", "a message is 'hi'"),
         ({"content": "hi"}, "it has a role"),
         ({"role": "user", "content": 7}, "the content of a message is 7"),
-        ({"role": "user", "content": [{"type": "image_url"}]}, "list of parts with text"),
+        ({"role": "user", "content": [{"type": "video_url"}]}, "list of parts with text or images"),
+        ({"role": "user", "content": [{"type": "image_url"}]}, "an image of a message is None"),
+        (
+            {"role": "user", "content": [{"type": "image", "image": "data:,"}]},
+            "an image, and .* reads none",
+        ),
         ({"role": "assistant", "content": "", "tool_calls": [{"function": {}}]}, "tool calls"),
         ({"role": "user", "content": "\ud800"}, "lone surrogate"),
     ],

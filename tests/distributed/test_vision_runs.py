@@ -13,6 +13,7 @@ from transformers import AutoImageProcessor, AutoModelForImageTextToText, AutoTo
 
 from distflow.checkpoint.export import export
 from distflow.checkpoint.store import load_full_tensors
+from distflow.page.sample_index import SampleIndex
 from distflow.weights.state import WEIGHTS
 from vision import png
 from warm import Ended, distflow_run
@@ -89,6 +90,93 @@ def test_every_layout_has_the_same_curves(
     for ours, theirs in zip(metrics(folder, name), alone, strict=True):
         for curve in CURVES:
             assert ours[curve] == pytest.approx(theirs[curve], rel=2e-3, abs=1e-6), (curve, ours["step"])
+
+
+PPO: dict[str, Any] = {"flow": "ppo", "critic": {"lr": 1e-3}}
+PPO_TP = {"roles": {role: {"tp": 2} for role in ("actor", "critic", "reference")}}
+
+
+@pytest.fixture(scope="module")
+def critic_alone(folder: Path) -> list[dict[str, float]]:
+    run(folder, "ppo-alone", **PPO)
+    return metrics(folder, "ppo-alone")
+
+
+@pytest.mark.parametrize(("name", "placement"), [("dp2", {}), ("tp2", PPO_TP), ("split", SPLIT)])
+def test_a_critic_sees_the_same_on_every_layout(
+    folder: Path, critic_alone: list[dict[str, float]], name: str, placement: dict[str, Any]
+) -> None:
+    run(folder, f"ppo-{name}", 2, **PPO, placement=placement)
+    for ours, theirs in zip(metrics(folder, f"ppo-{name}"), critic_alone, strict=True):
+        for curve in (*CURVES, "critic/loss", "critic/grad_norm"):
+            assert ours[curve] == pytest.approx(theirs[curve], rel=2e-3, abs=1e-6), (curve, ours["step"])
+
+
+ENVIRONMENT = """
+from PIL import Image
+
+
+class Screen:
+    # Shows a screen whose colour follows from the row and the turn.
+
+    def __init__(self, env_config=None, extras=None):
+        self.row, self.turns = extras, 0
+
+    def init(self, prompt):
+        return prompt, {}
+
+    def step(self, action):
+        self.turns += 1
+        screen = Image.new("RGB", (16, 8 + 8 * (self.turns % 2)), (40 * self.turns, 90, 11 * self.row["turns"]))
+        said = [{"role": "user", "content": [{"type": "image", "image": screen}, {"type": "text", "text": " Now?"}]}]
+        reward = sum(map(str.isalpha, action)) / 8
+        return {"observations": said, "reward": reward, "done": self.turns > self.row["turns"], "metadata": {}}
+
+    def close(self):
+        pass
+"""
+SCREEN: dict[str, Any] = {
+    "environment": {"call": "screen.py:Screen", "turn_tokens": 5},
+    "data": {"files": "turns.parquet", "batch": 4},
+    "rollout": {"n": 4, "max_tokens": 60, "verify_every": 1},
+    "reward": None,
+}
+SCREEN_LAYOUTS: dict[str, dict[str, Any]] = {
+    "dp2": {},
+    "tp2": TP,
+    "split": SPLIT | {"nodes": {"actor.generate": {"ranks": "rollout"}, "reward.score": {"ranks": "rollout"}}},
+}
+
+
+@pytest.fixture(scope="module")
+def screen_alone(folder: Path) -> list[dict[str, float]]:
+    (folder / "screen.py").write_text(ENVIRONMENT)
+    rows = pq.read_table(folder / "train.parquet").to_pylist()
+    pq.write_table(pa.Table.from_pylist([r | {"turns": i % 3} for i, r in enumerate(rows)]), folder / "turns.parquet")
+    run(folder, "screen-alone", **SCREEN)
+    return metrics(folder, "screen-alone")
+
+
+@pytest.mark.parametrize("name", SCREEN_LAYOUTS)
+def test_what_an_environment_shows_is_seen_on_every_layout(
+    folder: Path, screen_alone: list[dict[str, float]], name: str
+) -> None:
+    run(folder, f"screen-{name}", 2, **SCREEN, placement=SCREEN_LAYOUTS[name])
+    for ours, theirs in zip(metrics(folder, f"screen-{name}"), screen_alone, strict=True):
+        for curve in (*CURVES, "env/environment/turns"):
+            assert ours[curve] == pytest.approx(theirs[curve], rel=2e-3, abs=1e-6), (curve, ours["step"])
+
+
+@pytest.mark.usefixtures("screen_alone")
+def test_samples_have_what_was_shown(folder: Path) -> None:
+    index = SampleIndex(folder / "screen-alone")
+    fields = [s["fields"] for key in index.recorded() if (s := index.sample(*key))]
+    assert {len(f["response_images"]) for f in fields} == {0, 1, 2}
+    for f in fields:
+        every = [*f["prompt_images"], *f["response_images"]]
+        assert all(url.startswith("data:image/png;base64,") for url in every)
+        places = [p for m in f["conversation"] if isinstance(m["content"], list) for p in m["content"]]
+        assert sum(p == {"type": "image"} for p in places) >= len(every)
 
 
 def test_a_resumed_run_goes_on_as_if_nothing_had_been(folder: Path, alone: list[dict[str, float]]) -> None:

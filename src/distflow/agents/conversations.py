@@ -143,7 +143,7 @@ class Conversations:
                 self._begin(waiting.pop(), runtime)
 
     def _begin(self, sample: Sample, runtime: EnvironmentRuntime) -> None:
-        session = Session(sample.id, runtime.renderer, runtime.limits)
+        session = Session(sample.id, runtime.renderer, runtime.limits, sample.images)
         self._open[sample.id] = _Conversation(sample, session, time.perf_counter())
         start = {
             "row": dict(sample.row),

@@ -5,22 +5,20 @@ an agent made the model continue. A branch that goes on where an earlier one was
 """
 
 import copy
-import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from distflow.agents.image_parts import image_part, is_image, references_of, value_of, without_references
+from distflow.agents.image_parts import references_of, without_references
+from distflow.agents.message import Message, as_chat, check_tools, count_common, same
 from distflow.agents.tool_calls import ToolCall, Tools
-from distflow.errors import DataError, shown
+from distflow.errors import DataError
 
 if TYPE_CHECKING:
     from distflow.agents.rendering import Renderer
     from distflow.model.images import Place
     from distflow.rollout.engine import Completion
-
-Message = dict[str, Any]  # {role, content, …} as in the chat API; arguments of tool calls are data, not JSON text
 
 
 @dataclass(frozen=True)
@@ -121,8 +119,11 @@ class AssistantMessage:
 class Session:
     """The branches of one sample."""
 
-    def __init__(self, sample_id: int, renderer: "Renderer", limits: ConversationLimits) -> None:
+    def __init__(
+        self, sample_id: int, renderer: "Renderer", limits: ConversationLimits, images: Collection[str] = ()
+    ) -> None:
         self.sample_id, self.renderer, self.limits = sample_id, renderer, limits
+        self.images = images  # references to those of the sample's row
         self.branches: list[Branch] = []
         self.generations = 0
         self._calls = 0  # tool calls so far, for their ids
@@ -130,8 +131,8 @@ class Session:
 
     def begin(self, messages: Sequence[Message] | str, tools: Tools | None = None) -> Branch:
         """Starts a branch with a prompt; a text is the message of a user."""
-        chat = _chat([{"role": "user", "content": messages}] if isinstance(messages, str) else messages)
-        _check_tools(tools or ())
+        chat = as_chat([{"role": "user", "content": messages}] if isinstance(messages, str) else messages, self.images)
+        check_tools(tools or ())
         prompt, messages, images = self._prompt(chat, tools or ())
         branch = Branch(prompt, messages, list(tools or ()), images)
         self.branches.append(branch)
@@ -184,7 +185,7 @@ class Session:
         Several calls between two turns are rendered as one: some templates write adjacent results as a block.
         """
         self._check_idle(branch)
-        new = _chat(messages)
+        new = as_chat(messages, self.images)
         if not branch.turns:  # nothing was sampled: the prompt grows
             branch.prompt, branch.messages, branch.images = self._prompt([*branch.messages, *new], branch.tools)
             return None
@@ -208,9 +209,9 @@ class Session:
         content of the assistant's messages is not compared, because agents strip it; nor is reasoning that they have
         left out: as with templates that strip it, the tokens that were sampled stay.
         """
-        chat = _chat(messages)
-        _check_tools(tools or ())
-        known = [(b, _common(b.messages, chat)) for b in self.branches if _same(b.tools, list(tools or ()))]
+        chat = as_chat(messages, self.images)
+        check_tools(tools or ())
+        known = [(b, count_common(b.messages, chat)) for b in self.branches if same(b.tools, list(tools or ()))]
         for branch, n in sorted(known, key=lambda pair: pair[1], reverse=True):
             if n == len(branch.messages) and not branch.in_flight and chat[-1]["role"] != "assistant":
                 if n < len(chat):
@@ -226,7 +227,7 @@ class Session:
 
     def count(self, messages: Sequence[Message], tools: Tools | None = None) -> int:
         """Returns how many tokens would be before the model's turn if it continued this history; changes nothing."""
-        trial = Session(self.sample_id, self.renderer, replace(self.limits, max_tokens=sys.maxsize))
+        trial = Session(self.sample_id, self.renderer, replace(self.limits, max_tokens=sys.maxsize), self.images)
         trial.branches = copy.deepcopy(self.branches)
         branch = trial.match(messages, tools)
         return len(branch.prompt) + len(branch.tokens)
@@ -312,104 +313,3 @@ class Session:
     def _cut(self, branch: Branch, end: int) -> None:
         del branch.tokens[end:], branch.mask[end:], branch.logprobs[end:]
         branch.images = [place for place in branch.images if place.start < len(branch.prompt) + end]
-
-
-def _chat(messages: Sequence[Message]) -> list[Message]:
-    """Returns messages with content as text and arguments of tool calls as data, whichever way they were given."""
-    if not messages:
-        raise DataError("a conversation needs at least one message")
-    return [_message(m) for m in messages]
-
-
-def _message(message: Message) -> Message:
-    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-        raise DataError(f"a message is {shown(message, 60)}; it has a role and content")
-    result = {key: value for key, value in message.items() if value is not None}
-    result["content"] = _content(message.get("content"))
-    calls = result.pop("tool_calls", None)
-    if not calls:
-        return result
-    try:
-        result["tool_calls"] = [_tool_call(call) for call in calls]
-    except (TypeError, KeyError, AttributeError, ValueError, RecursionError):
-        raise DataError(
-            f'a message has the tool calls {shown(calls, 60)}; one is {{"id", "type", "function": {{"name",'
-            ' "arguments"}}}'
-        ) from None
-    return result
-
-
-def _tool_call(call: dict[str, Any]) -> dict[str, Any]:
-    function = call.get("function", call)
-    arguments = function.get("arguments") or {}
-    if isinstance(arguments, str):
-        arguments = json.loads(arguments)
-    return ToolCall(str(function["name"]), dict(arguments), str(call.get("id") or "")).message()
-
-
-def _check_tools(tools: Any) -> None:
-    """Raises unless these are schemas of functions with names: templates and parsers read them."""
-    for tool in tools if isinstance(tools, list | tuple) else [tools]:
-        function = tool.get("function", tool) if isinstance(tool, dict) else None
-        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise DataError(
-                f'a tool is {shown(tool, 60)}; it is {{"type": "function", "function": {{"name", "description",'
-                ' "parameters"}}'
-            )
-
-
-def _content(content: Any) -> str | list[dict[str, Any]]:
-    """Returns content as text; as parts if there are images in it, each with its reference."""
-    if content is None:
-        return ""
-    if isinstance(content, list) and all(is_image(p) or _has_text(p) for p in content):
-        if any(is_image(p) for p in content):
-            return [_image(p) if is_image(p) else {"type": "text", "text": p["text"]} for p in content]
-        return "".join(p["text"] for p in content)
-    if not isinstance(content, str):
-        raise DataError(
-            f"the content of a message is {shown(content, 60)}; it is text, or a list of parts with text or images"
-        )
-    return content
-
-
-def _has_text(part: Any) -> bool:
-    return isinstance(part, dict) and isinstance(part.get("text"), str)
-
-
-def _image(part: dict[str, Any]) -> dict[str, Any]:
-    value = value_of(part)
-    if not isinstance(value, str):
-        raise DataError(f"an image of a message is {shown(value, 60)}; give it as a data URL")
-    return image_part(value)
-
-
-def _common(known: Sequence[Message], other: Sequence[Message]) -> int:
-    """Returns how many messages two histories share from the beginning."""
-    n = 0
-    while n < min(len(known), len(other)) and _is_same(known[n], other[n]):
-        n += 1
-    return n
-
-
-def _is_same(known: Message, sent: Message) -> bool:
-    if known["role"] != sent["role"] or _calls(known) != _calls(sent):
-        return False
-    if known["role"] != "assistant":
-        return bool(known["content"] == sent["content"])
-    (thought, answer), (sent_thought, sent_answer) = _reasoning(known["content"]), _reasoning(sent["content"])
-    return answer == sent_answer and (not sent_thought or thought == sent_thought)
-
-
-def _calls(message: Message) -> list[Any]:
-    return [(c["function"]["name"], c["function"]["arguments"]) for c in message.get("tool_calls") or []]
-
-
-def _reasoning(content: str) -> tuple[str, str]:
-    """Returns the reasoning of a turn, without its marks, and the rest."""
-    thought, end, rest = content.partition("</think>")
-    return (thought.strip().removeprefix("<think>").strip(), rest.strip()) if end else ("", content.strip())
-
-
-def _same(one: Any, other: Any) -> bool:
-    return json.dumps(one, sort_keys=True, default=str) == json.dumps(other, sort_keys=True, default=str)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
+from distflow.agents.image_parts import is_image
 from distflow.errors import DistflowError, shown
 
 logger = logging.getLogger(__name__)
@@ -188,16 +189,27 @@ def text_of(content: Any, kinds: Collection[str], where: str) -> str:
         return content or ""
     if not isinstance(content, list):
         raise CallError(400, f"`{where}` is {shown(content, 60)}; it is text, or a list of parts", where)
-    texts = []
-    for i, part in enumerate(content):
-        kind = part.get("type") if isinstance(part, dict) else None
-        if kind not in kinds:
-            raise CallError(400, f"`{where}[{i}]` is of type {shown(kind, 40)}, which is not supported here", where)
-        text = part.get("refusal" if kind == "refusal" else "text")
-        if not isinstance(text, str):
-            raise CallError(400, f"`{where}[{i}]` has no text", where)
-        texts.append(text)
-    return "".join(texts)
+    return "".join(_text(part, kinds, f"{where}[{i}]", where) for i, part in enumerate(content))
+
+
+def content_of(content: Any, kinds: Collection[str], where: str) -> Any:
+    """Returns the text of content; its parts, if there are images among them."""
+    if not isinstance(content, list) or not any(map(is_image, content)):
+        return text_of(content, kinds, where)
+    return [
+        part if is_image(part) else {"type": "text", "text": _text(part, kinds, f"{where}[{i}]", where)}
+        for i, part in enumerate(content)
+    ]
+
+
+def _text(part: Any, kinds: Collection[str], place: str, where: str) -> str:
+    kind = part.get("type") if isinstance(part, dict) else None
+    if kind not in kinds:
+        raise CallError(400, f"`{place}` is of type {shown(kind, 40)}, which is not supported here", where)
+    text = part.get("refusal" if kind == "refusal" else "text")
+    if not isinstance(text, str):
+        raise CallError(400, f"`{place}` has no text", where)
+    return text
 
 
 def new_id(name: str) -> str:

@@ -14,6 +14,7 @@ from distflow.agents.protocols.call import (
     arguments_text,
     check_choice,
     check_parameters,
+    content_of,
     event,
     function_tool,
     limits,
@@ -122,7 +123,7 @@ def _messages(message: Any, where: str) -> list[Json]:
         return [_said(content, where)]
     results = [_result(b, where) for b in content if b.get("type") == "tool_result"]
     rest = [b for b in content if b.get("type") != "tool_result"]
-    return [*results, *([{"role": role, "content": text_of(rest, _TEXTS, where)}] if rest or not results else [])]
+    return [*results, *([{"role": role, "content": content_of(rest, _TEXTS, where)}] if rest or not results else [])]
 
 
 def _said(blocks: list[Json], where: str) -> Json:
@@ -143,7 +144,7 @@ def _said(blocks: list[Json], where: str) -> Json:
 
 
 def _result(block: Json, where: str) -> Json:
-    content = text_of(block.get("content"), _TEXTS, f"{where}.tool_result")
+    content = content_of(block.get("content"), _TEXTS, f"{where}.tool_result")
     return {"role": "tool", "tool_call_id": str(block.get("tool_use_id")), "content": content}
 
 

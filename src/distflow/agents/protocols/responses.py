@@ -17,6 +17,7 @@ from distflow.agents.protocols.call import (
     arguments_text,
     check_choice,
     check_parameters,
+    content_of,
     event,
     function_tool,
     limits,
@@ -169,9 +170,9 @@ def _thought(item: Json, where: str) -> str | None:
 def _other(kind: Any, item: Json, where: str) -> Json:
     if kind == "message" and item.get("role") in ("user", "system", "developer"):
         role = "user" if item["role"] == "user" else "system"
-        return {"role": role, "content": text_of(item.get("content"), _TEXTS, f"{where}.content")}
+        return {"role": role, "content": content_of(item.get("content"), _TEXTS, f"{where}.content")}
     if kind in _OUTPUTS:
-        content = text_of(item.get("output"), _TEXTS, f"{where}.output")
+        content = content_of(item.get("output"), _TEXTS, f"{where}.output")
         return {"role": "tool", "tool_call_id": str(item.get("call_id")), "content": content}
     if kind == "item_reference":
         cure = "send the item itself, or `previous_response_id`"
