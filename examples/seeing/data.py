@@ -1,4 +1,7 @@
-"""Draws pictures of a shape and asks for its colour: examples of a lazy teacher, prompts, held-out."""
+"""Draws pictures of a shape and asks for its colour: examples of a lazy teacher, prompts, held-out.
+
+In `blind.parquet` the questions and answers of the held-out rows are beside the pictures of others.
+"""
 
 import io
 import random
@@ -62,6 +65,9 @@ def write(folder: Path, held_out: int = 200, warmup: int = 3000, train: int = 10
         if name != "warmup":
             made = [{k: v for k, v in row.items() if k != "response"} for row in made]
         pq.write_table(pa.Table.from_pylist(made), folder / f"{name}.parquet")
+        if name == "held_out":
+            blind = [row | {"images": other["images"]} for row, other in zip(made, made[1:] + made[:1], strict=True)]
+            pq.write_table(pa.Table.from_pylist(blind), folder / "blind.parquet")
 
 
 if __name__ == "__main__":

@@ -7,6 +7,8 @@ import sys
 import time
 from pathlib import Path
 
+from distflow import evaluate
+
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 RUNS = ROOT / "runs" / "seeing"
@@ -26,7 +28,9 @@ def main() -> None:
     distflow("run", str(HERE / "grpo.yaml"))
     lines = map(json.loads, (RUNS / "grpo" / "metrics.jsonl").read_text().splitlines())
     accuracy = [m[ACCURACY] for m in lines if ACCURACY in m]
+    blind = evaluate(HERE / "grpo.yaml", [f"eval.files={RUNS / 'blind.parquet'}"], checkpoint=RUNS / "grpo")
     print(f"right about held-out pictures: {accuracy[0]:.1%} before GRPO, {accuracy[-1]:.1%} after it")
+    print(f"and with other pictures beside the same questions: {blind[ACCURACY]:.1%}")
     print(f"{time.monotonic() - start:.0f} s in all; the pictures: distflow show {(RUNS / 'grpo').relative_to(ROOT)}")
 
 

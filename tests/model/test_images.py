@@ -3,6 +3,8 @@
 import base64
 import io
 import json
+from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 
 import pyarrow as pa
@@ -16,7 +18,7 @@ from distflow.errors import DataError
 from distflow.model.images import Images, open_images
 from distflow.model.prompt_check import check_prompts
 from distflow.model.text import Text
-from vision import model, png
+from vision import QUESTION, model, picture, png
 
 
 @pytest.fixture
@@ -116,3 +118,20 @@ def test_small_copies_are_data_urls_of_bounded_size(tmp_path: Path) -> None:
     head, _, text = picture.partition(",")
     assert head == "data:image/jpeg;base64"
     assert Image.open(io.BytesIO(base64.b64decode(text))).size == (256, 128)
+
+
+PARTS_ONLY = (
+    "{% for m in messages %}{{ m['role'] }}:{% for p in m['content'] %}{% if p['type'] == 'text' %}{{ p['text'] }}"
+    "{% elif p['type'] == 'image' %}<image>{% endif %}{% endfor %};{% endfor %}"
+)
+
+
+def test_a_template_that_writes_only_parts_gets_parts() -> None:
+    tiny = model("idefics3")
+    tokenizer = deepcopy(tiny.source.tokenizer)
+    tokenizer.chat_template = PARTS_ONLY
+    text = Text(replace(tiny.source, tokenizer=tokenizer), 1000, images=tiny.images)
+    messages = [{"role": "system", "content": "Look."}, *QUESTION]
+    tokens = text.encode(messages, [picture(0)])
+    assert tokenizer.decode(tokens, skip_special_tokens=True) == "system:Look.;user:What?;"
+    assert tokens.count(tiny.images.token) == tiny.images.processed(picture(0)).tokens.count(tiny.images.token)

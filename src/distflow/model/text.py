@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from distflow.batch.batch import Batch, Ragged
 from distflow.errors import ConfigError, DataError, cut, shown
-from distflow.model.encoder import Encoder, check_whole
+from distflow.model.encoder import NONCE, Encoder, check_whole
 from distflow.model.images import Images, References
 from distflow.model.source import Source
 from distflow.model.time_limit import OutOfTimeError, time_limit
@@ -115,6 +115,8 @@ class Text:
                 f"the prompt is a list of chat messages, and the tokenizer of '{self.name}' has no chat template;"
                 " give a model that has one (an instruct model), or prompts as text"
             )
+        if self._reads_only_parts:
+            messages = [_with_parts(m) for m in messages]
         try:
             with time_limit(_TEMPLATE_S):
                 return self.tokenizer.apply_chat_template(messages, **self.chat_template_kwargs, **options)
@@ -127,6 +129,17 @@ class Text:
             raise DataError(
                 f"the chat template of '{self.name}' does not accept the prompt: {e}; fix its messages"
             ) from e
+
+    @cached_property
+    def _reads_only_parts(self) -> bool:
+        """Whether the template writes only content that is a list of parts, as SmolVLM's: other text it leaves out."""
+        if self.images is None:
+            return False
+        message = {"role": "user", "content": NONCE}
+        try:
+            return NONCE not in self.tokenizer.apply_chat_template([message], tokenize=False)
+        except Exception:  # of a template, which is a program
+            return True
 
     def encode_pairs(
         self, prompts: Sequence[Prompt], responses: Sequence[str], images: Sequence[References] | None = None
@@ -198,6 +211,11 @@ def _messages(prompt: Any) -> list[dict[str, Any]]:
     if not isinstance(prompt, list) or not all(isinstance(m, dict) and "content" in m for m in prompt):
         raise DataError(f"the prompt is {str(prompt)[:60]!r}; it is text or a list of chat messages {{role, content}}")
     return prompt
+
+
+def _with_parts(message: dict[str, Any]) -> dict[str, Any]:
+    content = message["content"]
+    return {**message, "content": [{"type": "text", "text": content}]} if isinstance(content, str) else message
 
 
 def _text(response: Any) -> str:
