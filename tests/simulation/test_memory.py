@@ -1,5 +1,7 @@
 """The memory of a worker, by hand: weights, gradients and both moments of Adam are there between steps."""
 
+from dataclasses import replace
+
 import pytest
 
 from distflow.device.footprint import CONTEXT
@@ -78,3 +80,16 @@ def test_an_accelerator_has_a_context() -> None:
     costs = Costs(models={"actor": MODEL, "reference": MODEL})
     ours, theirs = (memory_of(p, 0, costs, load_hardware(name)) for name in ("h100", "namespaces"))
     assert ours.state == theirs.state + CONTEXT
+
+
+def test_a_sequence_longer_than_a_micro_batch_is_in_one_all_the_same() -> None:
+    nodes = tuple(replace(n, sequence_parallel=not n.generates) for n in NODES)
+
+    def training(longest: float, sp: int = 1) -> float:
+        p = plan(Flow("flow", (), nodes), Placement(4, {}, Place(sp=sp)), Workload(4, 1, {"x": 8, "r": 8}))
+        costs = Costs(models={"actor": MODEL, "reference": MODEL}, micro_tokens=1000, max_tokens=longest)
+        return memory_of(p, 0, replace(costs, response_tokens=longest), load_hardware("namespaces")).training
+
+    assert training(500) == training(1000) < training(4000)
+    assert training(4000, sp=4) == training(1000)
+    assert training(16_000, sp=4) == training(4000)

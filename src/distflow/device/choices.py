@@ -14,6 +14,7 @@ from distflow.config.schema import Offload, TrainerConfig
 from distflow.device.footprint import FITS, ROLLOUT, Engine, Phase, Settings, phases_of
 from distflow.device.process import DEVICE_START_LIMIT_S, ProcessSettings, sets_allocator
 from distflow.errors import ConfigError
+from distflow.plan.field_bytes import PROMPT_TOKENS
 from distflow.plan.tasks import Plan
 from distflow.util.text import human_bytes
 
@@ -196,6 +197,7 @@ def given(config: Config, kv_cache: float | None = None) -> tuple[Callable[[str]
             offload_activations=section.offload_activations,
             shard=section.shard_degree,
             trained_share=0.01 if role == "actor" and config.train.lora else 1.0,
+            longest=(config.data.max_prompt or PROMPT_TOKENS) + config.rollout.max_tokens,
         )
 
     return settings, Engine(size, config.rollout.max_sequences)

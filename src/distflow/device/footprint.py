@@ -3,6 +3,7 @@
 `distflow check --memory` computes the same with the trainer itself, on tensors without memory; a test compares the two.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -36,6 +37,11 @@ class Settings:
     shard: int | None = None  # dp ranks that parameters are cut over; default: all of them
     trained_share: float = 1.0  # of the parameters: an adapter is a small part of them
     offload_activations: bool = False
+    longest: float = 0.0  # tokens of a sequence: it is in one micro-batch, whatever `micro_tokens` says
+
+    def tokens(self, sp: int) -> float:
+        """Returns the most tokens of a micro-batch that are on one of `sp` ranks."""
+        return max(float(self.micro_tokens), math.ceil(self.longest / sp))
 
 
 @dataclass(frozen=True)
@@ -82,7 +88,7 @@ def phases_of(
         model, layout = models.get(node.role), task.partition.layout.without_sp
         if model is None or node.type == "compute" or layout.replica_of(rank) is None:
             continue
-        given, role = settings(node.role), node.role
+        given, role, sp = settings(node.role), node.role, task.partition.layout.sp
         if node.generates:
             sampler = 4.0 * _KEPT_LOGITS * engine.max_sequences * model.vocab
             passes[ROLLOUT] = {
@@ -96,7 +102,7 @@ def phases_of(
         if role not in used:
             used[role] = _state(rest, role, own, given, role in trained)
         name = f"update of {role}" if node.type == "train" else f"log-probs of {role}"
-        parts = _pass(model, layout, given, sizes, node.type == "train") | used[role]
+        parts = _pass(model, layout, given, given.tokens(sp), sizes, node.type == "train") | used[role]
         if node.type == "train":
             parts["gradients"] = 4 * own * given.trained_share
             if given.offload != "none":
@@ -126,9 +132,11 @@ def _forward(model: ModelShape) -> float:
     return _FORWARD_HIDDEN * model.hidden + _FORWARD_FFN * model.ffn * model.active
 
 
-def _pass(model: ModelShape, layout: Layout, given: Settings, sizes: Sizes, train: bool) -> dict[str, float]:
-    """Returns what a forward pass of a micro-batch needs at its peak, or forward and backward."""
-    size, tp, tokens = given.dtype_bytes, layout.tp, given.micro_tokens
+def _pass(
+    model: ModelShape, layout: Layout, given: Settings, tokens: float, sizes: Sizes, train: bool
+) -> dict[str, float]:
+    """Returns what a forward pass on so many tokens needs at its peak, or forward and backward."""
+    size, tp = given.dtype_bytes, layout.tp
     table, tables = model.vocab * model.hidden, model.table_params  # the output layer's, and with the embedding's
     layer = model.layer_params / tp
     cut = shards_of(layout, given.shard) > 1

@@ -28,7 +28,12 @@ class Memory:
 def memory_of(plan: Plan, rank: int, costs: Costs, hardware: Hardware) -> Memory:
     """Returns the memory of a rank, by the estimate from which a run chooses what to offload."""
     given = Settings(
-        costs.dtype_bytes, costs.micro_tokens, costs.gradient_checkpointing, costs.offload, shard=costs.shard
+        costs.dtype_bytes,
+        costs.micro_tokens,
+        costs.gradient_checkpointing,
+        costs.offload,
+        shard=costs.shard,
+        longest=costs.longest,
     )
     on = (CPU, 0.0) if hardware.device.kind == "cpu" else (ACCELERATOR, CONTEXT)
     engine = Engine(costs.kv_cache, costs.max_sequences)

@@ -179,14 +179,14 @@ function conversation(f) {
 
 function histories(f) {
   const parents = [0, ...(f.response_branches || []).map((b) => b[1])];
-  const depths = [];
+  const depths = [], shown = picturesOf(f);
   return f.histories.map((messages, k) => {
     const parent = k ? f.histories[parents[k]] || [] : [];
     let shared = 0;
     while (shared < Math.min(messages.length, parent.length) && same(messages[shared], parent[shared])) shared++;
     depths.push(shared ? depths[parents[k]] + 1 : 0);
     const from = k === 0 ? "" : shared ? ` goes on from history ${parents[k] + 1} after ${shared} message${shared > 1 ? "s" : ""}` : " begins anew";
-    return el("section", { class: `history depth${depths[k]}`, style: { marginLeft: `${18 * Math.min(depths[k], 4)}px` } }, el("h3", {}, `history ${k + 1}`, el("span", { class: "muted" }, from)), messages.slice(shared).map((m) => message(m)));
+    return el("section", { class: `history depth${depths[k]}`, style: { marginLeft: `${18 * Math.min(depths[k], 4)}px` } }, el("h3", {}, `history ${k + 1}`, el("span", { class: "muted" }, from)), messages.slice(shared).map((m) => message(m, shown)));
   });
 }
 
@@ -197,7 +197,11 @@ function same(one, other) {
 
 /** The images of a sample, in the order in which its messages refer to them. */
 function picturesOf(f) {
-  return (Array.isArray(f.images) ? f.images : []).filter((url) => typeof url === "string" && url.startsWith("data:image/")).map((url) => el("img", { class: "picture", src: url, alt: "image of the prompt" }));
+  return pictures([...(f.prompt_images || f.images || []), ...(f.response_images || [])]);
+}
+
+function pictures(urls) {
+  return (Array.isArray(urls) ? urls : []).filter((url) => typeof url === "string" && url.startsWith("data:image/")).map((url) => el("img", { class: "picture", src: url, alt: "image of the sample" }));
 }
 
 function content(value, pictures) {
@@ -227,5 +231,5 @@ function compare(sample, table) {
 }
 
 function fieldTable(f) {
-  return el("table", { class: "plain" }, Object.entries(f).map(([name, value]) => el("tr", {}, el("th", {}, name), el("td", {}, name === "images" ? picturesOf(f) : asText(value).slice(0, 4000)))));
+  return el("table", { class: "plain" }, Object.entries(f).map(([name, value]) => el("tr", {}, el("th", {}, name), el("td", {}, name === "images" || name.endsWith("_images") ? pictures(value) : asText(value).slice(0, 4000)))));
 }
