@@ -20,6 +20,8 @@ REPEAT, BATCH, STEPS = 3, 2, 5  # samples of a prompt, prompts of a step
 class Words:
     """A text of which every token is a word, its number."""
 
+    images = None
+
     def encode(self, prompt: str, images: object = ()) -> list[int]:
         return [int(word) for word in prompt.split()]
 
