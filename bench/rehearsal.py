@@ -9,7 +9,8 @@
                     of up to 1,024 tokens; an operation is counted as one, and flash attention may add copies of its own
   peak_gb           10^9 bytes that a GPU of 80 GiB needs at most in training, and in a rollout with its KV cache;
                     GRPO, micro-batches of 16,384 tokens. Before: what training needed in float32
-                    without gradient checkpointing, which were the defaults. 32B generates with tp 4, 72B with tp 8
+                    without gradient checkpointing, which were the defaults. With the tp that
+                    is chosen for generation
   device_waits_per_step
                     how often the host waits for the device in log-probs and an update, with one micro-batch, with
                     several, and with twice the layers; counted on the device of tests/accelerator
@@ -29,7 +30,6 @@ import numpy as np
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
-from accelerator.launches import SIZES, Launches, decoding_step
 from accelerator.rehearse import rehearse
 from accelerator.scenarios import Case
 from accelerator.test_device_waits import Sized, all_waits
@@ -38,10 +38,11 @@ from distflow.config.model_shape import load_model
 from distflow.device.footprint import ROLLOUT
 from distflow.device.offer import Offer
 from distflow.rehearsal.check import config_from, shape_source
+from distflow.rehearsal.launches import DecodingStep, Launches
 from distflow.rehearsal.memory import phases_of_worker
 from distflow.rollout.engine import SamplingParams
 from distflow.rollout.sampling import sample
-from distflow.run.choosing import choose_for
+from distflow.run.choosing import choose_for, placed
 from distflow.run.program import Program
 from weights.message_count import SPECS
 from weights.message_count import count as count_messages
@@ -64,10 +65,11 @@ def sampler_kernels() -> dict[str, dict[str, int]]:
 
 
 def decode_kernels() -> dict[str, dict[str, int]]:
+    def count(size: str) -> int:
+        return DecodingStep(load_model(f"qwen2.5-{size}"), 256, 1024).launches().total
+
     before = {"0.5B": 4940, "7B": 5744, "72B": 16196}
-    return {
-        f"{size}, 256 sequences": {"was": before[size], "is": decoding_step(size, 256, 1024).total} for size in SIZES
-    }
+    return {f"{size}, 256 sequences": {"was": was, "is": count(size.lower())} for size, was in before.items()}
 
 
 def handover_messages() -> dict[str, dict[str, Any]]:
@@ -91,27 +93,28 @@ def handover_messages() -> dict[str, dict[str, Any]]:
 
 def peak_gb() -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
-    for model, workers, tp in (("0.5b", 1, 1), ("7b", 8, 1), ("32b", 8, 4), ("72b", 32, 8), ("72b", 64, 8)):
+    for model, workers in (("0.5b", 1), ("7b", 8), ("32b", 8), ("72b", 32), ("72b", 64)):
         before = ("train.dtype=float32", "train.gradient_checkpointing=false", "train.offload=none")
-        was, now = (_peaks(f"qwen2.5-{model}", workers, tp, overrides) for overrides in (before, ()))
+        was, now = (_peaks(f"qwen2.5-{model}", workers, overrides) for overrides in (before, ()))
         found[f"{model.upper()} on {workers}"] = {"was": {"training": was["training"]}, "is": now}
     return found
 
 
-def _peaks(model: str, workers: int, tp: int, overrides: tuple[str, ...]) -> dict[str, float]:
+def _peaks(model: str, workers: int, overrides: tuple[str, ...]) -> dict[str, Any]:
     data = {"files": "data.jsonl", "fields": ["prompt"], "batch": 128}
     raw = {"flow": "grpo", "data": data, "model": model, "reward": "reward.py:score"}
     with TemporaryDirectory() as folder:
         config_from(load_model(model)).save_pretrained(Path(folder, model))
         Path(folder, "reward.py").write_text("def score(solution_str):\n    return 0.0\n")
-        place = [f"placement.nodes={{actor.generate: {{tp: {tp}}}}}"] if tp > 1 else []
-        program = Program(make_config(raw, [*place, *overrides], Path(folder), "the config", "bench"))
-        plan, offer = program.plan(workers), Offer("cuda", "80 GiB", 80 << 30, True)
+        offer = Offer("cuda", "80 GiB", 80 << 30, True)
+        program = Program(make_config(raw, [*overrides], Path(folder), "the config", "bench"))
+        program, placement = placed(program, workers, offer)
+        plan = program.plan(workers)
         assert program.config.model
         source = shape_source(program.config.model, program)
         config = choose_for(program, plan, source, torch.device(offer.kind), offer).config
         phases = phases_of_worker(program, config, source, plan, 0)
-    peaks = {"training": 0.0, "rollout": 0.0}
+    peaks: dict[str, Any] = {"training": 0.0, "rollout": 0.0, **{c.key.rpartition(".")[2]: c.value for c in placement}}
     for phase in phases:
         key = "rollout" if phase.name == ROLLOUT else "training"
         if not phase.name.startswith("weight sync"):

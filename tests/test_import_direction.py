@@ -56,10 +56,12 @@ _ALLOWED = {
     "run": "device observe checkpoint cluster liveness agents reward roles train rollout roles.context roles.role model"
     f" weights coordinator comm dataset batch flows flow plan config config.schema run_folder {_BASE}",
     "simulate": f"run device observe weights comm plan flow config config.schema run_folder {_BASE}",
-    "rehearsal": "run cluster observe device roles train rollout model algo batch comm plan config config.schema"
-    f" {_BASE}",
-    "api": f"run device checkpoint cluster observe plan flow config {_BASE}",
-    "cli": f"api simulate rehearsal page run observe plan config run_folder {_BASE} distflow",
+    "rehearsal": "run cluster observe device roles train rollout weights model algo batch comm plan config"
+    f" config.schema {_BASE}",
+    "first_hour": "rehearsal simulate run cluster liveness device train rollout model comm plan config"
+    f" config.schema run_folder {_BASE}",
+    "api": f"first_hour run device checkpoint cluster observe plan flow config {_BASE}",
+    "cli": f"api first_hour simulate rehearsal page run observe plan config run_folder {_BASE} distflow",
     "distflow": "api run roles.role flow plan algo batch util",  # the package's own names
     "__main__": "cli util",
 }

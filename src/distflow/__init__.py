@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import distflow.plan
 import distflow.run
 import distflow.util.parent  # noqa: F401
-from distflow.api import check, evaluate, export, plan, run
+from distflow.api import check, evaluate, export, gpu_check, plan, run
 from distflow.flow import Flow, Node, flow, node
 from distflow.plan import Layout, Plan
 from distflow.roles.role import Role
@@ -41,6 +41,7 @@ __all__ = [
     "evaluate",
     "export",
     "flow",
+    "gpu_check",
     "node",
     "plan",
     "run",

@@ -1,4 +1,5 @@
-"""The commands as functions of a script or notebook: `distflow.run`, `plan`, `check`, `evaluate`, `export`.
+"""The commands as functions of a script or notebook: `distflow.run`, `plan`, `check`, `evaluate`, `export`,
+`gpu_check`.
 
 A config is the path of a file, or a dict with the same keys. Further keys are keyword arguments: sections are merged,
 so `train={"lr": 1e-5}` changes one key of a section. Wherever a config names a function or class, `file.py:name`, an
@@ -25,6 +26,7 @@ from distflow.util.temporary import temporary_folder
 
 if TYPE_CHECKING:
     from distflow.config import Config
+    from distflow.first_hour.check import Report, Result
     from distflow.plan import Plan
     from distflow.run.program import Program
     from distflow.run.result import RunResult
@@ -103,6 +105,28 @@ def export(
     if push_to_hub is not None:
         push(path, push_to_hub, private)
     return path
+
+
+def gpu_check(
+    out: str | Path = "gpu-check",
+    quick: bool = False,
+    only: Sequence[str] = (),
+    workers: int | None = None,
+    step_limit_s: float | None = None,
+    on_result: "Callable[[Result], object] | None" = None,
+) -> "Report":
+    """Tries on this machine's accelerators what nobody could try without them; writes a report into the folder `out`.
+
+    `quick`: with tiny models only; `only`: the names of some steps; `workers`: devices to use, instead of all. A step
+    that fails, or takes longer than its limit, stops no other one.
+    """
+    from distflow.first_hour.check import check
+    from distflow.first_hour.table import write_text
+
+    refuse_while_loading("distflow.gpu_check()")
+    report = check(Path(out), quick, only, workers, step_limit_s, on_result or (lambda result: None))
+    write_text(report, Path(out))
+    return report
 
 
 def load_program(

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 DTYPES = ("float32", "bfloat16", "float16")  # of an export
+_GPU_CHECK = "Try on this machine's accelerators what nobody could try without them, and write a report to send us."
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -130,8 +131,18 @@ def _parser() -> argparse.ArgumentParser:
     export.add_argument("--push-to-hub", metavar="OWNER/NAME", help="upload it to the hub, with its model card")
     export.add_argument("--private", action="store_true", help="the hub shows it to you alone")
     export.add_argument("--base", metavar="MODEL", help="where the base model of an adapter is now, if it was moved")
+    _add_gpu_check(commands.add_parser("gpu-check", help=_GPU_CHECK, description=_GPU_CHECK))
     add_commands(commands)
     return parser
+
+
+def _add_gpu_check(command: argparse.ArgumentParser) -> None:
+    command.set_defaults(command=_gpu_check, overrides=[])
+    command.add_argument("--out", type=Path, default=Path("gpu-check"), metavar="DIR", help="default: gpu-check")
+    command.add_argument("--quick", action="store_true", help="tiny models only: minutes instead of an hour")
+    command.add_argument("--only", action="append", default=[], metavar="STEP", help="only this step; may be repeated")
+    command.add_argument("--workers", type=int, metavar="N", help="devices to use, instead of all that are here")
+    command.add_argument("--step-limit-s", type=float, metavar="S", help="time limit of each step, instead of its own")
 
 
 def _add_simulate(command: argparse.ArgumentParser) -> None:
@@ -267,6 +278,15 @@ def _check(args: argparse.Namespace) -> int:
     for line in lines:
         print(printable(line), flush=True)
     return 0
+
+
+def _gpu_check(args: argparse.Namespace) -> int:
+    from distflow.first_hour.table import render, say
+
+    report = api.gpu_check(args.out, args.quick, args.only, args.workers, args.step_limit_s, say)
+    _print(render(report))
+    print(printable(f"wrote {args.out / 'report.json'} and {args.out / 'report.txt'}"))
+    return 0 if report.well else 1
 
 
 def _export(args: argparse.Namespace) -> int:

@@ -99,6 +99,7 @@ class Block:
     size: int
     uses: list[_Use] = field(default_factory=list)
     tensors: int = 0  # that were made of it
+    held: bool = True  # and not released, with tensors that remain
 
     def begin(self, what: str) -> None:
         """Notes an allocation."""
@@ -115,6 +116,21 @@ class Block:
                 if before is None or before.place < use.place:
                     what = f"{use.what.partition(', of')[0]}, of memory that was freed,"
                     self.stream.left[use.stream.id] = replace(use, low=0, what=what)
+
+
+class Held:
+    """Bytes of the device that are allocated now, and the most that were since someone asked to count anew."""
+
+    now = most = 0
+
+    @classmethod
+    def add(cls, size: int) -> None:
+        cls.now += size
+        cls.most = max(cls.most, cls.now)
+
+    @classmethod
+    def count_anew(cls, *_: object) -> None:
+        cls.most = cls.now
 
 
 def _join(clock: Clock, other: Clock) -> None:
@@ -134,6 +150,7 @@ def allocated(tensor: Tensor, stream: Stream) -> Tensor:
         if block is None:
             block = _blocks[address] = Block(stream, size)
             block.begin("its allocation")
+            Held.add(size)
         block.tensors += 1
     weakref.finalize(memory, _freed, block, address).atexit = False
     whole = torch.from_numpy(memory).view(tensor.dtype)
@@ -146,6 +163,7 @@ def _freed(block: Block, address: int) -> None:
         if block.tensors == 0:
             _blocks.pop(address, None)
             block.end()
+            Held.add(-block.size if block.held else 0)
 
 
 def emptied(tensor: Tensor) -> None:
@@ -154,6 +172,16 @@ def emptied(tensor: Tensor) -> None:
         if block := _blocks.get(tensor.untyped_storage().data_ptr()):
             block.end()
             block.begin("its release")
+            Held.add(-block.size if block.held else 0)
+            block.held = False
+
+
+def filled(tensor: Tensor) -> None:
+    """Notes that a tensor has memory again."""
+    with _lock:
+        if (block := _blocks.get(tensor.untyped_storage().data_ptr())) and not block.held:
+            Held.add(block.size)
+            block.held = True
 
 
 def launch(stream: Stream, what: str, reads: Iterable[Tensor], writes: Iterable[Tensor]) -> None:

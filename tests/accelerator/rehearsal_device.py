@@ -28,7 +28,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_init, _fsdp_param, _fsdp_p
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
-from accelerator import flash, races
+from accelerator import flash, graphs, races
 from distflow.train import offload
 from distflow.util import copies
 
@@ -68,14 +68,14 @@ def device() -> torch.device:
     fsdp: list[Any] = [_fsdp_init, _fsdp_param, _fsdp_param_group]
     fsdp[0]._move_states_to_device = _move_states  # `tensor.data = …` works for CUDA, but not for this backend
     fsdp[1].free_storage = _poison  # borrowed memory can be neither freed nor allocated again
-    fsdp[1].alloc_storage = fsdp[2].alloc_storage = lambda tensor: None
-    offload.free, offload.allocate = _poison, lambda tensor, size: None
+    fsdp[1].alloc_storage = fsdp[2].alloc_storage = races.filled
+    offload.free, offload.allocate = _poison, lambda tensor, size: races.filled(tensor)
     copies.empty_pinned = races.empty_pinned
     _wait_for_nccl()
     # There is no allocator to ask.
     torch.accelerator.get_memory_info = lambda device=None: (MEMORY, MEMORY)
-    torch.accelerator.max_memory_allocated = lambda device=None: 0
-    torch.accelerator.reset_peak_memory_stats = lambda device=None: None
+    torch.accelerator.max_memory_allocated = lambda device=None: races.Held.most
+    torch.accelerator.reset_peak_memory_stats = races.Held.count_anew
     return torch.device(NAME, 0)
 
 
@@ -116,11 +116,15 @@ def _refuse(message: str) -> NoReturn:
 def _dispatch(op: Any, *args: Any, **kwargs: Any) -> Any:
     """Runs an operation that has no kernel of its own in `_KERNELS`: the CPU's kernel, on the same memory."""
     name = op.name()
-    calls[name] += 1
-    _launch(name, *_accesses(op, args, kwargs))
-    if name in _WAITING:
-        _host_waits()
-    return _run(op, args, kwargs)
+
+    def operation() -> Any:
+        calls[name] += 1
+        _launch(name, *_accesses(op, args, kwargs))
+        if name in _WAITING:
+            _host_waits()
+        return _run(op, args, kwargs)
+
+    return graphs.record(operation, all(r.alias_info is None for r in op._schema.returns))
 
 
 def _run(op: Any, args: Any, kwargs: Any) -> Any:
@@ -166,6 +170,8 @@ def _launch(name: str, reads: list[Tensor], writes: list[Tensor], stream: races.
 
 def _host_waits() -> None:
     """Lets the host wait for this thread's stream."""
+    if graphs.Graph.recording:
+        _refuse("the host waits while a graph is recorded")
     calls[WAIT] += 1
     races.host_waits(_stream().now())
 
@@ -290,6 +296,12 @@ def _empty_strided(size: Any, stride: Any, *, dtype: Any = None, **_: Any) -> Te
 
 def _copy_from(source: Tensor, target: Tensor, non_blocking: bool = False) -> Tensor:
     """Copies between devices: the one kernel that takes tensors of two. The host waits, unless its memory is pinned."""
+    if graphs.Graph.recording and (source.is_cpu or target.is_cpu):
+        _refuse("host memory is copied while a graph is recorded: replays would copy what is there then")
+    return graphs.record(lambda: _copy(source, target, non_blocking), fresh=False)
+
+
+def _copy(source: Tensor, target: Tensor, non_blocking: bool) -> Tensor:
     _launch("a copy", _tensors_of(source), _tensors_of(target))
     host = target if target.is_cpu else source
     later = non_blocking and host.is_cpu and races.is_pinned(host) and host.numel() > 0
@@ -340,11 +352,14 @@ _KERNELS = {
 def _flash_kernel(name: str, kernel: Any) -> Any:
     """Returns a kernel of flash attention that works on the memory of its arguments."""
 
-    def call(*args: Any, **kwargs: Any) -> Any:
-        calls[f"aten::{name}"] += 1
-        _launch(name, _tensors_of((args, kwargs)), [])
-        args, kwargs = tree_map_only(Tensor, _borrow, (args, kwargs))
-        return tree_map_only(Tensor, _own, kernel(*args, **kwargs))
+    def call(*given: Any, **options: Any) -> Any:
+        def operation() -> Any:
+            calls[f"aten::{name}"] += 1
+            _launch(name, _tensors_of((given, options)), [])
+            args, kwargs = tree_map_only(Tensor, _borrow, (given, options))
+            return tree_map_only(Tensor, _own, kernel(*args, **kwargs))
+
+        return graphs.record(operation, fresh=True)
 
     return call
 
@@ -361,7 +376,11 @@ def _multiply(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
     return _own(_borrow(a).to(dtype) @ _borrow(b).to(dtype))
 
 
-def _norm(x: Tensor, shape: list[int], weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+def _norm(*given: Any) -> Any:
+    return graphs.record(lambda: _normed(*given), fresh=True)
+
+
+def _normed(x: Tensor, shape: list[int], weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
     calls["aten::_fused_rms_norm"] += 1
     _launch("aten::_fused_rms_norm", [x, weight], [])
     x, weight = _borrow(x), _borrow(weight)
@@ -455,6 +474,7 @@ class _Module:
     """What `torch.cuda` is for CUDA. Each process sees one device, as if it were its own."""
 
     Stream, Event = _Stream, _Event
+    CUDAGraph, graph = graphs.Graph, staticmethod(graphs.recorded)
 
     def _yes(self, *_: Any) -> bool:
         return True

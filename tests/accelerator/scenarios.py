@@ -193,9 +193,9 @@ class Generated:
     waits: float  # of the host for the device, per forward pass
 
 
-def make_engine(rank: int, case: Case, device: str) -> BuiltinEngine:
+def make_engine(rank: int, case: Case, device: str, slots: int = 4, graphs: bool = True) -> BuiltinEngine:
     """Makes an engine with so few slots that some samples have to wait."""
-    config = RolloutConfig(max_sequences=4, kv_cache_gb=0.001)
+    config = RolloutConfig(max_sequences=slots, kv_cache_gb=0.001, graphs=graphs)
     dtype, where = DTYPES[case.dtype], (case.layout, case.mesh(device), rank)
     return BuiltinEngine(EngineSetup(case.source, *where, config, dtype, torch.device(device), 64))
 

@@ -4,16 +4,23 @@ import numpy as np
 import pytest
 import torch
 
-from accelerator.launches import META, SIZES, Launches, decoding_step, qwen2
 from distflow.batch.batch import Batch, Ragged
+from distflow.config.model_shape import ModelShape, load_model
 from distflow.device.sizes import ACCELERATOR
+from distflow.rehearsal.launches import META, DecodingStep, Launches, model_of
 from distflow.rollout.engine import SamplingParams
 from distflow.rollout.sampling import sample
 from distflow.train.heads import LogprobHead
 from distflow.train.packing import Pack, pack
+from distflow.weights.checksums import checksum
 
 VOCABULARY = 152064
 LAYERS = 4  # all are alike
+SIZES = ("0.5b", "7b", "72b")
+
+
+def shape_of(size: str) -> ModelShape:
+    return load_model(f"qwen2.5-{size}").model_copy(update={"layers": LAYERS})
 
 
 @pytest.mark.parametrize("sequences", [1, 32, 256])
@@ -41,7 +48,7 @@ def micro_batch(samples: int, lengths: int) -> Pack:
 
 def launches_of_update(size: str, packed: Pack) -> Launches:
     """Counts the forward and the backward pass of a model with some of the layers."""
-    model = qwen2(size, LAYERS)
+    model = model_of(shape_of(size))
     with Launches() as launches:
         LogprobHead(model)(packed.to(META), 0.7)[0].sum().backward()
     return launches
@@ -59,10 +66,20 @@ def test_the_kernels_of_a_micro_batch_do_not_depend_on_its_samples(size: str) ->
 
 @pytest.mark.parametrize("size", SIZES)
 def test_a_decoding_step_takes_a_few_kernels_per_layer(size: str) -> None:
-    few, many = decoding_step(size, 1, 300, LAYERS), decoding_step(size, 256, 4000, LAYERS)
+    few, many = (DecodingStep(shape_of(size), *of).launches() for of in ((1, 300), (256, 4000)))
     assert many.kernels["aten::_flash_attention_forward"] == LAYERS
     assert few.total == many.total <= 13 * LAYERS + 30, many.kernels
 
 
 def test_a_decoding_step_of_7b_takes_less_than_400_kernels() -> None:
-    assert decoding_step("7B", 256, 1024).total < 400
+    assert DecodingStep(load_model("qwen2.5-7b"), 256, 1024).launches().total < 400
+
+
+def test_weights_are_checked_in_a_few_kernels_each() -> None:
+    shape, one = load_model("qwen2.5-7b"), 0
+    for size in ((shape.ffn, shape.hidden), (shape.vocab, shape.hidden)):
+        weight = torch.empty(size, device=META, dtype=torch.bfloat16)
+        with Launches() as launches:
+            checksum(weight, tuple((0, n) for n in size))
+        one = max(one, launches.total)
+    assert one < 100, launches.kernels

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from tempfile import TemporaryDirectory
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -20,8 +21,12 @@ from accelerator import races
 from accelerator.overlap import overlap
 from accelerator.rehearse import DEVICE, REHEARSED, rehearse
 from accelerator.scenarios import (
+    PARAMS,
     Case,
     exchange,
+    fill_weights,
+    generate,
+    make_engine,
     make_trainer,
     roll_out,
     save_and_restore,
@@ -30,6 +35,7 @@ from accelerator.scenarios import (
     update,
 )
 from distflow.comm.streams import finish
+from distflow.rollout.builtin import decoding_graphs
 
 pytestmark = pytest.mark.skipif(not REHEARSED, reason="tests the rehearsal itself")
 
@@ -70,6 +76,16 @@ def check_offload(rank: int) -> None:
         now = [t.clone() for t in held]
         finish(torch.device(DEVICE))
         assert all(torch.equal(a, b) for a, b in zip(now, held, strict=True)), "the host reads something else"
+
+
+def check_graphs(rank: int) -> None:
+    results = []
+    for worth in (0, 1 << 40):
+        with patch.object(decoding_graphs, "_WORTH", worth):
+            engine = make_engine(rank, (case := Case("qwen2", dtype="bfloat16")), DEVICE, slots=3)
+            fill_weights(engine, rank, case)
+            results.append(generate(engine, PARAMS["plain"]).tokens)
+    assert results[0] == results[1], "a replay generates something else"
 
 
 @dataclass(frozen=True)
@@ -175,6 +191,24 @@ PLANTS = {
     ),
     "a lane does not wait for the weights": Plant(
         check_overlap, "comm.streams:Lanes.use", "begun.wait()", "pass", "RaceError: .*may still write"
+    ),
+    "what a replay reads is not what it is given": Plant(
+        check_graphs, "rollout.builtin.decoding_graphs:_Recorded._fill", "fill(self.rows, rows)",
+        "self.rows = rows.to(self.rows.device)", "a replay generates something else",
+    ),
+    "what was recorded is not replayed": Plant(
+        check_graphs, "rollout.builtin.decoding_graphs:_Recorded.__call__", "self.graph.replay()", "pass",
+        "a replay generates something else",
+    ),
+    "what fills a step up writes to a page of another sequence": Plant(
+        check_graphs, "rollout.builtin.decoding_graphs:DecodingGraphs.__call__",
+        "= table[rows]",
+        "= table[rows * (np.arange(shape[0]) < count)]",
+        "a replay generates something else",
+    ),
+    "the host copies while a step is recorded": Plant(
+        check_graphs, "rollout.builtin.device_cache:PagedAttention._use", "self.cache, count = cache, shape[0]",
+        "self.cache, count, numbers = cache, shape[0], numbers.cpu().to(numbers.device)", "while a graph is recorded",
     ),
     "the host reads moments before they are there": Plant(
         check_offload, "train.offload:_wait", "torch.get_device_module(device).synchronize()", "pass",

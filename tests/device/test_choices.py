@@ -8,7 +8,7 @@ import pytest
 from distflow.config.loading import make_config
 from distflow.config.model_shape import load_model
 from distflow.config.schema import Config
-from distflow.device.choices import Chosen, choose
+from distflow.device.choices import Chosen, choose, choose_tp
 from distflow.device.offer import Offer
 from distflow.device.process import ProcessSettings
 from distflow.errors import ConfigError
@@ -104,6 +104,47 @@ def test_state_is_offloaded_only_where_it_has_to_be() -> None:
     assert keys(chosen("qwen2.5-32b", 8, tp))["train.offload"] in ("optimizer", "all")
     small = Offer("cuda", "24 GB", 23 << 30, True)
     assert keys(chosen("qwen2.5-7b", 8, tp, offer=small))["train.offload"] in ("optimizer", "all")
+
+
+def chosen_tp(model: str, workers: int, *overrides: str, offer: Offer | None = H100) -> int | None:
+    """Returns the tp that is chosen for generation, None if none is."""
+    shape = load_model(model)
+    config, choices = choose_tp(
+        config_of(*overrides), offer, lambda config: Program(config).plan(workers), {"actor": shape, "reference": shape}
+    )
+    assert len(choices) <= 1
+    assert (config == config_of(*overrides)) == (not choices)
+    if not choices:
+        return None
+    (choice,) = choices
+    assert choice.key == "placement.nodes.actor.generate.tp"
+    assert config.placement.nodes["actor.generate"].tp == choice.value
+    return int(choice.value)
+
+
+def test_generation_has_as_much_tensor_parallelism_as_the_weights_need() -> None:
+    assert chosen_tp("qwen2.5-0.5b", 1) is None
+    assert chosen_tp("qwen2.5-7b", 8) is None
+    assert chosen_tp("qwen2.5-32b", 8) == 2
+    assert chosen_tp("qwen2.5-72b", 32) == chosen_tp("qwen2.5-72b", 64) == 4
+    small = Offer("cuda", "24 GB", 24 << 30, True)
+    assert chosen_tp("qwen2.5-7b", 8, offer=small) in (2, 4)
+    assert chosen_tp("qwen2.5-7b", 6, offer=small) == 2  # what divides ranks and heads
+    assert chosen_tp("qwen2.5-32b", 8, offer=None) is None
+
+
+def test_a_placement_of_the_users_own_keeps_its_tensor_parallelism() -> None:
+    for tp in (1, 8):
+        assert chosen_tp("qwen2.5-32b", 8, f"placement.nodes={{actor.generate: {{tp: {tp}}}}}") is None
+    assert chosen_tp("qwen2.5-32b", 8, "placement.roles={actor: {tp: 1}}") is None
+    assert chosen_tp("qwen2.5-32b", 8, "placement.default={dp: 8}") is None
+
+
+def test_rank_sets_stay_where_only_tensor_parallelism_is_chosen() -> None:
+    shape, config = load_model("qwen2.5-72b"), config_of(*APART)
+    config, _ = choose_tp(config, H100, lambda c: Program(c).plan(8), {"actor": shape})
+    place = config.placement.nodes["actor.generate"]
+    assert (place.ranks, place.tp) == ("r", 4)
 
 
 def test_the_cache_has_what_the_rest_leaves() -> None:

@@ -18,6 +18,7 @@ from distflow.model.source import Source
 from distflow.model.tokenizer import train_tokenizer
 from distflow.rehearsal.check import config_from, offer_for, shape_source
 from distflow.rehearsal.memory import phases_of_worker
+from distflow.run.choosing import placed
 from distflow.run.program import Program
 from distflow.train import fsdp
 
@@ -68,19 +69,18 @@ def shapes_only(folder: Path, model: str) -> str:
 
 
 CASES = {
-    "qwen2.5-0.5b on 1": ("qwen2.5-0.5b", 1, 1),
-    "qwen2.5-7b on 8": ("qwen2.5-7b", 8, 1),
-    "qwen2.5-32b on 8": ("qwen2.5-32b", 8, 4),
-    "qwen2.5-72b on 32": ("qwen2.5-72b", 32, 8),
-    "qwen2.5-72b on 64": ("qwen2.5-72b", 64, 8),
+    "qwen2.5-0.5b on 1": ("qwen2.5-0.5b", 1),
+    "qwen2.5-7b on 8": ("qwen2.5-7b", 8),
+    "qwen2.5-32b on 8": ("qwen2.5-32b", 8),
+    "qwen2.5-72b on 32": ("qwen2.5-72b", 32),
+    "qwen2.5-72b on 64": ("qwen2.5-72b", 64),
 }
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_with_the_defaults_models_fit_and_the_estimate_that_chooses_them_is_right(name: str, tmp_path: Path) -> None:
-    model, workers, tp = CASES[name]
-    overrides = [] if tp == 1 else [f"placement.nodes={{actor.generate: {{tp: {tp}}}}}"]
-    opened = program(tmp_path, *overrides, model=shapes_only(tmp_path, model))
+    model, workers = CASES[name]
+    opened, _ = placed(program(tmp_path, model=shapes_only(tmp_path, model)), workers, H100)
     assert opened.config.model
     plan, shape = opened.plan(workers), load_model(model)
     chosen = choose(opened.config, H100, plan, {"actor": shape}, lambda: "not here").config

@@ -32,8 +32,10 @@ def test_ranks_that_do_nothing_else_with_a_model_keep_the_memory() -> None:
 
 
 @pytest.mark.parametrize("alone", [True, False])
-def test_an_engine_sleeps_only_where_others_need_its_memory(alone: bool) -> None:
+def test_an_engine_sleeps_only_where_others_need_its_memory(alone: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     released: list[bool] = []
+    emptied: list[torch.device] = []
+    monkeypatch.setattr("distflow.roles.policy.release_cached", emptied.append)
     engine = SimpleNamespace(release_memory=lambda weights: released.append(weights))
     policy: Any = Policy.__new__(Policy)
     policy.role = SimpleNamespace(only_generates=alone, device=torch.device("cpu"))
@@ -41,3 +43,4 @@ def test_an_engine_sleeps_only_where_others_need_its_memory(alone: bool) -> None
     policy.base_specs, policy.keeps_weights = (), False
     policy.release_engine_memory()
     assert released == ([] if alone else [True])
+    assert emptied == ([] if alone else [torch.device("cpu")])  # also what torch keeps of it

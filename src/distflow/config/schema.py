@@ -198,6 +198,7 @@ class RolloutConfig(Section):
     staleness: int = Field(0, ge=0, le=64)  # steps by which rollout weights are behind
     chunk: int | None = Field(None, gt=0)  # prompts per chunk; default: all
     partial: bool | int = False  # prompts of later steps that may be begun early; true: as many as a batch
+    graphs: bool = True  # the built-in engine on CUDA records decoding steps of repeated shapes, and replays them
     router_replay: bool = False  # of a mixture of experts: training uses the experts that generation has chosen
 
     vllm: VllmConfig = VllmConfig()
@@ -256,6 +257,7 @@ class TrainerConfig(Section):
         "none"  # what is in host memory while nothing computes with it: the optimiser, or the weights too
     )
 
+    compile: bool = False  # layers are compiled by torch.compile
     offload_activations: bool = False  # what a forward pass keeps for the backward pass is in host memory between them
 
     _chosen = _unset_if_auto("dtype", "gradient_checkpointing", "offload")

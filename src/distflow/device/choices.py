@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from distflow.config import Config
 from distflow.config.model_shape import ModelShape
-from distflow.config.schema import Offload, TrainerConfig
-from distflow.device.footprint import FITS, ROLLOUT, Engine, Phase, Settings, phases_of
+from distflow.config.schema import Offload, PlaceConfig, TrainerConfig
+from distflow.device.footprint import FITS, PROMPT, ROLLOUT, Engine, Phase, Settings, phases_of
 from distflow.device.process import DEVICE_START_LIMIT_S, ProcessSettings, sets_allocator
 from distflow.errors import ConfigError
 from distflow.plan.field_bytes import PROMPT_TOKENS
@@ -25,6 +25,8 @@ GIB = 1 << 30
 _OFFLOADS: tuple[Offload, ...] = ("none", "optimizer", "all")
 _SEQUENCES = 1024  # generated at the same time: more hardly make decoding faster
 _LEAST_CACHE = 4.0  # GiB of KV cache below which state of the trainer is moved to make room
+_LEAST_SEQUENCES = 64  # that a replica of the engine should have room for: with fewer it reads the weights for little
+_PER_HOST = 8  # ranks of a replica of the engine, at most: they talk in every layer
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,44 @@ def choose(
     return _Chooser(config, offer, plan, models, vllm).run()
 
 
+def choose_tp(
+    config: Config, offer: "Offer | None", plan_of: Callable[[Config], Plan], models: Mapping[str, ModelShape]
+) -> tuple[Config, tuple[Choice, ...]]:
+    """Returns the config with as much tensor parallelism of generation as its weights and caches need to fit, where the
+    config leaves that open. It decides the plan, so all workers have to ask with the same `offer`."""
+    if offer is None or not offer.memory:
+        return config, ()
+    choices = []
+    for node in (n for n in plan_of(config).flow.nodes if n.generates and n.method and n.role in models):
+        places = config.placement
+        place = places.nodes.get(node.id) or places.roles.get(node.role) or places.default
+        if {"tp", "dp"} & place.model_fields_set:
+            continue
+        ranks, shape = len(plan_of(config).partition_of(node.id).layout.ranks), models[node.role]
+        tried: dict[int, tuple[int, Config]] = {}  # tp that has room → what is moved away, config
+        for tp in (t for t in range(1, _PER_HOST + 1) if _divides(t, ranks, shape)):
+            given = _with_tp(config, node.id, place, tp)
+            chooser = _Chooser(given, offer, plan_of(given), models, lambda: "")
+            if chooser.has_room(node.role, tp):
+                tried[tp] = _OFFLOADS.index(chooser.config.train.offload), given
+                if tried[tp][0] == 0:
+                    break
+        if tried and (tp := min(tried, key=lambda tp: (tried[tp][0], tp))) > 1:
+            config = tried[tp][1]
+            reason = f"with less, weights and {_LEAST_SEQUENCES} sequences leave the trainer too little room"
+            choices.append(Choice(f"placement.nodes.{node.id}.tp", tp, reason))
+    return config, tuple(choices)
+
+
+def _divides(tp: int, ranks: int, shape: ModelShape) -> bool:
+    return not any(n % tp for n in (ranks, shape.heads, shape.kv_heads, shape.ffn))
+
+
+def _with_tp(config: Config, node: str, place: PlaceConfig, tp: int) -> Config:
+    nodes = {**config.placement.nodes, node: PlaceConfig(ranks=place.ranks, tp=tp)}
+    return _with(config, "placement", nodes=nodes) if tp > 1 else config
+
+
 class _Chooser:
     def __init__(
         self,
@@ -90,6 +130,20 @@ class _Chooser:
         worst = max(self._phases(), key=lambda phases: self._worst(phases).bytes)
         process = self._process()
         return Chosen(self.config, tuple(self.choices), tuple(worst), process)
+
+    def has_room(self, role: str, tp: int) -> bool:
+        """Whether a rollout fits, and has room for some sequences of the full length at once."""
+        chosen, shape = self.run().config, self.models[role]
+        rollouts = [p for phases in self._phases() for p in phases if p.name == ROLLOUT]
+        length = min(PROMPT, chosen.data.max_prompt or PROMPT) + chosen.rollout.max_tokens
+        per_token = shape.kv_elements * (4 if chosen.train.dtype == "float32" else 2) / tp
+        replicas = max(1, len(self.plan.partition_of(self._generates(role)).layout.ranks) // tp)
+        sequences = min(_LEAST_SEQUENCES, -(-self.plan.samples // replicas))
+        cache = self.config.rollout.kv_cache_gb * GIB
+        return self._worst(rollouts).bytes <= self._limit and cache >= sequences * length * per_token
+
+    def _generates(self, role: str) -> str:
+        return next(n.id for n in self.plan.flow.nodes if n.generates and n.role == role)
 
     def _process(self) -> ProcessSettings:
         """Chooses what is set for the process. Keys of the config there are none."""

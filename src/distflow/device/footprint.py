@@ -15,6 +15,7 @@ from distflow.plan.tasks import Plan, RunNode
 
 ROLLOUT = "rollout"  # the name of its phase
 CONTEXT = 3 << 30  # bytes of the driver's context, communicators, workspaces and captured graphs
+PROMPT = 512  # tokens of a prompt, where data.max_prompt does not say
 FITS = 0.95  # of the memory; the rest is lost between blocks
 _SYNC = 1 << 30  # bytes that a weight sync takes on a rank beside the weights
 _CHUNK = 1 << 30  # bytes of offloaded moments that visit the device together

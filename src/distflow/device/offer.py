@@ -1,9 +1,11 @@
 """What the accelerator of this worker offers."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+
+_ALIKE = 1 << 30  # bytes by which devices of a kind may differ
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,15 @@ def _free(device: torch.device) -> int:
     if not hasattr(torch.accelerator, "get_memory_info"):  # in older versions
         return 0
     return int(torch.accelerator.get_memory_info(device)[0])
+
+
+def whole_offer(device: torch.device) -> Offer | None:
+    """Returns what the device offers while nobody uses it: the same for all devices of a kind."""
+    offer = offer_of(device)
+    if offer is None or not offer.memory:
+        return offer
+    whole = int(torch.accelerator.get_memory_info(device)[1])
+    return replace(offer, memory=whole - whole % _ALIKE)
 
 
 def release_cached(device: torch.device) -> None:

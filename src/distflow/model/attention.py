@@ -61,6 +61,11 @@ def _from_transformers(
 AttentionInterface.register(NAME, _from_transformers)
 
 
+def leave_uncompiled() -> None:
+    """Keeps torch.compile from looking into attention, which has kernels of its own and reads lengths on the host."""
+    AttentionInterface.register(NAME, torch.compiler.disable(_from_transformers))
+
+
 @dataclass(frozen=True)
 class SharedPrompts:
     """Maps rows of tokens, where sequences share their prompt, to the full sequences."""

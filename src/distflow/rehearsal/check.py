@@ -19,7 +19,7 @@ from distflow.model.tokenizer import train_tokenizer
 from distflow.plan import Plan
 from distflow.plan.layout import ranks_text
 from distflow.rehearsal.memory import phases_of_worker
-from distflow.run.choosing import choose_for
+from distflow.run.choosing import choose_for, placed
 from distflow.run.program import Program
 from distflow.util.text import human_bytes
 
@@ -33,10 +33,12 @@ def check_memory(program: Program, size: str) -> Iterator[str]:
     config, workers = program.config, program.config.workers or 1
     if config.model is None:
         raise ConfigError("--memory: the config has no model; give one: `model: name-or-directory`")
-    plan, source, offer = program.plan(workers), shape_source(config.model, program), offer_for(size)
+    offer = offer_for(size)
+    program, choices = placed(program, workers, offer)
+    plan, source = program.plan(workers), shape_source(config.model, program)
     chosen = choose_for(program, plan, source, torch.device(offer.kind), offer)
     yield f"device    {offer.name}, {human_bytes(offer.memory)} each, {workers} of them"
-    for choice in chosen.choices:
+    for choice in (*choices, *chosen.choices):
         yield f"chosen    {choice}"
     chains = plan.chains()
     problems = []

@@ -20,7 +20,7 @@ from distflow.batch.batch import Batch, Ragged
 from distflow.batch.context import Context
 from distflow.config import Config
 from distflow.config.model_shape import shape_from
-from distflow.device.footprint import CONTEXT, ROLLOUT, Phase
+from distflow.device.footprint import CONTEXT, PROMPT, ROLLOUT, Phase
 from distflow.model.source import Source
 from distflow.observe.metrics import StepMetrics
 from distflow.plan import Plan, RunNode, SyncWeights
@@ -40,7 +40,6 @@ from distflow.train.trainer import Trainer
 from distflow.train.update_spec import UpdateSpec
 
 PER_HOST = 8
-PROMPT = 512  # tokens, where data.max_prompt does not say
 _CACHE = "KV cache"
 _DEPTHS = (4, 6)  # layers: fewer have other peaks, as the next ones are gathered while one is computed
 _Peaks = Mapping[str, Mapping[str, float]]  # what is allocated at a peak → the parts of all memory then

@@ -7,11 +7,12 @@ from typing import Any
 
 from distflow.config import Config
 from distflow.dataset.view import DatasetView
+from distflow.device.choices import Choice
 from distflow.errors import ConfigError, shown
 from distflow.observe.trackers import check_installed
 from distflow.plan import Plan
 from distflow.plan.field_bytes import IMAGES
-from distflow.run.choosing import choose_for
+from distflow.run.choosing import choose_for, placed
 from distflow.run.program import MODEL_ROLES, Program
 from distflow.util.text import human_bytes
 
@@ -23,11 +24,14 @@ def check(program: Program) -> Iterator[str]:
     config = program.config
     check_installed(config.track)
     workers = config.workers or 1
+    program, choices = _placed(program, workers)
     plan = program.plan(workers)
     nodes = ", ".join(n.id for n in plan.flow.order)
     yield f"flow      {plan.flow.name}: {nodes}"
     samples = f"{plan.samples} samples per step ({config.data.batch} prompts × {program.repeat})"
     yield f"plan      {workers} {'worker' if workers == 1 else 'workers'}, {samples}"
+    for choice in choices:
+        yield f"chosen    {choice}"
     rows = program.dataset(plan)
     yield f"data      {len(rows)} rows, {rows.dataset.skipped_count} skipped; columns {', '.join(rows.column_names)}"
     held_out, plans = program.eval_dataset(), [plan]
@@ -38,6 +42,14 @@ def check(program: Program) -> Iterator[str]:
     yield from _check_rewards(program, plans, [rows[0], *([held_out[0]] if held_out else [])])
     if config.model:
         yield from _check_model(program, plan, rows, held_out)
+
+
+def _placed(program: Program, workers: int) -> tuple[Program, tuple[Choice, ...]]:
+    """Returns the program with what is chosen for the devices that are here."""
+    from distflow.cluster.world import own_device
+    from distflow.device.offer import whole_offer
+
+    return placed(program, workers, whole_offer(own_device())) if program.config.model else (program, ())
 
 
 def _check_model(program: Program, plan: Plan, rows: DatasetView, held_out: DatasetView | None) -> Iterator[str]:
@@ -110,6 +122,7 @@ def _check_model(program: Program, plan: Plan, rows: DatasetView, held_out: Data
         yield f"kv cache  {kv_budget(size, per_token, longest, config.rollout.max_sequences)}"
         places = [layout for node, layout in layouts.items() if node.startswith("actor.")]
         why = difference(config.rollout.engine, source, config.train.dtype, device, *places)
+        why = "train.compile merges operations of the trainer alone" if config.train.compile else why
         agreement = f"may differ in their last bits: {why}" if why else "are the same to the bit"
         yield f"log-probs of rollout and trainer {agreement}"
 

@@ -6,9 +6,10 @@ from typing import Any
 
 import torch
 
-from distflow.config.model_shape import ModelShape, shape_from
+from distflow.config import Config
+from distflow.config.model_shape import ModelShape, shape_from, shape_of
 from distflow.config.schema import ModelConfig
-from distflow.device.choices import Chosen, choose
+from distflow.device.choices import Choice, Chosen, choose, choose_tp
 from distflow.device.offer import Offer
 from distflow.errors import ConfigError
 from distflow.plan import Plan
@@ -29,6 +30,23 @@ def choose_for(program: Program, plan: Plan, source: Any, device: torch.device, 
         return ""
 
     return choose(program.config, offer, plan, models, vllm)
+
+
+def placed(program: Program, workers: int, offer: Offer | None) -> tuple[Program, tuple[Choice, ...]]:
+    """Returns the program with what is chosen of its placement for devices that offer this, before there is a plan."""
+    try:
+        shape = shape_of(program.config.model, program.config.base) if offer and program.config.model else None
+    except (ConfigError, OSError, ValueError):  # of another kind, or not here
+        shape = None
+    if shape is None:
+        return program, ()
+    models = dict.fromkeys(MODEL_ROLES, shape)
+
+    def plan_of(config: Config) -> Plan:
+        return Program(config, program.checkpoint).plan(workers)
+
+    config, choices = choose_tp(program.config, offer, plan_of, models)
+    return (Program(config, program.checkpoint) if choices else program), choices
 
 
 def _models(program: Program, plan: Plan, source: Any) -> Iterator[tuple[str, ModelShape]]:

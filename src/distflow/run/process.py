@@ -17,6 +17,7 @@ import torch
 from distflow.cluster.launch_env import LaunchEnv
 from distflow.cluster.rendezvous import LINGER_S, Rendezvous
 from distflow.cluster.world import own_device
+from distflow.device.offer import whole_offer
 from distflow.device.process import start_limit_s
 from distflow.errors import ConfigError, DistflowError, StoppedError
 from distflow.liveness.beacon import Beacon
@@ -25,6 +26,7 @@ from distflow.liveness.heartbeat import LAUNCHER_FOLDER, Heartbeat, step_name
 from distflow.liveness.watchdog import Watchdog
 from distflow.observe.trackers import check_installed
 from distflow.plan import Plan
+from distflow.run.choosing import placed
 from distflow.run.job import Job
 from distflow.run.program import Program
 from distflow.run_folder import AUTO, make_dir
@@ -72,7 +74,7 @@ def run_worker(program: Program, env: LaunchEnv, resume: str | None = None) -> i
         watch_ancestor(variable, lambda pid: end_stuck(DistflowError(f"{gone} {pid}")))
     try:
         heartbeat.start_task(-1, "connect")
-        rendezvous, beacon, plan = _join(program, env, ownership, lambda why: end_stuck(DistflowError(why)))
+        rendezvous, beacon, program, plan = _join(program, env, ownership, lambda why: end_stuck(DistflowError(why)))
         if rendezvous.store.add(RESTARTED, 0) > 0:
             resume = resume or AUTO
         limits = config.wait_limit_s, end_stuck, stop_requested, start_limit_s(own_device().type)
@@ -136,7 +138,7 @@ class _Ownership:
 
 def _join(
     program: Program, env: LaunchEnv, ownership: _Ownership, on_lost: Callable[[str], None]
-) -> tuple[Rendezvous, Beacon | None, Plan]:
+) -> tuple[Rendezvous, Beacon | None, Program, Plan]:
     """Meets the other workers. Checks all that needs no others first, and tells a failure to the waiting workers."""
     config, workers = program.config, env.workers
     # The watchdog has to report a stuck run first: the store gives up by itself only much later.
@@ -146,9 +148,12 @@ def _join(
             raise ConfigError(f"workers: {config.workers}, but {workers} were started; set workers={workers}")
         if env.rank == 0:
             check_installed(config.track)
+        device = own_device()  # raises if there is none for this worker
+        program, choices = placed(program, workers, whole_offer(device))
+        if choices and env.rank == 0:
+            logger.info("chosen for the placement: %s", "; ".join(map(str, choices)))
         plan = program.plan(workers)
         make_dir(config.run_folder)
-        own_device()  # raises if there is none for this worker
         ownership.take(rendezvous, on_lost)
         beacon = Beacon(env.rank, workers, rendezvous.address) if workers > 1 else None
         if beacon:
@@ -163,7 +168,7 @@ def _join(
     ownership.learn(rendezvous)
     if beacon:
         beacon.connect(rendezvous.token, lambda r: rendezvous.lookup("heartbeat", r))
-    return rendezvous, beacon, plan
+    return rendezvous, beacon, program, plan
 
 
 def _handle_signals(limit_s: float, heartbeat: Heartbeat) -> Callable[[], bool]:

@@ -35,6 +35,7 @@ from distflow.model.tensor_parallel import parallelize_for_training, parameter_s
 from distflow.plan.layout import Layout
 from distflow.roles.context import RoleContext, shard_degree
 from distflow.train import fsdp
+from distflow.train.compiled import compile_layers
 from distflow.train.ema import Ema
 from distflow.train.heads import HEADS, TopK
 from distflow.train.lr_schedule import learning_rate
@@ -104,7 +105,7 @@ class Trainer:
         self.sequences = SequenceParallel.of(place.sequence_group)
         lm = source.skeleton()
         check_heads(lm, layout, "placement")
-        if self.device.type == "cpu":
+        if self.device.type == "cpu" and not config.compile:
             use_cpu_modules(lm)
         self.vision = Vision(lm, options.images) if options.images else None
         self.tp_styles = tp_styles(lm, layout.tp, "placement")
@@ -116,6 +117,8 @@ class Trainer:
         if config.gradient_checkpointing and trainable:
             lm.gradient_checkpointing_enable({"use_reentrant": False})
             lm.train()
+        if config.compile:
+            compile_layers(lm)
         self.model = HEADS[source.head](lm, self.sequences)
         if not trainable:
             self.model.requires_grad_(False)

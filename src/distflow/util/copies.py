@@ -15,6 +15,11 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     return empty_pinned(tensor).copy_(tensor).to(device, non_blocking=True)
 
 
+def fill(target: Tensor, source: Tensor) -> None:
+    """Copies host memory as it is now into a tensor of the device."""
+    target.copy_(empty_pinned(source).copy_(source), non_blocking=True)
+
+
 def to_host(tensor: Tensor) -> Tensor:
     """Returns a copy in host memory, which is complete once the device's work so far is: wait for that to read it."""
     if tensor.device.type in _DIRECT:

@@ -11,8 +11,10 @@ from torch import Tensor
 
 from distflow.model.attention import Attention
 from distflow.model.experts import ExpertsBlock, Routing
+from distflow.rollout.builtin.decoding_graphs import DecodingGraphs
 from distflow.rollout.builtin.forward import Forward
 from distflow.rollout.builtin.kv_cache import KVCache
+from distflow.rollout.builtin.llama_forward import LlamaForward
 from distflow.rollout.builtin.scheduler import Scheduler
 from distflow.rollout.builtin.sequence import Sequence
 from distflow.rollout.builtin.vision import Vision
@@ -40,6 +42,7 @@ class ContinuousBatch:
         self.scheduler, self.forward, self.cache = scheduler, forward, cache
         self.agree, self.device, self.vision = agree, device, vision
         self.experts: Rows[ExpertsBlock] = ()  # whose choices completions have
+        self.graphs: DecodingGraphs | None = None  # of decoding steps, if the device records them
 
     @property
     def has_unfinished(self) -> bool:
@@ -121,6 +124,10 @@ class ContinuousBatch:
         """Samples one more token for each sequence; row i of `tables` has the pages of sequence i."""
         tokens = torch.tensor([s.tokens[-1] for s in sequences])
         positions = torch.tensor([s.length - 1 for s in sequences])
+        if self.graphs and (hidden := self.graphs(tokens, positions.numpy(), tables)) is not None:
+            assert isinstance(self.forward, LlamaForward)
+            self._sample(sequences, self.forward.logits(hidden))
+            return
         rotary = positions
         if self.vision:
             tokens, rotary = self.vision.of_sampled(sequences)

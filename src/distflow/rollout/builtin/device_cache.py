@@ -1,9 +1,11 @@
 """The KV cache of a device: attention reads its pages where they are, in one kernel for all sequences of a pass."""
 
 from collections.abc import Sequence as Rows
+from math import prod
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -43,6 +45,17 @@ class DeviceCache(KVCache):
         both[targets, :positions] = both[sources, :positions]
 
 
+def numbers_of(starts: Ints, ends: Ints, table: Ints, page: int) -> NDArray[np.int32]:
+    """Returns all that the attention of a pass needs to know: bounds of queries and keys, the pages of each sequence,
+    and the places to which keys and values are written."""
+    lengths = ends - starts
+    firsts = np.cumsum(lengths) - lengths
+    places = np.arange(int(lengths.sum())) + np.repeat(starts - firsts, lengths)
+    pages = table[np.repeat(np.arange(len(ends)), lengths), places // page]
+    parts = [[0], np.cumsum(lengths), [0], np.cumsum(ends), ends, table.ravel(), pages * page + places % page]
+    return np.concatenate(parts).astype(np.int32)
+
+
 class PagedAttention:
     """Attention of the tokens from `starts` to `ends` of each sequence to all before them; row i of `tables` has the
     pages of sequence i."""
@@ -50,24 +63,25 @@ class PagedAttention:
     def __init__(
         self, cache: DeviceCache, starts: Ints, ends: Ints, tables: Rows[Rows[int]] | Ints, device: torch.device
     ) -> None:
-        self.cache, lengths, table = cache, ends - starts, table_of(tables, ends, cache.page)
-        firsts = np.cumsum(lengths) - lengths
-        places = np.arange(int(lengths.sum())) + np.repeat(starts - firsts, lengths)
-        pages = table[np.repeat(np.arange(len(ends)), lengths), places // cache.page]
-        parts = [
-            [0],
-            np.cumsum(lengths),
-            [0],
-            np.cumsum(ends),
-            ends,
-            table.ravel(),
-            pages * cache.page + places % cache.page,
-        ]
-        sizes = [len(ends) + 1, len(ends) + 1, len(ends), table.size, len(places)]
-        whole = to_device(torch.from_numpy(np.concatenate(parts).astype(np.int32)), device)  # in one copy
-        queries, keys, self.used, blocks, places_on_device = whole.split(sizes)
-        self.bounds = varlen.Bounds(queries, keys, int(lengths.max()), int(ends.max()))
-        self.blocks, self.places = blocks.view(table.shape), places_on_device.long()
+        table, lengths = table_of(tables, ends, cache.page), ends - starts
+        numbers = to_device(torch.from_numpy(numbers_of(starts, ends, table, cache.page)), device)  # in one copy
+        self._use(cache, numbers, table.shape, int(lengths.sum()), int(lengths.max()), int(ends.max()))
+
+    @classmethod
+    def of_single_tokens(cls, cache: DeviceCache, numbers: Tensor, shape: tuple[int, int]) -> "PagedAttention":
+        """Returns the attention of one token of each sequence, whatever the numbers are when it is computed; `shape`:
+        of the table of pages."""
+        self = cls.__new__(cls)
+        self._use(cache, numbers, shape, shape[0], 1, shape[1] * cache.page)
+        return self
+
+    def _use(
+        self, cache: DeviceCache, numbers: Tensor, shape: tuple[int, ...], tokens: int, longest: int, most: int
+    ) -> None:
+        self.cache, count = cache, shape[0]
+        queries, keys, self.used, blocks, places = numbers.split([count + 1, count + 1, count, prod(shape), tokens])
+        self.bounds = varlen.Bounds(queries, keys, longest, most)
+        self.blocks, self.places = blocks.view(shape), places.long()
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, params: AttentionParams) -> Tensor:
         assert params.softcap is None

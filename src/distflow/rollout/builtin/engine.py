@@ -62,6 +62,7 @@ class BuiltinEngine(Generator, RolloutEngine):
             max_batches=torch.get_num_threads() if not alone and device.type == "cpu" else 1,
             keeps_experts=config.router_replay,
             images=setup.images,
+            graphs=config.graphs and tp_group is None,  # whose ranks meet in every layer
         )
         self.setup, self.weight_version, self.longest = setup, -1, min(setup.longest, limits.longest)
         self.weight_specs = parameter_specs(model, styles)

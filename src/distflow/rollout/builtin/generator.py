@@ -15,10 +15,12 @@ from distflow.model.experts import experts_blocks
 from distflow.model.images import Images
 from distflow.rollout.builtin import device_cache
 from distflow.rollout.builtin.continuous_batch import Agree, ContinuousBatch
+from distflow.rollout.builtin.decoding_graphs import DecodingGraphs, can_record
 from distflow.rollout.builtin.device_cache import DeviceCache
 from distflow.rollout.builtin.forward import forward_for
 from distflow.rollout.builtin.history import History, HistoryPages, history_share
 from distflow.rollout.builtin.kv_cache import KVCache
+from distflow.rollout.builtin.llama_forward import LlamaForward
 from distflow.rollout.builtin.page_pool import PagePool
 from distflow.rollout.builtin.panel_cache import PanelCache, has_panels
 from distflow.rollout.builtin.scheduler import Scheduler
@@ -78,9 +80,11 @@ class Generator:
         max_batches: int = 1,
         keeps_experts: bool = False,
         images: Images | None = None,
+        graphs: bool = False,
     ) -> None:
         self.model, self.limits, self.device, self.agree, self.max_batches = model, limits, device, agree, max_batches
         self.keeps_experts = keeps_experts  # in completions
+        self.graphs = graphs and can_record(device) and not images  # of decoding steps
         self.vision = Vision(model, images, device) if images else None
         self.weight_version = 0  # that completions tell
         self.caches: list[KVCache] = []  # one per batch, kept from rollout to rollout
@@ -199,6 +203,8 @@ class Generator:
             scheduler = Scheduler(slots, budget, PagePool(pool, page), HistoryPages(pool, histories, share))
             batch = ContinuousBatch(scheduler, forward, cache, self.agree, self.device, self.vision)
             batch.experts = experts_blocks(self.model) if self.keeps_experts else ()
+            if self.graphs and isinstance(cache, DeviceCache) and isinstance(forward, LlamaForward):
+                batch.graphs = DecodingGraphs(forward.hidden, cache, self.device)
             batches.append(batch)
         alone = count == 1 and threads == torch.get_num_threads()
         return batches[0] if alone else self._cleanup.enter_context(ThreadedBatches(batches, threads))

@@ -22,14 +22,21 @@ class LlamaForward:
         self.norm = _RMSNorm(self.body.norm)
 
     def __call__(self, tokens: Tensor, positions: Tensor, attention: Attention, keep: Tensor | None) -> Tensor:
+        x = self.hidden(tokens, positions, attention)
+        return self.logits(x if keep is None else x[keep])
+
+    def hidden(self, tokens: Tensor, positions: Tensor, attention: Attention) -> Tensor:
+        """Returns what the output layer reads, [n, hidden]."""
         x = self.body.embed_tokens(tokens)
         cos, sin = (t[0][:, None] for t in self.body.rotary_emb(x, positions[None]))  # [n, 1, dim]
         below, above = sin.chunk(2, -1)
         sin = torch.cat((-below, above), -1)
         for layer in self.layers:
             x = layer(x, cos, sin, attention)
-        x = self.norm(x)
-        return self.head.in_float32(x if keep is None else x[keep])
+        return self.norm(x)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self.head.in_float32(hidden)
 
     def packed_weights(self) -> AbstractContextManager[None]:
         return nullcontext()

@@ -1,0 +1,53 @@
+"""What a run should need and take on the device: memory by the trainer itself on tensors without memory, time by the
+simulator where it knows the hardware."""
+
+from typing import Any
+
+import torch
+
+from distflow.device.choices import unlike_ranks
+from distflow.device.footprint import CONTEXT, ROLLOUT
+from distflow.device.offer import Offer
+from distflow.errors import DistflowError
+from distflow.rehearsal.check import shape_source
+from distflow.rehearsal.memory import phases_of_worker
+from distflow.run.choosing import choose_for, placed
+from distflow.run.program import Program
+from distflow.simulate.binding import Assumptions
+from distflow.simulate.hardware import FOLDER, load_hardware
+from distflow.simulate.report import make_report
+
+_PROMPT = 100.0  # tokens, about
+
+
+def answer(config: str, kind: str, name: str, memory: int, bfloat16: bool) -> dict[str, Any]:
+    """Returns the largest peak of a training phase and that of a rollout, without what is not torch's, and tokens per
+    second; of a CPU the memory of the same on a device."""
+    program = Program.load(config)
+    workers = program.config.workers or 1
+    offer = Offer(kind, name, memory, bfloat16) if memory else None
+    program, placement = placed(program, workers, offer)
+    assert program.config.model
+    plan, source = program.plan(workers), shape_source(program.config.model, program)
+    chosen = choose_for(program, plan, source, torch.device(kind), offer)
+    peaks = {"training": 0.0, "rollout": 0.0}
+    for rank in unlike_ranks(plan):
+        for phase in phases_of_worker(program, chosen.config, source, plan, rank):
+            key = "rollout" if phase.name == ROLLOUT else "training"
+            peaks[key] = max(peaks[key], phase.bytes - CONTEXT)
+    choices = {c.key: c.value for c in (*placement, *chosen.choices)}
+    return {"memory": peaks, "chosen": choices, "tokens_per_s": _speed(Program(chosen.config), workers, name)}
+
+
+def _speed(program: Program, workers: int, device: str) -> float | None:
+    """Returns tokens per second by the simulator; None: it does not know the device."""
+    known = (file.stem for file in FOLDER.glob("*.yaml"))
+    hardware = next((h for h in known if h in device.lower().split()), None)
+    if hardware is None:
+        return None
+    longest = program.config.rollout.max_tokens
+    try:
+        report = make_report(program, workers, load_hardware(hardware), Assumptions(None, _PROMPT, longest, 0.0))
+    except DistflowError:
+        return None
+    return report.plan.samples * longest / report.result.step_s
