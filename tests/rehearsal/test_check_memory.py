@@ -147,7 +147,7 @@ def test_what_does_not_fit_is_an_error_with_a_way_out(tmp_path: Path, capfd: pyt
         f"flow: grpo\nmodel: {model}\ndata: {{files: none.jsonl, fields: [prompt]}}\nreward: reward.py:score\n"
     )
     with pytest.raises(SystemExit) as ended:
-        main(["check", str(config), "--workers", "8", "--memory", "80GiB"])
+        main(["check", str(config), "placement.nodes={actor.generate: {tp: 1}}", "--workers=8", "--memory", "80GiB"])
     assert ended.value.code == 2
     assert "raise tp of actor.generate (placement.nodes.actor.generate.tp)" in " ".join(capfd.readouterr().err.split())
 

@@ -93,6 +93,7 @@ class DecodingStep:
 
     def launches(self) -> Launches:
         self.run()  # the cache is made once
-        with Launches() as launches:
+        launches = Launches()
+        with launches:
             self.run()
         return launches
