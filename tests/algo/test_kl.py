@@ -23,6 +23,7 @@ ESTIMATORS: tuple[Estimator, ...] = get_args(Estimator)
         ("k1", [0.5, -1.0, 0.0, 2.0]),
         ("k2", [0.125, 0.5, 0.0, 2.0]),
         ("k3", [0.10653066, 0.71828183, 0.0, 1.13533528]),  # e^−½ − ½, e − 2, 0, e^−2 + 1
+        ("k3+", [0.10653066, 0.71828183, 0.0, 1.13533528]),
     ],
 )
 def test_by_hand(estimator: Estimator, want: list[float]) -> None:
@@ -36,6 +37,7 @@ def test_by_hand(estimator: Estimator, want: list[float]) -> None:
         ("k1", [1.0, 1.0, 1.0]),
         ("k2", [0.5, -1.0, 0.0]),
         ("k3", [0.39346934, -1.71828183, 0.0]),  # 1 − e^−x
+        ("k3+", [0.5, -1.0, 0.0]),  # of k2
     ],
 )
 def test_gradient_by_hand(estimator: Estimator, want: list[float]) -> None:

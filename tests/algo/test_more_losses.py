@@ -3,6 +3,7 @@
 import inspect
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from algo.test_losses import cases, flat, tokens_of
+from distflow.algo import losses
 from distflow.algo.losses import Loss, cispo, cpgd, dppo, gmpo, gspo, policy, reinforce, sapo, vespo
 from distflow.algo.tokens import Tokens
 from distflow.errors import ConfigError
@@ -123,6 +125,22 @@ def by_vespo(case: Case) -> tuple[list[float], list[float]]:
     return [s * case["new"][i][t] for s, (i, t) in zip(slopes, each(case), strict=True)], slopes
 
 
+def by_kl_cov(case: Case) -> tuple[list[float], list[float]]:
+    losses, slopes = [], []
+    for i, t in each(case):
+        x, advantage, chosen = log_ratio(case, i, t), case["advantage"][i], (i + t) % 2
+        losses.append(-math.exp(x) * advantage + 0.7 * chosen * abs(x))
+        slopes.append(-math.exp(x) * advantage + 0.7 * chosen * np.sign(x))
+    return losses, slopes
+
+
+def kl_cov(tokens: Tokens, **constants: Any) -> Loss:
+    """The loss, with every other token as one of high covariance."""
+    places = torch.cat([torch.arange(i, i + n) for i, n in enumerate(tokens.lengths.tolist())] or [torch.zeros(0)])
+    fields = {**tokens.per_token, "high_covariance": (places % 2).to(tokens.logprobs.dtype)}
+    return losses.kl_cov(replace(tokens, per_token=fields), **constants)
+
+
 KINDS: list[tuple[Callable[..., Loss], dict[str, Any], Reference]] = [
     (gspo, {"clip": 0.1, "clip_high": 0.2}, by_gspo),
     (cispo, {"clip": 0.5, "clip_high": 0.3}, by_cispo),
@@ -131,6 +149,7 @@ KINDS: list[tuple[Callable[..., Loss], dict[str, Any], Reference]] = [
     (sapo, {"tau": 0.5, "tau_negative": 2.0}, by_sapo),
     (gmpo, {}, by_gmpo),
     (dppo, {}, by_dppo),
+    (kl_cov, {"penalty": 0.7}, by_kl_cov),
     (vespo, {"power": 1.5, "decay_negative": 2.5}, by_vespo),
 ]
 NAMES = [kind[0].__name__ for kind in KINDS]
@@ -171,7 +190,7 @@ def test_always_finite(loss: Callable[..., Loss], constants: dict[str, Any], ref
             assert values.isfinite().all()
 
 
-@pytest.mark.parametrize("loss", [gspo, cispo, cpgd, reinforce, gmpo, dppo])
+@pytest.mark.parametrize("loss", [gspo, cispo, cpgd, reinforce, gmpo, dppo, kl_cov])
 @BUSY
 @given(case=cases())
 def test_on_policy_all_of_them_have_the_gradient_of_the_policy(loss: Callable[..., Loss], case: Case) -> None:
@@ -185,7 +204,7 @@ def test_on_policy_all_of_them_have_the_gradient_of_the_policy(loss: Callable[..
     assert torch.allclose(grads[0], grads[1], rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("loss", [gspo, cispo, cpgd, reinforce, gmpo, dppo])
+@pytest.mark.parametrize("loss", [gspo, cispo, cpgd, reinforce, gmpo, dppo, kl_cov])
 @BUSY
 @given(case=cases(), bonus=st.floats(-0.1, 0.1), kl=st.sampled_from([0.0, 0.2]))
 def test_kl_and_entropy_are_added(loss: Callable[..., Loss], case: Case, bonus: float, kl: float) -> None:

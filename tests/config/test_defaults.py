@@ -43,6 +43,9 @@ SHARED = {  # of all flows that end with a policy update
     "kl": 0.0,
     "kl_estimator": "k3",
     "entropy": 0.0,
+    "entropy_target": None,
+    "entropy_step": 0.005,
+    "entropy_max": 1.0,
     "recompute_old_logprobs": False,
     "rollout_correction": None,
     "correction_threshold": 2.0,
@@ -60,6 +63,7 @@ SHARED = {  # of all flows that end with a policy update
 PPO_CLIP = {"clip": 0.2, "dual_clip": 3.0}
 OWN: dict[str, dict[str, Any]] = {
     "cispo": {"clip": 1.0, "clip_high": 0.2},
+    "clip_cov": {**PPO_CLIP, "share": 2e-4, "low": 1.0, "high": 5.0},
     "cpgd": {"clip": 0.2, "drift": 0.001},
     "dapo": {
         **PPO_CLIP,
@@ -78,9 +82,12 @@ OWN: dict[str, dict[str, Any]] = {
     "gpg": {},
     "grpo": {**PPO_CLIP, "clip_high": None, "scale": "std"},
     "gspo": {"clip": 3e-4, "clip_high": 4e-4, "dual_clip": 3.0, "aggregate": "seq-mean-token-mean"},
+    "kl_cov": {"share": 2e-4, "penalty": 1.0},
     "max_at_k": {**PPO_CLIP, "k": 4, "baseline": "without"},
     "opo": {"aggregate": "seq-mean-token-sum-norm"},
+    "otb": PPO_CLIP,
     "ppo": {**PPO_CLIP, "gamma": 1.0, "lam": 0.95, "clip_value": 0.2, "kl_in_reward": 0.0},
+    "rae": {**PPO_CLIP, "decay": 0.95},
     "reinforce_pp": {**PPO_CLIP, "gamma": 1.0, "kl_in_reward": 0.0},
     "reinforce_pp_baseline": {**PPO_CLIP, "kl_estimator": "k2"},
     "remax": {"aggregate": "seq-mean-token-sum-norm"},

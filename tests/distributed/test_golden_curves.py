@@ -35,5 +35,8 @@ def test_the_settings_of_a_tuned_run_have_an_effect() -> None:
             assert max(curves[metric]) > 0.002, metric
         assert min(curves["actor/grad_norm"]) > TUNED[name]["train"]["clip_grad"]
         assert len(set(curves["actor/lr"])) > 1 or name == "ppo_tuned"
+    weights = golden("grpo_entropy")["actor/entropy_weight"]
+    assert 0 in weights  # where the entropy is above the target
+    assert len(set(weights)) > 2
     # With several updates of a step, the first of them has the weights of the rollout, at any temperature.
     assert max(golden("grpo_tuned")["rollout/mismatch_kl"]) < 1e-9

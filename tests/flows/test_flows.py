@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,8 @@ from distflow.errors import DataError, FlowError
 from distflow.flow import Flow, FlowFunction
 from distflow.flow.importing import load
 from distflow.flows import BUILT_IN
-from distflow.flows.nodes import desirable, discounted_returns, mismatched, mismatched_log_ratio
+from distflow.flows.ema_baseline import EmaBaseline
+from distflow.flows.nodes import desirable, discounted_returns, group_advantage, mismatched, mismatched_log_ratio
 from distflow.reward.reward import Reward
 from distflow.roles.actor import Actor
 from distflow.roles.critic import Critic
@@ -27,7 +29,14 @@ from distflow.roles.frozen import FrozenModel, Reference, Teachers
 from distflow.roles.reward_model import RewardModel
 from limits import load_factor
 
-ROLES = {"actor": Actor, "critic": Critic, "reference": Reference, "reward": Reward, "reward_model": RewardModel}
+ROLES = {
+    "actor": Actor,
+    "critic": Critic,
+    "ema_baseline": EmaBaseline,
+    "reference": Reference,
+    "reward": Reward,
+    "reward_model": RewardModel,
+}
 
 
 def built_in(name: str) -> FlowFunction:
@@ -352,6 +361,57 @@ def test_distillation_reads_the_teacher_and_the_task() -> None:
         traced("gkd", {}, "prompt")
     with pytest.raises(FlowError, match=r"algo.task: 0.5; responses of the data have no reward"):
         traced("gkd", one, "prompt", "response", samples="given", task=0.5)
+
+
+def test_tokens_of_high_covariance_and_the_target_of_the_entropy() -> None:
+    clipped = graph("clip_cov", "prompt", share=0.01, low=0.5).node("actor.update").params
+    assert (clipped["loss"], clipped["clip_cov"]) == ("policy", {"share": 0.01, "low": 0.5, "high": 5.0})
+    punished = graph("kl_cov", "prompt", share=0.01, penalty=0.5).node("actor.update").params
+    assert (punished["loss"], punished["kl_cov"], punished["penalty"]) == ("kl_cov", 0.01, 0.5)
+    held = graph("grpo", "prompt", entropy_target=0.4, entropy_step=0.1).node("actor.update").params
+    assert [held[f"entropy{k}"] for k in ("", "_target", "_step", "_max")] == [0.0, 0.4, 0.1, 1.0]
+    assert "entropy_step" not in graph("grpo", "prompt", entropy_step=0.1).node("actor.update").params
+
+
+def test_baselines_of_tokens_and_of_roles() -> None:
+    assert {
+        ("actor.energy", "energy", "optimal_token_advantage"),
+        ("reward.score", "score", "optimal_token_advantage"),
+        ("optimal_token_advantage", "advantage", "actor.update"),
+    } <= edges(graph("otb", "prompt"))
+    flow = graph("rae", "prompt", "data_source", decay=0.5)
+    assert {
+        ("data", "data_source", "ema_baseline.advantage"),
+        ("ema_baseline.advantage", "advantage", "actor.update"),
+    } <= edges(flow)
+    assert flow.node("ema_baseline.advantage").params == {"decay": 0.5}
+    assert flow.node("ema_baseline.advantage").whole_batch
+    assert "data_source" not in graph("rae", "prompt").node("ema_baseline.advantage").reads
+
+
+def test_a_group_may_be_divided_by_a_field() -> None:
+    """As in hierarchical GRPO: a proposer is compared with proposers, a solver with solvers of the same problem."""
+    ctx = SimpleNamespace(metrics=SimpleNamespace(log=lambda *_: None))
+    score, groups = torch.tensor([1.0, 0.0, 5.0, 7.0, 2.0]), np.array([3, 3, 3, 3, 4])
+    for parts in (["a", "a", "b", "b", "a"], torch.tensor([0, 0, 1, 1, 0])):
+        batch = Batch(np.arange(5), groups, {"score": score, "part": parts})
+        assert group_advantage(batch, ctx, scale="none", within="part").tolist() == [0.5, -0.5, -1, 1, 0]
+        assert group_advantage(batch, ctx, scale="none").tolist() == [-2.25, -3.25, 1.75, 3.75, 0]
+
+
+def test_the_baseline_of_a_role_is_of_the_scores_before_and_is_kept() -> None:
+    logged: dict[str, float] = {}
+    ctx = SimpleNamespace(metrics=SimpleNamespace(log=lambda name, value, *_: logged.update({name: value})))
+    columns: dict[str, Column] = {"score": torch.tensor([1.0, 0.0, 3.0]), "data_source": ["b", "a", "b"]}
+    batch = Batch(np.array([7, 5, 6]), np.array([7, 5, 6]), columns)
+    first = EmaBaseline()
+    assert EmaBaseline.advantage(first, batch, ctx, decay=0.5).tolist() == [1, 0, 3]
+    # In the order of samples 3 comes before 1: (3 / 2 + 1) / 2.
+    assert first.state() == {"baselines": {"a": 0.0, "b": 1.25}}
+    assert logged["advantage/b/baseline"] == 1.25
+    second = EmaBaseline()
+    second.restore(first.state())
+    assert EmaBaseline.advantage(second, batch, ctx, decay=0.5).tolist() == [-0.25, 0, 1.75]
 
 
 def test_masks_of_the_policy_term() -> None:

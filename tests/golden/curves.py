@@ -47,6 +47,7 @@ CONFIG: dict[str, Any] = {
 KL, SEVERAL = {"kl": 0.05}, {"mini_batches": 2}
 FLOWS: dict[str, dict[str, Any]] = {
     "cispo": {"algo": SEVERAL},
+    "clip_cov": {"algo": SEVERAL | {"share": 0.1, "low": 0.05}},
     "cpgd": {"algo": SEVERAL},
     "dapo": {"algo": SEVERAL},
     "distill": {"algo": SEVERAL | {"by": "ema", "task": 0.5}, "train": {"lr": 1.0e-2, "ema": 0.9}},
@@ -62,11 +63,14 @@ FLOWS: dict[str, dict[str, Any]] = {
     "gpg": {},
     "grpo": {"algo": KL | SEVERAL | {"epochs": 2}},
     "gspo": {"algo": SEVERAL},
+    "kl_cov": {"algo": SEVERAL | {"share": 0.1, "penalty": 5.0}},
     "kto": {"data": {"files": "rows.jsonl", "batch": 4, "fields": ["prompt", "response", "label"]}},
     "max_at_k": {"algo": {"k": 2}},
     "opo": {},
     "orpo": {"data": {"files": "rows.jsonl", "batch": 4, "fields": ["prompt", "chosen", "rejected"]}},
+    "otb": {},
     "ppo": {"algo": SEVERAL | {"kl_in_reward": 0.05}},
+    "rae": {"algo": {"decay": 0.5}},
     "reinforce_pp": {"algo": KL},
     "reinforce_pp_baseline": {},
     "remax": {},
@@ -141,6 +145,17 @@ TUNED: dict[str, dict[str, Any]] = {
         "train": {"lr": 2.0e-3, "ema": 0.5, "ema_every": 2},
         "algo": _MASKED,
     },
+    "grpo_entropy": {
+        "flow": "grpo",
+        "algo": {
+            "mini_batches": 2,
+            "entropy": 0.05,
+            "entropy_target": 5.52,
+            "entropy_step": 0.02,
+            "entropy_max": 0.08,
+        },
+        "train": {"lr": 1.0e-2},
+    },
     "ppo_tuned": {
         "flow": "ppo",
         "rollout": {"n": 4, "max_tokens": 8, "temperature": 0.7, "stop": list(LETTERS)},
@@ -160,7 +175,7 @@ TUNED: dict[str, dict[str, Any]] = {
     },
 }
 CURVES = ("loss", "grad_norm", "entropy", "kl", "vf_loss")
-TUNED_CURVES = ("clip_frac", "dual_clip_frac", "lr", "mismatch_kl", "clip_ratio")
+TUNED_CURVES = ("entropy_weight", "clip_frac", "dual_clip_frac", "lr", "mismatch_kl", "clip_ratio")
 ROLLOUT = ("reward/mean", "response_length/mean")
 
 

@@ -8,13 +8,14 @@ from rich.console import Console
 
 from distflow.errors import PlacementError
 from distflow.flow import Flow, Node
-from distflow.plan import Place, Placement, Plan, RunNode, SyncWeights, Workload, plan
-from distflow.plan.staleness import weight_version
+from distflow.plan import Place, Placement, Plan, Resample, RunNode, SyncWeights, Workload, plan
+from distflow.plan.staleness import weight_version, weights_after
 from distflow.plan.svg import svg
 from distflow.plan.table import render
 
 GENERATE = Node("generate", "actor", "inference", ("prompt",), ("tokens",), generates=True, method=True)
 SCORE = Node("score", reads=("tokens",), writes=("score",))
+KEEP = Node("keep", reads=("tokens",), writes=("keep",), dynamic_sampling=2)
 UPDATE = Node("update", "actor", "train", ("tokens", "score"), method=True)
 SPLIT = {"generate": Place("rollout"), "score": Place("train"), "update": Place("train")}
 
@@ -64,10 +65,14 @@ def test_it_is_in_the_plan_its_hash_its_table_and_its_drawing() -> None:
         ((GENERATE, SCORE), SPLIT, "the flow 'loop' has no node that generates with weights that another one trains"),
         ((GENERATE, SCORE, UPDATE), SPLIT | {"update": Place()}, "'generate' and 'update' share ranks 0-1"),
         (
-            (GENERATE, Node("keep", reads=("tokens",), writes=("keep",), dynamic_sampling=2), Node(
-                "update", "actor", "train", ("tokens",), method=True)),
-            SPLIT,
-            "'keep' samples dynamically",
+            (GENERATE, KEEP, Node("update", "actor", "train", ("tokens",), method=True)),
+            SPLIT | {"keep": Place("train")},
+            "'keep' runs on ranks 2-3, which train, and every round of 'keep' needs it; place it on ranks that do not",
+        ),
+        (
+            (GENERATE, replace(SCORE, reads=("prompt",)), KEEP, UPDATE),
+            SPLIT | {"keep": Place("rollout"), "score": Place("rollout"), "data": Place("train")},
+            "'data' runs on ranks 2-3, which train",
         ),
     ],
 )  # fmt: skip
@@ -75,6 +80,19 @@ def test_where_nobody_can_run_ahead_it_is_refused(nodes: Any, places: Any, messa
     with pytest.raises(PlacementError, match=message):
         planned(*nodes, places=places)
     planned(*nodes, places=places, staleness=0)
+
+
+def test_dynamic_sampling_may_be_ahead_of_training_but_has_no_chunks_and_begins_nothing_early() -> None:
+    places = SPLIT | {"keep": Place("rollout"), "score": Place("rollout")}
+    nodes = (GENERATE, SCORE, KEEP, UPDATE)
+    p = planned(*nodes, places=places)
+    (resample,) = (i for i, t in enumerate(p.tasks) if isinstance(t, Resample))
+    after = weights_after(p)
+    assert after is not None
+    assert after > resample
+    for key, option in (("rollout.chunk", {"chunk": 2}), ("rollout.partial", {"ahead": 2})):
+        with pytest.raises(PlacementError, match=f"{key}: 'keep' samples dynamically, and how many rounds"):
+            planned(*nodes, places=places, **option)
 
 
 def test_nodes_that_work_sample_by_sample_on_other_ranks_run_chunk_by_chunk() -> None:

@@ -16,7 +16,7 @@ from distflow.device.sizes import CPU
 from distflow.rollout.engine import Request, SamplingParams
 from distflow.train import logprobs
 from distflow.train.heads import LogprobHead
-from distflow.train.logprobs import token_logprobs, top_logprobs
+from distflow.train.logprobs import token_energy, token_logprobs, top_logprobs
 from distflow.train.packing import pack
 from rollout.plain_loop import complete, generator_for
 from tiny import ARCHITECTURES, VOCABULARY, pair
@@ -49,6 +49,19 @@ def some(tokens: int, width: int, vocabulary: int, bias: bool, dtype: torch.dtyp
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes chunks of 16 tokens."""
     monkeypatch.setattr(logprobs, "sizes_of", lambda device: replace(CPU, logits=1, logit_tokens=16))
+
+
+@pytest.mark.usefixtures("small_chunks")
+@pytest.mark.parametrize(("temperature", "softcap"), WAYS)
+def test_the_energy_is_the_squared_gradient_by_the_logits(temperature: float, softcap: float | None) -> None:
+    hidden, weight, bias, targets = some(53, 6, 31, bias=True)
+    logits = torch.nn.functional.linear(hidden, weight, bias)
+    capped = (logits if softcap is None else softcap * torch.tanh(logits / softcap)) / temperature
+    capped = capped.detach().requires_grad_()
+    torch.log_softmax(capped, -1).gather(1, targets[:, None]).sum().backward()
+    assert capped.grad is not None
+    got = token_energy(hidden, weight, bias, targets, temperature, softcap)
+    torch.testing.assert_close(got, capped.grad.square().sum(-1))
 
 
 @pytest.mark.usefixtures("small_chunks")

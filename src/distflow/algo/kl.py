@@ -17,7 +17,8 @@ def kl(estimator: Estimator, logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
 
     k1 and k3 are unbiased, k2 and k3 never negative. As a term of a loss use k2 or k3: the gradient of k1 is the
     gradient of logprobs, whatever the reference. Where the reference finds a token more than 21 times as likely, k3
-    goes on as a line and is lower than unbiased: its gradient is at most 20, and never 0.
+    goes on as a line and is lower than unbiased: its gradient is at most 20, and never 0. `k3+` has the value of k3 and
+    the gradient of k2, which on-policy is that of the divergence.
     """
     x = log_ratio(logprobs, ref_logprobs)
     match estimator:
@@ -27,6 +28,9 @@ def kl(estimator: Estimator, logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
             return x.square() / 2
         case "k3":
             return k3(-x)
+        case "k3+":
+            k2 = x.square() / 2
+            return k2 + (k3(-x) - k2).detach()
     raise ConfigError(f"unknown KL estimator '{estimator}'{suggest(estimator, get_args(Estimator))}")
 
 

@@ -23,6 +23,7 @@ __all__ = [
     "gkd",
     "gmpo",
     "gspo",
+    "kl_cov",
     "kto",
     "nll",
     "orpo",
@@ -220,6 +221,33 @@ def dppo(
     metrics = {
         "actor/pg_loss": per_token,
         "actor/clip_frac": outside.to(ratio.dtype),
+        "actor/ppo_kl": -logarithm,
+        "actor/ratio": ratio,
+    }
+    return with_kl_and_entropy(tokens, per_token, metrics, kl, kl_estimator, entropy, kl_unbiased)
+
+
+def kl_cov(
+    tokens: Tokens,
+    penalty: NonNegative = 1.0,
+    kl: NonNegative = 0.0,
+    kl_estimator: Estimator = "k3",
+    entropy: float = 0.0,
+    kl_unbiased: bool = False,
+) -> Loss:
+    """KL-Cov: the unclipped policy gradient, with a penalty on the log-ratios of some tokens (arXiv 2505.22617).
+
+    They are those whose log-prob and advantage covary most, the field `high_covariance`: what they gain costs the most
+    entropy. Their size of the log-ratio is weighed by `penalty`.
+    """
+    if not penalty >= 0:
+        raise ConfigError(f"the kl_cov loss has penalty = {penalty}; it must be 0 or more")
+    logarithm, chosen = _log_ratio(tokens), tokens["high_covariance"]
+    ratio = _ratio(logarithm)
+    per_token = -ratio * tokens["advantage"] + penalty * chosen * logarithm.abs()
+    metrics = {
+        "actor/pg_loss": per_token,
+        "actor/covariance_frac": chosen,
         "actor/ppo_kl": -logarithm,
         "actor/ratio": ratio,
     }

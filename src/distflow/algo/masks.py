@@ -30,6 +30,31 @@ def off_policy_mask(tokens: Tokens, threshold: float) -> Tensor:
     return 1 - ((mean > threshold) & (tokens["advantage"] < 0)).to(tokens.logprobs.dtype)
 
 
+def covariance_mask(
+    logprobs: Tensor,
+    advantage: Tensor,
+    share: float,
+    add_up: Callable[[Tensor], Tensor],
+    noise: Tensor | None = None,
+    bounds: tuple[float, float] = (0.0, float("inf")),
+) -> Tensor:
+    """Returns whether a token is of the `share` whose log-prob and advantage covary most (arXiv 2505.22617): [n] bool.
+
+    The covariance of a token is (log-prob − mean) · (advantage − mean), of means over all workers' tokens; only one
+    within `bounds` counts. With `noise` [n] above 0, tokens are drawn by it instead: as many, within the bounds.
+    `add_up` sums over all workers.
+    """
+    if not 0 < share <= 1:
+        raise ConfigError(f"the share of tokens by their covariance is {share}; it must be above 0, and at most 1")
+    x, a = logprobs.double(), advantage.double()
+    count, *sums = add_up(torch.stack((x.new_tensor(len(x)), x.sum(), a.sum()))).tolist()
+    x_mean, a_mean = (total / max(count, 1.0) for total in sums)
+    covariance = (x - x_mean) * (a - a_mean)
+    within = (covariance > bounds[0]) & (covariance < bounds[1])  # NaN is not
+    rank_by = torch.where(within, covariance if noise is None else noise.double(), 0.0).float()
+    return within & (rank_by >= top_value(rank_by, share, add_up))
+
+
 def top_value(values: Tensor, fraction: float, add_up: Callable[[Tensor], Tensor]) -> float:
     """Returns the smallest of the `fraction` of all workers' values that are largest; −∞ if there are none.
 

@@ -241,7 +241,7 @@ class RolloutConfig(Section):
 class TrainerConfig(Section):
     """The optimiser, and how a batch is divided."""
 
-    optimizer: Literal["adamw", "muon"] = "adamw"
+    optimizer: Literal["adamw", "muon", "adafactor"] = "adamw"
     lr: float = Field(1e-6, ge=0)
     warmup: int = Field(0, ge=0)  # updates
     schedule: Literal["constant", "linear", "cosine"] = "constant"
@@ -268,6 +268,13 @@ class TrainerConfig(Section):
             raise ValueError(f"`offload: {self.offload}` is for `optimizer: adamw`, not for {self.optimizer}")
         return self
 
+    @model_validator(mode="after")
+    def _adafactor_has_its_own(self) -> "TrainerConfig":
+        for key in ("betas", "eps"):
+            if self.optimizer == "adafactor" and key in self.model_fields_set:
+                raise ValueError(f"`{key}` has no effect with `optimizer: adafactor`, which has its own; leave it out")
+        return self
+
 
 class LoraConfig(Section):
     """A LoRA adapter of the actor's linear layers; only the adapter is trained."""
@@ -276,6 +283,16 @@ class LoraConfig(Section):
     alpha: float | None = Field(None, gt=0)  # the adapter is scaled by alpha / rank; default: 2 × rank
     targets: Names = Field([ALL_LINEAR], min_length=1)  # names of layers, such as q_proj
     use_rslora: bool = False  # scaled by alpha / √rank instead
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_dora(cls, given: Any) -> Any:
+        if isinstance(given, dict) and "use_dora" in given:
+            raise ValueError(
+                "`use_dora`: DoRA scales each row of the merged weight by a norm of the whole row, of which engines and"
+                " weight syncs have a part; leave it out, use_rslora is supported"
+            )
+        return given
 
 
 class TrainConfig(TrainerConfig):

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from threading import Lock
 from typing import Any
 
 import numpy as np
@@ -52,6 +53,9 @@ class _StepState:
         self.assignments: dict[tuple[str, int], Ints] = {}  # (partition, samples) of a domain → replica of each slot
         self.traffic = StepTraffic()  # of moves
         self.local = 0  # bytes that nodes read where others wrote them
+        self.sampling: DynamicSampling | None = None  # while rounds of dynamic sampling are running
+        self.sampled: SampledPrompts | None = None  # the prompts of the step, once they are chosen
+        self.rounds: dict[str, list[tuple[Ints, dict[str, Column]]]] = {}  # partition → ids and columns of each round
 
 
 class Coordinator:
@@ -70,18 +74,18 @@ class Coordinator:
         self._domains: dict[int, Domains] = {}  # by the number of samples
         self._moved: set[Key] = set()  # columns received by a move, not written by a node of this rank
         self.position = 0  # of the next step's first prompt in the loader's stream, if the plan has a resample
-        self._sampling: DynamicSampling | None = None  # while rounds of dynamic sampling are running
-        self.sampled_prompts: SampledPrompts | None = None  # the prompts of the step, once they are chosen
+        self._positions: dict[int, int] = {}  # step → what `position` was after it
+        self._lock = Lock()
         self._loaded_ahead: dict[int, tuple[Ints, dict[str, list[Any]]]] = {}  # step → this replica's rows
-        self._rounds: dict[str, list[tuple[Ints, dict[str, Column]]]] = {}  # partition → ids and columns of each round
 
     def load(self, step: int, task: Load) -> None:
         """Takes the rows that were prefetched during the last step, and starts to prefetch the next step's."""
         layout = task.partition.layout
         replica = layout.replica_of(self.rank)
         assert replica is not None
-        if self._sampling:
-            ids, columns = self.loader.load_range(self._sampling.position, self._sampling.count, replica, layout.dp)
+        state = self._steps.get(step)
+        if state and (sampling := state.sampling):
+            ids, columns = self.loader.load_range(sampling.position, sampling.count, replica, layout.dp)
         else:
             ids, columns = self._load(step, replica, layout.dp)
             self._loaded_ahead.pop(step, None)
@@ -262,7 +266,9 @@ class Coordinator:
     def end_step(self, step: int) -> StepTraffic:
         """Forgets a step all of whose tasks are done, and returns its traffic."""
         state = self._steps.pop(step, None) or _StepState()
-        self.sampled_prompts = None
+        # A checkpoint of a step may be written when later ones have ended here.
+        oldest = step - self.plan.staleness - 1
+        self._positions = {s: position for s, position in self._positions.items() if s >= oldest}
         state.traffic.local += state.local
         return state.traffic
 
@@ -279,41 +285,57 @@ class Coordinator:
 
     def groups(self, step: int) -> Ints:
         """Returns the prompts of a step, ascending; during dynamic sampling, those of the current round."""
-        if self.sampled_prompts:
-            return self.sampled_prompts.positions
+        state = self._steps.get(step)
+        if state and state.sampled:
+            return state.sampled.positions
         first, count = self.loader.position(step - 1), self.loader.prompts
-        if self._sampling:
-            first, count = self._sampling.position, self._sampling.count
+        if state and state.sampling:
+            first, count = state.sampling.position, state.sampling.count
         return np.arange(first, first + count, dtype=np.int64)
 
-    def begin_sampling(self, task: Resample) -> None:
-        """Starts the dynamic sampling of a step, before its first round."""
-        self._sampling = DynamicSampling(self.position, self.loader.prompts, task.rounds, task.unit)
+    def begin_sampling(self, step: int, task: Resample) -> None:
+        """Starts the dynamic sampling of a step, before its first round, if the other thread has not."""
+        state = self._state(step)
+        with self._lock:
+            if state.sampling is None and state.sampled is None:
+                state.sampling = DynamicSampling(self.position, self.loader.prompts, task.rounds, task.unit)
+
+    def sampled_prompts(self, step: int) -> SampledPrompts:
+        """Returns the prompts of a step after its dynamic sampling."""
+        sampled = self._state(step).sampled
+        assert sampled is not None
+        return sampled
+
+    def position_after(self, step: int) -> int:
+        """Returns where the step after `step` begins in the loader's stream: later ones may have been sampled."""
+        return self._positions.get(step, self.position)
 
     def resample(self, step: int, task: Resample) -> Communication[bool]:
         """Keeps the useful samples of a round. Returns False if the step needs another round."""
-        assert self._sampling is not None
+        state = self._state(step)
+        assert state.sampling is not None
         keep = yield from self._kept_prompts(step, task)
         prompts = self.groups(step)
-        full = self._sampling.add_round(keep)
+        full = state.sampling.add_round(keep)
         for src, _, fields in task.carried:
             if src.layout.replica_of(self.rank) is not None:
                 groups, member = np.divmod(self.slots(step, src), self.plan.repeat)
                 columns = {f: self.buffer.pop(Key(step, src.id, f)) for f in fields}
-                rounds = self._rounds.setdefault(src.id, [])
+                rounds = state.rounds.setdefault(src.id, [])
                 rounds.append((prompts[groups] * self.plan.repeat + member, columns))
-                selected = self._sampling.selected()
-                self._rounds[src.id] = [_only_prompts(part, selected, self.plan.repeat) for part in rounds]
+                selected = state.sampling.selected()
+                state.rounds[src.id] = [_only_prompts(part, selected, self.plan.repeat) for part in rounds]
         self.buffer.discard(Key(step, task.partition.id, task.field))  # popped above if a later node reads it
-        self._state(step).slots.clear()
-        self._state(step).assignments.clear()
-        self._moved.clear()
+        state.slots.clear()
+        state.assignments.clear()
+        self._moved.difference_update([key for key in list(self._moved) if key.step == step])  # a chain adds others
         if full:
-            self.sampled_prompts, self._sampling = self._sampling.result(), None
-            self.position = self.sampled_prompts.next_position
+            state.sampled = state.sampling.result()
+            state.sampling = None
+            self.position = self._positions[step] = state.sampled.next_position
             for src, dst, fields in task.carried:
                 if src.layout.replica_of(self.rank) is not None:
-                    self._merge_rounds(step, dst, fields, self._rounds.pop(src.id))
+                    self._merge_rounds(step, dst, fields, state.rounds.pop(src.id))
         return full
 
     def _kept_prompts(self, step: int, task: Resample) -> Communication[Any]:

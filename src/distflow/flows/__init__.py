@@ -2,6 +2,7 @@
 
 BUILT_IN = {
     "cispo": "distflow.flows.cispo:cispo",
+    "clip_cov": "distflow.flows.clip_cov:clip_cov",
     "cpgd": "distflow.flows.cpgd:cpgd",
     "dapo": "distflow.flows.dapo:dapo",
     "distill": "distflow.flows.distill:distill",
@@ -15,11 +16,14 @@ BUILT_IN = {
     "gpg": "distflow.flows.gpg:gpg",
     "grpo": "distflow.flows.grpo:grpo",
     "gspo": "distflow.flows.gspo:gspo",
+    "kl_cov": "distflow.flows.kl_cov:kl_cov",
     "kto": "distflow.flows.kto:kto",
     "max_at_k": "distflow.flows.max_at_k:max_at_k",
     "opo": "distflow.flows.opo:opo",
     "orpo": "distflow.flows.orpo:orpo",
+    "otb": "distflow.flows.otb:otb",
     "ppo": "distflow.flows.ppo:ppo",
+    "rae": "distflow.flows.rae:rae",
     "reinforce_pp": "distflow.flows.reinforce_pp:reinforce_pp",
     "reinforce_pp_baseline": "distflow.flows.reinforce_pp_baseline:reinforce_pp_baseline",
     "remax": "distflow.flows.remax:remax",

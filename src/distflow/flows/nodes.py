@@ -22,11 +22,17 @@ if TYPE_CHECKING:
 
 @node(role="advantage", whole_groups=True, writes="advantage")
 def group_advantage(
-    batch: "Batch", ctx: "Context", scale: Scale = "std", baseline: Baseline = "mean", field: str = "score"
+    batch: "Batch",
+    ctx: "Context",
+    scale: Scale = "std",
+    baseline: Baseline = "mean",
+    field: str = "score",
+    within: str | None = None,
 ) -> Any:
     """Compares the score of each sample (`field`) with its group; see distflow.algo.advantages.
 
-    The baseline `length_weighted` also reads `response_tokens`.
+    `within` names a field by whose values a group is divided further, such as the role that a sample plays. The
+    baseline `length_weighted` also reads `response_tokens`.
     """
     import torch
 
@@ -34,11 +40,37 @@ def group_advantage(
     from distflow.batch.response_mask import model_token_counts
 
     groups, score = torch.from_numpy(batch.groups), batch[field]
+    if within is not None:
+        values = batch[within].tolist() if isinstance(batch[within], torch.Tensor) else map(str, batch[within])
+        numbers: dict[Any, int] = {}
+        pairs = zip(batch.groups.tolist(), values, strict=True)
+        groups = torch.tensor([numbers.setdefault(pair, len(numbers)) for pair in pairs], dtype=torch.int64)
     lengths = model_token_counts(batch) if baseline == "length_weighted" else None
     return _logged(group_advantages(score, groups, scale, baseline, lengths), score, groups, ctx)
 
 
 batch_advantage = node(group_advantage, id="batch_advantage", whole_batch=True)  # for scales over all groups
+
+
+@node(role="advantage", whole_groups=True, writes="advantage", optional=("response_mask", "turn_rewards"))
+def optimal_token_advantage(batch: "Batch", ctx: "Context") -> Any:
+    """Compares the return of each token with that of the group's tokens at its place; see distflow.algo.baselines."""
+    import torch
+
+    from distflow.algo.baselines import optimal_token_advantages
+    from distflow.algo.returns import discounted_returns
+    from distflow.batch.response_mask import ModelTokens
+
+    model, groups = ModelTokens.of(batch, "energy"), torch.from_numpy(batch.groups)
+    lengths = torch.from_numpy(model.lengths)
+    returns = discounted_returns(_token_rewards(batch, model, 0.0), lengths)
+    advantage = optimal_token_advantages(returns, model.select(batch["energy"].joined()), lengths, groups)
+    _log_scores(batch["score"], groups, ctx)
+    if len(advantage):
+        ctx.metrics.log("advantage/mean", float(advantage.mean()), len(advantage))
+    return model.spread(advantage)
+
+
 length_advantage = node(group_advantage, optional="response_mask")  # for the baseline that counts tokens
 
 
@@ -66,15 +98,19 @@ def summed_advantage(batch: "Batch", ctx: "Context") -> Any:
 
 def _logged(advantage: Any, score: Any, groups: Any, ctx: "Context") -> Any:
     """Logs the scores that advantages are of, and returns the advantages."""
+    ctx.metrics.log("advantage/mean", float(advantage.mean()), len(score))
+    _log_scores(score, groups, ctx)
+    return advantage
+
+
+def _log_scores(score: Any, groups: Any, ctx: "Context") -> None:
     from distflow.algo.advantages import mean_group_std, zero_std_fraction
 
-    ctx.metrics.log("advantage/mean", float(advantage.mean()), len(score))
     # Under dynamic sampling reward/mean is over all responses that were generated.
     ctx.metrics.log("reward/trained_mean", float(score.mean()), len(score))
     count = len(groups.unique())
     ctx.metrics.log("reward/std", mean_group_std(score, groups), count)
     ctx.metrics.log("reward/zero_std_frac", zero_std_fraction(score, groups), count)
-    return advantage
 
 
 @node(role="advantage", whole_groups=True, writes="keep")

@@ -27,6 +27,9 @@ def update_policy(
     kl_unbiased=False,  # multiplies it by the importance ratio
     kl_reference: KLReference = "reference",  # or the moving average of the weights (train.ema)
     entropy=0.0,  # weight of the entropy bonus
+    entropy_target: NonNegative | None = None,  # mean entropy up to which there is a bonus, whose weight adapts to it
+    entropy_step: NonNegative = 0.005,  # by which the weight changes after an update
+    entropy_max: NonNegative = 1.0,  # the highest weight
     recompute_old_logprobs=False,  # by the trainer, instead of the rollout engine's
     rollout_correction: CorrectionKind | None = None,  # of rollouts by another policy; see distflow.algo.correction
     correction_threshold: Threshold = 2.0,
@@ -62,6 +65,8 @@ def update_policy(
     if top_entropy < 1:
         inputs.append(actor.entropy(tokens))
         constants["top_entropy"] = top_entropy
+    if entropy_target is not None:
+        constants |= {"entropy_target": entropy_target, "entropy_step": entropy_step, "entropy_max": entropy_max}
     if kl_unbiased:
         constants["kl_unbiased"] = True
     several_updates = (mini_batches, epochs) != (1, 1)  # in one step; values are checked after tracing

@@ -15,6 +15,7 @@ SENTENCES = {
     "reward/min": "Lowest score of the step.",
     "reward/max": "Highest score of the step.",
     "reward/*": "Mean score of one reward function, of one key that it returns, or of one data source.",
+    "advantage/*/baseline": "Moving average of the scores of a role, which its advantages are relative to.",
     "advantage/*": "Mean advantage; about 0 where groups are compared with their own mean.",
     "actor/loss": "The loss that is minimised; its level says little, a sudden jump says much.",
     "actor/pg_loss": "The policy-gradient part of the loss.",
@@ -24,6 +25,7 @@ SENTENCES = {
     "actor/clip_frac": "Share of tokens whose ratio was clipped; if it is high, lower the learning rate or do fewer "
     "updates per step.",
     "actor/entropy": "Mean entropy of the policy per token; if it falls to 0, all responses become the same.",
+    "actor/entropy_weight": "Weight of the entropy bonus, which follows the entropy; 0 while that is above its target.",
     "actor/grad_norm": "Norm of the gradient before clipping; spikes come before a collapse.",
     "*/grad_norm": "Norm of the gradient before clipping.",
     "*/lr": "The learning rate.",

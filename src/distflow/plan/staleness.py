@@ -10,7 +10,7 @@ from distflow.errors import PlacementError
 from distflow.flow.graph import SOURCE, Flow, Node
 from distflow.plan.layout import format_ranks
 from distflow.plan.placement import Placement
-from distflow.plan.tasks import Move, Plan, Split, SyncWeights, chunk_of
+from distflow.plan.tasks import Move, Plan, Resample, Split, SyncWeights, chunk_of
 
 
 def weight_version(step: int, delay: int, first: int) -> int:
@@ -30,10 +30,7 @@ def check_apart(flow: Flow, placement: Placement, key: str) -> None:
             " leave it out"
         )
     if flow.sampling_node:
-        raise PlacementError(
-            f"{key}: '{flow.sampling_node.id}' samples dynamically, which every worker waits for in every step;"
-            " leave it out, or use a flow without dynamic sampling"
-        )
+        _check_sampling(flow, placement, key, flow.sampling_node)
     for n, others in loops:
         own = set(placement.layout(n).ranks)
         for other in others:
@@ -44,6 +41,25 @@ def check_apart(flow: Flow, placement: Placement, key: str) -> None:
                     " run ahead of the other; place them on rank sets that do not overlap, such as"
                     f" placement.nodes.{n.id}: {{ranks: rollout}}, or leave it out"
                 )
+
+
+def _check_sampling(flow: Flow, placement: Placement, key: str, sampling: Node) -> None:
+    """Raises unless the rounds of dynamic sampling need no rank that trains."""
+    if key != "rollout.staleness":
+        raise PlacementError(
+            f"{key}: '{sampling.id}' samples dynamically, and how many rounds a step needs is known only at its end;"
+            " leave it out, or use a flow without dynamic sampling"
+        )
+    trains = {r for n in flow.nodes if n.type == "train" for r in placement.layout(n).ranks}
+    before = flow.order[: flow.order.index(sampling) + 1]
+    layouts = {SOURCE: placement.source_layout(flow), **{n.id: placement.layout(n) for n in before}}
+    for name, layout in layouts.items():
+        if shared := trains.intersection(layout.ranks):
+            raise PlacementError(
+                f"{key}: '{name}' runs on ranks {format_ranks(tuple(sorted(shared)))}, which train, and every round of"
+                f" '{sampling.id}' needs it; place it on ranks that do not train, such as placement.nodes.{name}:"
+                " {ranks: rollout}, or leave it out"
+            )
 
 
 def check_partial(flow: Flow, placement: Placement, staleness: int) -> None:
@@ -81,8 +97,8 @@ def weights_after(plan: Plan) -> int | None:
     weights = [i for i, t in enumerate(plan.tasks) if isinstance(t, SyncWeights)]
     if not plan.staleness or (own and own[0] < weights[-1]):  # generating ranks first receive fields
         return None
-    chunks = [i for i, t in enumerate(plan.tasks) if isinstance(t, Split) or chunk_of(t) is not None]
-    return max([*own, *weights, *chunks]) + 1
+    others = [i for i, t in enumerate(plan.tasks) if isinstance(t, Split | Resample) or chunk_of(t) is not None]
+    return max([*own, *weights, *others]) + 1
 
 
 def _is_trained(flow: Flow, role: str) -> bool:

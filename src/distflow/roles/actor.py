@@ -124,6 +124,12 @@ class Actor(Trained):
         assert self.trainer is not None
         return self.trainer.infer(batch, output=1)
 
+    @node(type="inference", writes="energy", optional=(*OPTIONAL, *EXPERTS), sequence_parallel=True)
+    def energy(self, batch: "Batch") -> "Ragged":
+        """Computes the squared gradient of each response token's log-prob by the logits, with these weights."""
+        assert self.trainer is not None
+        return self.trainer.infer_energy(batch)
+
     @node(writes=TOKENS, optional=IMAGES)
     def encode(self, batch: "Batch") -> dict[str, Any]:
         """Encodes `prompt` and a given `response`, which ends with the end-of-sequence token."""

@@ -20,11 +20,11 @@ from distflow.comm.streams import CPU, finish, own_stream
 from distflow.coordinator.coordinator import Coordinator
 from distflow.observe.metrics import MetricsReducer, StepMetrics
 from distflow.plan.staleness import weights_after
-from distflow.plan.tasks import Move, Partition, Split, SyncWeights, Task, chunk_of
+from distflow.plan.tasks import Move, Partition, Resample, Split, SyncWeights, Task, chunk_of
 from distflow.run.comm import Comm
 from distflow.run.evaluation import Evaluation
 from distflow.run.mailbox import Mailbox
-from distflow.run.worker import Worker
+from distflow.run.worker import Worker, split_at_resample
 
 
 @dataclass(frozen=True)
@@ -54,6 +54,8 @@ class AsyncComm(Comm):
         tasks, rank = weights_after(worker.plan), worker.rank
         # Tasks of the chain after which the next step begins for the thread, None: after all.
         self._early = None if tasks is None else sum(rank in t.ranks for t in worker.plan.tasks[:tasks])
+        # Whether the chain has a part in the rounds of dynamic sampling; else the thread does not wait for it.
+        self._samples = bool(split_at_resample(worker.chain)[0])
         self._complete: Counter[int] = Counter()  # step → its chunks that are complete here
         self._sent: set[tuple[int, int, str]] = set()  # moves of chunks that were sent before the chain came to them
         for each in (worker, *([evaluation.worker] if evaluation else [])):
@@ -83,6 +85,15 @@ class AsyncComm(Comm):
             data.receive(step, task, received)
         self._sent.discard(key)
         yield from ()
+
+    def resample(self, data: Coordinator, step: int, task: Resample, number: int) -> Communication[bool]:
+        key = (id(data), step, "round", number)
+        if self._samples:
+            self.mail.put((*key, "sampled"))
+        with self.waiting(task.ranks):
+            full: bool = self.mail.take((*key, "full"))
+        yield from ()
+        return full
 
     def send_chunk(self, data: Coordinator, step: int, part: Partition) -> None:
         assert part.chunk is not None
@@ -174,7 +185,10 @@ class AsyncComm(Comm):
 
     def _tasks(self, worker: Worker, step: int) -> Communication[None]:
         early = self._early if worker is self.worker else None
-        for place, task in enumerate(worker.chain):
+        sampled, resample, rest = split_at_resample(worker.chain)
+        if resample:
+            yield from self._rounds(worker, step, sampled, resample)
+        for place, task in enumerate(rest, len(worker.chain) - len(rest)):
             if place == early and self._begins_early(step + 1):
                 yield from self._begin(step + 1)
             if chunk_of(task) is None and not (early is not None and isinstance(task, SyncWeights)):
@@ -183,6 +197,22 @@ class AsyncComm(Comm):
                 yield from self._chunks(worker, step, task)
         if early == len(worker.chain) and self._begins_early(step + 1):
             yield from self._begin(step + 1)
+
+    def _rounds(self, worker: Worker, step: int, sampled: tuple[Task, ...], resample: Resample) -> Communication[None]:
+        """Does what the rounds of dynamic sampling need, as many as fill the step."""
+        data, full, number = worker.data, False, 0
+        data.begin_sampling(step, resample)
+        while not full:
+            for task in sampled:
+                if self._early is None or not isinstance(task, SyncWeights):
+                    yield from self._task(worker, step, task)
+            key = (id(data), step, "round", number)
+            if self._samples:
+                self.mail.take((*key, "sampled"))
+            full = yield from data.resample(step, resample)
+            self.thread.sent.clear()  # of no move
+            self.mail.put((*key, "full"), full)
+            number += 1
 
     def _chunks(self, worker: Worker, step: int, split: Split) -> Communication[None]:
         """Does the tasks of all chunks, in an order on which its ranks agree: as they become complete.

@@ -29,6 +29,7 @@ from distflow.coordinator.coordinator import Coordinator
 from distflow.dataset.fingerprint import changes, fingerprint
 from distflow.dataset.view import DatasetView
 from distflow.errors import CheckpointError, ConfigError, cut
+from distflow.plan.tasks import Resample
 from distflow.roles.role import Role
 from distflow.run.program import Program
 from distflow.run.rollouts import ROLLOUTS, Rollouts
@@ -91,7 +92,7 @@ class CheckpointManager:
             self.copy(step)
         parts = {**self._copies.pop(step), **self._rollouts_after(step)}
         export = self._export if self.config.checkpoint.export and "actor" in self.ranks else None
-        self.writer.save(step, parts, {**self._run_state(), "metrics": dict(metrics)}, self._on_complete, export)
+        self.writer.save(step, parts, {**self._run_state(step), "metrics": dict(metrics)}, self._on_complete, export)
 
     def _rollouts_after(self, step: int) -> Parts:
         tensors = self.rollouts.tensors(step)
@@ -166,10 +167,10 @@ class CheckpointManager:
         """Returns the roles whose state this worker holds; the roles of an evaluation alone have none."""
         return [(name, role) for name, role in self.roles.items() if self.rank in self.ranks.get(name, ())]
 
-    def _run_state(self) -> dict[str, Any]:
+    def _run_state(self, step: int) -> dict[str, Any]:
         data = {"eras": self.data.loader.eras, **self._fingerprint} if self.rank == 0 else {}  # which writes it
         threads = thread_counts(self.world.identities)
-        return {"position": self.data.position, "data": data, "threads": threads, **self._identity()}
+        return {"position": self.data.position_after(step), "data": data, "threads": threads, **self._identity()}
 
     def _identity(self) -> dict[str, Any]:
         """Returns what must be the same for a run to be the same."""
@@ -223,7 +224,8 @@ class CheckpointManager:
             if self.rank == 0:
                 problem = changes(self.rows, recorded) or self._tokenizer_change(int(recorded["rows"]))
             position = max(state["position"], loader.position(state["step"]))  # dynamic sampling is ahead
-            drawn = position + plan.prompts_ahead + plan.staleness * loader.prompts
+            rounds = max([t.rounds for t in plan.tasks if isinstance(t, Resample)], default=1)
+            drawn = position + plan.prompts_ahead + plan.staleness * loader.prompts * rounds
             loader.resume(recorded["eras"], drawn)
         except (LookupError, TypeError, ValueError, ArithmeticError) as e:
             raise CheckpointError(

@@ -7,7 +7,7 @@ from distflow.comm.collectives import Communication
 from distflow.coordinator.coordinator import Coordinator
 from distflow.errors import ConfigError
 from distflow.observe.metrics import MetricsReducer, StepMetrics
-from distflow.plan.tasks import Move, Partition, Plan, RunNode, Split, SyncWeights
+from distflow.plan.tasks import Move, Partition, Plan, Resample, RunNode, Split, SyncWeights
 from distflow.roles.role import Role, defines
 from distflow.run.versions import Versions
 
@@ -40,6 +40,11 @@ class Comm:
     def move(self, data: Coordinator, step: int, task: Move) -> Communication[None]:
         """Moves fields of a step."""
         yield from data.move(step, task)
+
+    def resample(self, data: Coordinator, step: int, task: Resample, number: int) -> Communication[bool]:
+        """Ends a round of dynamic sampling, the `number`-th of the step; returns whether the step is full."""
+        full = yield from data.resample(step, task)
+        return full
 
     def send_chunk(self, data: Coordinator, step: int, part: Partition) -> None:
         """Is called when a chunk is complete. Here its moves have to wait until the chain comes to them."""

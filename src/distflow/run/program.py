@@ -30,6 +30,7 @@ BUILT_IN_ROLES = {
     "actor": "distflow.roles.actor:Actor",
     "agent": "distflow.agents.agent:Agent",  # the actor of a config with environments
     "critic": "distflow.roles.critic:Critic",
+    "ema_baseline": "distflow.flows.ema_baseline:EmaBaseline",
     "environment": "distflow.agents.agent:Environment",
     "environment_reward": "distflow.agents.env_reward:EnvironmentReward",
     "frozen": "distflow.roles.frozen:FrozenModel",
@@ -82,7 +83,7 @@ class Program:
         """Role → its implementation: the config's, or the built-in one if the config has its section."""
         config, built_in = self.config, dict[str, RoleConfig]()
         if config.model is not None:
-            built_in |= {role: RoleConfig(call=role) for role in MODEL_ROLES}
+            built_in |= {role: RoleConfig(call=role) for role in (*MODEL_ROLES, "ema_baseline")}
         if config.rollout.router_replay:
             if self.environments:
                 raise ConfigError("rollout.router_replay: not with conversations; leave one of them out")

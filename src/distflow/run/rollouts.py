@@ -16,7 +16,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from distflow.batch.batch import NO_SAMPLES, Batch, Column, Ragged, concat, select
+from distflow.batch.batch import NO_SAMPLES, Batch, Column, Ragged, as_column, concat, select
 from distflow.checkpoint.tensor_index import file_name
 from distflow.comm.routes import contiguous_replicas
 from distflow.errors import CheckpointError, cut
@@ -38,6 +38,16 @@ class Rollout:
     ids: Ints  # ascending
     columns: Mapping[str, Column]
     metrics: StepMetrics
+
+    def joined(self, other: "Rollout") -> "Rollout":
+        """Returns both, of other samples each."""
+        ids = np.concatenate([self.ids, other.ids])
+        order, metrics = np.argsort(ids), StepMetrics()
+        for part in (self, other):
+            metrics.merge(part.metrics.totals)
+        fields = self.columns if len(self.ids) else other.columns
+        columns = {f: concat([as_column(r.columns[f], len(r.ids), f) for r in (self, other)]) for f in fields}
+        return Rollout(ids[order], {f: select(c, order) for f, c in columns.items()}, metrics)
 
 
 class PartialRollouts:
@@ -66,11 +76,17 @@ class Rollouts:
             self._nodes.add(_CARRIED_NODE)
         self._folder: Path | None = None
         self._places = 0  # files in the folder
+        self._rounds = plan.flow.sampling_node is not None  # then a step asks for its samples in several parts
+        self._logged: set[str] = set()  # what of the checkpoint has told its metrics
 
     def keep(self, step: int, node: Node, rollout: Rollout) -> None:
-        """Keeps a rollout, and forgets rollouts that all workers have trained on."""
+        """Keeps a rollout, and forgets rollouts that all workers have trained on.
+
+        In dynamic sampling, each round of the step adds its samples.
+        """
         self._kept = {key: kept for key, kept in self._kept.items() if key[0] > step - self.delay}
-        self._kept[step, node.id] = rollout
+        before = self._kept.get((step, node.id))
+        self._kept[step, node.id] = before.joined(rollout) if before else rollout
 
     def carry(self, step: int, begun: Batch | None) -> None:
         """Keeps the samples that are carried on to the step after `step`."""
@@ -140,7 +156,10 @@ class Rollouts:
         )
 
     def recall(self, step: int, node: Node, layout: Layout, rank: int, ids: Ints) -> Rollout | None:
-        """Returns a rollout that the checkpoint has of these samples, None if there is none."""
+        """Returns a rollout that the checkpoint has of these samples, None if there is none.
+
+        In dynamic sampling it may have fewer: another layout draws them in other rounds.
+        """
         if self._folder is None:
             return None
         try:
@@ -183,7 +202,8 @@ class Rollouts:
                 names = [n for n in file.keys() if n.startswith(prefix)]  # noqa: SIM118 (it is no dict)
                 if not names:
                     return None
-                if place in own:
+                if place in own and f"{prefix}{place}" not in self._logged:
+                    self._logged.add(f"{prefix}{place}")
                     metrics.merge({(n, r): (v, c) for n, r, v, c in _decode(file.get_tensor(f"{prefix}metrics"))})
                 stored = file.get_tensor(f"{prefix}ids").numpy()
                 index = np.flatnonzero(np.isin(stored, sorted(missing)))
@@ -191,8 +211,9 @@ class Rollouts:
                     missing -= set(stored[index].tolist())
                     tensors = {n.removeprefix(prefix): file.get_tensor(n) for n in names}
                     found.append((stored[index], {f: select(c, index) for f, c in _to_columns(tensors).items()}))
-        if missing:
+        if missing and not self._rounds:
             raise ValueError(f"sample {min(missing)} is missing")
+        ids = ids[~np.isin(ids, sorted(missing))]
         if not found:  # no samples: of which kind their columns are is not known here
             return Rollout(ids, dict.fromkeys(writes, NO_SAMPLES), metrics)
         every = np.concatenate([stored for stored, _ in found])

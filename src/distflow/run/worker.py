@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 
 from distflow.batch.batch import NO_SAMPLES, Batch, Column, Ragged
@@ -112,16 +113,17 @@ class Worker:
         """Runs the chain once."""
         times: dict[str, float] = {}
         self.work_s = 0.0
-        sampled, resample, rest = _split_at_resample(self.chain)
+        sampled, resample, rest = split_at_resample(self.chain)
         if resample:
-            self.data.begin_sampling(resample)
-            full = False
+            self.data.begin_sampling(step, resample)
+            full, number = False, 0
             while not full:
                 yield from self._run_tasks(sampled, step, metrics, times)
                 self.around.on_task(step, resample.name)
                 with self.recorder.task(step, resample, self.plan):
-                    full = yield from self.data.resample(step, resample)
-            metrics.sampling(self.data.sampled_prompts)
+                    full = yield from self.comm.resample(self.data, step, resample, number)
+                number += 1
+            metrics.sampling(self.data.sampled_prompts(step))
         yield from self._run_tasks(rest, step, metrics, times)
         for name, seconds in times.items():
             metrics.time(name, seconds)
@@ -226,12 +228,16 @@ class Worker:
             if isinstance(context.partial, PartialRollouts):
                 self.rollouts.carry(context.step, context.partial.carried)
             rollout = Rollout(batch.ids, result, own)
+        elif len(missing := np.flatnonzero(~np.isin(batch.ids, rollout.ids))):
+            # Another layout draws other rounds. What its rounds have beyond those of before cannot be selected.
+            result = by_field(self.functions[node.id](batch.select(missing), context), node.writes)
+            rollout = rollout.joined(Rollout(batch.ids[missing], result, StepMetrics()))
         self.rollouts.keep(context.step, node, rollout)
         metrics.merge(rollout.metrics.totals)
         return rollout.columns
 
 
-def _split_at_resample(chain: tuple[Task, ...]) -> tuple[tuple[Task, ...], Resample | None, tuple[Task, ...]]:
+def split_at_resample(chain: tuple[Task, ...]) -> tuple[tuple[Task, ...], Resample | None, tuple[Task, ...]]:
     """Splits off the tasks of dynamic sampling, which are repeated until the step is full."""
     for i, task in enumerate(chain):
         if isinstance(task, Resample):

@@ -10,7 +10,7 @@ from distflow.model.experts import Routing, experts_blocks
 from distflow.model.images import batch_of_one
 from distflow.model.sequence_parallel import ALONE, SequenceParallel
 from distflow.model.source import Head
-from distflow.train.logprobs import token_logprobs, top_logprobs
+from distflow.train.logprobs import token_energy, token_logprobs, top_logprobs
 from distflow.train.packing import Pack, Share
 
 
@@ -52,10 +52,12 @@ class _WithHead(nn.Module):
 class LogprobHead(_WithHead):
     """Computes log-prob and entropy of each token, without returning the logits."""
 
-    def forward(self, pack: Pack, temperature: float, top: TopK | None = None) -> tuple[Tensor, ...]:
+    def forward(
+        self, pack: Pack, temperature: float, top: TopK | None = None, energy: bool = False
+    ) -> tuple[Tensor, ...]:
         """Returns log-probs and entropy of the tokens, and log-probs of the pack's candidates if it has any.
 
-        With `top`, the likeliest tokens and their log-probs instead.
+        With `top`, the likeliest tokens and their log-probs instead; with `energy`, only that of each token.
         """
         share = self._share(pack)
         hidden = self._hidden(pack, share)
@@ -66,6 +68,9 @@ class LogprobHead(_WithHead):
             ids, logprobs = (self._joined(x.to(likeliest[1].dtype), share, pack) for x in likeliest)
             return ids.int(), logprobs
         targets = share.targets if len(share.targets) else share.targets.new_zeros(1)
+        if energy:
+            outputs = (token_energy(hidden, head.weight, head.bias, targets, temperature, softcap),)
+            return self.sequences.join(outputs, share.places, len(pack.targets))
         if share.candidates is None:
             outputs = token_logprobs(hidden, head.weight, head.bias, targets, temperature, softcap)
             return self.sequences.join(outputs, share.places, len(pack.targets))

@@ -49,6 +49,26 @@ def top_logprobs(
     return torch.cat(ids), torch.cat(logprobs)
 
 
+@torch.no_grad()
+def token_energy(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    temperature: float = 1.0,
+    softcap: float | None = None,
+) -> Tensor:
+    """Returns ‖1 − π‖² of each of `targets` [n], the squared gradient of its log-prob by the logits, in float32."""
+    energy = list[Tensor]()
+    for part in _parts(hidden, len(weight)):
+        p = _logits(hidden[part], weight, bias, temperature, softcap)[0].softmax(-1)
+        own = p.gather(1, targets[part][:, None])[:, 0]
+        # Without the own token first: of one that is nearly certain, 1 − 2π + Σπ² would be a difference of large terms.
+        others = p.scatter_(1, targets[part][:, None], 0.0)
+        energy.append((1 - own).square() + others.square().sum(-1))
+    return torch.cat(energy)
+
+
 class _Head(torch.autograd.Function):
     @staticmethod
     def forward(

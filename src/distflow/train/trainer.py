@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from distflow.algo.aggregate import Counts, token_weights
 from distflow.algo.kl import kl
 from distflow.algo.losses import Loss
-from distflow.algo.masks import off_policy_mask, top_value
+from distflow.algo.masks import off_policy_mask
 from distflow.algo.options import AggregateBy
 from distflow.algo.tokens import Tokens, TopLogprobs
 from distflow.batch.batch import Batch, Ragged
@@ -36,7 +36,9 @@ from distflow.plan.layout import Layout
 from distflow.roles.context import RoleContext, shard_degree
 from distflow.train import fsdp
 from distflow.train.compiled import compile_layers
+from distflow.train.adafactor import Adafactor, moments_of
 from distflow.train.ema import Ema
+from distflow.train.entropy_control import EntropyControl
 from distflow.train.heads import HEADS, TopK
 from distflow.train.lr_schedule import learning_rate
 from distflow.train.muon import ADAMW_MOMENTS, MUON_MOMENTS, MatrixExchange, Muon, is_matrix
@@ -56,6 +58,7 @@ from distflow.train.packing import (
 )
 from distflow.train.readings import Readings
 from distflow.train.router_load import RouterLoad
+from distflow.train.token_masks import POLICY_MASK, with_covariance, with_high_entropy
 from distflow.train.update_spec import UpdateSpec
 from distflow.train.vision import Vision
 from distflow.util.arrays import Ints
@@ -63,8 +66,6 @@ from distflow.weights.shards import Shards, TensorSpec, slices
 from distflow.weights.state import EMA, WEIGHTS, RoleState
 
 logger = logging.getLogger(__name__)
-
-POLICY_MASK = "policy_mask"  # 1 for the tokens that have a policy term
 
 
 @dataclass(frozen=True)
@@ -127,6 +128,7 @@ class Trainer:
         fsdp.shard(self.model, lm, mesh, DTYPES[config.dtype])
         self._materialize(rank)
         self.updates = 0  # optimiser steps so far
+        self.entropy = EntropyControl()
         self.optimizer = self._make_optimizer() if trainable else None
         self.routers: RouterLoad | None = None
         if (
@@ -168,8 +170,10 @@ class Trainer:
         for spec, p in self.trained:
             fsdp.local(p).copy_(read(spec.name, slices(self.shards.box(spec, rank))))
 
-    def _make_optimizer(self) -> torch.optim.AdamW:
-        # The optimiser sees this rank's shards as plain tensors in the same memory.
+    def _make_optimizer(self) -> torch.optim.Optimizer:
+        # The optimiser sees this rank's shards as plain tensors in the same memory. A moment that has a shape is whole
+        # on every rank.
+        self.moments: dict[nn.Parameter, dict[str, tuple[int, ...] | None]]
         self.optimized = [nn.Parameter(shard) for shard in fsdp.local_shards(self.trained).values()]
         config, of_muon = self.config, list[tuple[TensorSpec, nn.Parameter]]()
         decay: dict[bool, list[nn.Parameter]] = {True: [], False: []}
@@ -178,16 +182,25 @@ class Trainer:
                 of_muon.append((spec, shard))
             else:
                 decay[len(spec.shape) > 1].append(shard)
+        if config.optimizer == "adafactor":
+            specs_of = {shard: spec for (spec, _), shard in zip(self.trained, self.optimized, strict=True)}
+            self.moments = {shard: moments_of(spec) for shard, spec in specs_of.items()}
+            made = [
+                {"params": ps, "specs": [specs_of[p] for p in ps], "weight_decay": config.weight_decay * matrices}
+                for matrices, ps in decay.items()
+                if ps
+            ]
+            return Adafactor(made, self.shards, self.mesh, self.rank, lr=config.lr)
         groups: list[dict[str, Any]] = [
             {"params": decay[True], "weight_decay": config.weight_decay},
             {"params": decay[False], "weight_decay": 0.0},
         ]
         options: dict[str, Any] = {"lr": config.lr, "betas": config.betas, "eps": config.eps, "fused": True}
-        self.moments = dict.fromkeys(self.optimized, ADAMW_MOMENTS)
+        self.moments = dict.fromkeys(self.optimized, dict.fromkeys(ADAMW_MOMENTS))
         if not of_muon:
             return (torch.optim.AdamW if config.offload == "none" else OffloadedAdamW)(groups, **options)
         specs, matrices = zip(*of_muon, strict=True)
-        self.moments |= dict.fromkeys(matrices, MUON_MOMENTS)
+        self.moments |= dict.fromkeys(matrices, dict.fromkeys(MUON_MOMENTS))
         names = [spec.name for spec in specs]
         groups.append({"params": matrices, "names": names, "weight_decay": config.weight_decay, "muon": True})
         return Muon(groups, MatrixExchange(specs, self.shards, self.mesh, self.rank), **options)
@@ -233,7 +246,9 @@ class Trainer:
         for (spec, p), shard in zip(self.trained, self.optimized, strict=True):
             shards = {WEIGHTS: self.host.host[spec.name] if self.host else fsdp.local(p.detach())}
             if steps and (state := self.optimizer.state.get(shard)):
-                shards |= {f"{key}.": state[key] for key in self.moments[shard]}
+                shards |= {f"{key}.": state[key] for key, shape in self.moments[shard].items() if shape is None}
+                whole = (key for key, shape in self.moments[shard].items() if shape is not None)
+                tensors |= {f"{key}.{spec.name}": state[key] for key in whole}
             if self.ema:
                 shards[EMA] = self.ema.shards[spec.name]
             tensors |= {prefix + spec.name: tensor for prefix, tensor in shards.items()}
@@ -243,7 +258,8 @@ class Trainer:
                 if prefix + spec.name not in tensors:
                     tensors[prefix + spec.name] = self.host.host[spec.name] if self.host else fsdp.local(p.detach())
                     specs[prefix + spec.name] = spec
-        return RoleState({"updates": self.updates, "optimizer_steps": steps}, tensors, specs, self.shards)
+        values = {"updates": self.updates, "optimizer_steps": steps, **self.entropy.state()}
+        return RoleState(values, tensors, specs, self.shards)
 
     def restore(self, values: Mapping[str, Any]) -> None:
         """Takes up the numbers of a state, and makes the moments that it has: `state` then returns all its tensors."""
@@ -252,11 +268,15 @@ class Trainer:
             for shard in self.optimized:
                 offloaded = self.config.offload != "none"
                 where = "cpu" if offloaded else None
-                moments = {key: torch.zeros_like(shard, device=where) for key in self.moments[shard]}
+                moments = {
+                    key: torch.zeros_like(shard, device=where) if shape is None else shard.new_zeros(shape)
+                    for key, shape in self.moments[shard].items()
+                }
                 # Fused AdamW needs the count where the shard is.
                 steps = torch.tensor(float(values["optimizer_steps"]), device=shard.device)
                 self.optimizer.state[shard] = {"step": steps, **moments}
         self.updates = values["updates"]
+        self.entropy.restore(values)
 
     def infer(self, batch: Batch, output: int = 0) -> Ragged:
         """Returns the log-prob of every response token, or its value, in the order of the batch; 0 for masked ones.
@@ -269,6 +289,10 @@ class Trainer:
         """Returns the likeliest tokens at the place of every response token, and their log-probs: [tokens, k] each."""
         ids, logprobs = self._infer(batch, lambda packed: self.model(packed, self.temperature, top))
         return ids, logprobs
+
+    def infer_energy(self, batch: Batch) -> Ragged:
+        """Returns ‖1 − π‖² of every response token, of the distribution π that it was drawn from."""
+        return self._infer(batch, lambda packed: self.model(packed, self.temperature, None, True))[0]
 
     @torch.no_grad()
     def _infer(self, batch: Batch, outputs_of: Callable[[Pack], Sequence[Tensor]]) -> list[Ragged]:
@@ -306,7 +330,9 @@ class Trainer:
         with self.on_device(changes=True):
             batch = _prepared(batch, spec)
             if spec.top_entropy < 1:
-                batch = self._with_policy_mask(batch, spec.top_entropy)
+                batch = with_high_entropy(batch, spec.top_entropy, self._over_workers)
+            if spec.covariance:
+                batch = with_covariance(batch, spec.covariance, ctx.seed, self._over_workers)
             self._update(batch, spec, ctx)
 
     def _update(self, batch: Batch, spec: UpdateSpec, ctx: Context) -> None:
@@ -314,16 +340,22 @@ class Trainer:
         mini_batch = np.searchsorted(ctx.groups, batch.groups) % spec.mini_batches
         minis = [np.flatnonzero(mini_batch == m) for m in range(spec.mini_batches)]
         agreed = self._micro_batches(batch, minis, spec.whole_groups, spec.aggregate_by)
-        readings = Readings()
+        readings, initial_entropy_weight = Readings(), spec.constants.get("entropy", 0.0)
         for epoch in range(spec.epochs):
             for k, (micros, (tokens, samples)) in enumerate(agreed):
                 counts, on_policy = Counts(tokens, samples, spec.horizon), epoch == k == 0
+                if spec.entropy:
+                    weight = self.entropy.applied(spec.entropy, initial_entropy_weight)
+                    spec = replace(spec, constants={**spec.constants, "entropy": weight})
+                    ctx.metrics.log("actor/entropy_weight", weight)
                 for i, index in enumerate(micros):
                     packed = self._pack(batch, index)
                     # With hybrid sharding, replicas sum their gradients once per step.
                     self.model.set_requires_all_reduce(i == len(micros) - 1)  # type: ignore[operator]
                     self._accumulate(packed, counts, spec, on_policy, ctx, batch.ids[packed.index], readings)
                 self._step(spec.total_updates, ctx.metrics, readings)
+                if spec.entropy:
+                    self.entropy.adapt(spec.entropy, tokens, self._over_workers)
         if self.routers:
             self.routers.log(ctx.metrics, self._over_workers, spec.epochs * spec.mini_batches)
 
@@ -362,14 +394,6 @@ class Trainer:
                 dist.all_reduce(values, reduce, group=group)
         return values.cpu()
 
-    def _with_policy_mask(self, batch: Batch, fraction: float) -> Batch:
-        """Adds the mask of tokens whose `old_entropy` is among the highest `fraction` of the step, on all workers."""
-        entropy: Ragged = batch["old_entropy"]
-        own = ModelTokens.of(batch).select(entropy.joined())
-        lowest = top_value(own, fraction, self._over_workers)
-        mask = Ragged.packed((entropy.joined() >= lowest).float(), entropy.lengths)
-        return Batch(batch.ids, batch.groups, {**batch.columns, POLICY_MASK: mask})
-
     def _accumulate(
         self,
         packed: Pack,
@@ -405,6 +429,8 @@ class Trainer:
             total = total + aux
         (total * self.workers).backward()  # FSDP takes the mean over ranks, and the weights are already global
         if entropy is not None:
+            if spec.entropy:
+                self.entropy.add(entropy)
             if on_policy:
                 model_tokens, fields = packed.model_tokens, ("entropy", "trainer_logprobs")
 

@@ -1,6 +1,7 @@
 """The parameters of an update node: the loss, its aggregation, and the optimiser steps of a step."""
 
 import inspect
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,7 @@ from distflow.flow.importing import load
 from distflow.roles.context import RoleContext
 from distflow.train.packing import EMA_LOGPROBS, OLD, REFERENCE, ROLLOUT, TEACHER_TOP_IDS, TEACHER_TOP_LOGPROBS
 
+HIGH_COVARIANCE = "high_covariance"  # 1 for the tokens whose log-prob and advantage covary most
 PARAMS = (
     "loss",
     "aggregate",
@@ -36,7 +38,31 @@ PARAMS = (
     "mask_off_policy",
     "top_entropy",
     "old_logprobs",
+    "clip_cov",
+    "kl_cov",
+    "entropy_target",
+    "entropy_step",
+    "entropy_max",
 )
+
+
+@dataclass(frozen=True)
+class CovarianceChoice:
+    """Tokens by the covariance of log-prob and advantage: a `share` of all, the highest or `drawn` from those within
+    `bounds`. Drawn ones have no policy term, of the highest a loss reads `high_covariance`."""
+
+    share: float
+    bounds: tuple[float, float] = (0.0, math.inf)
+    drawn: bool = False
+
+
+@dataclass(frozen=True)
+class EntropyTarget:
+    """How the weight of the entropy bonus follows the entropy; see distflow.algo.entropy_control."""
+
+    target: float
+    step: float
+    highest: float
 
 
 @dataclass(frozen=True)
@@ -58,6 +84,8 @@ class UpdateSpec:
     mask_off_policy: float | None = None  # threshold of distflow.algo.masks.off_policy_mask
     top_entropy: float = 1.0  # fraction of the tokens, those with the highest `old_entropy`, that have a policy term
     old_logprobs: str | None = None  # the field that the loss sees as `old_logprobs`, if it has another name
+    covariance: CovarianceChoice | None = None  # the tokens to treat apart by their covariance
+    entropy: EntropyTarget | None = None  # adapts the weight of the entropy bonus
 
     @property
     def several(self) -> bool:
@@ -82,6 +110,11 @@ def update_spec(
     mask_off_policy: float | None = None,
     top_entropy: float = 1.0,
     old_logprobs: str | None = None,
+    clip_cov: Mapping[str, float] | None = None,
+    kl_cov: float | None = None,
+    entropy_target: float | None = None,
+    entropy_step: float = 0.005,
+    entropy_max: float = 1.0,
     whole_groups: bool = False,
     **constants: Any,
 ) -> UpdateSpec:
@@ -102,7 +135,15 @@ def update_spec(
         mask_off_policy,
         top_entropy,
         old_logprobs,
+        _covariance(clip_cov, kl_cov),
+        None if entropy_target is None else EntropyTarget(entropy_target, entropy_step, entropy_max),
     )
+
+
+def _covariance(clip_cov: Mapping[str, float] | None, kl_cov: float | None) -> CovarianceChoice | None:
+    if clip_cov is not None:
+        return CovarianceChoice(clip_cov["share"], (clip_cov["low"], clip_cov["high"]), drawn=True)
+    return None if kl_cov is None else CovarianceChoice(kl_cov)
 
 
 def check_losses(flow: Flow, base: Path) -> None:
@@ -122,6 +163,8 @@ def _check_reads(function: Callable[..., Any], name: str, node: Node, flow: Flow
     fields = {*read, "pair"} if node.whole_groups else read
     if "old_logprobs" in node.params or (ROLLOUT in read and _several(node.params)):
         fields = {*fields, OLD}
+    if "kl_cov" in node.params:
+        fields = {*fields, HIGH_COVARIANCE}
     if EMA_LOGPROBS in read:
         fields = {*fields, REFERENCE}
     logprobs = torch.full((3,), -1.0, requires_grad=True)
