@@ -5,12 +5,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from pydantic import ValidationError
 from torch import nn
 
 from distflow.config.schema import LoraConfig, TrainConfig
 from distflow.plan import Layout
-from distflow.train import adafactor
+from distflow.train import fsdp
 from distflow.train.adafactor import Adafactor, moments_of
 from distflow.weights.shards import Shards, TensorSpec
 
@@ -20,8 +21,8 @@ SHAPES = {"matrix": (12, 20), "tall": (9, 4), "stacked": (3, 6, 5), "vector": (7
 @pytest.fixture
 def alone(monkeypatch: pytest.MonkeyPatch) -> Any:
     """The mesh of one rank, in which sums are its own."""
-    monkeypatch.setattr(adafactor.fsdp, "sharding", lambda mesh: SimpleNamespace(get_group=lambda: None))
-    monkeypatch.setattr(adafactor.dist, "all_reduce", lambda tensor, group: None)
+    monkeypatch.setattr(fsdp, "sharding", lambda mesh: SimpleNamespace(get_group=lambda: None))
+    monkeypatch.setattr(dist, "all_reduce", lambda tensor, group: None)
     return {"tp": SimpleNamespace(size=lambda: 1, get_local_rank=lambda: 0)}
 
 

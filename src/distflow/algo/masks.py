@@ -52,7 +52,8 @@ def covariance_mask(
     covariance = (x - x_mean) * (a - a_mean)
     within = (covariance > bounds[0]) & (covariance < bounds[1])  # NaN is not
     rank_by = torch.where(within, covariance if noise is None else noise.double(), 0.0).float()
-    return within & (rank_by >= top_value(rank_by, share, add_up))
+    chosen: Tensor = within & (rank_by >= top_value(rank_by, share, add_up))
+    return chosen
 
 
 def top_value(values: Tensor, fraction: float, add_up: Callable[[Tensor], Tensor]) -> float:

@@ -69,8 +69,8 @@ class LogprobHead(_WithHead):
             return ids.int(), logprobs
         targets = share.targets if len(share.targets) else share.targets.new_zeros(1)
         if energy:
-            outputs = (token_energy(hidden, head.weight, head.bias, targets, temperature, softcap),)
-            return self.sequences.join(outputs, share.places, len(pack.targets))
+            own = token_energy(hidden, head.weight, head.bias, targets, temperature, softcap)
+            return self.sequences.join((own,), share.places, len(pack.targets))
         if share.candidates is None:
             outputs = token_logprobs(hidden, head.weight, head.bias, targets, temperature, softcap)
             return self.sequences.join(outputs, share.places, len(pack.targets))
