@@ -29,6 +29,15 @@ ALGORITHMS: dict[str, list[str]] = {
     "cpgd": ["algo.mini_batches=2"],
     "gpg": [],
     "opo": [],
+    "sapo": ["algo.mini_batches=2"],
+    "gmpo": ["algo.mini_batches=2"],
+    "dppo": ["algo.mini_batches=2"],
+    "vespo": ["algo.mini_batches=2"],
+    "clip_cov": ["algo.mini_batches=2"],
+    "kl_cov": ["algo.mini_batches=2"],
+    "otb": [],
+    "rae": [],
+    "max_at_k": [],
 }
 
 

@@ -48,7 +48,15 @@ def test_reward(said: str, score: float) -> None:
     assert load("reward.py:compute_score", "test", HERE)("", said, "1358") == score
 
 
-@pytest.mark.parametrize(("name", "part", "nodes"), [("warmup", "warmup", 2), ("grpo", "train", 4)])
+@pytest.mark.parametrize(
+    ("name", "part", "nodes"),
+    [
+        ("warmup", "warmup", 2),
+        ("grpo", "train", 4),
+        ("../experts/warmup", "warmup", 2),
+        ("../experts/grpo", "train", 4),
+    ],
+)
 def test_configs_make_a_plan(folder: Path, name: str, part: str, nodes: int) -> None:
     files = [f"data.files={folder / f'{part}.jsonl'}", f"eval.files={folder / 'held_out.jsonl'}"]
     program = Program.load(HERE / f"{name}.yaml", [*files, "data.batch=32"])
