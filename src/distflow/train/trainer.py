@@ -35,8 +35,8 @@ from distflow.model.tensor_parallel import parallelize_for_training, parameter_s
 from distflow.plan.layout import Layout
 from distflow.roles.context import RoleContext, shard_degree
 from distflow.train import fsdp
-from distflow.train.compiled import compile_layers
 from distflow.train.adafactor import Adafactor, moments_of
+from distflow.train.compiled import compile_layers
 from distflow.train.ema import Ema
 from distflow.train.entropy_control import EntropyControl
 from distflow.train.heads import HEADS, TopK
