@@ -26,17 +26,25 @@ from distflow.plan import plan as derive_plan
 from distflow.plan.field_bytes import KNOWN_FIELDS
 from distflow.reward.reward import Reward
 from distflow.roles.actor import Actor
+from distflow.roles.critic import Critic
 from distflow.roles.frozen import Reference
 from distflow.simulate import Costs, FieldBytes, Hardware, SimulatedStep, load_hardware, load_model, simulate
 from distflow.simulate.controller import ControllerResult, simulate_controller
 
 GENERATE, OLD, REF, UPDATE = "actor.generate", "actor.logprobs", "reference.logprobs", "actor.update"
+MODELS = ("actor", "reference", "critic")
 MISS = 0.15
-# verl sends ids, mask and positions of padded sequences, and the responses once more, all int64.
+# verl's tensors: ids, mask and positions of padded sequences, prompts and responses once more, the mask of responses, all
+# int64; scores, rewards, advantages and returns of every token, float32. No text and no log-probs of the rollout.
 VERL_FIELDS = {
     **KNOWN_FIELDS,
-    "prompt_tokens": FieldBytes(prompt_token=24),
-    "response_tokens": FieldBytes(response_token=32),
+    "prompt": FieldBytes(),
+    "response": FieldBytes(),
+    "rollout_logprobs": FieldBytes(),
+    "prompt_tokens": FieldBytes(prompt_token=32),
+    "response_tokens": FieldBytes(response_token=40),
+    "score": FieldBytes(response_token=8),
+    "advantage": FieldBytes(response_token=8),
 }
 
 
@@ -61,18 +69,25 @@ class Setting:
     old: bool = True
     rollout_ranks: int = 0  # that only generate; 0: colocated
     kv_cache: float = 40e9
+    flow: str = "grpo"
+    micro_samples: int | None = None
+    forward_samples: int | None = None
+    max_prompt: float | None = None
+    seed: int = 0
 
     def plan(self) -> Plan:
         constants = {"mini_batches": self.mini_batches, "recompute_old_logprobs": self.old, "kl": 0.001 * self.kl}
-        roles = {"actor": Actor, "reference": Reference, "reward": Reward}
-        flow = load(BUILT_IN["grpo"], "flow", Path()).trace(("prompt",), roles, constants)
+        roles: dict[str, Any] = {"actor": Actor, "reference": Reference, "reward": Reward}
+        if self.flow == "ppo":
+            roles["critic"] = Critic
+        flow = load(BUILT_IN[self.flow], "flow", Path()).trace(("prompt",), roles, constants)
         r = self.rollout_ranks
         sets = {"rollout": f"0-{r - 1}", "train": f"{r}-"} if r else {}
         rollout, train = ("rollout", "train") if r else ("all", "all")
         trained = {
             n.id: Place(train, tp=self.train_tp, sp=self.train_sp)
             for n in flow.nodes
-            if n.role in ("actor", "reference")
+            if n.role in MODELS
         }
         nodes = trained | {GENERATE: Place(rollout, tp=self.generate_tp)}
         return derive_plan(
@@ -82,9 +97,14 @@ class Setting:
     def costs(self) -> Costs:
         model = load_model(self.model)
         return Costs(
-            models={"actor": model, "reference": model},
+            models=dict.fromkeys(MODELS, model),
             fields=VERL_FIELDS,
             prompt_tokens=self.prompt_tokens,
+            max_prompt=self.max_prompt,
+            micro_samples=self.micro_samples,
+            forward_samples=self.forward_samples,
+            own_mini_batches=True,
+            seed=self.seed,
             response_tokens=self.mean,
             max_tokens=self.max_tokens,
             spread=self.spread,
