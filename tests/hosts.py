@@ -21,6 +21,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -373,15 +374,15 @@ def _end_groups(leaders: Mapping[int, Host]) -> None:
         os.killpg(pid, signal.SIGKILL)
     for pid in leaders:
         os.waitpid(pid, 0)
-        wait_until(lambda group=pid: not _exists(group), state=lambda group=pid: f"a worker of {group} does not end")
+        wait_until(partial(_is_gone, pid))
 
 
-def _exists(group: int) -> bool:
+def _is_gone(group: int) -> bool:
     try:
         os.killpg(group, 0)
     except ProcessLookupError:
-        return False
-    return True
+        return True
+    return False
 
 
 def _wait(leaders: Mapping[int, Host], timeout_s: float) -> None:

@@ -103,7 +103,7 @@ def _by_micro_batch(work: Work, seconds: Floats, part: Ints, parts: int, size: i
     key = work.replica * parts + part
     micro = _position(key) // size
     count = int(micro.max(initial=0)) + 1
-    times: Floats = np.bincount(key * count + micro, seconds, work.layout.dp * parts * count)
+    times = np.bincount(key * count + micro, seconds, work.layout.dp * parts * count).astype(np.float64)
     return times.reshape(work.layout.dp, parts * count)
 
 
