@@ -82,7 +82,7 @@ class Ours:
         self.rounds = 0
 
     def samples(self) -> list[Any]:
-        from distflow.agents.conversations import Sample
+        from distflow.agents.conversation import Sample
 
         first = self.rounds * self.conversations
         self.rounds += 1

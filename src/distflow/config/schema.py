@@ -366,7 +366,11 @@ class EnvironmentConfig(Section):
     max_turns: int = Field(10, gt=0)  # of the model
     turn_tokens: int | None = Field(None, gt=0)  # that the model samples in a turn; default: rollout.max_tokens
     time_limit_s: float = Field(30.0, gt=0, le=MAX_SECONDS)  # for each action of the environment
+    sample_tokens: int | None = Field(None, gt=0)  # that the model samples in all turns and histories; default: any
+    sample_seconds: float | None = Field(None, gt=0, le=MAX_SECONDS)  # of a conversation; default: any
     concurrent: int = Field(64, gt=0)  # conversations of a worker at once
+    warm: int = Field(0, ge=0)  # further conversations of a worker whose environments are started ahead
+    turns_ahead: int = Field(1, gt=0)  # that a conversation makes in a step before its own, with rollout.partial
     endpoint_host: str = "127.0.0.1"  # address on which a worker's chat endpoint listens; 0.0.0.0: all of the host
     tool_parser: str = "auto"  # how the model writes tool calls; default: as its chat template says
     on_failure: ScoreOrError = 0.0  # the score of a conversation that fails, or "error" to end the run
@@ -480,8 +484,6 @@ class Config(Section):
             raise ValueError(f"give one of `steps` ({self.steps}) and `epochs` ({self.epochs:g}), the other as null")
         if self.environment and self.environments:
             raise ValueError("give one of `environment` and `environments`")
-        if (self.environment or self.environments) and self.rollout.partial:
-            raise ValueError("rollout.partial: conversations are not carried on in later steps; set it to 0")
         hosts = sorted({e.endpoint_host for e in self.environments.values()})
         if len(hosts) > 1:
             raise ValueError(

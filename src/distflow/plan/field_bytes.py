@@ -25,6 +25,7 @@ KNOWN_FIELDS: Mapping[str, FieldBytes] = {
     "response": _PER_TOKEN,
     "response_tokens": FieldBytes(response_token=8),
     "rollout_logprobs": _PER_TOKEN,
+    "token_versions": _PER_TOKEN,
     "old_logprobs": _PER_TOKEN,
     "ref_logprobs": _PER_TOKEN,
     "ema_logprobs": _PER_TOKEN,

@@ -202,7 +202,7 @@ class Program:
         placement, rollout = self._placement(workers), config.rollout
         chunk = rollout.chunk if chunks else None
         ahead = config.data.batch if rollout.partial is True else int(rollout.partial)
-        if ahead:
+        if ahead and not self.environments:  # a conversation rests between its turns
             _check_interruptible(rollout.engine)
         result = plan(self.flow, placement, workload, staleness=rollout.staleness, chunk=chunk, prompts_ahead=ahead)
         for node in (n for n in result.flow.nodes if n.type == "train" and n.method):

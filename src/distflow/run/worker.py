@@ -19,7 +19,7 @@ from distflow.comm.collectives import Communication, SendReceive
 from distflow.comm.transport import is_peer_lost, short_message
 from distflow.coordinator.coordinator import Coordinator, by_field
 from distflow.errors import DistflowError, NodeError, PeerLostError
-from distflow.flow.graph import Node
+from distflow.flow.graph import SOURCE, Node
 from distflow.observe.metrics import StepMetrics
 from distflow.observe.recorder import NO_RECORDER, Recorder
 from distflow.plan.layout import format_ranks
@@ -185,6 +185,8 @@ class Worker:
             context = replace(context, metrics=metrics.without_sums())
         record = self.recorder.node(context, self.plan.repeat)
         context = replace(context, record=record, steps=self.comm.versions.last, held_out=self.held_out)
+        if node.generates:
+            context = replace(context, upcoming=self._upcoming(context, node, task))
         chunks = None
         if self.split and node.generates:
             send = partial(self.comm.send_chunk, self.data, step)
@@ -218,8 +220,7 @@ class Worker:
             own = StepMetrics()
             context = replace(context, metrics=own.with_prefix(node.prefix) if node.prefix else own)
             if self.plan.prompts_ahead:
-                ahead = self.data.ahead(context.step, task, context.steps)
-                ahead.columns = {node.local_name(f): c for f, c in ahead.columns.items()}
+                ahead = self._ahead(context, node, task, self.data.share_ahead(task))
                 begun = self.rollouts.begun(context.step, context.layout, self.rank)
                 context = replace(context, partial=PartialRollouts(ahead, begun))
             result = by_field(self.functions[node.id](batch, context), node.writes)
@@ -229,6 +230,20 @@ class Worker:
         self.rollouts.keep(context.step, node, rollout)
         metrics.merge(rollout.metrics.totals)
         return rollout.columns
+
+    def _ahead(self, context: Context, node: Node, task: RunNode, prompts: int, last: int | None = None) -> Batch:
+        ahead = self.data.ahead(context.step, task, context.steps if last is None else last, prompts)
+        ahead.columns = {node.local_name(f): c for f, c in ahead.columns.items()}
+        return ahead
+
+    def _upcoming(self, context: Context, node: Node, task: RunNode) -> Callable[[int], Batch] | None:
+        """Returns what gives a node samples of the next step, if it reads rows as they are loaded on these ranks."""
+        flow, layout = self.plan.flow, task.partition.layout
+        loads = all(flow.writer[f] == SOURCE for f in node.reads) and layout == self.plan.partition_of(SOURCE).layout
+        if self.held_out or flow.sampling_node or not loads:
+            return None
+        last = min(context.step + 1, context.steps)
+        return lambda samples: self._ahead(context, node, task, -(-samples // self.plan.repeat), last)
 
 
 def _split_at_resample(chain: tuple[Task, ...]) -> tuple[tuple[Task, ...], Resample | None, tuple[Task, ...]]:
