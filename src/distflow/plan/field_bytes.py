@@ -39,6 +39,7 @@ KNOWN_FIELDS: Mapping[str, FieldBytes] = {
 }
 IMAGES = "images"  # references to the images of a prompt, not their pixels
 PROMPT_IMAGES, RESPONSE_IMAGES = "prompt_images", "response_images"  # those of a conversation
+SCORE = "score"  # what a reward writes
 PROMPT_TOKENS = 512  # of a prompt, unless the config has a lower limit
 
 

@@ -91,7 +91,7 @@ class CheckpointManager:
             self.copy(step)
         parts = {**self._copies.pop(step), **self._rollouts_after(step)}
         export = self._export if self.config.checkpoint.export and "actor" in self.ranks else None
-        self.writer.save(step, parts, {**self._run_state(), "metrics": dict(metrics)}, self._on_complete, export)
+        self.writer.save(step, parts, {**self._run_state(step), "metrics": dict(metrics)}, self._on_complete, export)
 
     def _rollouts_after(self, step: int) -> Parts:
         tensors = self.rollouts.tensors(step)
@@ -166,8 +166,12 @@ class CheckpointManager:
         """Returns the roles whose state this worker holds; the roles of an evaluation alone have none."""
         return [(name, role) for name, role in self.roles.items() if self.rank in self.ranks.get(name, ())]
 
-    def _run_state(self) -> dict[str, Any]:
-        data = {"eras": self.data.loader.eras, **self._fingerprint} if self.rank == 0 else {}  # which writes it
+    def _run_state(self, step: int) -> dict[str, Any]:
+        loader = self.data.loader
+        data = {"eras": loader.eras, **self._fingerprint} if self.rank == 0 else {}  # which writes it
+        if self.rank == 0 and loader.curriculum:
+            drawn = self.data.position // loader.prompts if self.data.plan.flow.sampling_node else step
+            data["curriculum"] = loader.curriculum.state(drawn)
         threads = thread_counts(self.world.identities)
         return {"position": self.data.position, "data": data, "threads": threads, **self._identity()}
 
@@ -225,6 +229,11 @@ class CheckpointManager:
             position = max(state["position"], loader.position(state["step"]))  # dynamic sampling is ahead
             drawn = position + plan.prompts_ahead + plan.staleness * loader.prompts
             loader.resume(recorded["eras"], drawn)
+            if loader.curriculum and "curriculum" in recorded:
+                loader.curriculum.restore(recorded["curriculum"])
+            elif loader.curriculum or "curriculum" in recorded:
+                what = ("files", "sources") if loader.curriculum else ("sources", "files")
+                problem = problem or "the checkpoint is of a run with data.{} and the config has data.{}".format(*what)
         except (LookupError, TypeError, ValueError, ArithmeticError) as e:
             raise CheckpointError(
                 f"{path / RUN_STATE} is not the state of a run ({e!r}); use another checkpoint"

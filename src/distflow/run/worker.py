@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from distflow.batch.batch import NO_SAMPLES, Batch, Column, Ragged
@@ -22,6 +23,7 @@ from distflow.errors import DistflowError, NodeError, PeerLostError
 from distflow.flow.graph import SOURCE, Node
 from distflow.observe.metrics import StepMetrics
 from distflow.observe.recorder import NO_RECORDER, Recorder
+from distflow.plan.field_bytes import SCORE
 from distflow.plan.layout import format_ranks
 from distflow.plan.tasks import Free, Load, Merge, Move, Resample, RunNode, Split, SyncWeights, Task, chunk_of
 from distflow.run.chunk_sender import ChunkSender
@@ -201,6 +203,7 @@ class Worker:
             self.data.outputs(step, task, result)
             if chunks:
                 chunks.send_rest(by_field(result, node.writes))
+            self._note_scores(context, node, batch, result)
             self.recorder.outputs(context.record, self.plan.flow.source, node.writes, batch, result)
         except Exception as e:
             where = f"rank {self.rank}, step {step}, node '{node.id}'"
@@ -209,6 +212,16 @@ class Worker:
             message = str(e) if isinstance(e, DistflowError) else f"{type(e).__name__}: {e}"
             raise NodeError(f"{where}: {message}") from e
         return {"samples": len(batch), **({"tokens": int(batch[TOKENS].lengths.sum())} if TOKENS in batch else {})}
+
+    def _note_scores(self, context: Context, node: Node, batch: Batch, result: Any) -> None:
+        """Tells the curriculum how the samples of this worker did."""
+        curriculum = self.comm.curriculum
+        if not curriculum or SCORE not in node.writes or self.held_out or not context.is_dp_leader:
+            return
+        scores = torch.as_tensor(by_field(result, node.writes)[SCORE]).tolist()
+        places = batch.ids // self.plan.repeat - self.data.loader.position(context.step - 1)
+        for place, score in zip(places.tolist(), scores, strict=True):
+            curriculum.note(context.step - 1, place, score)
 
     def _generate(
         self, context: Context, node: Node, task: RunNode, batch: Batch, metrics: StepMetrics
