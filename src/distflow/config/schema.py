@@ -89,8 +89,6 @@ class DataConfig(Section):
     """`batch` prompts per step, each `repeat` times. Files are relative to the folder of the config."""
 
     files: Names = []
-    sources: Annotated[dict[str, SourceConfig], _each(lambda files: {"files": files}, str)] = {}  # instead of `files`
-    curriculum: CurriculumConfig | None = None
     batch: int = Field(64, gt=0)
     repeat: int | None = Field(None, gt=0)  # samples per prompt; default: rollout.n if the flow generates, else 1
     fields: list[str] | None = None  # columns to load; default: the keys of the first row
@@ -100,6 +98,8 @@ class DataConfig(Section):
     rendered: bool = False  # a chat template has written the prompts: special tokens in their text are special
     chat_template_kwargs: dict[str, Any] = {}  # variables of the model's chat template, e.g. {enable_thinking: false}
     on_bad_row: Literal["error", "skip"] = "error"
+    sources: Annotated[dict[str, SourceConfig], _each(lambda files: {"files": files}, str)] = {}  # instead of `files`
+    curriculum: CurriculumConfig | None = None
 
     @model_validator(mode="after")
     def _from_somewhere(self) -> "DataConfig":

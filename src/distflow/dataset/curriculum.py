@@ -8,12 +8,11 @@ import logging
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from distflow.config.schema import CurriculumConfig
 from distflow.dataset.shuffle import permute
 from distflow.errors import DataError
 from distflow.util.arrays import Ints
@@ -21,6 +20,25 @@ from distflow.util.arrays import Ints
 logger = logging.getLogger(__name__)
 _KEPT = 256  # draws before the newest one
 _STREAM = 1_000_003  # between the seeds of two sources
+
+
+class FollowRules(Protocol):
+    """How prompts follow results: the section `data.curriculum` of a config."""
+
+    @property
+    def pass_score(self) -> float: ...
+    @property
+    def drop_solved(self) -> float | None: ...
+    @property
+    def drop_unsolved(self) -> float | None: ...
+    @property
+    def visits(self) -> int: ...
+    @property
+    def adapt(self) -> bool: ...
+    @property
+    def floor(self) -> float: ...
+    @property
+    def memory(self) -> float: ...
 
 
 @dataclass(frozen=True)
@@ -47,7 +65,7 @@ class Curriculum:
         batch: int,
         seed: int,
         shuffle: bool = True,
-        follow: CurriculumConfig | None = None,
+        follow: FollowRules | None = None,
         lag: int = 2,
     ) -> None:
         self.names, self.given, self.batch = list(ratios), np.array(list(ratios.values())), batch
