@@ -55,6 +55,7 @@ CONFIG: dict[str, Any] = {
     "rollout": {"n": 2, "max_tokens": 12},
     "train": {"lr": 1e-2},
     "reward": "reward.py:by_row",
+    "eval": {"files": "easy.jsonl", "every": 4, "limit": 4},
     "checkpoint": {"every": 2, "keep": 10},
     "wait_limit_s": 60,
 }
