@@ -91,7 +91,8 @@ class Curriculum:
         steps = range(first // self.batch, -(-(first + count) // self.batch))
         rows = np.concatenate([np.empty(0, np.int64), *(self.draw(s).rows for s in steps)])
         start = first - steps.start * self.batch
-        return rows[start : start + count].tolist()
+        part: list[int] = rows[start : start + count].tolist()
+        return part
 
     def draw(self, step: int) -> Draw:
         """Returns the rows of a step; they are kept for some steps."""
