@@ -186,10 +186,8 @@ def test_a_budget_of_tokens_ends_a_sample_with_what_it_has() -> None:
 
 def test_a_budget_of_time_ends_a_sample_with_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
     """The turn that is generated then is dropped; the first one is not."""
-    from distflow.agents import conversation
-
     now = [0.0]
-    monkeypatch.setattr(conversation.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr("distflow.agents.conversation.time.perf_counter", lambda: now[0])
 
     def ages(start: Mapping[str, Any]) -> Generator[dict[str, Any], dict[str, Any], None]:
         script, answer = talk(start), None

@@ -21,7 +21,7 @@ Row = dict[str, Any]
 
 
 class Numbers:
-    column_names = ("row",)
+    column_names: tuple[str, ...] = ("row",)
 
     def __len__(self) -> int:
         return sum(SOURCES.values())
