@@ -13,6 +13,8 @@ with the last of them. Latencies are the same for all drivers in the same round.
             of it takes the sum of all latencies, so it has only --trl-turns
   long      ours, a quarter of the conversations, half of the turns, with a prompt of --history tokens
   no_reuse  the same, but the engine computes the whole history in every turn: nothing is kept
+  shared    an update of the same model on samples with four histories, what these share packed once (branches.py)
+  unshared  the same update, every history packed whole: the gradients are the same
 All but TRL's have one thread for the model, TRL's has two.
 Throughput is in turns per second. `engine_busy_frac`: the share of the time in which there was anything to decode that
 was spent inside the engine. Medians of the rounds; the last line is one JSON object.
@@ -36,6 +38,7 @@ from serve import Served, keep_stdout_for_answers, serve
 from talker import make_talker
 
 THREADS = {"trl": 2}  # of the model; of the others, whose environments are processes of their own, 1
+UPDATES = ("shared", "unshared")
 TURN_TOKENS, PER_TURN = 128, 48  # PER_TURN: tokens of a turn and its answer, at most, on average
 HERE = Path(__file__).resolve().parent
 Row = dict[str, Any]
@@ -82,7 +85,7 @@ class Ours:
         self.rounds = 0
 
     def samples(self) -> list[Any]:
-        from distflow.agents.conversations import Sample
+        from distflow.agents.conversation import Sample
 
         first = self.rounds * self.conversations
         self.rounds += 1
@@ -147,10 +150,16 @@ def _work(records: dict[int, Any]) -> Row:
 
 
 def work(name: str, model: str, conversations: int, turns: int, history: int) -> None:
-    ours = Ours(model, conversations, turns, history, keep=name != "no_reuse")
-    run = ours.lockstep if name == "lockstep" else ours.run
-    run()
-    ours.rounds = 0
+    if name in UPDATES:
+        from branches import Update
+
+        run = Update(model, name == "shared").run
+        run()
+    else:
+        ours = Ours(model, conversations, turns, history, keep=name != "no_reuse")
+        run = ours.lockstep if name == "lockstep" else ours.run
+        run()
+        ours.rounds = 0
     serve(run, {"version": f"distflow {version('distflow-rl')}, torch {torch.__version__}"})
 
 
@@ -162,6 +171,7 @@ def commands(args: argparse.Namespace, model: Path) -> dict[str, list[str]]:
     if args.history:
         sizes = args.conversations // 4, args.turns // 2, args.history
         found |= {name: driver(name, *sizes) for name in ("long", "no_reuse")}
+    found |= {name: driver(name, 0, 0, 0) for name in UPDATES}
     trl = args.peers.absolute() / "trl" / "bin" / "python"
     if trl.exists() and args.trl_turns:
         tokens = str(args.trl_turns * PER_TURN)
@@ -219,6 +229,9 @@ def main() -> None:
     began = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         rows, versions = measure(args, Path(folder))
+    norms = {name: rows[name][0]["grad_norm"] for name in UPDATES if rows.get(name)}
+    if len(norms) == 2 and abs(norms["shared"] / norms["unshared"] - 1) > 1e-3:
+        raise SystemExit(f"the gradients differ: {norms}")
     speed = {name: statistics.median(r["turns_per_s"] for r in rs) for name, rs in rows.items() if rs}
 
     def versus(peer: str, ours: str = "ours") -> float | None:
@@ -229,6 +242,7 @@ def main() -> None:
         "engine_busy_frac": round(statistics.median(r["busy"] for r in rows["ours"]), 3) if "ours" in speed else None,
         "vs_trl": versus("trl"),
         "vs_no_reuse": versus("no_reuse", "long"),
+        "vs_unshared": versus("unshared", "shared"),
         "turns_per_s": {name: round(s, 1) for name, s in speed.items()},
         "conversations": args.conversations,
         "turns": args.turns,

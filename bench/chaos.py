@@ -32,6 +32,7 @@ from disturbances import ROUND, Storm, why_no_hosts
 CURVES = ("actor/loss", "actor/grad_norm", "actor/kl", "actor/entropy", "reward/mean", "response_length/mean")
 FLOW = """
 import json
+import time
 
 from distflow import flow, node
 from distflow.flows.grpo import grpo
@@ -39,6 +40,8 @@ from distflow.flows.grpo import grpo
 
 @node(writes=())
 def trained(batch, ctx):
+    if (ctx.folder.parent / "slowly").exists():
+        time.sleep(1)
     if ctx.is_dp_leader:
         with open(ctx.folder.parent / f"{ctx.folder.name}.{ctx.rank}.ids", "a") as file:
             file.write(json.dumps([ctx.step, batch.ids.tolist()]) + "\\n")

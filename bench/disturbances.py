@@ -291,12 +291,14 @@ class Storm:
         ballast.unlink(missing_ok=True)
 
     def _refused(self) -> None:
-        """Starts it in a fork, which is there at once: the run does many steps while a program starts."""
-        said = self.run.with_suffix(".refused")
+        """Starts it in a fork, which is there soon; the run takes its time meanwhile, so as not to be over."""
+        said, slowly = self.run.with_suffix(".refused"), self.run.parent / "slowly"
+        slowly.touch()
         words = ["run", str(self.config), f"run_dir={self.run}"]
         second = multiprocessing.get_context("fork").Process(target=_command, args=(words, said))
         second.start()
         second.join()
+        slowly.unlink()
         assert second.exitcode == 2, f"a second run was accepted\n{said.read_text()}"
         assert "another run is writing to" in said.read_text(), said.read_text()
 

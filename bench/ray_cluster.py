@@ -7,7 +7,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-from workers import Hosts
+from workers import Hosts, load_factor
 
 PORT = 6379
 LAST_LINES = 5
@@ -25,7 +25,10 @@ ENV = {
 
 
 class RayCluster:
-    """`hosts` have a private /tmp/ray. `python` has Ray, verl and TransferQueue. Ends with the hosts."""
+    """`hosts` have a private /tmp/ray. `python` has Ray, verl and TransferQueue. Ends with the hosts.
+
+    `timeout_s` is for one answer on an idle machine; beside load it is longer, as all is.
+    """
 
     def __init__(self, hosts: Hosts, python: Path, log: Path, timeout_s: float) -> None:
         self.hosts, self.python, self.timeout_s, self.log = hosts, python, timeout_s, log
@@ -50,8 +53,15 @@ class RayCluster:
             with open(self.log, "a") as output:
                 started.append(host.popen(command, ENV, stdout=output, stderr=output))
         for process in started:
-            if process.wait(self.timeout_s):
-                raise RuntimeError(f"a Ray node did not start; its last words: {self._last_words()}")
+            limit_s = self.timeout_s * load_factor()
+            try:
+                failed = process.wait(limit_s) != 0
+            except subprocess.TimeoutExpired:
+                failed = True
+            if failed:
+                raise RuntimeError(
+                    f"a Ray node did not start within {limit_s:.0f} s; its last words: {self._last_words()}"
+                )
         self.nodes = max(self.nodes, nodes)
 
     def ask(self, **request: Any) -> list[float]:
@@ -65,14 +75,15 @@ class RayCluster:
     def _answer(self) -> dict[str, Any]:
         assert self.driver.stdout is not None
         previous = signal.signal(signal.SIGALRM, lambda *_: os.killpg(self.driver.pid, signal.SIGKILL))
-        signal.alarm(int(self.timeout_s))
+        limit_s = int(self.timeout_s * load_factor())
+        signal.alarm(limit_s)
         try:
             line = self.driver.stdout.readline()
         finally:
             signal.alarm(0)
             signal.signal(signal.SIGALRM, previous)
         if not line:
-            what = f"the peers' driver has ended, or took over {self.timeout_s:g} s"
+            what = f"the peers' driver has ended, or took over {limit_s} s"
             raise RuntimeError(f"{what}; its last words: {self._last_words()}")
         answer: dict[str, Any] = json.loads(line)
         return answer

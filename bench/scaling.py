@@ -66,6 +66,7 @@ class Scaling:
         self.bare_s: dict[int, float] = {}
         self.survived: dict[str, Any] = {}
         self.version: str | None = None
+        self.with_peers: list[str] = []  # those that start here
         self.left_out: list[str] = []  # what was not measured, and why
         self.began = time.monotonic()
 
@@ -143,20 +144,27 @@ class Scaling:
             "speedup": round((last.s + compute_s) / ours.s, 2),
         }
 
-    def try_peers(self, python: Path) -> bool:
-        """Returns whether every peer makes a small step on two hosts; says which does not, and its last words."""
-        try:
-            with Hosts(2, self.args.rate, private=[RAY_FOLDER]) as hosts:
-                cluster = RayCluster(hosts, python, self.folder / "peers.log", TRY_S)
-                cluster.grow(2)
-                for system in PEERS:
-                    cluster.ask(system=system, hosts=2, rows=4, tokens=16, steps=1)
-        except (RuntimeError, AssertionError, OSError) as e:
-            self.left_out.append(f"peers: {e}")
-            print(f"the peers do not start: {e}", file=sys.stderr, flush=True)
-            return False
-        print(f"peers start: {cluster.version}", flush=True)
-        return True
+    def try_peers(self, python: Path) -> None:
+        """Finds the peers that make a small step on two hosts; says of the others what their last words were.
+
+        A cluster that fails is started anew, with the next peer first, so that one does not bar the others.
+        """
+        left, reason = [*PEERS], ""
+        for _ in range(1 + len(PEERS)):
+            try:
+                with Hosts(2, self.args.rate, private=[RAY_FOLDER]) as hosts:
+                    cluster = RayCluster(hosts, python, self.folder / "peers.log", TRY_S)
+                    cluster.grow(2)
+                    while left:
+                        cluster.ask(system=left[0], hosts=2, rows=4, tokens=16, steps=1)
+                        self.with_peers.append(left.pop(0))
+                    print(f"peers start: {cluster.version}", flush=True)
+                    return
+            except (RuntimeError, AssertionError, OSError) as e:
+                reason = str(e)
+                print(f"{left[0]} does not start: {reason}", file=sys.stderr, flush=True)
+                left.append(left.pop(0))
+        self.left_out += [f"{peer}: {reason}" for peer in left]
 
     def peers(self, python: Path) -> None:
         """Measures the peers in one Ray cluster, which grows."""
@@ -179,10 +187,10 @@ class Scaling:
         """Returns the peers to measure: where a step takes minutes, only the faster of verl's serialisations."""
         before = self.rows.get(n // 2, {})
         if n < PEER_HOSTS or not before.keys() >= {*VERL}:
-            return [*PEERS]
+            return self.with_peers
         slower = max(VERL, key=lambda p: before[p].s)
         self.left_out.append(f"{slower} on {n} hosts: the slower serialisation, and a step takes minutes")
-        return [p for p in PEERS if p != slower]
+        return [p for p in self.with_peers if p != slower]
 
     def _print(self, n: int, *systems: str) -> None:
         for name in systems:
@@ -350,16 +358,17 @@ def main() -> None:
     python = args.peers / "verl" / "bin" / "python"
     with tempfile.TemporaryDirectory(prefix="scaling-") as name:
         scaling = Scaling(args, Path(name))
-        with_peers = python.exists() and scaling.try_peers(python)
-        if not python.exists():
+        if python.exists():
+            scaling.try_peers(python)
+        else:
             scaling.left_out.append(f"peers: there is no {python}; see bench/peers/README.md")
         scaling.calibrate()
         for n in args.hosts:
             scaling.on_hosts(n)
-        if with_peers:
+        if scaling.with_peers:
             try:
                 scaling.peers(python)
-            except (RuntimeError, AssertionError) as e:  # as far as it goes
+            except (RuntimeError, AssertionError, OSError) as e:  # as far as it goes
                 scaling.left_out.append(f"peers: {e}")
                 print(f"the peers went no further: {e}", file=sys.stderr)
     scaling.write()

@@ -4,7 +4,8 @@
 
 Rows marked `fit` set a number that the source does not give (the mean response length, its spread) or an efficiency;
 all other rows are predictions. An error beyond 15 % is a miss and is marked so. Published settings that say neither
-batch nor lengths cannot be predicted and are left out, with the reason. The last line is one JSON object.
+batch nor lengths cannot be predicted and are left out, with the reason. The paper's own figures are in
+bench/paper.py. The last line is one JSON object.
 
 How independent the predictions are: the driver's rate is measured (on a CPU), not fitted. h20's training efficiency of
 0.6 was set after a look at all update times of verl's page, and the fit of three numbers on the three times of 64 GPUs
@@ -14,7 +15,7 @@ rows one step off, were used for no number.
 """
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -26,17 +27,25 @@ from distflow.plan import plan as derive_plan
 from distflow.plan.field_bytes import KNOWN_FIELDS
 from distflow.reward.reward import Reward
 from distflow.roles.actor import Actor
+from distflow.roles.critic import Critic
 from distflow.roles.frozen import Reference
 from distflow.simulate import Costs, FieldBytes, Hardware, SimulatedStep, load_hardware, load_model, simulate
 from distflow.simulate.controller import ControllerResult, simulate_controller
 
 GENERATE, OLD, REF, UPDATE = "actor.generate", "actor.logprobs", "reference.logprobs", "actor.update"
+MODELS = ("actor", "reference", "critic")
 MISS = 0.15
-# verl sends ids, mask and positions of padded sequences, and the responses once more, all int64.
+# verl's tensors: ids, mask and positions of padded sequences, prompts and responses once more, the mask of responses,
+# all int64; scores, rewards, advantages and returns of every token, float32. No text and no log-probs of the rollout.
 VERL_FIELDS = {
     **KNOWN_FIELDS,
-    "prompt_tokens": FieldBytes(prompt_token=24),
-    "response_tokens": FieldBytes(response_token=32),
+    "prompt": FieldBytes(),
+    "response": FieldBytes(),
+    "rollout_logprobs": FieldBytes(),
+    "prompt_tokens": FieldBytes(prompt_token=32),
+    "response_tokens": FieldBytes(response_token=40),
+    "score": FieldBytes(response_token=8),
+    "advantage": FieldBytes(response_token=8),
 }
 
 
@@ -61,19 +70,25 @@ class Setting:
     old: bool = True
     rollout_ranks: int = 0  # that only generate; 0: colocated
     kv_cache: float = 40e9
+    flow: str = "grpo"
+    micro_samples: int | None = None
+    forward_samples: int | None = None
+    max_prompt: float | None = None
+    seed: int = 0
+    balance: bool = True
 
     def plan(self) -> Plan:
         constants = {"mini_batches": self.mini_batches, "recompute_old_logprobs": self.old, "kl": 0.001 * self.kl}
-        roles = {"actor": Actor, "reference": Reference, "reward": Reward}
-        flow = load(BUILT_IN["grpo"], "flow", Path()).trace(("prompt",), roles, constants)
+        roles: dict[str, Any] = {"actor": Actor, "reference": Reference, "reward": Reward}
+        if self.flow == "ppo":
+            roles["critic"] = Critic
+        flow = load(BUILT_IN[self.flow], "flow", Path()).trace(("prompt",), roles, constants)
+        if not self.balance:
+            flow = replace(flow, nodes=tuple(replace(n, balance=None) for n in flow.nodes))
         r = self.rollout_ranks
         sets = {"rollout": f"0-{r - 1}", "train": f"{r}-"} if r else {}
         rollout, train = ("rollout", "train") if r else ("all", "all")
-        trained = {
-            n.id: Place(train, tp=self.train_tp, sp=self.train_sp)
-            for n in flow.nodes
-            if n.role in ("actor", "reference")
-        }
+        trained = {n.id: Place(train, tp=self.train_tp, sp=self.train_sp) for n in flow.nodes if n.role in MODELS}
         nodes = trained | {GENERATE: Place(rollout, tp=self.generate_tp)}
         return derive_plan(
             flow, Placement(self.workers, sets, Place(train), nodes=nodes), Workload(self.prompts, self.n)
@@ -82,9 +97,14 @@ class Setting:
     def costs(self) -> Costs:
         model = load_model(self.model)
         return Costs(
-            models={"actor": model, "reference": model},
+            models=dict.fromkeys(MODELS, model),
             fields=VERL_FIELDS,
             prompt_tokens=self.prompt_tokens,
+            max_prompt=self.max_prompt,
+            micro_samples=self.micro_samples,
+            forward_samples=self.forward_samples,
+            own_mini_batches=True,
+            seed=self.seed,
             response_tokens=self.mean,
             max_tokens=self.max_tokens,
             spread=self.spread,
@@ -255,70 +275,10 @@ def nemo() -> list[Row]:
         ("Qwen3-30B-A3B, 32 GPUs, one step off", replace(moe, generate_tp=2, train_tp=1), 32, 244.0),
     ):
         half = replace(setting, workers=workers, rollout_ranks=workers // 2)
-        rows.append(Row(source, name, step, half.run()[0].pipelined_s(1.0), note="half of the GPUs generate: assumed"))
+        rows.append(
+            Row(source, name, step, half.run()[0].pipelined_s(1.0), note="half of the GPUs generate, as in the recipe")
+        )
     return rows
-
-
-def distflow_paper() -> list[Row]:
-    """The paper's figures: its own data plane is given, the controller's is calibrated on the profiled step."""
-    source = "DistFlow paper"
-    compute, own, theirs = 80.5, 10.4, 83.2  # seconds of the profiled step, 32 GPUs
-    size = solve(theirs, 0.0, 1e8, lambda b: driven(32, compute, b).data_plane_s)
-    note = f"{16 * 32 * 8} samples assumed; their bytes, {size / 1e6:.2f} MB each, fitted"
-    rows = [
-        Row(source, "32 GPUs: one controller, data plane", theirs, driven(32, compute, size).data_plane_s, True, note)
-    ]
-    for workers, ratio in ((8, 1.14), (128, 2.61)):
-        predicted = driven(workers, compute, size).step_s / (compute + own)
-        note = "the batch grows with the GPUs, their own data plane does not: assumed"
-        rows.append(Row(source, f"GRPO 7B, {workers} GPUs: speed-up over one controller", ratio, predicted, note=note))
-    h100 = load_hardware("h100")
-    small, large = (
-        Setting(h100, "qwen2.5-7b", n, 16 * n, 8, 4096, 1024, 0.7, kl=True, mini_batches=4).run()[0].step_s
-        for n in (32, 256)
-    )
-    note = "published: 6–10 %; with our data plane, and lengths assumed, hardly anything is lost"
-    rows.append(Row(source, "weak scaling 32 → 256 GPUs: efficiency lost", 0.08, 1 - small / large, note=note))
-    return rows
-
-
-def long_contexts() -> list[Row]:
-    """The paper's tokens/s per GPU by length of the context, 512 prompts × 8 per node of 8 GPUs, mini-batches of half.
-
-    Neither GPUs nor lengths are published: 32 GPUs, and responses of half the limit on average, as `distflow simulate`
-    assumes them. Of 0.1, 0.25 and 0.5, looked at together, half is what fits 7B and 32B.
-    """
-    rows = []
-    for model, tp, heads, published in (
-        ("7b", 2, 4, {8: 2333, 16: 1767, 32: 1178, 64: 667}),
-        ("32b", 4, 8, {8: 534, 16: 386, 32: 250}),
-        ("72b", 8, 8, {8: 153, 16: 129, 32: 80}),
-    ):
-        for length, rate in published.items():
-            tokens, sp = length * 1024, min(heads, length // 8)
-            limits: dict[str, Any] = {
-                "max_tokens": tokens - 2048,
-                "mean": tokens / 2,
-                "train_sp": sp,
-                "generate_tp": tp,
-            }
-            setting = Setting(load_hardware("h100"), f"qwen2.5-{model}", 32, 2048, 8, spread=0.7, kl=True, **limits)
-            setting = replace(setting, mini_batches=4 if model == "72b" else 2)
-            step = setting.run()[0].step_s
-            predicted = setting.prompts * setting.n * (setting.prompt_tokens + setting.mean) / step / setting.workers
-            rows.append(
-                Row("DistFlow paper, long contexts", f"{model}, {length}k, sp {sp}: tokens/s/GPU", rate, predicted)
-            )
-    return rows
-
-
-def driven(workers: int, compute: float, size: float) -> ControllerResult:
-    """One controller with a known compute time and bytes per sample, on a batch that grows with the workers."""
-    setting = Setting(load_hardware("h100"), "qwen2.5-7b", workers, 16 * workers, 8, 4096, 1024, 0.0, kl=True)
-    plan = setting.plan()
-    seconds = dict.fromkeys((n.id for n in plan.flow.nodes), 0.0) | {UPDATE: compute}
-    costs = Costs(seconds=seconds, fields={"response_tokens": FieldBytes(sample=size)})
-    return simulate_controller(plan, setting.hardware, costs, simulate(plan, setting.hardware, costs))
 
 
 def weight_sync() -> list[Row]:
@@ -338,7 +298,6 @@ LEFT_OUT = (
     "DeepSeek-V3 (NeMo): latent attention and mixed dense layers are not modelled.",
     "Qwen3-235B (NeMo): 16 pipeline stages are not modelled.",
     "verl weight sync of 7B in 0.02 s: 15 GB in that time is beyond any link; not a transfer.",
-    "PPO and VLM rows of the paper: batch and lengths are not published.",
 )
 
 
@@ -357,25 +316,22 @@ def ours() -> dict[int, dict[str, float]]:
     return out
 
 
-def main() -> None:
-    sync, base = verl_sync()
-    rows = [
-        *sync,
-        *verl_async(base),
-        *verl_one_step_off(),
-        *verl_moe(),
-        *nemo(),
-        *distflow_paper(),
-        *long_contexts(),
-        *weight_sync(),
-    ]
-    last = ""
+def table(rows: Sequence[Row]) -> str:
+    lines, last = [], ""
     for row in rows:
         if row.source != last:
             last = row.source
-            print(f"\n{row.source}\n{'':50}{'published':>10}{'predicted':>10}{'error':>8}")
+            lines.append(f"\n{row.source}\n{'':50}{'published':>10}{'predicted':>10}{'ratio':>8}")
         note = f"  {row.note}" if row.note else ""
-        print(f"  {row.what:48}{row.published:10.3g}{row.predicted:10.3g}{100 * row.error:7.0f} %  {row.verdict}{note}")
+        ratio = row.predicted / row.published
+        lines.append(f"  {row.what:48}{row.published:10.3g}{row.predicted:10.3g}{ratio:8.2f}  {row.verdict}{note}")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    sync, base = verl_sync()
+    rows = [*sync, *verl_async(base), *verl_one_step_off(), *verl_moe(), *nemo(), *weight_sync()]
+    print(table(rows))
     print("\nLeft out:", *LEFT_OUT, sep="\n  ")
     predictions = [r for r in rows if not r.fit]
     good = [r for r in predictions if r.verdict == "ok"]
@@ -383,10 +339,10 @@ def main() -> None:
     own = ours()
     for workers, numbers in own.items():
         print(f"ours, 7B GRPO, {workers} H100: {numbers}")
-    print(json.dumps({"rows": [_json(r) for r in rows], "within": len(good), "of": len(predictions), "ours": own}))
+    print(json.dumps({"rows": [as_json(r) for r in rows], "within": len(good), "of": len(predictions), "ours": own}))
 
 
-def _json(row: Row) -> Mapping[str, Any]:
+def as_json(row: Row) -> Mapping[str, Any]:
     return {**row.__dict__, "error": round(row.error, 4), "verdict": row.verdict}
 
 

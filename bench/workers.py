@@ -13,6 +13,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 from hosts import Hosts, why_not
+from hosts import load_factor as load_factor
 
 
 def run_workers(script: str, n: int, *words: str) -> dict[str, Any]:

@@ -21,10 +21,11 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from limits import TimeLimit, load_factor
+from limits import TimeLimit, load_factor, wait_until
 
 NETWORK = "10.77.{}.{}"  # each bridge is a network of its own: all may have the same addresses
 PORT = 29500  # MASTER_PORT of forked workers: nothing else runs on a new host
@@ -258,9 +259,7 @@ class Hosts(Sequence[Host]):
                 _wait(leaders, timeout_s)
             finally:
                 os.close(answers)
-                for pid in leaders:
-                    os.killpg(pid, signal.SIGKILL)
-                    os.waitpid(pid, 0)
+                _end_groups(leaders)  # before the folder goes: a worker may be writing its answer
             results = {int(path.name): pickle.loads(path.read_bytes()) for path in Path(folder).glob("*[0-9]")}
         for rank, (ok, value) in sorted(results.items()):
             assert ok, f"rank {rank} on {self._all[rank // per_host].name}: {value}"
@@ -367,6 +366,23 @@ def _answer(rank: int, answers: int, answer: tuple[bool, Any]) -> None:
     with open(os.open(part, os.O_CREAT | os.O_WRONLY, dir_fd=answers), "wb") as f:
         pickle.dump(answer, f)
     os.rename(part, str(rank), src_dir_fd=answers, dst_dir_fd=answers)
+
+
+def _end_groups(leaders: Mapping[int, Host]) -> None:
+    """Kills the process groups of these leaders, and returns when no process of them is left."""
+    for pid in leaders:
+        os.killpg(pid, signal.SIGKILL)
+    for pid in leaders:
+        os.waitpid(pid, 0)
+        wait_until(partial(_is_gone, pid))
+
+
+def _is_gone(group: int) -> bool:
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return True
+    return False
 
 
 def _wait(leaders: Mapping[int, Host], timeout_s: float) -> None:

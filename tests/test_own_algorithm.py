@@ -71,6 +71,13 @@ def test_another_placement_and_a_listed_flow_give_the_same_curve(folder: Path, n
         assert [actual[c] for c in LEARNED] == pytest.approx([expected[c] for c in LEARNED], rel=1e-3, abs=1e-6)
 
 
+def test_a_sample_in_two_sequences_is_trained_as_in_one(folder: Path) -> None:
+    halves = metrics(folder, "in_halves")
+    for actual, expected in zip(halves, metrics(folder, "grpo")[:4], strict=True):
+        for curve in ("reward/mean", "actor/loss", "actor/grad_norm", "response_length/mean"):
+            assert actual[curve] == pytest.approx(expected[curve], rel=1e-3, abs=1e-6), curve
+
+
 def test_the_filter_has_prompts_replaced(folder: Path) -> None:
     steps = metrics(folder, "own")
     assert {m["sampling/rounds"] for m in steps} >= {1, 4}

@@ -4,6 +4,7 @@ import torch
 
 from distflow import Role, flow, node
 from distflow.algo.losses import with_kl_and_entropy
+from distflow.batch.branches import branches_column
 from distflow.flows.nodes import group_advantage, kl_divergence
 from distflow.flows.policy_update import update_policy
 
@@ -74,6 +75,24 @@ def own(
     bonus = judge.bonus(score)
     combined = advantage(score, variety, bonus, distinct_weight=distinct_weight)
     update_policy(actor, reference, rollout, combined, loss="own.py:my_loss", negative_weight=negative_weight, **rest)
+
+
+@node(writes="response_branches")
+def halves(batch):
+    """Makes two sequences of each response."""
+    rows = []
+    for prompt, response in zip(batch["prompt_tokens"], batch["response_tokens"], strict=True):
+        half = len(response) // 2
+        rows.append([(half, 0, len(prompt) + half)] if half else [])  # first token, parent, tokens it shares with that
+    return branches_column(rows)
+
+
+@flow(constants_of=update_policy)
+def in_halves(prompts, actor, reference, reward, **rest):
+    rollout = actor.generate(prompts["prompt"])
+    score = reward.score(prompts, rollout)
+    halves(rollout["prompt_tokens", "response_tokens"])
+    update_policy(actor, reference, rollout, group_advantage(score), loss="policy", **rest)
 
 
 @flow(constants_of=update_policy)

@@ -146,6 +146,8 @@ def _add_gpu_check(command: argparse.ArgumentParser) -> None:
 
 
 def _add_simulate(command: argparse.ArgumentParser) -> None:
+    from distflow.simulate.failures import LOST_PER_DAY
+
     command.add_argument("--hardware", required=True, metavar="NAME", help="h100, h20, a100, namespaces, or a file")
     command.add_argument("--model", metavar="NAME", help="shapes of another model than the config's, e.g. qwen2.5-7b")
     command.add_argument("--prompt-tokens", type=float, metavar="N", help="of a prompt")
@@ -157,7 +159,25 @@ def _add_simulate(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--overlap", type=float, metavar="D", help="forecast: rank sets D steps apart; default: rollout.staleness"
     )
-    command.add_argument("--search", action="store_true", help="propose placements, the fastest first")
+    command.add_argument("--search", action="store_true", help="propose placements, the fastest first, with reasons")
+    command.add_argument(
+        "--draws", type=int, default=0, metavar="N", help="how steps differ: N with lengths and devices drawn anew"
+    )
+    command.add_argument(
+        "--failures",
+        nargs="?",
+        type=float,
+        const=LOST_PER_DAY,
+        metavar="N",
+        help=f"how much time is useful if N of 1,000 hosts fail a day, and when to save; default {LOST_PER_DAY:g}",
+    )
+    for name, default, what in (
+        ("restart", 300, "a failure to the next step"),
+        ("save", 1, "the beginning of a save until the workers go on"),
+        ("write", 60, "then until the checkpoint is complete"),
+    ):
+        text = f"with --failures: seconds from {what}; default: {default}"
+        command.add_argument(f"--{name}", type=float, default=default, metavar="S", help=text)
     command.add_argument("--record", type=Path, metavar="DIR", help="write the step for `distflow show DIR`")
     form = command.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="print it as JSON")
@@ -166,6 +186,7 @@ def _add_simulate(command: argparse.ArgumentParser) -> None:
 
 def _simulate(args: argparse.Namespace) -> int:
     from distflow.simulate.binding import SPREAD, Assumptions, parse_node_seconds
+    from distflow.simulate.failures import Failures
     from distflow.simulate.hardware import load_hardware
     from distflow.simulate.report import make_report
     from distflow.simulate.table import render
@@ -181,7 +202,9 @@ def _simulate(args: argparse.Namespace) -> int:
     )
     hardware = load_hardware(args.hardware)
     overlap = program.config.rollout.staleness if args.overlap is None else args.overlap
-    report = make_report(program, program.config.workers or 1, hardware, given, overlap, args.search)
+    failures = None if args.failures is None else Failures(args.failures, args.restart, args.save, args.write)
+    workers = program.config.workers or 1
+    report = make_report(program, workers, hardware, given, overlap, args.search, args.draws, failures)
     if args.record:
         from distflow.simulate.recording import record_step
 

@@ -22,10 +22,13 @@ class FakeEnvPool:
         self.count: dict[int, int] = {}
         self.most = 0  # conversations at once
         self.held: list[int] = []
+        self.paused: set[int] = set()
+        self.forks = 0
 
     def start(self, key: int, environment: int, start: Mapping[str, Any]) -> None:
         self.running[key], self.count[key] = self.script(start), 0
         self.most = max(self.most, len(self.running))
+        self.forks += 1
         self._advance(key, None)
 
     def send(self, key: int, message: Mapping[str, Any]) -> None:
@@ -38,14 +41,21 @@ class FakeEnvPool:
     def release(self, key: int) -> None:
         self.held.remove(key)
 
+    def pause(self, key: int) -> None:
+        self.paused.add(key)
+
+    def resume(self, key: int) -> bool:
+        self.paused.discard(key)
+        return key in self.running or any(event.key == key for _, event in self.pending)
+
     def poll(self, timeout: float) -> list[Event]:
         self.pending = [(left - 1, event) for left, event in self.pending]
-        ready = [event for left, event in self.pending if left < 0]
-        self.pending = [(left, event) for left, event in self.pending if left >= 0]
+        ready = [event for left, event in self.pending if left < 0 and event.key not in self.paused]
+        self.pending = [(left, event) for left, event in self.pending if left >= 0 or event.key in self.paused]
         return ready
 
     def has_events(self) -> bool:
-        return bool(self.pending)
+        return any(event.key not in self.paused for _, event in self.pending)
 
     def kill(self, key: int) -> None:
         self.running.pop(key, None)

@@ -39,7 +39,7 @@ class ScriptedLoop:
         try:
             while not self._over.is_set():
                 select.select([self.endpoint.fileno()], [], [], 0.1)
-                for item in self.endpoint.poll():
+                for item in self.endpoint.poll(self.keys):
                     if isinstance(item, Violation):
                         self.violations.append(item)
                         self.endpoint.close(item.key)

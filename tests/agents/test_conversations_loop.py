@@ -11,7 +11,8 @@ from transformers import AutoModelForCausalLM
 
 from agents.fake_env_pool import FakeEnvPool, Script
 from distflow.agents.choice import choose_environments, group_seed
-from distflow.agents.conversations import Conversations, Sample
+from distflow.agents.conversation import Sample
+from distflow.agents.conversations import Conversations
 from distflow.agents.converse import _decode, _encode, converse
 from distflow.agents.record import ConversationRecord, columns
 from distflow.agents.rendering import Renderer

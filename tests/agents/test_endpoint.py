@@ -268,10 +268,10 @@ def test_a_call_that_waits_when_its_sample_ends_is_answered() -> None:
         key = endpoint.open(1, 101)
         with ThreadPoolExecutor(1) as pool:
             waiting = pool.submit(post, f"{endpoint.base_url}/chat/completions", {"messages": HELLO}, key)
-            while not endpoint.has_events():
+            while not endpoint.has_events({1}):
                 pass
             endpoint.close(1)
-            assert endpoint.poll() == []
+            assert endpoint.poll({1}) == []
             assert waiting.result()[0] == 410
     finally:
         endpoint.stop()

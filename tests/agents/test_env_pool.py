@@ -61,6 +61,39 @@ def test_a_child_has_no_deadline_while_it_waits_for_the_model(pool: EnvPool) -> 
         answer(pool, wait(pool, 0), conversation, ["done"])
 
 
+def test_a_paused_child_works_on_and_is_heard_later(pool: EnvPool) -> None:
+    """Its clock stands still, and what it says, or how it ends, is an event when it is resumed."""
+    pool.start(0, 0, start_message())
+    pool.pause(0)
+    pool.pause(0)
+    assert pool._next_deadline() == math.inf
+    pool.start(1, 0, start_message())
+    assert isinstance(wait(pool, 1), Message)
+    assert pool.poll(0.5) == []
+    assert not pool.has_events()
+    assert pool.resume(0)
+    conversation = Conversation()
+    answer(pool, wait(pool, 0), conversation, ["done"])
+    while conversation.result is None:
+        pool.pause(0)
+        pool.resume(0)
+        answer(pool, wait(pool, 0), conversation, ["done"])
+    pool.kill(1)
+    assert not pool.resume(1)
+
+
+def test_a_child_that_ended_while_it_was_paused_has_failed() -> None:
+    with made(EnvironmentSpec("bad", "hostile.py:Bad", time_limit_s=30)) as pool:
+        pool.describe()
+        pool.start(0, 0, start_message({"what": "exit", "at": "reset"}))
+        pool.pause(0)
+        assert pool.poll(2.0) == []
+        assert pool.resume(0)
+        event = wait(pool, 0)
+        assert isinstance(event, Failed)
+        assert "ended its process" in event.reason
+
+
 def test_the_clock_of_a_child_stops_while_the_endpoint_works_for_it() -> None:
     spec = EnvironmentSpec("bad", "hostile.py:Bad", time_limit_s=1)
     with made(spec) as pool:

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from agents.families import renderer, sampled
-from distflow.agents.conversations import Conversations, Sample
+from distflow.agents.conversation import Sample
+from distflow.agents.conversations import Conversations
 from distflow.agents.endpoint import Endpoint
 from distflow.agents.env_pool import EnvPool
 from distflow.agents.record import ConversationRecord

@@ -122,7 +122,7 @@ def test_a_subagent_is_no_compaction() -> None:
     assert record(s).compactions == 1
 
 
-def test_the_version_of_a_conversation_is_that_of_its_latest_turn() -> None:
+def test_the_version_of_a_conversation_is_that_of_its_first_turn() -> None:
     s = conversation(None, None)
     s.branches[0].turns[0].weight_version = 1
-    assert record(s).weight_version == 3
+    assert record(s).weight_version == 1

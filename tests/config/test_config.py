@@ -87,7 +87,10 @@ def test_an_unknown_key_is_refused_with_the_nearest_one(tmp_path: Path, changed:
         ({"steps": True}, "'steps' is True: input should be a valid integer"),
         ({"steps": -1}, "'steps' is -1: input should be greater than or equal to 0"),
         ({"steps": 2.0}, "'steps' is 2.0: input should be a valid integer"),
-        ({"data": {"files": [], "batch": 1}}, "'data.files' is []: list should have at least 1 item"),
+        (
+            {"data": {"files": [], "batch": 1}},
+            "'data' is {'batch': 1, 'files': []}: value error, give one of `files` and `sources`",
+        ),
         ({"data": {"files": "x", "batch": -1}}, "'data.batch' is -1: input should be greater than 0"),
         (
             {"data": {"files": "x", "batch": 1, "on_bad_row": "drop"}},
@@ -106,7 +109,7 @@ def test_an_unknown_key_is_refused_with_the_nearest_one(tmp_path: Path, changed:
         ({"roles": {"judge": 3}}, "'roles.judge' is 3; it is a section with the keys call, args"),
         ({"flow": 5}, "'flow' is 5: input should be a valid string"),
         ({"flow": ["a"]}, "'flow.0' is 'a': input should be a valid dictionary"),
-        ({"data": {"batch": 3}}, "'data.files' is missing; it is required"),
+        ({"data": {"batch": 3}}, "'data' is {'batch': 3}: value error, give one of `files` and `sources`"),
         ({"roles": {"judge": {"args": {}}}}, "'roles.judge' is {'args': {}}: value error, give one of `call`"),
     ],
 )

@@ -10,6 +10,7 @@ import yaml
 
 from distflow.config.schema import (
     Config,
+    CurriculumConfig,
     DataConfig,
     EnvironmentConfig,
     EvalConfig,
@@ -26,6 +27,7 @@ ROOT = Path(__file__).parents[2]
 SECTIONS: dict[str, type[Section]] = {
     "": Config,
     "data.": DataConfig,
+    "data.curriculum.": CurriculumConfig,
     "model.": ModelConfig,
     "reward.": RewardConfig,
     "environment.": EnvironmentConfig,

@@ -44,12 +44,24 @@ def fail(rank):
     import time
     time.sleep(1000)
 
+def answer_late(rank):
+    large = bytearray(100 << 20)  # such a worker takes a while to end
+    if rank == 0:
+        os.kill(os.getpid(), 9)
+    return bytes(large[: 1 << 20])
+
 with Hosts(2) as hosts:
     print(hosts.fork(2, meet, "rank"))
     try:
         hosts.fork(2, fail)
     except AssertionError as e:
         print(e)
+    before = [host.pids() for host in hosts]
+    for _ in range(5):
+        try:
+            hosts.fork(4, answer_late)
+        except AssertionError as e:
+            print(e, [set(host.pids()) - set(pids) for host, pids in zip(hosts, before)])
 """
 
 
@@ -156,6 +168,8 @@ def test_workers_are_forked_into_their_hosts(tmp_path: Path) -> None:
     assert results == "[['rank 1 host0', 'rank 2 host1', 'rank 3 host1'], '1', '0', '1']", done.stderr
     assert failure.startswith("rank 3 on host1: Traceback")
     assert "ValueError: no luck" in failure
+    # A worker that is killed while others write their answers: none is left when `fork` returns.
+    assert failure.splitlines()[-5:] == ["rank 0 on host0: ended with exit code -9 [set(), set()]"] * 5, done.stderr
 
 
 def test_nothing_is_left_after_a_crash(tmp_path: Path) -> None:

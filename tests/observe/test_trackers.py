@@ -222,8 +222,10 @@ def test_a_resumed_run_has_each_step_once_in_tensorboard(tmp_path: Path) -> None
 def test_wandb_has_our_values_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_MODE", "offline")
     track("wandb", tmp_path)
+    import wandb
     from wandb.proto import wandb_internal_pb2
 
+    wandb.teardown()  # what a program does when it ends: until then W&B's own process may not have written everything
     (path,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
     rows: list[dict[str, Any]] = []
     for data in wandb_records(path.read_bytes()):

@@ -17,7 +17,7 @@ from distflow.coordinator.coordinator import Coordinator
 from distflow.dataset.loader import Loader
 from distflow.flow import Flow, Node
 from distflow.observe.metrics import StepMetrics
-from distflow.plan import Place, Placement, Plan, Workload, plan
+from distflow.plan import Place, Placement, Plan, RunNode, Workload, plan
 from distflow.roles.role import Role
 from distflow.run.comm import Comm
 from distflow.run.rollouts import Rollouts
@@ -128,7 +128,8 @@ def test_what_is_carried_on_comes_back_to_the_replica_that_has_the_sample_now(
         for replica in range(old):
             coordinator = make_worker(replica, before).data
             task = next(t for t in before.tasks if t.name == "generate")
-            begun = coordinator.ahead(step, task, 100)  # type: ignore[arg-type]
+            assert isinstance(task, RunNode)
+            begun = coordinator.ahead(step, task, 100, coordinator.share_ahead(task))
             rollouts = Rollouts(before)
             rollouts.carry(step, Batch(begun.ids, begun.groups, {"far": torch.from_numpy(begun.ids)}))
             want |= dict.fromkeys(begun.ids.tolist(), replica)

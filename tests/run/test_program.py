@@ -190,10 +190,6 @@ def test_expected_bytes_follow_from_the_model_and_the_longest_response(tmp_path:
     ("rollout", "message"),
     [
         ({"partial": True}, r"rollout\.partial: .* rollout\.staleness is 0; make it 1 or more"),
-        (
-            {"partial": 4, "staleness": 1, "engine": "vllm"},
-            r"rollout\.partial: the engine 'vllm' cannot be interrupted",
-        ),
         ({"partial": 0, "staleness": 1}, r"rollout\.partial.* give a number of prompts above 0, or true"),
         ({"partial": "some", "staleness": 1}, r"rollout\.partial.* give a number of prompts above 0"),
         ({"staleness": 1, "chunk": 3}, r"rollout\.chunk: chunks of 3 do not divide the 4 prompts"),

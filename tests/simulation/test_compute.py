@@ -1,5 +1,7 @@
 """The roofline, by hand, and what may not make a step faster."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -125,6 +127,44 @@ def test_every_replica_has_a_share_of_each_mini_batch() -> None:
     node = Node("t", role="actor", type="train", method=True, params={"mini_batches": 2})
     whole = times(TRAIN, [50.0] * 8, replicas=2).elapsed[1]
     assert times(node, [50.0] * 8, replicas=2).elapsed[1] == pytest.approx(whole, rel=0.01)
+
+
+def test_micro_batches_of_samples_wait_for_the_longest_of_all_replicas() -> None:
+    lengths = [10.0, 90.0, 90.0, 10.0]  # of two replicas: in both micro-batches one has the long sample
+    even = times(TRAIN, lengths, replicas=2, micro_samples=2)
+    ragged = times(TRAIN, lengths, replicas=2, micro_samples=1)
+    long = times(TRAIN, [90.0]).elapsed[0]
+    short = times(TRAIN, [10.0]).elapsed[0]
+    assert even.elapsed.max() == pytest.approx(long + short, rel=1e-6)
+    assert ragged.elapsed.max() == pytest.approx(2 * long, rel=1e-6)
+    assert ragged.busy == pytest.approx([long + short] * 2, rel=1e-6)
+    alone = times(TRAIN, lengths, replicas=2, micro_samples=1, shard=1)  # nothing is sharded: nobody waits in between
+    assert alone.elapsed.max() == pytest.approx(long + short, rel=1e-6)
+
+
+def test_mini_batches_that_each_worker_cuts_are_even() -> None:
+    """One group per replica: cut by the step's prompts, a mini-batch has samples of one replica only."""
+    node = Node("t", role="actor", type="train", method=True, params={"mini_batches": 2})
+    whole = times(TRAIN, [50.0] * 8, replicas=2, repeat=4).elapsed.max()
+    by_step = times(node, [50.0] * 8, replicas=2, repeat=4).elapsed.max()
+    by_worker = times(node, [50.0] * 8, replicas=2, repeat=4, own_mini_batches=True).elapsed.max()
+    assert by_step == pytest.approx(2 * whole, rel=0.01)
+    assert by_worker == pytest.approx(whole, rel=0.01)
+
+
+def test_a_collective_goes_around_a_ring_of_all_ranks() -> None:
+    slow = load_hardware("h100", network={"rate": 1e15, "latency_s": 1.0}, local={"rate": 1e15, "latency_s": 0.1})
+    layout, lengths = Layout(tuple(range(16)), 16), np.ones(16)
+    work = Work(FORWARD, layout, np.arange(16), lengths, np.arange(16) // 8, 1)
+    elapsed = compute_times(work, slow, Costs(models={"actor": MODEL})).elapsed.max()
+    assert elapsed == pytest.approx(MODEL.layers * (1 * 1.0 + 14 * 0.1))  # one step between hosts, 14 within
+
+
+def test_a_replica_is_as_fast_as_its_slowest_device() -> None:
+    even = Work(FORWARD, Layout((0, 1), 2), np.array([0, 1]), np.full(2, 60.0), np.zeros(2, np.int64), 1)
+    work = replace(even, slowness=np.array([1.0, 1.5]))
+    first, second = compute_times(work, H100, Costs(models={"actor": MODEL}, shard=1)).busy
+    assert second == pytest.approx(1.5 * first)
 
 
 def test_who_waits_for_whom() -> None:

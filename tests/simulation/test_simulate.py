@@ -1,6 +1,7 @@
 """Whole steps: one move by hand, thousands of workers, comparisons, and the command line."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -13,8 +14,9 @@ from distflow.flow import Flow, Node
 from distflow.plan import Place, Placement, Plan, Workload, plan
 from distflow.plan.topology import Topology
 from distflow.run.program import Program
-from distflow.simulate import Costs, FieldBytes, Hardware, load_hardware, simulate
+from distflow.simulate import Costs, FieldBytes, Hardware, load_hardware, load_model, simulate
 from distflow.simulate.binding import Assumptions
+from distflow.simulate.controller import simulate_controller
 from distflow.simulate.report import make_report
 from test_cli import distflow
 
@@ -136,6 +138,31 @@ def test_one_controller_needs_more_time_and_all_the_memory(config: str) -> None:
     assert {a.rollout for a in report.alternatives} == {None, 25, 50, 75}
 
 
+def test_a_controller_sends_the_whole_batch_so_far_with_every_call() -> None:
+    nodes = (
+        Node("generate", role="actor", type="inference", writes=("x",), generates=True, method=True),
+        Node("score", role="reward", type="inference", reads=("x",), writes=("s",), method=True),
+        Node("update", role="actor", type="train", reads=("s",), method=True),
+    )
+    planned = plan(Flow("f", ("p",), nodes), Placement(2), Workload(10, 1, {"p": 1, "x": 1000, "s": 10}))
+    hardware = load_hardware("h100", controller={"serialise_rate": 1.0, "rate": 1e15, "call_s": 0.0})
+    costs = Costs(seconds={"generate": 1.0, "update": 2.0})
+    found = simulate_controller(planned, hardware, costs, simulate(planned, hardware, costs))
+    assert found.node_s == pytest.approx({"generate": 10 * 1001, "score": 0.0, "update": 10 * 1011})
+    assert found.step_s == pytest.approx(3.0 + 10 * 2012)
+
+
+def test_a_controller_pads_prompts_too() -> None:
+    planned = split_plan(2, 4)
+    fields = {"x": FieldBytes(prompt_token=1.0)}
+
+    def size(**limits: float) -> float:
+        costs = Costs(fields=fields, prompt_tokens=100, **limits)  # type: ignore[arg-type]
+        return simulate_controller(planned, SLOW, costs, simulate(planned, SLOW, costs)).bytes
+
+    assert size(max_prompt=2048.0) == pytest.approx(20.48 * size())
+
+
 def test_a_mixture_of_experts_is_called_a_guess(config: str) -> None:
     for overrides, said in ((["model.arch=qwen3_moe", "model.ffn=512"], True), ([], False)):
         report = make_report(Program.load(config, overrides), 16, load_hardware("h100"), Assumptions())
@@ -154,6 +181,61 @@ def test_search_sorts_by_step_and_keeps_to_the_memory(config: str) -> None:
     fit = make_report(program, 16, tight, Assumptions(), wide=True)
     assert all(r.memory.peak <= own for c in (*fit.candidates, *fit.alternatives) for r in c.result.rank_sets)
     assert {a.rollout for a in fit.alternatives} != {None, 25, 50, 75}
+
+
+def test_a_search_says_why(config: str) -> None:
+    report = make_report(Program.load(config), 16, load_hardware("h100"), Assumptions(), wide=True)
+    best, reasons = report.candidates[0], report.reasons
+    assert best.rollout is None
+    beside = [r for r in reasons if r.startswith("beside ")]
+    assert any(r.startswith("beside split") for r in beside)
+    assert all(best.name not in r for r in beside)
+    free = [r for r in reasons if r.startswith("rollout.kv_cache_gb")]
+    tight = load_hardware("h100", device={"memory": best.memory * 1.001})
+    less = make_report(Program.load(config), 16, tight, Assumptions(), wide=True)
+    assert less.candidates[0].name == best.name
+    assert not [r for r in less.reasons if r.startswith("rollout.kv_cache_gb")]
+    assert len(free) <= 1
+    assert any("need more than" in r for r in less.reasons)
+
+
+def test_sequences_are_divided_where_nothing_else_fits(config: str) -> None:
+    long = Program.load(config, ["rollout.max_tokens=65536", "train.gradient_checkpointing=true"])
+    found = make_report(long, 16, load_hardware("h100"), Assumptions(), wide=True)
+    assert any(c.train_sp > 1 for c in found.candidates)
+    divided = next(c for c in found.candidates if c.train_sp > 1)
+    assert divided.placement["train"]["sp"] == divided.train_sp  # type: ignore[index]
+    assert "sp 2" in " ".join(c.name for c in found.candidates)
+
+
+def test_steps_are_drawn_and_more_hosts_wait_longer_for_the_slowest() -> None:
+    h100 = load_hardware("h100", device={"spread": 0.05})
+    costs = Costs(models={"actor": load_model("qwen2.5-7b")}, response_tokens=500, max_tokens=500)
+
+    def update(workers: int, seed: int, hardware: Hardware = h100) -> float:
+        result = simulate(split_plan(workers, 4 * workers), hardware, replace(costs, seed=seed))
+        return result.task("update").elapsed_s
+
+    few, many = ([update(n, seed) for seed in range(5)] for n in (16, 512))
+    assert len(set(few)) == 5
+    assert min(many) > max(few)
+    even = load_hardware("h100", device={"spread": 0.0})
+    assert update(512, 0, even) == pytest.approx(update(16, 0, even), rel=0.05)
+
+
+def test_the_percentiles_and_the_failures_of_the_command_line(config: str, capsys: Output) -> None:
+    assert distflow("simulate", config, "--hardware", "h100", "--draws", "4", "--failures", "10", "--json") == 0
+    out = json.loads(capsys.readouterr().out)
+    drawn = out["drawn"]
+    assert drawn["p5"] < drawn["p50"] < drawn["p95"]
+    assert drawn["steps"] == 4
+    assert [g["workers"] for g in out["failures"]] == [16, 1024, 10_000]
+    assert out["failures"][2]["goodput"] < out["failures"][1]["goodput"] < out["failures"][0]["goodput"]
+    assert distflow("simulate", config, "--hardware", "h100", "--draws", "4", "--failures") == 0
+    text = capsys.readouterr().out
+    assert "drawn anew" in text
+    assert "Young" in text
+    assert max(map(len, text.splitlines())) <= 120
 
 
 def test_the_table(config: str, capsys: Output) -> None:
@@ -204,6 +286,8 @@ def test_the_timeline(config: str, capsys: Output, tmp_path: Path) -> None:
         (["--hardware", "h100", "--response-tokens", "600"], "the config allows 1 to 512 (rollout.max_tokens)"),
         (["--hardware", "h100", "--overlap", "-1"], "--overlap: -1; give the steps"),
         (["--hardware", "h100", "--spread", "-1"], "--spread: -1"),
+        (["--hardware", "h100", "--draws", "-1"], "--draws: -1"),
+        (["--hardware", "h100", "--failures", "-1"], "--failures: -1; give a number, 0 or more"),
         (["--hardware", "h100", "placement.default.tp=3"], "tp 3 does not fit rank set 'all' of 16 ranks"),
         (["--hardware", "h100", "--model", "qwen2.5-72b"], "a worker of h100 has 74.5 GiB, and rank 0 needs"),
     ],

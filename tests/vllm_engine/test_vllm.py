@@ -101,6 +101,7 @@ def everything_about_one_engine(rank: int) -> None:
     _sampling_parameters_are_kept(engine)
     _completions_come_as_they_finish(engine)
     _turns_of_conversations_come_and_go(engine)
+    _what_is_interrupted_is_carried_on(engine)
     _a_prefix_is_not_kept_over_an_update(engine)
     assert _process_state()["threads"] == before["threads"]
 
@@ -161,6 +162,33 @@ def _turns_of_conversations_come_and_go(engine: RolloutEngine) -> None:
     for request in (first, branch, late):
         alone = replace(request, params=replace(params, max_tokens=request.position + 6))
         assert same([as_response(finished[request.id])], [plain_loop("qwen2", alone)])
+
+
+def _what_is_interrupted_is_carried_on(engine: RolloutEngine) -> None:
+    """Some responses are complete when others are interrupted, which go on from there with the same tokens."""
+    params = replace(PARAMS, stop=frozenset(), max_tokens=12)
+    whole = [replace(r, params=params) for r in requests_for([0, 1, 2, 3])]
+    for request in (replace(whole[0], max_tokens=5), *whole[1:]):
+        engine.add_request(request)
+    assert [len(c.tokens) for c in engine.step()] == [5]
+    begun = {c.sample_id: c for c in engine.interrupt()}
+    assert begun.keys() == {r.sample_id for r in whole[1:]}
+    assert {len(c.tokens) for c in begun.values()} == {5}  # they are in step
+    assert not engine.has_unfinished
+    assert engine.interrupt() == []
+    rest = [
+        replace(r, prompt=(*r.prompt, *begun[r.sample_id].tokens.tolist()), position=len(begun[r.sample_id].tokens))
+        for r in whole[1:]
+    ]
+    ended = complete(engine, rest)
+    for request in whole[1:]:
+        first, last = begun[request.sample_id], ended[request.sample_id]
+        joined = replace(
+            last,
+            tokens=np.concatenate((first.tokens, last.tokens)),
+            logprobs=np.concatenate((first.logprobs, last.logprobs)),
+        )
+        assert same([as_response(joined)], [plain_loop("qwen2", request)])
 
 
 def _sampling_parameters_are_kept(engine: RolloutEngine) -> None:

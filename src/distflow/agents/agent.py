@@ -23,7 +23,8 @@ from distflow.util.patient_files import SharedLog
 from distflow.util.seeds import eval_seed
 
 if TYPE_CHECKING:
-    from distflow.agents.conversations import Sample
+    from distflow.agents.conversation import Sample
+    from distflow.agents.conversations import Begun, Conversations
     from distflow.agents.endpoint import Endpoint
     from distflow.agents.env_pool import EnvPool
     from distflow.agents.record import ConversationRecord
@@ -43,6 +44,7 @@ CONVERSATION = (
 )
 
 SEEN = (*CONVERSATION, PROMPT_IMAGES, RESPONSE_IMAGES)
+_BEGUN = "begun"  # the column of conversations of later steps
 
 logger = logging.getLogger(__name__)
 
@@ -68,6 +70,7 @@ class Agent(Actor):
         self.env_pool: EnvPool | None = None  # where conversations are led
         self.endpoint: Endpoint | None = None  # if an agent needs one
         self._runtimes: list[EnvironmentRuntime] = []
+        self._begun: Mapping[int, Begun] = {}  # by sample id: conversations of later steps
         layout = role.layout("generate", "converse")
         if layout and any(replica[0] == role.rank for replica in layout.replicas):
             self.env_pool = start_env_pool(self.environments, role.base)  # they import while models load
@@ -128,21 +131,14 @@ class Agent(Actor):
     def _converse(
         self, batch: "Batch", ctx: "Context", temperature: float | None, held_out: bool, environment: str | None
     ) -> dict[str, Any]:
-        from distflow.agents.conversations import Conversations
         from distflow.agents.converse import ReplicaGroup, converse
         from distflow.agents.record import columns, log_conversations
         from distflow.rollout.engine_load import EngineLoad
 
         self._prepare()
-        policy, params = self.policy, self._sampling(temperature)
+        policy = self.policy
         assert policy.engine is not None
-        seed = eval_seed(ctx.seed) if held_out else ctx.seed
-        conversations = None
-        if self.env_pool is not None:
-            samples = self._samples(batch, seed, environment)
-            state = {"global_step": ctx.step if ctx.held_out else ctx.step - 1, "max_steps": ctx.steps}
-            where = self._runtimes, self.env_pool, params, seed, policy.weight_version
-            conversations = Conversations(samples, *where, self.endpoint, state)
+        conversations = self._conversations(batch, ctx, temperature, held_out, environment)
         ended: dict[int, ConversationRecord] = {}
         load, ids = EngineLoad(), [int(i) for i in batch.ids]
         waiting = {i: [ids[k] for k in places] for i, places in enumerate(ctx.chunks.parts)} if ctx.chunks else {}
@@ -166,12 +162,50 @@ class Agent(Actor):
         policy.release_engine_memory()
         ordered = [records[i] for i in ids]
         rollout = columns(ordered, policy.text)
-        self._log_rollout(rollout, ctx, held_out)
+        tokens = self._log_rollout(rollout, ctx, held_out)
+        if ctx.partial and tokens:
+            ctx.metrics.log("rollout/carried_frac", _carried_tokens(ctx.partial.begun, set(ids)) / tokens, tokens)
+        if conversations and not held_out:
+            self._carry(conversations, ctx)
         log_conversations(ordered, ctx.metrics, "val/" if held_out else "")
         if ordered and not held_out:
             ctx.metrics.log("rollout/engine_busy", use.busy)
             ctx.metrics.log("rollout/reused", use.reused)
         return rollout
+
+    def _conversations(
+        self, batch: "Batch", ctx: "Context", temperature: float | None, held_out: bool, environment: str | None
+    ) -> "Conversations | None":
+        """Makes the conversations of a step, with those that may be begun for later ones; None without processes."""
+        from distflow.agents.conversations import Ahead, Begun, Conversations
+
+        if self.env_pool is None:
+            return None
+        params, seed = self._sampling(temperature), eval_seed(ctx.seed) if held_out else ctx.seed
+        samples = self._samples(batch, ctx, seed, environment)
+        state = {"global_step": ctx.step if ctx.held_out else ctx.step - 1, "max_steps": ctx.steps}
+        where = self._runtimes, self.env_pool, params, seed, self.policy.weight_version, self.endpoint, state
+        if held_out:
+            return Conversations(samples, *where)
+        warm = max(r.warm for r in self._runtimes)
+        later = ctx.partial.ahead if ctx.partial else ctx.upcoming(warm) if warm and ctx.upcoming else None
+        ahead = Ahead(self._samples(later, ctx, seed, environment) if later is not None else (), bool(ctx.partial))
+        begun, self._begun = self._begun, {}
+        if ctx.partial and ctx.partial.begun is not None and not begun:  # a resumed run
+            batch = ctx.partial.begun
+            begun = {i: Begun.of(fields) for i, fields in zip(batch.ids.tolist(), batch[_BEGUN], strict=True)}
+        wanted = {s.id for s in (*samples, *ahead.samples)}
+        return Conversations(samples, *where, ahead, {i: b for i, b in begun.items() if i in wanted})
+
+    def _carry(self, conversations: "Conversations", ctx: "Context") -> None:
+        """Keeps what was begun for the next step, and in checkpoints what its models have said."""
+        self._begun = conversations.begun
+        if ctx.partial:
+            ahead = ctx.partial.ahead
+            told = {i: b for i, b in self._begun.items() if b.turns or b.record}
+            places = [k for k, i in enumerate(ahead.ids.tolist()) if i in told]
+            column = [told[i].as_json() for i in ahead.ids[places].tolist()]
+            ctx.partial.carry(type(ahead)(ahead.ids[places], ahead.groups[places], {_BEGUN: column}))
 
     def _replica(self, make: Any, ctx: "Context") -> Any:
         layout = ctx.layout
@@ -180,8 +214,8 @@ class Agent(Actor):
         first = layout.replicas[layout.replica_of(ctx.rank) or 0][0]
         return make(self.role.mesh(layout).get_group("tp"), first, self.role.device)
 
-    def _samples(self, batch: "Batch", seed: int, environment: str | None) -> list["Sample"]:
-        from distflow.agents.conversations import Sample
+    def _samples(self, batch: "Batch", ctx: "Context", seed: int, environment: str | None) -> list["Sample"]:
+        from distflow.agents.conversation import Sample
 
         names = list(self.environments)
         rows: list[dict[str, Any]] = [
@@ -193,8 +227,18 @@ class Agent(Actor):
             named = [r.get(COLUMN) for r in rows] if len(names) > 1 and rows and COLUMN in rows[0] else None
             ratios = [e.ratio for e in self.environments.values()]
             chosen = choose_environments(names, ratios, batch.groups, seed, named)
+        first, count = int(ctx.groups[0]), len(ctx.groups)
         return [
-            Sample(int(sample), index, row["prompt"], row, group_seed(seed, int(group)), row.get(IMAGES) or ())
+            Sample(
+                int(sample),
+                index,
+                row["prompt"],
+                row,
+                group_seed(seed, int(group)),
+                (int(group) - first) // count,
+                ctx.held_out,
+                row.get(IMAGES) or (),
+            )
             for sample, group, row, index in zip(batch.ids, batch.groups, rows, chosen, strict=True)
         ]
 
@@ -234,6 +278,14 @@ class SeeingAgent(Agent):
         held_out: bool = False,
     ) -> dict[str, Any]:
         return super().converse(batch, ctx, environment, temperature, held_out)  # type: ignore[no-any-return]
+
+
+def _carried_tokens(begun: "Batch | None", ids: set[int]) -> int:
+    """Returns how many tokens of these samples were sampled in earlier steps."""
+    if begun is None:
+        return 0
+    told = [b for i, b in zip(begun.ids.tolist(), begun[_BEGUN], strict=True) if i in ids]
+    return sum(len(turn["tokens"]) for b in told for turn in b["turns"])
 
 
 def _plain(value: Any) -> Any:

@@ -5,12 +5,12 @@ replica has the processes and the sessions; it tells the others which requests t
 of the engine in the same order.
 """
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol
 
+from distflow.agents.conversation import Conversation, Sample, SampledTurn, past_turns
 from distflow.agents.image_parts import with_references
 from distflow.agents.record import ConversationRecord, make_record
 from distflow.agents.runtime import EnvironmentRuntime
@@ -34,6 +34,10 @@ class ConversationProcesses(Protocol):
 
     def release(self, key: int) -> None: ...
 
+    def pause(self, key: int) -> None: ...
+
+    def resume(self, key: int) -> bool: ...
+
     def poll(self, timeout: float) -> list[Event]: ...
 
     def has_events(self) -> bool: ...
@@ -42,15 +46,32 @@ class ConversationProcesses(Protocol):
 
 
 @dataclass(frozen=True)
-class Sample:
-    """A row to have a conversation about."""
+class Begun:
+    """A conversation of a later step at the end of this one: it goes on, or has ended already."""
 
-    id: int
-    environment: int  # its index
-    prompt: Any  # text or messages
-    row: Mapping[str, Any]
-    seed: int  # of the environment's randomness; samples of a prompt share it
-    images: Sequence[str] = ()  # references to those of the prompt
+    turns: list[dict[str, Any]]  # of the model so far, as a checkpoint keeps them
+    conversation: Conversation | None = None  # in this process
+    record: ConversationRecord | None = None
+
+    def as_json(self) -> dict[str, Any]:
+        return {"turns": self.turns, "record": self.record.as_json() if self.record else None}
+
+    @classmethod
+    def of(cls, fields: Mapping[str, Any]) -> "Begun":
+        """Reads it from a checkpoint: its environment has to begin anew."""
+        record = fields["record"]
+        return cls(fields["turns"], record=ConversationRecord(**record) if record else None)
+
+
+@dataclass(frozen=True)
+class Ahead:
+    """Samples of later steps. Each makes the `turns_ahead` of its environment now, or only its environment is started.
+
+    One that has made its turns is paused before its environment answers: how far it comes does not depend on time.
+    """
+
+    samples: Sequence[Sample] = ()
+    begins: bool = False
 
 
 @dataclass
@@ -60,22 +81,14 @@ class Actions:
     requests: list[Request] = field(default_factory=list)
     aborted: list[int] = field(default_factory=list)  # ids of requests
     ended: list[ConversationRecord] = field(default_factory=list)
+    resting: list[int] = field(default_factory=list)  # samples that make no more turns now
+    over: bool = False  # all have ended
 
     def __bool__(self) -> bool:
-        return bool(self.requests or self.aborted or self.ended)
+        return bool(self.requests or self.aborted or self.resting or self.ended or self.over)
 
 
 Reply = Callable[[Completion], None]
-
-
-@dataclass
-class _Conversation:
-    sample: Sample
-    session: Session
-    start: float  # when, in seconds
-    branches: list[Branch] = field(default_factory=list)  # by the numbers that the process knows them by
-    requests: dict[int, tuple[Branch, Reply]] = field(default_factory=dict)  # that the engine works on, by id
-    tool_errors: int = 0
 
 
 class Conversations:
@@ -91,17 +104,26 @@ class Conversations:
         version: int,
         endpoint: Any = None,
         trainer_state: Mapping[str, Any] | None = None,
+        ahead: Ahead = Ahead(),
+        begun: Mapping[int, Begun] | None = None,
     ) -> None:
         self.runtimes, self.env_pool, self.params, self.seed, self.version = runtimes, env_pool, params, seed, version
         self.endpoint, self.trainer_state = endpoint, dict(trainer_state or {})
-        self._waiting = [[s for s in samples if s.environment == i][::-1] for i in range(len(runtimes))]
-        self._open: dict[int, _Conversation] = {}  # by sample id
-        self._of_request: dict[int, _Conversation] = {}
+        self.ahead, self.begun = ahead, dict(begun or {})  # by sample id: what was begun before, and for later steps
+        later = ahead.samples if ahead.begins else ()
+        every = range(len(runtimes))
+        self._waiting = [[s for s in (*samples, *later) if s.environment == i][::-1] for i in every]
+        self._upcoming = [[s for s in ahead.samples if s.environment == i and not later] for i in every]
+        self._own, self._own_left = {s.id for s in samples}, len(samples)
+        self._open: dict[int, Conversation] = {}  # by key
+        self._of_request: dict[int, Conversation] = {}
         self._actions, self._last_request = Actions(), -1
 
     def has_events(self) -> bool:
         """Whether `collect` has something to do: the engine asks after every decoding step."""
-        return self.env_pool.has_events() or (self.endpoint is not None and self.endpoint.has_events())
+        if self.env_pool.has_events() or self._late():
+            return True
+        return self.endpoint is not None and self.endpoint.has_events(self._active())
 
     def collect(self, wait: bool) -> Actions:
         """Returns the next actions; waits for some if the engine has nothing to do."""
@@ -110,9 +132,12 @@ class Conversations:
             events = self.env_pool.poll(self._patience() if wait and not self._actions else 0.0)
             for event in events:
                 self._handle(event)
-            for call in self.endpoint.poll() if self.endpoint is not None else ():
+            for call in self.endpoint.poll(self._active()) if self.endpoint is not None else ():
                 self._handle_call(call)
+            for conversation in self._late():
+                self._end_in_time(conversation)
             self._start()
+            self._actions.over = self._is_over()
             if self._actions or not wait:
                 actions, self._actions = self._actions, Actions()
                 return actions
@@ -123,11 +148,51 @@ class Conversations:
         if conversation is None:
             return
         completion.check_version(self.version)
-        _, reply = conversation.requests.pop(completion.request_id)
+        _, reply, _ = conversation.requests.pop(completion.request_id)
         reply(completion)
+        self._note_rest(conversation)
+
+    def _is_over(self) -> bool:
+        """Whether all have ended, and those of later steps rest, which are kept then."""
+        resting = all(c.resting for c in self._open.values())
+        if self._own_left or any(self._waiting) or not resting:
+            return False
+        for c in self._open.values():
+            self.begun[c.sample.id] = Begun(c.as_json(), c)
+        self._open = {}
+        return True
+
+    def _active(self) -> set[int]:
+        return {key for key, c in self._open.items() if not c.paused}
+
+    def _late(self) -> list[Conversation]:
+        """Returns the conversations whose time is up, and that do not know it yet."""
+        limits = [r.limits.sample_seconds for r in self.runtimes]
+        if not any(limits):
+            return []
+        timed = [(c, limits[c.sample.environment]) for c in self._open.values() if not (c.session.over or c.paused)]
+        return [c for c, limit in timed if limit and c.seconds > limit and c.turns]
+
+    def _end_in_time(self, conversation: Conversation) -> None:
+        """Makes no more turns: what is being generated is dropped, and whoever waits for it told so."""
+        conversation.session.over = "sample_seconds"
+        for number, (branch, _, tell) in list(conversation.requests.items()):
+            self._drop(conversation, number, branch)
+            branch.ended = conversation.session.over
+            tell(conversation.session.over)
+
+    def _drop(self, conversation: Conversation, number: int, branch: Branch) -> None:
+        """Has the engine drop a request."""
+        conversation.session.abandon(branch)
+        del self._of_request[number], conversation.requests[number]
+        self._actions.aborted.append(number)
+
+    def _note_rest(self, conversation: Conversation) -> None:
+        if conversation.resting:
+            self._actions.resting.append(conversation.sample.id)
 
     def close(self) -> None:
-        """Ends the processes of conversations that are not over, after an error."""
+        """Ends the processes of conversations that are not over: after an error, all of them."""
         for key in list(self._open):
             self.env_pool.kill(key)
             if self.endpoint is not None:
@@ -138,13 +203,33 @@ class Conversations:
 
     def _start(self) -> None:
         for i, (runtime, waiting) in enumerate(zip(self.runtimes, self._waiting, strict=True)):
-            running = sum(c.sample.environment == i for c in self._open.values())
+            running = sum(c.sample.environment == i and not c.paused for c in self._open.values())
             for _ in range(min(len(waiting), runtime.concurrent - running)):
                 self._begin(waiting.pop(), runtime)
+            for sample in [*waiting[::-1][: runtime.warm], *self._upcoming[i]][: runtime.warm]:
+                if sample.id not in self.begun:
+                    self.begun[sample.id] = Begun([], self._new(sample, runtime))
 
     def _begin(self, sample: Sample, runtime: EnvironmentRuntime) -> None:
+        """Begins a conversation, or goes on with it."""
+        turns = None if sample.id in self._own else runtime.turns_ahead
+        begun = self.begun.pop(sample.id, Begun([]))
+        if begun.record is not None:
+            self._keep_record(sample, begun.record)
+            return
+        conversation = begun.conversation or self._new(sample, runtime, begun.turns)
+        conversation.resume(sample, turns)
+        self._open[sample.key] = conversation
+        if not self.env_pool.resume(sample.key):
+            self._end(conversation, {}, "lost its process while it waited")
+
+    def _new(self, sample: Sample, runtime: EnvironmentRuntime, past: Sequence[Mapping[str, Any]] = ()) -> Conversation:
+        """Starts the environment of a sample, and leaves it alone until it is resumed."""
         session = Session(sample.id, runtime.renderer, runtime.limits, sample.images)
-        self._open[sample.id] = _Conversation(sample, session, time.perf_counter())
+        conversation = Conversation(sample, session, past=past_turns(past))
+        state = dict(self.trainer_state)
+        if "global_step" in state:
+            state["global_step"] += sample.steps_ahead
         start = {
             "row": dict(sample.row),
             "prompt": with_references(sample.prompt, sample.images),
@@ -152,14 +237,17 @@ class Conversations:
             "seed": sample.seed,
             "environment": runtime.name,
             "max_turns": runtime.limits.max_turns,
-            "trainer_state": self.trainer_state,
+            "trainer_state": state,
             "sampling": {"temperature": self.params.temperature, "max_tokens": runtime.limits.max_tokens},
             "reward_functions": list(runtime.reward_weights),
         }
         if self.endpoint is not None and runtime.needs_endpoint:
-            key, url = self.endpoint.open(sample.id, sample.id), self.endpoint.session_url(sample.id)
+            key, url = self.endpoint.open(sample.key, sample.id), self.endpoint.session_url(sample.key)
             start["session"] = {"base_url": url, "api_key": key, "model": self.endpoint.model}
-        self.env_pool.start(sample.id, sample.environment, start)
+        self.env_pool.start(sample.key, sample.environment, start)
+        self.env_pool.pause(sample.key)
+        conversation.pause()
+        return conversation
 
     def _handle(self, event: Event) -> None:
         conversation = self._open.get(event.key)
@@ -168,8 +256,8 @@ class Conversations:
         if isinstance(event, Failed):
             # An agent may fail where a limit ends its conversation, because the endpoint refuses its call, or where one
             # has cut its latest turn, because its client takes that for an error: neither is a fault.
-            runtime, branches = self.runtimes[conversation.sample.environment], conversation.session.branches
-            limited = any(b.ended or (b.turns and not b.turns[-1].finished) for b in branches)
+            runtime, session = self.runtimes[conversation.sample.environment], conversation.session
+            limited = session.over or any(b.ended or (b.turns and not b.turns[-1].finished) for b in session.branches)
             refused = runtime.needs_endpoint and limited
             self._end(conversation, {}, None if refused else event.reason)
             return
@@ -180,7 +268,7 @@ class Conversations:
         if reply is not None:
             self.env_pool.send(event.key, reply)
 
-    def _operate(self, conversation: _Conversation, message: Message) -> dict[str, Any] | None:
+    def _operate(self, conversation: Conversation, message: Message) -> dict[str, Any] | None:
         """Carries out the request of a process; returns the answer, None if it comes later or never."""
         session, body, key = conversation.session, message.body, message.key
         renderer = session.renderer
@@ -213,29 +301,56 @@ class Conversations:
         return None
 
     def _request(
-        self, conversation: _Conversation, branch: Branch, body: Mapping[str, Any], reply: Reply
+        self, conversation: Conversation, branch: Branch, body: Mapping[str, Any], reply: Reply
     ) -> dict[str, Any] | None:
         sampling = body.get("sampling") or {}
         most, stop = sampling.get("max_tokens"), sampling.get("stop_token_ids") or ()
-        ended = self._generate(conversation, branch, most, stop, reply)
+        key = conversation.sample.key
+        ended = self._generate(
+            conversation, branch, most, stop, reply, lambda reason: self.env_pool.send(key, {"ended": reason})
+        )
         return {"ended": ended.reason} if ended else None
 
     def _generate(
-        self, conversation: _Conversation, branch: Branch, most: int | None, stop: Sequence[int], reply: Reply
+        self,
+        conversation: Conversation,
+        branch: Branch,
+        most: int | None,
+        stop: Sequence[int],
+        reply: Reply,
+        tell: Callable[[str], None],
     ) -> Ended | None:
-        """Asks the engine for a turn. Of sampling parameters only limits are the caller's: the rest is trained with."""
+        """Asks the engine for a turn. Of sampling parameters only limits are the caller's: the rest is trained with.
+
+        `reply` gets the turn, or `tell` the reason why there is none.
+        """
         turn = conversation.session.next_request(branch)
         if isinstance(turn, Ended):
             return turn
+        if past := conversation.replayed(turn):
+            conversation.turns.append(SampledTurn.of(turn, past))
+            reply(past)
+            return None
         room = turn.max_tokens if most is None else max(1, min(turn.max_tokens, int(most)))
         params = replace(self.params, stop=self.params.stop | frozenset(stop)) if stop else self.params
         self._last_request += 1
         number = self._last_request
         sample = conversation.sample.id
-        where = turn.position, room, number
+        ahead = conversation.turns_left is not None
+        where = turn.position, room, number, int(ahead)
         request = Request(sample, turn.prompt, params, self.seed, *where, keep=True, images=turn.images)
-        conversation.requests[number] = branch, reply
+
+        def note(completion: Completion) -> None:
+            conversation.turns.append(SampledTurn.of(turn, completion))
+            reply(completion)
+
+        conversation.requests[number] = branch, note, tell
         self._of_request[number] = conversation
+        if conversation.turns_left is not None:
+            conversation.turns_left -= 1
+            if not conversation.turns_left:
+                self.env_pool.pause(conversation.sample.key)
+                conversation.pause()
         self._actions.requests.append(request)
         return None
 
@@ -286,24 +401,25 @@ class Conversations:
             conversation.tool_errors += len(said.errors)
 
         self.env_pool.hold(call.key)
-        ended = self._generate(conversation, branch, call.max_tokens, call.stop_token_ids or (), reply)
-        if ended:
-            self.env_pool.release(call.key)
-            call.ended(ended.reason)
 
-    def _end(self, conversation: _Conversation, done: Mapping[str, Any], failure: str | None = None) -> None:
+        def tell(reason: str) -> None:
+            self.env_pool.release(call.key)
+            call.ended(reason)
+
+        ended = self._generate(conversation, branch, call.max_tokens, call.stop_token_ids or (), reply, tell)
+        if ended:
+            tell(ended.reason)
+
+    def _end(self, conversation: Conversation, done: Mapping[str, Any], failure: str | None = None) -> None:
         sample, session = conversation.sample, conversation.session
         runtime = self.runtimes[sample.environment]
         if runtime.needs_endpoint and failure is None and not session.generations:
             failure = "never called the model; it has to use the `base_url` and `api_key` it is given"
-        for number, (branch, _) in conversation.requests.items():
-            session.abandon(branch)
-            del self._of_request[number]
-            self._actions.aborted.append(number)
+        for number, (branch, *_) in list(conversation.requests.items()):
+            self._drop(conversation, number, branch)
         if self.endpoint is not None:
-            self.endpoint.close(sample.id)
-        del self._open[sample.id]
-        seconds = time.perf_counter() - conversation.start
+            self.endpoint.close(sample.key)
+        del self._open[sample.key]
         began, text = any(b.turns for b in session.branches), runtime.renderer.text
         prompt, images = ((), ()) if began else (text.encode(sample.prompt, sample.images), sample.images)
         record = make_record(
@@ -313,8 +429,19 @@ class Conversations:
             done,
             runtime.reward_weights,
             self.version,
-            seconds,
+            conversation.seconds,
             conversation.tool_errors,
             images,
         )
-        self._actions.ended.append(replace(record, failure=failure))
+        self._keep_record(sample, replace(record, failure=failure, diverged=conversation.diverged), conversation)
+
+    def _keep_record(
+        self, sample: Sample, record: ConversationRecord, conversation: Conversation | None = None
+    ) -> None:
+        """Takes a record of this step for the batch, and one of a later step for that."""
+        if sample.id in self._own:
+            self._own_left -= 1
+            self._actions.ended.append(record)
+            return
+        self.begun[sample.id] = Begun(conversation.as_json() if conversation else [], record=record)
+        self._actions.resting.append(sample.id)

@@ -88,11 +88,13 @@ def converse(
     wake = conversations.has_events if conversations else lambda: False
     try:
         with engine.serving(min(concurrent, len(samples)), longest):
-            while len(records) < len(samples):
+            over = False
+            while not over:
                 idle = not engine.has_unfinished
                 actions = replica.share(conversations.collect(idle) if conversations else None)
+                over = actions.over
                 engine.abort(actions.aborted)
-                engine.forget([r.sample_id for r in actions.ended])
+                engine.forget([*actions.resting, *(r.sample_id for r in actions.ended)])
                 dropped = set(actions.aborted)
                 for request in actions.requests:
                     if request.id not in dropped:
@@ -115,7 +117,8 @@ def converse(
 def _encode(actions: Actions) -> bytes:
     requests = [{**asdict(r), "params": _params(r.params)} for r in actions.requests]
     ended = [r.as_json() for r in actions.ended]
-    return json.dumps({"requests": requests, "aborted": actions.aborted, "ended": ended}).encode()
+    rest = {"aborted": actions.aborted, "resting": actions.resting, "over": actions.over}
+    return json.dumps({"requests": requests, "ended": ended, **rest}).encode()
 
 
 def _params(params: SamplingParams) -> dict[str, Any]:
@@ -132,4 +135,5 @@ def _decode(data: bytes) -> Actions:
             known[key] = SamplingParams(**{**r["params"], "stop": frozenset(r["params"]["stop"])})
         tuples = {name: tuple(r[name]) for name in ("prompt", "images")}
         requests.append(Request(**{**r, **tuples, "params": known[key]}))
-    return Actions(requests, message["aborted"], [ConversationRecord(**r) for r in message["ended"]])
+    ended = [ConversationRecord(**r) for r in message["ended"]]
+    return Actions(requests, message["aborted"], ended, message["resting"], message["over"])

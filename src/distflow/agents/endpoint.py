@@ -10,7 +10,7 @@ import secrets
 import socket
 import threading
 from collections import OrderedDict, deque
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -136,7 +136,7 @@ class EndpointCall:
 
     def ended(self, reason: str) -> None:
         """Replies that the sample is over: a limit of its session is reached. Clients do not try that again."""
-        limit = {"max_tokens": "rollout.max_tokens", "max_turns": "environment.max_turns"}.get(reason, reason)
+        limit = "rollout.max_tokens" if reason == "max_tokens" else f"environment.{reason}"
         code = "context_length_exceeded" if reason == "max_tokens" else reason
         message = f"sample {self._open.sample_id} has reached its limit {limit}: there are no more turns for it"
         self.refuse(CallError(400, message, None, code))
@@ -213,17 +213,18 @@ class Endpoint:
         """A file descriptor that is readable when `poll` may have something."""
         return self._readable.fileno()
 
-    def has_events(self) -> bool:
-        return bool(self._queue)
+    def has_events(self, keys: Container[int]) -> bool:
+        with self._lock:
+            return any(item.key in keys for item in self._queue)
 
-    def poll(self) -> list[EndpointCall | Violation]:
-        """Returns the calls that arrived since the last time."""
+    def poll(self, keys: Container[int]) -> list[EndpointCall | Violation]:
+        """Returns the calls of these sessions that have arrived since the last time; those of others wait."""
         with contextlib.suppress(BlockingIOError):
             while self._readable.recv(4096):
                 pass
         with self._lock:
-            items = list(self._queue)
-            self._queue.clear()
+            items = [item for item in self._queue if item.key in keys]
+            self._queue = deque(item for item in self._queue if item.key not in keys)
         return items
 
     def stop(self) -> None:

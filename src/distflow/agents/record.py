@@ -21,9 +21,8 @@ _METRICS = 16  # of an environment's own, at most
 
 @dataclass(frozen=True)
 class ConversationRecord:
-    """One conversation at its end. `tokens`, `mask`, `logprobs` and `turn_rewards` are those of all its branches.
-
-    See TokenTree. `answer`, `messages`, `finished` and `weight_version` are those of the branch that was sampled last.
+    """One conversation at its end. `tokens`, `mask`, `logprobs`, `versions` and `turn_rewards` are those of all its
+    branches: see TokenTree. `answer`, `messages` and `finished` are those of the branch that was sampled last.
     """
 
     sample_id: int
@@ -32,6 +31,7 @@ class ConversationRecord:
     tokens: list[int] = field(default_factory=list)
     mask: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
     turn_rewards: list[float] = field(default_factory=list)
     branches: list[tuple[int, int, int]] = field(default_factory=list)
     prompt_images: list[str] = field(default_factory=list)  # references
@@ -41,12 +41,14 @@ class ConversationRecord:
     histories: list[list[dict[str, Any]]] = field(default_factory=list)  # messages of each branch, if there are several
     reward: float = 0.0  # of the whole conversation, with the rewards of its turns
     finished: bool = False  # it was not cut off by a limit
-    weight_version: int = 0
+    weight_version: int = 0  # of the first token
     turns: int = 0
     tool_errors: int = 0
     seconds: float = 0.0
     failure: str | None = None
     compactions: int = 0
+    limit: str | None = None  # that has ended it
+    diverged: bool = False  # its environment did not repeat itself when it was begun again
     metrics: dict[str, float] = field(default_factory=dict)
 
     def as_json(self) -> dict[str, Any]:
@@ -74,7 +76,7 @@ def make_record(
         none = ConversationRecord(session.sample_id, environment, list(prompt), weight_version=version, seconds=seconds)
         return replace(none, prompt_images=list(images))
     tree, latest = token_tree(branches), max(branches, key=lambda b: b.last)
-    reward = done.get("reward")
+    reward, limit = done.get("reward"), session.over or latest.ended
     total = sum(tree.turn_rewards) if reward is None else float(reward)
     total += sum(weights.get(name, 0.0) * value for name, value in (done.get("rewards") or {}).items())
     own = {str(k): float(v) for k, v in (done.get("metrics") or {}).items() if _is_number(v)}
@@ -86,12 +88,13 @@ def make_record(
         messages=latest.transcript(),
         histories=[b.transcript() for b in branches] if len(branches) > 1 else [],
         reward=total if math.isfinite(total) else 0.0,
-        finished=latest.ended is None and latest.turns[-1].finished,
-        weight_version=latest.turns[-1].weight_version,
+        finished=limit is None and latest.turns[-1].finished,
+        weight_version=branches[0].own_turns[0].weight_version,
         turns=sum(len(b.own_turns) for b in branches),
         tool_errors=int(own.pop("tool_errors", tool_errors)),
         seconds=seconds,
         compactions=compactions(branches),
+        limit=limit,
         metrics=dict(list(own.items())[:_METRICS]),
     )
 
@@ -119,6 +122,7 @@ def columns(records: Sequence[ConversationRecord], text: Text) -> dict[str, Any]
         "response": text.decode(ragged([r.answer for r in records])),
         "finished": torch.tensor([r.finished for r in records], dtype=torch.bool),
         "weight_version": torch.tensor([r.weight_version for r in records], dtype=torch.int64),
+        "token_versions": per_token([r.versions for r in records], torch.int32),
         "response_mask": per_token([r.mask for r in records], torch.int8),
         "turn_rewards": per_token([r.turn_rewards for r in records], torch.float32),
         "env_reward": torch.tensor([r.reward for r in records], dtype=torch.float32),
@@ -141,5 +145,9 @@ def log_conversations(records: Iterable[ConversationRecord], metrics: MetricLog,
         metrics.log(f"{of}/failures", float(r.failure is not None), reduce="sum")
         metrics.log(f"{prefix}agent/branches", len(r.branches) + 1)
         metrics.log(f"{prefix}agent/compactions", r.compactions)
+        metrics.log(f"{prefix}agent/truncated", float(r.limit is not None))
+        for limit in ("sample_tokens", "sample_seconds"):
+            metrics.log(f"{prefix}agent/over_{limit}", float(r.limit == limit), reduce="sum")
+        metrics.log(f"{prefix}agent/diverged", float(r.diverged), reduce="sum")
         for name, value in r.metrics.items():
             metrics.log(f"{of}/{name}", value)

@@ -23,6 +23,8 @@ class EnvironmentRuntime:
     concurrent: int
     reward_weights: Mapping[str, float] = field(default_factory=dict)  # of functions that score at the end
     needs_endpoint: bool = False
+    warm: int = 0  # conversations whose environments are started ahead
+    turns_ahead: int = 1  # of a conversation in a step before its own
 
 
 def make_runtimes(
@@ -36,6 +38,7 @@ def make_runtimes(
             for warning in renderer.check(tools):
                 logger.warning("environment '%s': %s", name, warning)
         weights = {f.name or f.call: f.weight for f in e.rewards}
-        limits = ConversationLimits(e.max_turns, max_tokens, e.turn_tokens)
-        runtimes.append(EnvironmentRuntime(name, renderer, limits, e.concurrent, weights, description.needs_endpoint))
+        limits = ConversationLimits(e.max_turns, max_tokens, e.turn_tokens, e.sample_tokens, e.sample_seconds)
+        rest = weights, description.needs_endpoint, e.warm, e.turns_ahead
+        runtimes.append(EnvironmentRuntime(name, renderer, limits, e.concurrent, *rest))
     return runtimes

@@ -26,6 +26,8 @@ class ConversationLimits:
     max_turns: int  # generations of a session, in all branches
     max_tokens: int  # response tokens of a branch: sampled ones and the environment's
     turn_tokens: int | None = None  # sampled tokens of one turn
+    sample_tokens: int | None = None  # sampled tokens of a session, in all branches
+    sample_seconds: float | None = None  # of a conversation, which its loop measures
 
 
 @dataclass
@@ -54,9 +56,10 @@ class Branch:
     tokens: list[int] = field(default_factory=list)
     mask: list[bool] = field(default_factory=list)  # true: sampled by the model
     logprobs: list[float] = field(default_factory=list)  # 0 where not sampled
+    versions: list[int] = field(default_factory=list)  # of the weights that sampled each; −1 where not sampled
     turns: list[Turn] = field(default_factory=list)
     ended: str | None = None  # why nothing more can be generated here
-    in_flight: bool = False  # a generation was requested and has not come yet
+    in_flight: int = 0  # tokens that a generation may have which was requested and has not come yet
     inherited: int = 0  # turns of the branch that it left
     first: int = 0  # which generation of the session was the first here
     last: int = 0  # and which was the latest
@@ -98,7 +101,7 @@ class TurnRequest:
 
 @dataclass(frozen=True)
 class Ended:
-    reason: str  # max_turns, max_tokens
+    reason: str  # a limit: max_turns, max_tokens, sample_tokens, sample_seconds
 
 
 @dataclass(frozen=True)
@@ -126,6 +129,7 @@ class Session:
         self.images = images  # references to those of the sample's row
         self.branches: list[Branch] = []
         self.generations = 0
+        self.over: str | None = None  # the budget that has ended all of it
         self._calls = 0  # tool calls so far, for their ids
         self._position = 0  # of the next token that nobody has asked for
 
@@ -142,16 +146,20 @@ class Session:
         """Returns what the engine should generate for this branch now."""
         self._check_idle(branch)
         room = self.limits.max_tokens - len(branch.tokens)
+        left = room if self.limits.sample_tokens is None else self.limits.sample_tokens - self._spent()
+        if self.over is None and left < 1:
+            self.over = "sample_tokens"
+        branch.ended = branch.ended or self.over
         if branch.ended is None and self.generations >= self.limits.max_turns:
             branch.ended = "max_turns"
         if branch.ended is None and room < 1:
             branch.ended = "max_tokens"
         if branch.ended is not None:
             return Ended(branch.ended)
-        most = min(room, self.limits.turn_tokens or room)
+        most = min(room, left, self.limits.turn_tokens or room)
         # As in a single turn, a token's position is its index in the response, as long as there is one branch.
         branch.position = max(self._position, len(branch.tokens))
-        branch.in_flight, self._position = True, branch.position + most
+        branch.in_flight, self._position = most, branch.position + most
         self.generations += 1
         branch.first, branch.last = branch.first or self.generations, self.generations
         read = self.renderer.as_read(branch.tokens, branch.mask)
@@ -161,8 +169,8 @@ class Session:
     def sampled(self, branch: Branch, completion: "Completion") -> AssistantMessage:
         """Appends what the engine generated, exactly, and reads it."""
         tokens, finished = completion.tokens.tolist(), completion.finished
-        self._append(branch, tokens, completion.logprobs.tolist(), True)
-        branch.in_flight = False
+        self._append(branch, tokens, completion.logprobs.tolist(), completion.weight_version)
+        branch.in_flight = 0
         if not any(b.in_flight for b in self.branches):
             self._position = branch.position + len(tokens)  # give back what was not used
         text, content, calls, errors = self.renderer.read(tokens, branch.tools)
@@ -177,7 +185,7 @@ class Session:
 
     def abandon(self, branch: Branch) -> None:
         """Forgets the generation in flight: it was aborted, and its positions are not used again."""
-        branch.in_flight = False
+        branch.in_flight = 0
 
     def observe(self, branch: Branch, messages: Sequence[Message]) -> Ended | None:
         """Appends messages of the environment and the next generation prompt, as tokens that are not trained on.
@@ -281,7 +289,7 @@ class Session:
         images = [place for place in origin.images if place.start < len(origin.prompt) + end]
         branch = Branch(origin.prompt, origin.messages[: turn.messages], origin.tools, images)
         branch.tokens, branch.mask = origin.tokens[:end], origin.mask[:end]
-        branch.logprobs = origin.logprobs[:end]
+        branch.logprobs, branch.versions = origin.logprobs[:end], origin.versions[:end]
         branch.turns = [replace(t) for t in origin.turns[: index + 1]]
         branch.inherited = len(branch.turns)
         self.branches.append(branch)
@@ -292,7 +300,7 @@ class Session:
         if len(branch.tokens) + len(tokens) >= self.limits.max_tokens:
             return self._end(branch)
         branch.images += self.renderer.places(tokens, images, len(branch.prompt) + len(branch.tokens))
-        self._append(branch, tokens, [0.0] * len(tokens), False)
+        self._append(branch, tokens, [0.0] * len(tokens), None)
         return None
 
     def _end(self, branch: Branch) -> Ended:
@@ -303,13 +311,19 @@ class Session:
         if branch.in_flight:
             raise DataError(f"sample {self.sample_id}: its latest turn is not generated yet")
 
-    def _append(self, branch: Branch, tokens: Sequence[int], logprobs: Sequence[float], sampled: bool) -> None:
+    def _spent(self) -> int:
+        """Returns the tokens that the model has sampled, and those that are asked for."""
+        return sum(t.length for b in self.branches for t in b.own_turns) + sum(b.in_flight for b in self.branches)
+
+    def _append(self, branch: Branch, tokens: Sequence[int], logprobs: Sequence[float], version: int | None) -> None:
+        """Appends tokens that weights of this version sampled; None: nobody has."""
         if len(tokens) != len(logprobs):
             raise ValueError(f"sample {self.sample_id}: {len(tokens)} tokens came with {len(logprobs)} log-probs")
         branch.tokens += [int(t) for t in tokens]
         branch.logprobs += [float(p) for p in logprobs]
-        branch.mask += [sampled] * len(tokens)
+        branch.mask += [version is not None] * len(tokens)
+        branch.versions += [-1 if version is None else version] * len(tokens)
 
     def _cut(self, branch: Branch, end: int) -> None:
-        del branch.tokens[end:], branch.mask[end:], branch.logprobs[end:]
+        del branch.tokens[end:], branch.mask[end:], branch.logprobs[end:], branch.versions[end:]
         branch.images = [place for place in branch.images if place.start < len(branch.prompt) + end]

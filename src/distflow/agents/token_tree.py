@@ -17,6 +17,7 @@ class TokenTree:
     tokens: list[int] = field(default_factory=list)
     mask: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)  # of the weights; −1 for context
     turn_rewards: list[float] = field(default_factory=list)
     branches: list[tuple[int, int, int]] = field(default_factory=list)  # start, parent, shared
     prompt_images: list[str] = field(default_factory=list)
@@ -52,6 +53,7 @@ def _append(tree: TokenTree, branch: Branch, shared: int) -> None:
     tree.tokens += branch.prompt[len(branch.prompt) - context :] + branch.tokens[kept : branch.end]
     tree.mask += [0] * context + [int(m) for m in branch.mask[kept : branch.end]]
     tree.logprobs += [0.0] * context + branch.logprobs[kept : branch.end]
+    tree.versions += [-1] * context + branch.versions[kept : branch.end]
     rewards = [0.0] * branch.end
     for turn in branch.own_turns:
         rewards[turn.start + turn.length - 1] += turn.reward or 0.0

@@ -1,6 +1,6 @@
 """The context of a node's call, passed to a node that has a parameter named `ctx`."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -93,6 +93,9 @@ class Context:
     steps: int = 0  # of the whole run
     held_out: bool = False  # the node is part of an evaluation
     partial: Partial | None = None  # for a node that may begin samples of later steps
+    upcoming: Callable[[int], Batch] | None = (
+        None  # for a node that generates: so many samples of the next step, if any
+    )
     chunks: Chunks | None = None  # for a node whose samples may leave before all are done
 
     @property

@@ -15,6 +15,7 @@ NOT_SCORED = (
     "turn_rewards",
     "finished",
     "weight_version",
+    "token_versions",
 )
 
 

@@ -58,10 +58,37 @@ WITH_VISION = ("idefics3", "qwen2_5_vl", "qwen3_vl")  # architectures of which a
 MAX_SECONDS = 1e9  # the longest timeout of the system
 
 
+class SourceConfig(Section):
+    """One of several sources of prompts."""
+
+    files: Names = Field(min_length=1)
+    ratio: float = Field(1.0, gt=0)  # of the prompts that come from it
+
+
+class CurriculumConfig(Section):
+    """How the prompts of later steps follow what the model can do."""
+
+    pass_score: float = 1.0  # least score of a response that passes
+    drop_solved: float | None = Field(None, gt=0, le=1)  # pass rate from which on a prompt is not drawn any more
+    drop_unsolved: float | None = Field(None, ge=0, lt=1)  # and down to which
+    visits: int = Field(1, gt=0)  # in a row that a prompt has such a pass rate before it is dropped
+    adapt: bool = False  # ratios of sources follow their pass rates: most prompts are from those that half pass
+    floor: float = Field(0.1, gt=0, le=1)  # share of its ratio that a source keeps if all or none pass
+    memory: float = Field(0.9, ge=0, lt=1)  # of a source's pass rate, from step to step
+
+    @model_validator(mode="after")
+    def _follows(self) -> "CurriculumConfig":
+        if not self.adapt and self.drop_solved is None and self.drop_unsolved is None:
+            raise ValueError("it follows nothing: give `drop_solved`, `drop_unsolved` or `adapt: true`")
+        if (self.drop_unsolved or 0.0) >= (1.0 if self.drop_solved is None else self.drop_solved):
+            raise ValueError(f"drop_unsolved {self.drop_unsolved:g} is not below drop_solved {self.drop_solved:g}")
+        return self
+
+
 class DataConfig(Section):
     """`batch` prompts per step, each `repeat` times. Files are relative to the folder of the config."""
 
-    files: Names = Field(min_length=1)
+    files: Names = []
     batch: int = Field(64, gt=0)
     repeat: int | None = Field(None, gt=0)  # samples per prompt; default: rollout.n if the flow generates, else 1
     fields: list[str] | None = None  # columns to load; default: the keys of the first row
@@ -71,6 +98,21 @@ class DataConfig(Section):
     rendered: bool = False  # a chat template has written the prompts: special tokens in their text are special
     chat_template_kwargs: dict[str, Any] = {}  # variables of the model's chat template, e.g. {enable_thinking: false}
     on_bad_row: Literal["error", "skip"] = "error"
+    sources: Annotated[dict[str, SourceConfig], _each(lambda files: {"files": files}, str)] = {}  # instead of `files`
+    curriculum: CurriculumConfig | None = None
+
+    @model_validator(mode="after")
+    def _from_somewhere(self) -> "DataConfig":
+        if bool(self.files) == bool(self.sources):
+            raise ValueError("give one of `files` and `sources` (name → `files` and `ratio`)")
+        if self.curriculum and self.curriculum.adapt and len(self.sources) < 2:
+            raise ValueError("`curriculum.adapt` changes the ratios of several `sources`")
+        return self
+
+    @property
+    def all_files(self) -> list[str]:
+        """Those of all sources."""
+        return [*self.files, *(f for source in self.sources.values() for f in source.files)]
 
 
 class PlaceConfig(Section):
@@ -383,7 +425,11 @@ class EnvironmentConfig(Section):
     max_turns: int = Field(10, gt=0)  # of the model
     turn_tokens: int | None = Field(None, gt=0)  # that the model samples in a turn; default: rollout.max_tokens
     time_limit_s: float = Field(30.0, gt=0, le=MAX_SECONDS)  # for each action of the environment
+    sample_tokens: int | None = Field(None, gt=0)  # that the model samples in all turns and histories; default: any
+    sample_seconds: float | None = Field(None, gt=0, le=MAX_SECONDS)  # of a conversation; default: any
     concurrent: int = Field(64, gt=0)  # conversations of a worker at once
+    warm: int = Field(0, ge=0)  # further conversations of a worker whose environments are started ahead
+    turns_ahead: int = Field(1, gt=0)  # that a conversation makes in a step before its own, with rollout.partial
     endpoint_host: str = "127.0.0.1"  # address on which a worker's chat endpoint listens; 0.0.0.0: all of the host
     tool_parser: str = "auto"  # how the model writes tool calls; default: as its chat template says
     on_failure: ScoreOrError = 0.0  # the score of a conversation that fails, or "error" to end the run
@@ -497,8 +543,6 @@ class Config(Section):
             raise ValueError(f"give one of `steps` ({self.steps}) and `epochs` ({self.epochs:g}), the other as null")
         if self.environment and self.environments:
             raise ValueError("give one of `environment` and `environments`")
-        if (self.environment or self.environments) and self.rollout.partial:
-            raise ValueError("rollout.partial: conversations are not carried on in later steps; set it to 0")
         hosts = sorted({e.endpoint_host for e in self.environments.values()})
         if len(hosts) > 1:
             raise ValueError(

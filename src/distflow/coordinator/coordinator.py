@@ -98,19 +98,25 @@ class Coordinator:
     def _load(self, step: int, replica: int, replicas: int) -> tuple[Ints, dict[str, list[Any]]]:
         return self._loaded_ahead[step] if step in self._loaded_ahead else self.loader.load(step - 1, replica, replicas)
 
-    def ahead(self, step: int, task: RunNode, last: int) -> Batch:
-        """Returns the first samples of this replica after those of a step: its share of the plan's prompts ahead.
+    def share_ahead(self, task: RunNode) -> int:
+        """Returns this replica's share of the plan's prompts ahead."""
+        replica = task.partition.layout.replica_of(self.rank)
+        assert replica is not None
+        begin, end = contiguous_share(self.plan.prompts_ahead, task.partition.layout.dp, replica)
+        return end - begin
+
+    def ahead(self, step: int, task: RunNode, last: int, prompts: int) -> Batch:
+        """Returns the samples of this replica's first so many prompts after those of a step.
 
         `last`: the step after which there are no samples.
         """
         layout, repeat = task.partition.layout, self.plan.repeat
         replica = layout.replica_of(self.rank)
         assert replica is not None
-        begin, end = contiguous_share(self.plan.prompts_ahead, layout.dp, replica)
         ids: Ints = np.empty(0, np.int64)
         columns: dict[str, list[Any]] = {f: [] for f in task.reads}
         for later in range(step + 1, last + 1):
-            if len(ids) >= (end - begin) * repeat:
+            if len(ids) >= prompts * repeat:
                 break
             more, rows = self._load(later, replica, layout.dp)
             if not len(more):  # this replica has no prompts in any step
@@ -118,7 +124,7 @@ class Coordinator:
             self._loaded_ahead[later] = more, rows
             ids = np.concatenate([ids, more])
             columns = {f: [*column, *rows[f]] for f, column in columns.items()}
-        ids = ids[: (end - begin) * repeat]
+        ids = ids[: prompts * repeat]
         return Batch(ids, ids // repeat, {f: copy_objects(column[: len(ids)]) for f, column in columns.items()})
 
     def move(self, step: int, task: Move) -> Communication[None]:

@@ -46,7 +46,7 @@ class Dataset:
         on_bad_row: Literal["error", "skip"] = "error",
         cache: Path | None = None,
     ) -> None:
-        paths = _resolve([files] if isinstance(files, str | Path) else files)
+        paths = resolve_files([files] if isinstance(files, str | Path) else files)
         host_cache = HostCache(cache)
         skip = on_bad_row == "skip"
         names = tuple(fields or ())
@@ -80,6 +80,10 @@ class Dataset:
         """Yields the first rows with all that their files have; unusable ones are left out."""
         every = (file.read(i) for file in self.files for i in range(file.count))
         yield from (row for row in islice(every, count) if not isinstance(row, str))
+
+    def file_of(self, rows: Ints) -> Ints:
+        """Returns the place of each row's file among the files."""
+        return np.searchsorted(self._ends, rows, side="right")
 
     def location(self, i: int) -> str:
         """Returns `file:line` of row `i`, or `file:row` for a Parquet file, counted from 1."""
@@ -324,7 +328,7 @@ def _expand(path: Path) -> list[Path]:
     return matches
 
 
-def _resolve(files: Sequence[str | Path]) -> list[Path]:
+def resolve_files(files: Sequence[str | Path]) -> list[Path]:
     """Expands directories and patterns, in their order, and checks that every file can be read."""
     if not files:
         raise DataError(f"no data files are given; name at least one ({', '.join(SUFFIXES)})")

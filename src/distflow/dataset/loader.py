@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from distflow.dataset.curriculum import Curriculum
 from distflow.dataset.shuffle import permute
 from distflow.plan.layout import contiguous_share
 from distflow.util.arrays import Ints
@@ -27,14 +28,22 @@ class Loader:
     """Loads `prompts` per step, each `repeat` times. The stream crosses epoch boundaries: every row once per epoch.
 
     The position p of a prompt in the stream is also its group id; the samples of group p are p * repeat + j. With
-    `rewind`, every step has the first prompts; without `shuffle`, every epoch has the rows in their order.
+    `rewind`, every step has the first prompts; without `shuffle`, every epoch has the rows in their order. A
+    `curriculum` draws the rows instead, whose state is more than a number.
     """
 
     def __init__(
-        self, dataset: RowSource, prompts: int, repeat: int, seed: int, rewind: bool = False, shuffle: bool = True
+        self,
+        dataset: RowSource,
+        prompts: int,
+        repeat: int,
+        seed: int,
+        rewind: bool = False,
+        shuffle: bool = True,
+        curriculum: Curriculum | None = None,
     ) -> None:
         self.dataset, self.prompts, self.repeat, self.seed = dataset, prompts, repeat, seed
-        self.rewind, self.shuffle = rewind, shuffle
+        self.rewind, self.shuffle, self.curriculum = rewind, shuffle, curriculum
         # First position in the stream, and rows of its epochs: rows that were appended join with an epoch.
         self.eras: list[tuple[int, int]] = [(0, len(dataset))]
         self._prefetched: tuple[tuple[int, int, int], Future[_Loaded]] | None = None
@@ -102,6 +111,8 @@ class Loader:
 
     def _order(self, first: int, count: int) -> list[int]:
         """Returns the rows at `count` positions of the stream."""
+        if self.curriculum:
+            return self.curriculum.rows_at(first, count)
         epoch, index, rows = self._rows(np.arange(first, first + count, dtype=np.int64))
         if not self.shuffle:
             return [int(i) for i in index]

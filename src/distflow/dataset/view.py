@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+
 from distflow.dataset.dataset import Dataset
 from distflow.dataset.image_rows import names_with_images, with_images
 from distflow.util.arrays import Ints
@@ -32,6 +34,11 @@ class DatasetView:
     def whole_row(self, number: int) -> dict[str, Any]:
         """Returns a row by its number in the data set, with the images that it holds."""
         return {self.rename.get(n, n): v for n, v in self.dataset[number].items()}
+
+    @property
+    def numbers(self) -> Ints:
+        """The numbers of its rows in the data set."""
+        return np.arange(len(self.dataset)) if self.indices is None else self.indices
 
     def location(self, i: int) -> str:
         """Returns the file and line of row `i`."""

@@ -171,9 +171,7 @@ class _Chooser:
 
     def _choose_engine(self) -> None:
         rollout = self.config.rollout
-        if rollout.partial:
-            self._set("rollout", "engine", "builtin", "rollout.partial needs an engine that can be interrupted")
-        elif "engine" not in rollout.model_fields_set:
+        if "engine" not in rollout.model_fields_set:
             why_not = self.vllm()
             self._set(
                 "rollout", "engine", *(("builtin", why_not) if why_not else ("vllm", "it is installed, and faster"))

@@ -25,6 +25,7 @@ KNOWN_FIELDS: Mapping[str, FieldBytes] = {
     "response": _PER_TOKEN,
     "response_tokens": FieldBytes(response_token=8),
     "rollout_logprobs": _PER_TOKEN,
+    "token_versions": _PER_TOKEN,
     "old_logprobs": _PER_TOKEN,
     "ref_logprobs": _PER_TOKEN,
     "ema_logprobs": _PER_TOKEN,
@@ -38,6 +39,7 @@ KNOWN_FIELDS: Mapping[str, FieldBytes] = {
 }
 IMAGES = "images"  # references to the images of a prompt, not their pixels
 PROMPT_IMAGES, RESPONSE_IMAGES = "prompt_images", "response_images"  # those of a conversation
+SCORE = "score"  # what a reward writes
 PROMPT_TOKENS = 512  # of a prompt, unless the config has a lower limit
 
 

@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from distflow.comm.collectives import SendReceive
     from distflow.rollout.engine import SamplingParams
 
-ROLLOUT = (*TOKENS, "rollout_logprobs", "response", "finished", "weight_version")  # what generation writes
+# What generation writes.
+ROLLOUT = (*TOKENS, "rollout_logprobs", "response", "finished", "weight_version", "token_versions")
 
 
 class Actor(Trained):
@@ -80,13 +81,12 @@ class Actor(Trained):
 
     def _log_rollout(self, rollout: Mapping[str, Any], ctx: "Context", held_out: bool) -> int:
         """Logs lengths and staleness; returns how many tokens were sampled."""
-        from distflow.rollout.responses import log_lengths
+        from distflow.rollout.responses import log_lengths, log_versions
 
         count = len(rollout["weight_version"])
         tokens = log_lengths(rollout, ctx.metrics, "val/" if held_out else "")
         if not held_out and count:
-            staleness = ctx.step - 1 - rollout["weight_version"].double().mean()
-            ctx.metrics.log("rollout/staleness", float(staleness), count)
+            log_versions(rollout["token_versions"], ctx.step - 1, ctx.metrics)
         ctx.metrics.log("perf/tokens", tokens, reduce="sum")
         return tokens
 

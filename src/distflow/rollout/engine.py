@@ -104,7 +104,12 @@ class Completion:
     weight_version: int
     request_id: int = -1  # of the request
     reused: int = 0  # tokens of the prompt that were not computed, because the sample's last request had been kept
+    versions: Ints | None = None  # of each token's weights, if they are not all `weight_version`, the first one's
     experts: NDArray[np.integer] | None = None  # [tokens of prompt and response but the last, layers, top-k]
+
+    @property
+    def token_versions(self) -> Ints:
+        return np.full(len(self.tokens), self.weight_version, np.int64) if self.versions is None else self.versions
 
     def check_version(self, version: int) -> None:
         """Raises unless it was generated with the weights that the plan wants."""

@@ -51,6 +51,7 @@ class Begun:
             completion,
             tokens=np.concatenate([begun.tokens, completion.tokens]),
             logprobs=np.concatenate([begun.logprobs, completion.logprobs]),
+            versions=np.concatenate([begun.token_versions, completion.token_versions]),
             weight_version=begun.weight_version,
         )
 
@@ -66,7 +67,7 @@ class Begun:
             "tokens": _ragged([c.tokens for c in ordered], np.int64),
             "logprobs": _ragged([c.logprobs for c in ordered], np.float32),
             "finished": torch.tensor([c.finished for c in ordered], dtype=torch.bool),
-            "weight_version": torch.tensor([c.weight_version for c in ordered], dtype=torch.int64),
+            "versions": _ragged([c.token_versions for c in ordered], np.int64),
             _COMPLETE: torch.tensor([c.sample_id in done for c in ordered], dtype=torch.bool),
         }
         self.partial.carry(Batch(ahead.ids[places], ahead.groups[places], columns))
@@ -110,12 +111,10 @@ def carried_tokens(partial: Partial, batch: Batch) -> int:
 
 
 def _responses(batch: Batch) -> list[Completion]:
-    tokens, logprobs, finished, versions = (batch[f] for f in ("tokens", "logprobs", "finished", "weight_version"))
+    tokens, logprobs, finished, versions = (batch[f] for f in ("tokens", "logprobs", "finished", "versions"))
     return [
-        Completion(i, t.numpy(), p.numpy(), f, v)
-        for i, t, p, f, v in zip(
-            batch.ids.tolist(), tokens, logprobs, finished.tolist(), versions.tolist(), strict=True
-        )
+        Completion(i, t.numpy(), p.numpy(), f, int(v[0]), versions=v.numpy())
+        for i, t, p, f, v in zip(batch.ids.tolist(), tokens, logprobs, finished.tolist(), versions, strict=True)
     ]
 
 

@@ -93,6 +93,7 @@ def _columns(
         "response": text.decode(tokens),
         "finished": torch.tensor([c.finished for c in ordered], dtype=torch.bool),
         "weight_version": torch.tensor([c.weight_version for c in ordered], dtype=torch.int64),
+        "token_versions": Ragged.packed(_joined([c.token_versions for c in ordered], np.int64).int(), lengths),
         **(experts_columns(ordered) if experts else {}),
     }
 
@@ -148,6 +149,17 @@ def log_lengths(responses: Mapping[str, Any], metrics: MetricLog, prefix: str) -
     metrics.log(f"{prefix}response_length/max", float(lengths.max()), reduce="max")
     metrics.log(f"{prefix}response_length/clip_ratio", 1 - float(finished.float().mean()), len(lengths))
     return int(lengths.sum())
+
+
+def log_versions(versions: Ragged, newest: int, metrics: MetricLog) -> None:
+    """Logs how old the weights of sampled tokens are, and of how many versions the tokens of a response are."""
+    values = versions.joined().numpy()
+    response = np.repeat(np.arange(len(versions.lengths)), versions.lengths)[values >= 0]
+    values = values[values >= 0]
+    if len(values):
+        metrics.log("rollout/staleness", float(newest - values.mean()), len(values))
+        pairs, count = np.unique(np.stack((response, values)), axis=1), len(np.unique(response))
+        metrics.log("rollout/versions", pairs.shape[1] / count, count)
 
 
 def _sampled_lengths(responses: Mapping[str, Any]) -> Ints:

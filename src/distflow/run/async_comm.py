@@ -44,12 +44,12 @@ class AsyncComm(Comm):
     def __init__(
         self, worker: Worker, evaluation: Evaluation | None, reducer: MetricsReducer, thread: CommThread
     ) -> None:
-        super().__init__(worker.rank, worker.plan, worker.comm.roles, worker.comm.versions)
+        before = worker.comm
+        super().__init__(worker.rank, worker.plan, before.roles, before.versions, before.curriculum)
         self.synced = dict(worker.comm.synced)
         self._synced_by_thread = dict(self.synced)
         self.worker, self.evaluation, self.reducer, self.thread = worker, evaluation, reducer, thread
         self.waiting = thread.waiting
-        self.all_ranks = tuple(range(worker.plan.workers))
         self.mail = Mailbox(thread.device)
         tasks, rank = weights_after(worker.plan), worker.rank
         # Tasks of the chain after which the next step begins for the thread, None: after all.

@@ -168,7 +168,11 @@ class CheckpointManager:
         return [(name, role) for name, role in self.roles.items() if self.rank in self.ranks.get(name, ())]
 
     def _run_state(self, step: int) -> dict[str, Any]:
-        data = {"eras": self.data.loader.eras, **self._fingerprint} if self.rank == 0 else {}  # which writes it
+        loader = self.data.loader
+        data = {"eras": loader.eras, **self._fingerprint} if self.rank == 0 else {}  # which writes it
+        if self.rank == 0 and loader.curriculum:
+            drawn = self.data.position_after(step) // loader.prompts if self.data.plan.flow.sampling_node else step
+            data["curriculum"] = loader.curriculum.state(drawn)
         threads = thread_counts(self.world.identities)
         return {"position": self.data.position_after(step), "data": data, "threads": threads, **self._identity()}
 
@@ -227,6 +231,11 @@ class CheckpointManager:
             rounds = max([t.rounds for t in plan.tasks if isinstance(t, Resample)], default=1)
             drawn = position + plan.prompts_ahead + plan.staleness * loader.prompts * rounds
             loader.resume(recorded["eras"], drawn)
+            if loader.curriculum and "curriculum" in recorded:
+                loader.curriculum.restore(recorded["curriculum"])
+            elif loader.curriculum or "curriculum" in recorded:
+                what = ("files", "sources") if loader.curriculum else ("sources", "files")
+                problem = problem or "the checkpoint is of a run with data.{} and the config has data.{}".format(*what)
         except (LookupError, TypeError, ValueError, ArithmeticError) as e:
             raise CheckpointError(
                 f"{path / RUN_STATE} is not the state of a run ({e!r}); use another checkpoint"

@@ -3,8 +3,11 @@
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from distflow.comm.collectives import Communication
+import torch
+
+from distflow.comm.collectives import Communication, all_reduce
 from distflow.coordinator.coordinator import Coordinator
+from distflow.dataset.curriculum import Curriculum
 from distflow.errors import ConfigError
 from distflow.observe.metrics import MetricsReducer, StepMetrics
 from distflow.plan.tasks import Move, Partition, Plan, Resample, RunNode, Split, SyncWeights
@@ -18,8 +21,16 @@ class Comm:
     With a delay it keeps copies of the weights that were trained further before they were synced.
     """
 
-    def __init__(self, rank: int, plan: Plan, roles: Mapping[str, Role], versions: Versions) -> None:
-        self.roles, self.versions = roles, versions
+    def __init__(
+        self,
+        rank: int,
+        plan: Plan,
+        roles: Mapping[str, Role],
+        versions: Versions,
+        curriculum: Curriculum | None = None,
+    ) -> None:
+        self.roles, self.versions, self.rank = roles, versions, rank
+        self.all_ranks, self.curriculum = tuple(range(plan.workers)), curriculum
         self.keeps_weights = plan.overlaps  # engines keep their weights until others come, and copies wait for them
         tasks = [t for t in plan.chain(rank) if isinstance(t, SyncWeights | RunNode)]
         nodes = [plan.flow.node(t.node) for t in tasks if isinstance(t, RunNode)]
@@ -79,7 +90,17 @@ class Comm:
 
     def reduce(self, reducer: MetricsReducer, step: int, metrics: StepMetrics, vote: bool) -> Communication[bool]:
         """Reduces the metrics of a step over all workers; returns whether any of them votes to stop."""
+        if self.curriculum and step:
+            yield from self._learn(self.curriculum, step, metrics)
         stop = yield from reducer.reduce(step, metrics, vote)
         if stop:
             self.versions.stop_after(step)
         return stop
+
+    def _learn(self, curriculum: Curriculum, step: int, metrics: StepMetrics) -> Communication[None]:
+        """Tells all workers how the responses of a step did, which may decide on the prompts of later ones."""
+        own = torch.from_numpy(curriculum.own_results(step - 1))
+        results = yield from all_reduce(self.rank, self.all_ranks, own, torch.add)
+        curriculum.learn(step - 1, results.numpy())
+        for name, value in curriculum.metrics(step - 1).items() if not self.rank else ():
+            metrics.log(name, value)

@@ -114,9 +114,9 @@ class Job:
         self.steps = self.config.steps_of(len(rows))
         self.roles = self._make_roles()
         # 5. Restore the state of a checkpoint.
-        self.data = self._coordinator(
-            plan, Loader(rows, data.batch, program.repeat, self.config.seed, shuffle=data.shuffle)
-        )
+        self.curriculum = program.curriculum(rows, plan)
+        loader = Loader(rows, data.batch, program.repeat, self.config.seed, False, data.shuffle, self.curriculum)
+        self.data = self._coordinator(plan, loader)
         self.rollouts = Rollouts(plan)
         self.checkpoints = CheckpointManager(program, self.world, self.roles, self.data, self.rollouts, rows)
         self.first = self.checkpoints.resume(resume) if self.steps else 0  # the step after which this run starts
@@ -128,7 +128,7 @@ class Job:
         self.recorder = self._open_recorder()
         around = Surroundings(self.config.seed, self.config.run_folder, heartbeat.start_task, self.recorder)
         versions = Versions(plan.staleness, self.first, self.steps)
-        self.comm = Comm(self.rank, plan, self.roles, versions)
+        self.comm = Comm(self.rank, plan, self.roles, versions, self.curriculum)
         self.worker = Worker(self.data, self.comm, around, rollouts=self.rollouts) if self.steps else None
         self.evaluation = self._evaluation(around)
 

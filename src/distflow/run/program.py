@@ -16,13 +16,14 @@ from distflow.flow.graph import SOURCE
 from distflow.flow.importing import load
 from distflow.flows import BUILT_IN
 from distflow.plan import Load, Place, Placement, Plan, Workload, plan
-from distflow.plan.field_bytes import IMAGES, PROMPT_TOKENS, known_field
+from distflow.plan.field_bytes import IMAGES, PROMPT_TOKENS, SCORE, known_field
 from distflow.roles.role import Role, as_role
 from distflow.roles.trained import EXPERTS
 from distflow.run_folder import ENVIRONMENTS_LOG, REWARDS_LOG
 from distflow.util.plugins import load_plugin, load_plugins
 
 if TYPE_CHECKING:
+    from distflow.dataset.curriculum import Curriculum
     from distflow.dataset.view import DatasetView
 
 ROLES = "distflow.roles"  # the entry points by which packages bring roles
@@ -64,7 +65,7 @@ class Program:
 
     @property
     def files(self) -> list[str]:
-        return [_resolve(self.config.base, f, "data.files") for f in self.config.data.files]
+        return [_resolve(self.config.base, f, "data.files") for f in self.config.data.all_files]
 
     @property
     def eval_files(self) -> list[str]:
@@ -74,7 +75,10 @@ class Program:
     @property
     def data_commits(self) -> dict[str, str]:
         """The data sets of the hub in the config → the commit that they were downloaded from."""
-        keys = {"data.files": self.config.data.files, "eval.files": self.config.eval.files if self.config.eval else []}
+        keys = {
+            "data.files": self.config.data.all_files,
+            "eval.files": self.config.eval.files if self.config.eval else [],
+        }
         named = [(file, key) for key, files in keys.items() for file in files if file.startswith(hub.PREFIX)]
         return {file: hub.commit_of(hub.download(file, key)) for file, key in named}
 
@@ -203,8 +207,12 @@ class Program:
         placement, rollout = self._placement(workers), config.rollout
         chunk = rollout.chunk if chunks else None
         ahead = config.data.batch if rollout.partial is True else int(rollout.partial)
-        if ahead:
+        if ahead and not self.environments:  # a conversation rests between its turns
             _check_interruptible(rollout.engine)
+        if ahead and self.environments and self.reads_images:
+            raise ConfigError("rollout.partial: conversations with images are not carried on; leave one of them out")
+        if config.data.curriculum:
+            self._check_curriculum()
         result = plan(self.flow, placement, workload, staleness=rollout.staleness, chunk=chunk, prompts_ahead=ahead)
         for node in (n for n in result.flow.nodes if n.type == "train" and n.method):
             layout = result.partition_of(node.id).layout
@@ -304,6 +312,41 @@ class Program:
             names = [n for n in (*names, *in_file) if n in columns]
         dataset = Dataset(self.files, list(dict.fromkeys(names)), data.on_bad_row)
         return DatasetView(dataset, data.rename, images=self._images("train"))
+
+    def curriculum(self, rows: "DatasetView", plan: Plan) -> "Curriculum | None":
+        """Returns what draws rows from several sources, or as the model learns; None if the config has neither."""
+        from distflow.dataset.curriculum import Curriculum, sources_of_rows
+        from distflow.dataset.dataset import resolve_files
+
+        data, base = self.config.data, self.config.base
+        if not data.sources and not data.curriculum:
+            return None
+        counts, ratios = [len(rows.dataset.files)], {"data": 1.0}
+        if data.sources:
+            named = {n: [_resolve(base, f, "data.sources") for f in s.files] for n, s in data.sources.items()}
+            counts = [len(resolve_files(files)) for files in named.values()]
+            ratios = {name: s.ratio for name, s in data.sources.items()}
+        files = rows.dataset.file_of(rows.numbers)
+        return Curriculum(
+            sources_of_rows(counts, files),
+            ratios,
+            data.batch,
+            self.config.seed,
+            data.shuffle,
+            data.curriculum,
+            # A step's rows are loaded in the step before, or earlier by those who begin some of them.
+            plan.staleness + 1 + max(1, -(-plan.prompts_ahead // data.batch)),
+        )
+
+    def _check_curriculum(self) -> None:
+        """Raises unless the flow has scores to follow, and steps whose prompts do not depend on them already."""
+        if SCORE not in self.flow.writer or self.flow.writer[SCORE] == SOURCE:
+            raise ConfigError(f"data.curriculum: no node of the flow '{self.flow.name}' writes '{SCORE}'; leave it out")
+        if self.flow.sampling_node:
+            raise ConfigError(
+                f"data.curriculum: '{self.flow.sampling_node.id}' samples dynamically, and chooses prompts by itself;"
+                " leave one of them out"
+            )
 
     def eval_dataset(self) -> "DatasetView | None":
         """Opens the held-out data, up to `eval.limit` rows; None if the config has no `eval` section."""

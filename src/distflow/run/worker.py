@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from distflow.batch.batch import NO_SAMPLES, Batch, Column, Ragged
@@ -20,9 +21,10 @@ from distflow.comm.collectives import Communication, SendReceive
 from distflow.comm.transport import is_peer_lost, short_message
 from distflow.coordinator.coordinator import Coordinator, by_field
 from distflow.errors import DistflowError, NodeError, PeerLostError
-from distflow.flow.graph import Node
+from distflow.flow.graph import SOURCE, Node
 from distflow.observe.metrics import StepMetrics
 from distflow.observe.recorder import NO_RECORDER, Recorder
+from distflow.plan.field_bytes import SCORE
 from distflow.plan.layout import format_ranks
 from distflow.plan.tasks import Free, Load, Merge, Move, Resample, RunNode, Split, SyncWeights, Task, chunk_of
 from distflow.run.chunk_sender import ChunkSender
@@ -187,6 +189,8 @@ class Worker:
             context = replace(context, metrics=metrics.without_sums())
         record = self.recorder.node(context, self.plan.repeat)
         context = replace(context, record=record, steps=self.comm.versions.last, held_out=self.held_out)
+        if node.generates:
+            context = replace(context, upcoming=self._upcoming(context, node, task))
         chunks = None
         if self.split and node.generates:
             send = partial(self.comm.send_chunk, self.data, step)
@@ -201,6 +205,7 @@ class Worker:
             self.data.outputs(step, task, result)
             if chunks:
                 chunks.send_rest(by_field(result, node.writes))
+            self._note_scores(context, node, batch, result)
             self.recorder.outputs(context.record, self.plan.flow.source, node.writes, batch, result)
         except Exception as e:
             where = f"rank {self.rank}, step {step}, node '{node.id}'"
@@ -209,6 +214,16 @@ class Worker:
             message = str(e) if isinstance(e, DistflowError) else f"{type(e).__name__}: {e}"
             raise NodeError(f"{where}: {message}") from e
         return {"samples": len(batch), **({"tokens": int(batch[TOKENS].lengths.sum())} if TOKENS in batch else {})}
+
+    def _note_scores(self, context: Context, node: Node, batch: Batch, result: Any) -> None:
+        """Tells the curriculum how the samples of this worker did."""
+        curriculum = self.comm.curriculum
+        if not curriculum or SCORE not in node.writes or self.held_out or not context.is_dp_leader:
+            return
+        scores = torch.as_tensor(by_field(result, node.writes)[SCORE]).tolist()
+        places = batch.ids // self.plan.repeat - self.data.loader.position(context.step - 1)
+        for place, score in zip(places.tolist(), scores, strict=True):
+            curriculum.note(context.step - 1, place, score)
 
     def _generate(
         self, context: Context, node: Node, task: RunNode, batch: Batch, metrics: StepMetrics
@@ -220,8 +235,7 @@ class Worker:
             own = StepMetrics()
             context = replace(context, metrics=own.with_prefix(node.prefix) if node.prefix else own)
             if self.plan.prompts_ahead:
-                ahead = self.data.ahead(context.step, task, context.steps)
-                ahead.columns = {node.local_name(f): c for f, c in ahead.columns.items()}
+                ahead = self._ahead(context, node, task, self.data.share_ahead(task))
                 begun = self.rollouts.begun(context.step, context.layout, self.rank)
                 context = replace(context, partial=PartialRollouts(ahead, begun))
             result = by_field(self.functions[node.id](batch, context), node.writes)
@@ -235,6 +249,20 @@ class Worker:
         self.rollouts.keep(context.step, node, rollout)
         metrics.merge(rollout.metrics.totals)
         return rollout.columns
+
+    def _ahead(self, context: Context, node: Node, task: RunNode, prompts: int, last: int | None = None) -> Batch:
+        ahead = self.data.ahead(context.step, task, context.steps if last is None else last, prompts)
+        ahead.columns = {node.local_name(f): c for f, c in ahead.columns.items()}
+        return ahead
+
+    def _upcoming(self, context: Context, node: Node, task: RunNode) -> Callable[[int], Batch] | None:
+        """Returns what gives a node samples of the next step, if it reads rows as they are loaded on these ranks."""
+        flow, layout = self.plan.flow, task.partition.layout
+        loads = all(flow.writer[f] == SOURCE for f in node.reads) and layout == self.plan.partition_of(SOURCE).layout
+        if self.held_out or flow.sampling_node or not loads:
+            return None
+        last = min(context.step + 1, context.steps)
+        return lambda samples: self._ahead(context, node, task, -(-samples // self.plan.repeat), last)
 
 
 def split_at_resample(chain: tuple[Task, ...]) -> tuple[tuple[Task, ...], Resample | None, tuple[Task, ...]]:

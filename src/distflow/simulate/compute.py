@@ -26,6 +26,7 @@ class Work:
     lengths: Floats
     hosts: Ints  # of each rank
     repeat: int  # samples per prompt
+    slowness: Floats | float = 1.0  # of each replica: its slowest device's, beside a device of mean speed
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ def compute_times(work: Work, hardware: Hardware, costs: Costs) -> Times:
     elif model is None or node.type == "compute":
         seconds = np.zeros(replicas)
     elif node.generates:
-        seconds = _Decoding(work, hardware, costs, model).seconds()
+        seconds = _Decoding(work, hardware, costs, model).seconds() * work.slowness
     else:
         return _pass_times(work, hardware, costs, model)
     return Times(seconds, seconds)
@@ -75,21 +76,54 @@ def _pass_times(work: Work, hw: Hardware, costs: Costs, model: ModelShape) -> Ti
     seconds += passes * _all_reduce_seconds(work, hw, costs, model) * sequence / layout.sp
     exchanges = passes - 1 if train else 1  # a backward pass sends as much as a forward pass
     seconds += exchanges * _exchange_seconds(work, hw, costs, model) * sequence
-    part = _mini_batches(work, parts)
-    place = work.replica * parts + part
-    compute = np.bincount(place, seconds, replicas * parts).reshape(replicas, parts)
-    tokens = np.bincount(place, sequence, replicas * parts).reshape(replicas, parts)
-    micro = np.maximum(np.ceil(tokens / (costs.micro_tokens * layout.sp)), 1).max(axis=0)  # the same on all ranks
-    gather = micro * _gather_seconds(work, hw, costs, model, train)
-    busy = np.maximum(compute, gather)  # parameters are prefetched: the slower of the two is seen
-    # The replicas wait for the slowest after every mini-batch but the last, after which the caller decides.
+    seconds = seconds * np.broadcast_to(work.slowness, (replicas,))[work.replica]
+    part = _own_mini_batches(work, parts) if costs.own_mini_batches else _mini_batches(work, parts)
+    per_pass = costs.micro_samples if train else costs.forward_samples
+    gather = _gather_seconds(work, hw, costs, model, train)
+    if per_pass is None:
+        place = work.replica * parts + part
+        compute = np.bincount(place, seconds, replicas * parts).reshape(replicas, parts)
+        tokens = np.bincount(place, sequence, replicas * parts).reshape(replicas, parts)
+        micro = np.maximum(np.ceil(tokens / (costs.micro_tokens * layout.sp)), 1).max(axis=0)  # the same on all ranks
+        busy = np.maximum(compute, micro * gather)  # parameters are prefetched: the slower of the two is seen
+    else:
+        busy = np.maximum(_by_micro_batch(work, seconds, part, parts, per_pass), gather)
+        if shards_of(layout, costs) == 1:  # nobody waits within a mini-batch
+            busy = busy.reshape(replicas, parts, -1).sum(axis=2)
+    # The replicas wait for the slowest after every column but the last, after which the caller decides.
     waiting = epochs * float(busy.max(axis=0).sum()) - float(busy[:, -1].max())
     return Times(epochs * busy.sum(axis=1), waiting + busy[:, -1])
+
+
+def _by_micro_batch(work: Work, seconds: Floats, part: Ints, parts: int, size: int) -> Floats:
+    """Returns the seconds of each micro-batch of `size` samples, [replicas, all micro-batches of all mini-batches].
+
+    Such micro-batches differ in tokens, and ranks that gather sharded parameters wait for the slowest in each of them.
+    """
+    key = work.replica * parts + part
+    micro = _position(key) // size
+    count = int(micro.max(initial=0)) + 1
+    times = np.bincount(key * count + micro, seconds, work.layout.dp * parts * count).astype(np.float64)
+    return times.reshape(work.layout.dp, parts * count)
 
 
 def _mini_batches(work: Work, parts: int) -> Ints:
     """Returns the mini-batch of each sample: the step's prompts, round-robin."""
     return np.arange(len(work.replica)) // work.repeat % parts
+
+
+def _own_mini_batches(work: Work, parts: int) -> Ints:
+    """Returns the mini-batch of each sample if every worker cuts its own samples into equal parts."""
+    held = np.bincount(work.replica, minlength=work.layout.dp)
+    return _position(work.replica) * parts // held[work.replica]
+
+
+def _position(key: Ints) -> Ints:
+    """Returns the place of each sample among those with the same key, in their order."""
+    order = np.argsort(key, kind="stable")
+    place = np.empty_like(key)
+    place[order] = position_in_run(key[order])
+    return place
 
 
 def _all_reduce_seconds(work: Work, hw: Hardware, costs: Costs, model: ModelShape) -> float:
@@ -115,7 +149,7 @@ def _exchange_seconds(work: Work, hw: Hardware, costs: Costs, model: ModelShape)
 def _gather_seconds(work: Work, hw: Hardware, costs: Costs, model: ModelShape, train: bool) -> float:
     """Seconds of one micro-batch for gathering the parameters, twice when training, and for scattering gradients.
 
-    One copy of the parameters enters a host, over all of its links.
+    One copy of the parameters enters a host, over all of its links. Each collective goes around a ring of all ranks.
     """
     shards = shards_of(work.layout, costs)
     if shards == 1 and not train:
@@ -124,13 +158,16 @@ def _gather_seconds(work: Work, hw: Hardware, costs: Costs, model: ModelShape, t
     moved = size * (2 * costs.dtype_bytes + 4) if train else size * costs.dtype_bytes
     group = work.layout.ranks[: shards * work.layout.tp]
     local = moved / hw.local.rate
-    spans = len(np.unique(work.hosts[list(group)])) > 1
-    if not spans:
-        return local
+    hosts = len(np.unique(work.hosts[list(group)]))
+    collectives = model.layers * (3 if train and shards > 1 else 1)
+    steps = (hosts - 1, shards - hosts) if hosts > 1 else (0, shards - 1)  # of the ring: between hosts, within one
+    ring = collectives * (steps[0] * hw.network.latency_s + max(steps[1], 0) * hw.local.latency_s)
+    if hosts == 1:
+        return local + ring
     per_host = max(1, min(len(group), hw.workers_per_host))
     tp_share = work.layout.tp if work.layout.tp <= per_host else per_host  # tp columns gather at the same time
     links = per_host if hw.network.per == "worker" else 1
-    return max(local, moved * tp_share / (hw.network.rate * hw.efficiency.network * links))
+    return ring + max(local, moved * tp_share / (hw.network.rate * hw.efficiency.network * links))
 
 
 def _ring_rate(work: Work, hw: Hardware, ranks: tuple[int, ...]) -> float:

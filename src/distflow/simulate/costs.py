@@ -22,6 +22,7 @@ class Costs:
     weight_bytes: Mapping[str, float] = field(default_factory=dict)  # role → bytes synced; default: its model's
     fields: Mapping[str, FieldBytes] = field(default_factory=dict)  # other fields have the bytes that the plan expects
     prompt_tokens: float = 0.0
+    max_prompt: float | None = None  # to which a single controller pads prompts; default: it does not
     response_tokens: float = 0.0  # mean
     lengths: Sequence[int] | None = None  # of every response of the step, instead of a distribution
     max_tokens: float = float("inf")  # of a response
@@ -29,6 +30,9 @@ class Costs:
     seed: int = 0
     dtype_bytes: int = 2  # of the computation, and of synced weights
     micro_tokens: int = 16384
+    micro_samples: int | None = None  # of a micro-batch that is trained on, instead of a budget of tokens
+    forward_samples: int | None = None  # the same where nothing is trained
+    own_mini_batches: bool = False  # each worker cuts its own samples, as others do, not all workers the step's prompts
     gradient_checkpointing: bool = True
     offload: Offload = "none"
     max_sequences: int = 256  # generated at the same time by one engine

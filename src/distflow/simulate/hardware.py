@@ -20,6 +20,7 @@ class Device(Section):
     memory: float = Field(gt=0)  # bytes
     memory_rate: float = Field(gt=0)
     kind: Literal["accelerator", "cpu"] = "accelerator"
+    spread: float = Field(0.0, ge=0, le=1)  # of the speed of devices of one kind: σ of its logarithm
 
 
 class Link(Section):

@@ -1,7 +1,9 @@
 """The report of `distflow simulate`: a simulated step, a single controller, and other placements."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
+
+import numpy as np
 
 from distflow.errors import ConfigError
 from distflow.plan.tasks import Plan
@@ -9,14 +11,16 @@ from distflow.run.program import Program
 from distflow.simulate.binding import Assumptions, costs_of
 from distflow.simulate.controller import ControllerResult, simulate_controller
 from distflow.simulate.costs import Costs
+from distflow.simulate.failures import Failures, Goodput, survive
 from distflow.simulate.hardware import Hardware
 from distflow.simulate.memory import check_memory
 from distflow.simulate.result import SimulatedStep
-from distflow.simulate.search import Candidate, colocated_and_split, search
+from distflow.simulate.search import Candidate, Found, colocated_and_split, levers, search
 from distflow.simulate.walk import simulate
 
 _SHOWN = 12  # candidates of a search
-_MIXTURES = "published seconds of such are missed by up to 85 %, so compare placements and quote no seconds"
+SIZES = (1024, 10_000)  # workers for which failures are predicted, beside the config's
+_MIXTURES = "published seconds of such are missed by up to 94 %, so compare placements and quote no seconds"
 
 
 @dataclass(frozen=True)
@@ -31,6 +35,9 @@ class Report:
     alternatives: tuple[Candidate, ...]  # the same dp × tp, colocated and split
     candidates: tuple[Candidate, ...]  # of a search, the fastest first
     overlap: float
+    reasons: tuple[str, ...] = ()  # for the first candidate
+    drawn: tuple[float, ...] = ()  # seconds of steps with other lengths and devices, the shortest first
+    survival: tuple[Goodput, ...] = ()
 
     @property
     def speedup(self) -> float:
@@ -60,21 +67,39 @@ class Report:
             **({"forecast": {"overlap": self.overlap, "step_s": self.forecast(self.result)}} if self.overlap else {}),
             "alternatives": [self._candidate(c) for c in self.alternatives],
             **({"search": [self._candidate(c) for c in self.candidates]} if self.candidates else {}),
+            **({"reasons": list(self.reasons)} if self.reasons else {}),
+            **({"drawn": self.percentiles} if self.drawn else {}),
+            **({"failures": [asdict(g) for g in self.survival]} if self.survival else {}),
         }
+
+    @property
+    def percentiles(self) -> dict[str, float]:
+        """Seconds of a step: the mean of all that were drawn, and percentiles."""
+        points = {f"p{p}": float(np.percentile(self.drawn, p)) for p in (5, 50, 95)}
+        return {"steps": len(self.drawn), "mean": float(np.mean(self.drawn)), **points}
 
     def forecast(self, result: SimulatedStep) -> float:
         return result.pipelined_s(self.overlap)
 
     def _candidate(self, c: Candidate) -> dict[str, Any]:
-        memory = max(r.memory.peak for r in c.result.rank_sets)
         forecast = {"forecast_s": self.forecast(c.result)} if self.overlap else {}
-        return {"name": c.name, "step_s": c.result.step_s, **forecast, "memory": memory, "placement": c.placement}
+        return {"name": c.name, "step_s": c.result.step_s, **forecast, "memory": c.memory, "placement": c.placement}
 
 
 def make_report(
-    program: Program, workers: int, hardware: Hardware, given: Assumptions, overlap: float = 0.0, wide: bool = False
+    program: Program,
+    workers: int,
+    hardware: Hardware,
+    given: Assumptions,
+    overlap: float = 0.0,
+    wide: bool = False,
+    draws: int = 0,
+    failures: Failures | None = None,
 ) -> Report:
-    """Simulates a config. `wide`: also all placements that fit."""
+    """Simulates a config. `wide`: also all placements that fit. `draws`: so many steps with lengths of their own on
+    devices of their own."""
+    if draws < 0:
+        raise ConfigError(f"--draws: {draws}; give a number of steps, 0 or more")
     if overlap < 0:
         raise ConfigError(f"--overlap: {overlap:g}; give the steps that generation may be ahead, 0 or more")
     plan = program.plan(workers, chunks=False)
@@ -83,6 +108,26 @@ def make_report(
     result = simulate(plan, hardware, costs)
     check_memory(plan, {r.ranks: r.memory for r in result.rank_sets}, hardware, costs)
     controller = simulate_controller(plan, hardware, costs, result)
-    alternatives = tuple(colocated_and_split(program, plan, hardware, costs))
-    candidates = search(program, workers, hardware, costs, overlap) if wide else []
-    return Report(plan, hardware, costs, result, controller, alternatives, tuple(candidates[:_SHOWN]), overlap)
+    alternatives = colocated_and_split(program, plan, hardware, costs)
+    found = search(program, workers, hardware, costs, overlap) if wide else Found((), {})
+    reasons = found.reasons(overlap, hardware.device.memory)
+    if found.candidates:
+        reasons += levers(program, workers, hardware, costs, found.candidates[0])
+    return Report(
+        plan,
+        hardware,
+        costs,
+        result,
+        controller,
+        alternatives,
+        found.candidates[:_SHOWN],
+        overlap,
+        tuple(reasons),
+        tuple(sorted(simulate(plan, hardware, replace(costs, seed=costs.seed + k)).step_s for k in range(draws))),
+        tuple(
+            survive(result.step_s, program.config.checkpoint.every, n, hardware.workers_per_host, failures)
+            for n in sorted({workers, *SIZES})
+        )
+        if failures
+        else (),
+    )

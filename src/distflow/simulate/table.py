@@ -1,5 +1,7 @@
 """Shows a simulation in a terminal, or as plain text when piped: tasks, rank sets, comparisons."""
 
+import math
+
 from rich import box
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -36,6 +38,10 @@ def render(report: Report) -> RenderableType:
         f"links: {human_bytes(links.busiest)} through that of the busiest {links.per}, {links.ratio:.2f} × the mean"
         f" · control: {result.messages:,.0f} messages and {seconds(result.control_cpu_s)} of CPU a worker, at most",
     ]
+    if report.drawn:
+        p = report.percentiles
+        spread = ", ".join(f"{100 * q:g} % within {seconds(p[f'p{100 * q:g}'])}" for q in (0.05, 0.5, 0.95))
+        lines.append(f"{len(report.drawn)} steps with lengths and devices drawn anew: {spread}")
     return Group(
         Text(f"{title} on {report.hardware.name}: {report.hardware.about}", "bold"),
         Text(numbers),
@@ -47,6 +53,8 @@ def render(report: Report) -> RenderableType:
         Text(),
         _comparison(report),
         *((Text(), _candidates(report)) if report.candidates else ()),
+        *(Text(f"{'the first, ' if r.startswith('beside') else ''}{clean(r)}") for r in report.reasons),
+        *((Text(), _failures(report)) if report.survival else ()),
         Text(),
         *(Text(f"assumed: {clean(a)}", "dim") for a in report.assumptions),
     )
@@ -97,8 +105,18 @@ def _comparison(report: Report) -> Table:
         forecast = f"rank sets {report.overlap:g} steps apart"
         table.add_row(f"{forecast} (forecast)", seconds(report.forecast(result)), "", "")
     for c in report.alternatives:
-        memory = human_bytes(max(r.memory.peak for r in c.result.rank_sets))
-        table.add_row(c.name, seconds(c.result.step_s), seconds(c.result.data_plane_s), memory)
+        table.add_row(c.name, seconds(c.result.step_s), seconds(c.result.data_plane_s), human_bytes(c.memory))
+    return table
+
+
+def _failures(report: Report) -> Table:
+    title = "Time that is useful if hosts fail, by the steps between checkpoints"
+    table = _table(title, "workers", "a failure every", "useful", "best", "useful then", "Young", "Daly")
+    for g in report.survival:
+        every = "never" if math.isinf(g.mean_time_s) else seconds(g.mean_time_s)
+        young, daly = ("" if math.isinf(s) else seconds(s) for s in (g.young_s, g.daly_s))
+        now = f"{100 * g.goodput:.1f} % (every {g.every})"
+        table.add_row(f"{g.workers:,}", every, now, f"every {g.best_every:,}", f"{100 * g.best:.1f} %", young, daly)
     return table
 
 
@@ -109,5 +127,5 @@ def _candidates(report: Report) -> Table:
         rank_sets = c.result.rank_sets
         step = report.forecast(c.result) if report.overlap else c.result.step_s
         idle = sum(r.idle * len(r.ranks) for r in rank_sets) / report.plan.workers
-        table.add_row(c.name, seconds(step), human_bytes(max(r.memory.peak for r in rank_sets)), f"{100 * idle:.1f} %")
+        table.add_row(c.name, seconds(step), human_bytes(c.memory), f"{100 * idle:.1f} %")
     return table

@@ -49,6 +49,8 @@ class _Walk:
         self.plan, self.hardware, self.costs, self.hosts = plan, hardware, costs, hosts
         self.network = NetworkModel(hardware, hosts)
         self.lengths = costs.response_lengths(plan.samples)
+        speeds = np.random.default_rng([costs.seed, plan.workers]).standard_normal(plan.workers)
+        self.slowness: Floats = np.exp(hardware.device.spread * speeds)
         self.now = np.zeros(plan.workers)
         self.computing, self.communicating = np.zeros(plan.workers), np.zeros(plan.workers)
         self.replica: dict[str, Ints] = {}  # partition → the replica of every sample
@@ -139,9 +141,11 @@ class _Walk:
         if task.partition.id not in self.replica:  # a node that reads nothing has contiguous shares
             self.replica[task.partition.id] = contiguous(task.partition, self.plan.samples, self.plan.repeat)
         node = self.plan.flow.node(task.node)
-        work = Work(node, layout, self.replica[task.partition.id], self.lengths, self.hosts, self.plan.repeat)
-        times = compute_times(work, self.hardware, self.costs)
         ranks = np.asarray(layout.ranks, np.int64)
+        slowness = self.slowness[ranks].reshape(layout.dp, layout.replica_size).max(axis=1)
+        replica = self.replica[task.partition.id]
+        work = Work(node, layout, replica, self.lengths, self.hosts, self.plan.repeat, slowness)
+        times = compute_times(work, self.hardware, self.costs)
         before = self.now.copy()
         start = self.now[ranks].reshape(layout.dp, layout.replica_size).max(axis=1)
         if in_lockstep(work, self.costs):

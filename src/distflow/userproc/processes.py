@@ -62,10 +62,12 @@ class _Process:
     owed: int = 1  # answers
     deadline: float = math.inf
     held: int = 0  # requests it has made elsewhere, that are being answered
+    paused: bool = False
     closed: str | None = None  # why its channel is of no use, while we wait to hear how it ended
 
     def restart_clock(self) -> None:
-        self.deadline = time.monotonic() + self.limit_s if self.owed and self.server.ready else math.inf
+        waits = self.owed and self.server.ready and not self.paused
+        self.deadline = time.monotonic() + self.limit_s if waits else math.inf
 
 
 @dataclass
@@ -101,6 +103,7 @@ class Processes:
         self._serial = 0  # of the latest process
         self._finalizer = weakref.finalize(self, _close, os.getpid(), self._owned, self._selector)
         self._answers: dict[int, Any] = {}
+        self._ended: list[tuple[int, str]] = []  # serial numbers of processes that ended while paused, and how
         self._servers = [self._start_server(p) for p in programs]
 
     @property
@@ -148,10 +151,35 @@ class Processes:
             if not process.held and not process.closed:
                 process.restart_clock()
 
+    def pause(self, key: int) -> None:
+        """Leaves a process alone: its messages stay in its channel, and its clock stands still, until `resume`."""
+        if (process := self._processes.get(key)) and not process.paused:
+            if not process.closed:
+                self._selector.unregister(process.channel.socket)
+            process.paused, process.deadline = True, math.inf
+
+    def resume(self, key: int) -> bool:
+        """Undoes `pause`. Returns False if the process is gone, of which there is no event."""
+        if (process := self._processes.get(key)) is None:
+            return False
+        if process.paused:
+            process.paused = False
+            if process.closed:
+                process.deadline = time.monotonic() + _EXIT_S
+            else:
+                self._selector.register(process.channel.socket, selectors.EVENT_READ, process)
+                self._select_events(process)
+                process.restart_clock()
+        return True
+
     def poll(self, timeout: float = math.inf) -> list[Event]:
         """Returns what has happened, after at most `timeout` seconds."""
         timeout = min(timeout, self._next_deadline() - time.monotonic())
         events: list[Event] = []
+        ended, self._ended = self._ended, []
+        for serial, how in ended:
+            events += self._handle_exit(serial, how)
+        timeout = 0.0 if events else timeout
         for key, _ in self._selector.select(None if timeout == math.inf else max(0.0, timeout)):
             owner: _Process | ServerProcess = key.data
             if isinstance(owner, ServerProcess):
@@ -236,6 +264,9 @@ class Processes:
         process = next((p for p in self._processes.values() if p.serial == serial), None)
         if process is None:
             return []
+        if process.paused:
+            self._ended.append((serial, how))
+            return []
         events: list[Event] = []
         for _ in range(_LAST_READS):  # what it had sent before
             if process.closed or process.key not in self._processes or not _readable(process.channel.socket):
@@ -273,7 +304,7 @@ class Processes:
 
     def _select_events(self, process: _Process) -> None:
         """Waits for readability always, and for writability only while something is queued."""
-        if process.closed or self._processes.get(process.key) is not process:
+        if process.closed or process.paused or self._processes.get(process.key) is not process:
             return
         events = selectors.EVENT_READ | (selectors.EVENT_WRITE if process.channel.sending else 0)
         if self._selector.get_key(process.channel.socket).events != events:
@@ -287,7 +318,7 @@ def _readable(end: socket.socket) -> bool:
 
 
 def _end(process: _Process, selector: selectors.BaseSelector) -> None:
-    if not process.closed:
+    if not process.closed and not process.paused:
         selector.unregister(process.channel.socket)
     process.channel.close()
     with contextlib.suppress(OSError):  # a fork of ours may keep the pipe open: a byte in it kills, too

@@ -20,14 +20,36 @@ PANEL = 16
 SUM = 256  # terms of a partial sum: a sum of partial sums loses less to rounding
 _ROWS = 96  # rows of x, of which SUM columns stay in the CPU's cache
 _PANELS = 16  # of a weight, so that their columns of `out` stay there as well
-_PACKED = 1 << 21  # elements of a weight that are packed at once
+_PACKED = 32  # panels of a matrix that are packed at once, SUM of its rows
 _ALIASED = 1024  # elements: rows a multiple of this apart compete for the same cache lines
+
+
+@intrinsic
+def _copy_some(context, x, i, j, out, k, m):
+    """Copies PANEL numbers that lie one after the other, from x[i, j] on to out[k, m] on."""
+
+    def code(context, b, signature, arguments):
+        kinds = signature.args
+
+        def vector_at(at):
+            array = context.make_array(kinds[at])(context, b, arguments[at])
+            item = cgutils.get_item_pointer(context, b, kinds[at], array, arguments[at + 1 : at + 3])
+            return b.bitcast(item, ir.VectorType(ir.FloatType(), PANEL).as_pointer())
+
+        b.store(b.load(vector_at(0), align=4), vector_at(3), align=4)
+        return context.get_dummy_value()
+
+    return types.void(x, types.intp, types.intp, out, types.intp, types.intp), code
 
 
 @compiled(set())
 def to_panel(columns, panel):
     """Copies columns [dim, at most PANEL] into a panel [dim, PANEL]."""
     width = columns.shape[1]
+    if width == PANEL and columns.strides[1] == 4:
+        for d in range(len(panel)):
+            _copy_some(columns, d, 0, panel, d, 0)  # type: ignore[call-arg]
+        return
     for d in range(len(panel)):
         for c in range(width):
             panel[d, c] = columns[d, c]
@@ -170,28 +192,40 @@ def multiply_block(x, panels, first, out, fresh):
 
 
 @compiled(set())
-def _spread(x):
-    """Copies x into rows that lie one after the other, and not so that they compete."""
+def _apart(x):
+    """Whether rows have to be copied: they lie transposed, or so that many compete for the same cache lines."""
+    return x.strides[1] != 4 or (len(x) > _HIGH[0] and x.strides[0] // 4 % _ALIASED == 0)
+
+
+@compiled(set())
+def _copy(x, block):
     n, dim = x.shape
-    rows = np.empty((n, dim + PANEL), _F)[:, :dim]
+    if x.strides[1] == 4 and dim % PANEL == 0:
+        for i in range(n):
+            for d in range(0, dim, PANEL):
+                _copy_some(x, i, d, block, i, d)  # type: ignore[call-arg]
+        return
     for start in range(0, dim, PANEL):  # some columns at a time, as x may lie transposed
         for i in range(n):
             for d in range(start, min(start + PANEL, dim)):
-                rows[i, d] = x[i, d]
-    return rows
+                block[i, d] = x[i, d]
 
 
 @compiled(set())
 def _multiply(x, panels, out, fresh):
     """out = x · the packed weight, or that added to `out`"""
     n, dim = x.shape
+    apart, block = _apart(x), np.empty((min(n, _ROWS), SUM + PANEL), _F)
     for start in range(0, len(panels), _PANELS):
         part, to = panels[start : start + _PANELS], out[:, start * PANEL : (start + _PANELS) * PANEL]
         for low in range(0, n, _ROWS):
             high = min(low + _ROWS, n)
             for first in range(0, dim, SUM):
-                last = min(first + SUM, dim)
-                multiply_block(x[low:high, first:last], part, first, to[low:high], fresh and first == 0)
+                rows = x[low:high, first : min(first + SUM, dim)]
+                if apart:
+                    _copy(rows, block)
+                    rows = block[: high - low, : min(SUM, dim - first)]
+                multiply_block(rows, part, first, to[low:high], fresh and first == 0)
 
 
 @compiled(set())
@@ -208,13 +242,12 @@ def _multiply_last(x, panel, out, fresh):
 def linear(x, weights, bias, out):
     """out = x · each of the packed weights, side by side, + bias. A weight is its panels, the panel of its last rows if
     they are fewer than PANEL, and its number of rows."""
-    rows = _spread(x) if x.strides[0] // 4 % _ALIASED == 0 else x
     at = 0
     for panels, last, width in weights:
         whole, end = at + len(panels) * PANEL, at + width
-        _multiply(rows, panels, out[:, at:whole], True)
+        _multiply(x, panels, out[:, at:whole], True)
         if whole < end:
-            _multiply_last(rows, last, out[:, whole:end], True)
+            _multiply_last(x, last, out[:, whole:end], True)
         at = end
     if len(bias):
         out += bias
@@ -223,15 +256,28 @@ def linear(x, weights, bias, out):
 @compiled(set())
 def multiply(a, b, out, fresh):
     """out = a [n, dim] · b [dim, columns], or that added to `out`; a and b may lie transposed"""
-    dim, columns = b.shape
-    rows = _spread(a) if a.strides[1] != 4 or a.strides[0] // 4 % _ALIASED == 0 else a
-    room = np.empty((max(1, min(columns, _PACKED // dim) // PANEL), dim, PANEL), _F)
-    whole = columns - columns % PANEL
-    for start in range(0, whole, len(room) * PANEL):
-        panels = room[: (whole - start) // PANEL]
-        for p in range(len(panels)):
-            to_panel(b[:, start + p * PANEL : start + (p + 1) * PANEL], panels[p])
-        _multiply(rows, panels, out[:, start : start + len(panels) * PANEL], fresh)
-    if whole < columns:
-        to_panel(b[:, whole:], room[0])
-        _multiply_last(rows, room[:1], out[:, whole:], fresh)
+    n, (dim, columns) = len(a), b.shape
+    apart, block = _apart(a), np.empty((min(n, _ROWS), SUM + PANEL), _F)
+    room, some = np.empty(_PACKED * PANEL * min(dim, SUM), _F), np.empty((min(n, _ROWS), PANEL), _F)
+    for start in range(0, columns, _PACKED * PANEL):
+        end = min(start + _PACKED * PANEL, columns)
+        count = (end - start + PANEL - 1) // PANEL
+        whole = (end - start) // PANEL
+        edge = start + whole * PANEL
+        for first in range(0, dim, SUM):
+            last = min(first + SUM, dim)
+            new = fresh and first == 0
+            panels = room[: count * (last - first) * PANEL].reshape(count, last - first, PANEL)
+            for p in range(count):
+                to_panel(b[first:last, start + p * PANEL : min(start + (p + 1) * PANEL, end)], panels[p])
+            for low in range(0, n, _ROWS):
+                high = min(low + _ROWS, n)
+                rows = a[low:high, first:last]
+                if apart:
+                    _copy(rows, block)
+                    rows = block[: high - low, : last - first]
+                multiply_block(rows, panels[:whole], 0, out[low:high, start:edge], new)
+                if edge < end:
+                    some[: high - low, : end - edge] = out[low:high, edge:end]
+                    multiply_block(rows, panels[whole:], 0, some[: high - low], new)
+                    out[low:high, edge:end] = some[: high - low, : end - edge]

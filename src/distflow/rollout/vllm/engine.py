@@ -78,6 +78,7 @@ class VllmEngine(RolloutEngine):
     An adapter is held apart from the weights.
     """
 
+    interruptible = True
     keeps_adapter = True
 
     @classmethod
@@ -87,6 +88,11 @@ class VllmEngine(RolloutEngine):
             check_arguments(config.vllm.args, known_arguments())
         if config.vllm.sampler == "vllm":
             check_own_sampler(config)
+            if config.partial:
+                raise ConfigError(
+                    "rollout.partial: vLLM's own sampler runs ahead, so how far a response has come when it is"
+                    " interrupted would depend on time; use rollout.vllm.sampler: distflow, or leave partial out"
+                )
         if device.type == "cpu":
             check_head_size(source, supported_head_sizes())
 
@@ -213,6 +219,18 @@ class VllmEngine(RolloutEngine):
         self.engine.abort_request(dropped)
         for name in dropped:
             self._logprobs.pop(self._requests.pop(name).id, None)
+
+    def interrupt(self) -> list[Completion]:
+        scheduler = self.engine.engine_core.engine_core.scheduler
+        names: Mapping[str, Sequence[str]] = self.engine.output_processor.external_req_ids
+        responses = []
+        for name, request in self._requests.items():
+            tokens = np.array(scheduler.requests[names[name][0]].output_token_ids, np.int64)
+            logprobs = np.array(self._logprobs.get(request.id, [])[: len(tokens)], np.float32)
+            assert len(logprobs) == len(tokens)
+            responses.append(Completion(request.sample_id, tokens, logprobs, False, self.weight_version, request.id))
+        self.abort([r.id for r in self._requests.values()])
+        return responses
 
     def _finish_ahead(self) -> None:
         """Ends the step that vLLM's own sampler has begun ahead, of requests that are gone."""
