@@ -270,9 +270,9 @@ def main() -> None:
                     print(f"{arch:10s} {name:10s} {threads} threads  {count.row()}", flush=True)
             row["hugging face"] = hugging_face(arch).row()
             print(f"{arch:10s} Hugging Face generate  {row['hugging face']}", flush=True)
-        if args.vllm:
-            rows["qwen2"]["vllm"] = vllm(args.vllm, "qwen2").row()
-            print(f"qwen2      vLLM  {rows['qwen2']['vllm']}", flush=True)
+            if args.vllm and arch == "qwen2":
+                row["vllm"] = vllm(args.vllm, arch).row()
+                print(f"{arch:10s} vLLM  {row['vllm']}", flush=True)
     print(json.dumps({**whole.row(), "threads": args.threads, "architectures": rows}))
 
 

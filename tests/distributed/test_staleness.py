@@ -17,6 +17,7 @@ import yaml
 
 from distflow.checkpoint.store import list_checkpoints, load_full_tensors
 from distflow.run_folder import LATEST
+from generating_weights import Sample, largest_difference
 from warm import Ended, cli_main, distflow_run
 
 STEPS, BATCH, ROWS = 8, 4, 10  # an epoch ends in the middle of a step
@@ -26,21 +27,32 @@ import json
 from distflow import flow, node
 from distflow.flows.grpo import grpo
 
+SAMPLED = "prompt_tokens", "response_tokens", "rollout_logprobs"
+
 
 @node(writes="trained_id")
 def note(batch, ctx):
     with open(ctx.folder / "trained" / f"{ctx.rank}.jsonl", "a") as file:
         rows = zip(batch.ids.tolist(), batch["row"], batch["response_tokens"], strict=True)
         file.writelines(json.dumps([ctx.step, i, row, tokens.tolist()]) + "\\n" for i, row, tokens in rows)
+    with open(ctx.folder / "sampled.jsonl", "a") as file:
+        columns = [[x.tolist() for x in batch[field]] for field in SAMPLED]
+        rows = zip(batch["weight_version"].tolist(), *columns, strict=True)
+        file.writelines(json.dumps(row) + "\\n" for row in rows)
     return batch.ids.copy()
 
 
 class Noted:
     def __init__(self, actor, prompts):
-        self.logprobs, self.generate, self._update, self.prompts = actor.logprobs, actor.generate, actor.update, prompts
+        self.logprobs, self._generate, self._update = actor.logprobs, actor.generate, actor.update
+        self.prompts = prompts
+
+    def generate(self, prompts):
+        self.rollout = self._generate(prompts)
+        return self.rollout
 
     def update(self, tokens, *fields, **constants):
-        note(self.prompts["row"], tokens["response_tokens"])
+        note(self.prompts["row"], *(self.rollout[field] for field in (*SAMPLED, "weight_version")))
         self._update(tokens, *fields, **constants)
 
 
@@ -184,6 +196,22 @@ def test_another_staleness_says_which_rollouts_are_made_again(folder: Path, comp
     assert {k: row for k, (row, _) in resumed.items()} == {
         k: row for k, (row, _) in trained(complete).items() if k[0] > 4
     }
+
+
+def test_log_probs_are_the_trainer_s_by_the_weights_that_generated(folder: Path, complete: Path) -> None:
+    """To the bit, also of what was generated before an interruption, and trained after it."""
+    cut(complete, folder, "exact", 4)
+    (folder / "exact" / "sampled.jsonl").unlink()
+    run_dir, _ = run(folder, "exact", resume="newest")
+    for done, steps in ((complete, range(1, STEPS + 1)), (run_dir, range(5, STEPS + 1))):
+        by_version: dict[int, list[Sample]] = {}
+        for line in (done / "sampled.jsonl").read_text().splitlines():
+            version, prompt, tokens, logprobs = json.loads(line)
+            by_version.setdefault(version, []).append((prompt, tokens, logprobs))
+        assert sorted(by_version) == sorted({max(0, step - 3) for step in steps})
+        for version in (2, 4):  # that have checkpoints
+            assert largest_difference(done, version, by_version[version]) == 0
+        assert largest_difference(done, 2, by_version[4]) > 0  # other weights have others
 
 
 def test_every_sample_is_trained_once_across_epochs(complete: Path) -> None:

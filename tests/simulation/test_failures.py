@@ -1,6 +1,7 @@
 """Goodput under failures: the formula against failures that are drawn, and the best interval against all others."""
 
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -60,6 +61,14 @@ def test_more_workers_lose_more_and_save_more_often() -> None:
     assert many.best < few.best
     assert many.best_every < few.best_every
     assert few.goodput <= few.best
+
+
+def test_the_table_of_the_page() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "simulate.md").read_text()
+    for workers, save in ((1024, 1.0), (10_000, 1.0), (1024, 30.0), (10_000, 30.0)):
+        g = survive(100.0, 50, workers, 8, Failures(save_s=save))
+        row = f"| {workers:,} | {save:g} s | {100 * g.goodput:.1f} % | every {g.best_every} | {100 * g.best:.1f} % |"
+        assert f"{row} {g.young_s:,.0f} s | {g.daly_s:,.0f} s |" in page
 
 
 def test_without_failures_only_saving_costs() -> None:

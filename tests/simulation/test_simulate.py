@@ -199,6 +199,18 @@ def test_a_search_says_why(config: str) -> None:
     assert any("need more than" in r for r in less.reasons)
 
 
+def test_a_search_names_what_fits_where_the_config_does_not(config: str, capsys: Output) -> None:
+    less = ("train.gradient_checkpointing=true", "train.micro_tokens=4096", "rollout.kv_cache_gb=1", "data.batch=128")
+    large = ("--model", "qwen2.5-72b", "--workers", "128", *less)
+    assert distflow("simulate", config, "--hardware", "h100", *large) == 2
+    assert "is the fastest" not in capsys.readouterr().err
+    assert distflow("simulate", config, "--hardware", "h100", *large, "--search") == 2
+    message = capsys.readouterr().err
+    assert "needs" in message
+    assert "of the placements that fit, " in message
+    assert "'generate': {'ranks'" in message
+
+
 def test_sequences_are_divided_where_nothing_else_fits(config: str) -> None:
     long = Program.load(config, ["rollout.max_tokens=65536", "train.gradient_checkpointing=true"])
     found = make_report(long, 16, load_hardware("h100"), Assumptions(), wide=True)

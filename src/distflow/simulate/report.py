@@ -106,10 +106,16 @@ def make_report(
     costs = costs_of(program, given)
     costs.check(plan)
     result = simulate(plan, hardware, costs)
-    check_memory(plan, {r.ranks: r.memory for r in result.rank_sets}, hardware, costs)
+    found = search(program, workers, hardware, costs, overlap) if wide else Found((), {})
+    try:
+        check_memory(plan, {r.ranks: r.memory for r in result.rank_sets}, hardware, costs)
+    except ConfigError as e:
+        if not found.candidates:
+            raise
+        best = found.candidates[0]
+        raise ConfigError(f"{e}; of the placements that fit, {best.name} is the fastest: {best.placement}") from None
     controller = simulate_controller(plan, hardware, costs, result)
     alternatives = colocated_and_split(program, plan, hardware, costs)
-    found = search(program, workers, hardware, costs, overlap) if wide else Found((), {})
     reasons = found.reasons(overlap, hardware.device.memory)
     if found.candidates:
         reasons += levers(program, workers, hardware, costs, found.candidates[0])
