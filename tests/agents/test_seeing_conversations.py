@@ -10,7 +10,8 @@ import torch
 from PIL import Image
 
 from agents.fake_env_pool import FakeEnvPool
-from distflow.agents.conversations import Conversations, Sample
+from distflow.agents.conversation import Sample
+from distflow.agents.conversations import Conversations
 from distflow.agents.image_parts import as_text, value_of, with_references
 from distflow.agents.protocols.call import Api, parse_body
 from distflow.agents.protocols.chat import CHAT
@@ -281,7 +282,7 @@ def test_an_environment_gets_the_prompt_with_references_and_may_never_begin() ->
         yield {"op": "done", "rewards": {}, "metrics": {}, "extra": {}}
 
     runtime = EnvironmentRuntime("e", Renderer(m.text), LIMITS, 1)
-    sample = Sample(0, 0, QUESTION, {"prompt": QUESTION, "images": [picture(0)]}, 0, [picture(0)])
+    sample = Sample(0, 0, QUESTION, {"prompt": QUESTION, "images": [picture(0)]}, 0, images=[picture(0)])
     conversations = Conversations([sample], [runtime], FakeEnvPool(script), PARAMS, 0, 0)
     [record] = conversations.collect(wait=True).ended
     assert given[0]["prompt"] == given[0]["row"]["prompt"] == QUESTION_OF[0]
