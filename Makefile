@@ -67,6 +67,7 @@ bench: setup  ## every benchmark; each prints one JSON object as its last line
 	$(BIN)/python bench/exchange.py
 	$(BIN)/python bench/memory.py
 	$(BIN)/python bench/long.py
+	$(BIN)/python bench/recall.py
 	$(BIN)/python bench/rollout.py
 	$(BIN)/python bench/step.py
 	$(BIN)/python bench/learn.py

@@ -119,12 +119,12 @@ def make_trainer(rank: int, case: Case, device: str) -> Trainer:
         return Trainer("actor", case.source, place, options)
 
 
-def update(trainer: Trainer, rank: int, case: Case) -> dict[str, float]:
-    """Makes two optimiser steps and returns the metrics."""
+def update(trainer: Trainer, rank: int, case: Case, steps: int = 2) -> dict[str, float]:
+    """Makes optimiser steps and returns the metrics."""
     constants: dict[str, Any] = {"clip": 0.1, "kl": 0.05, "entropy": 0.02}
-    spec = UpdateSpec(policy, constants, "token-mean", 12, 10, mini_batches=2, correction=Correction("token"))
+    spec = UpdateSpec(policy, constants, "token-mean", 12, 10, mini_batches=steps, correction=Correction("token"))
     if case.values:
-        spec = UpdateSpec(value, {}, "token-mean", 12, 10, mini_batches=2)
+        spec = UpdateSpec(value, {}, "token-mean", 12, 10, mini_batches=steps)
     metrics = StepMetrics()
     context = Context(0, rank, case.dp * case.tp, case.layout, 0, metrics, Path(), np.arange(5))
     trainer.update(share(rank, case), spec, context)

@@ -17,6 +17,7 @@ pytestmark = pytest.mark.skipif(not REHEARSED, reason="counts what the rehearsal
 class Sized(Case):
     layers: int = 2
     micro_tokens: int = 1000
+    steps: int = 2  # of the optimiser
 
     @property
     def source(self) -> Source:
@@ -37,7 +38,7 @@ def waits(rank: int, case: Sized) -> tuple[int, int]:
 
     hook = trainer.model.register_forward_pre_hook(count)
     infer(trainer, rank, case)
-    update(trainer, rank, case)
+    update(trainer, rank, case, case.steps)
     hook.remove()
     return calls[WAIT] - before, micro_batches
 
@@ -54,11 +55,11 @@ KINDS = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_neither_micro_batches_nor_layers_nor_metrics_wait_for_the_device(kind: str) -> None:
+def test_neither_micro_batches_nor_layers_nor_metrics_nor_steps_wait_for_the_device(kind: str) -> None:
     case = KINDS[kind]
-    sizes: list[dict[str, int]] = [{}, {"micro_tokens": 12}, {"layers": 4}]
+    sizes: list[dict[str, int]] = [{}, {"micro_tokens": 12}, {"layers": 4}, {"steps": 4}]
     cases = [Sized(**{**vars(case), **size}) for size in sizes]
-    for (few, micros), (many, more_micros), (deep, _) in rehearse(case.dp * case.tp, all_waits, cases):
+    for (few, micros), (many, more_micros), (deep, _), (often, _) in rehearse(case.dp * case.tp, all_waits, cases):
         assert more_micros >= 2 * micros
-        assert few == many == deep
+        assert few == many == deep == often
         assert few <= 16

@@ -20,7 +20,7 @@ CASE = Case("qwen2", dtype="bfloat16")
 def generated(rank: int, worth: int, on: bool = True, rounds: int = 1) -> list[tuple[Generated, int]]:
     """Returns what is generated in some rollouts if shapes are recorded from so many uses on, and the replays."""
     results = []
-    with patch.object(decoding_graphs, "_WORTH", worth):
+    with patch.object(decoding_graphs, "WORTH", worth):
         engine = make_engine(rank, CASE, DEVICE, slots=3, graphs=on)
         for _ in range(rounds):
             before = Graph.replays

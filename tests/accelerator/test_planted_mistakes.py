@@ -81,7 +81,7 @@ def check_offload(rank: int) -> None:
 def check_graphs(rank: int) -> None:
     results = []
     for worth in (0, 1 << 40):
-        with patch.object(decoding_graphs, "_WORTH", worth):
+        with patch.object(decoding_graphs, "WORTH", worth):
             engine = make_engine(rank, (case := Case("qwen2", dtype="bfloat16")), DEVICE, slots=3)
             fill_weights(engine, rank, case)
             results.append(generate(engine, PARAMS["plain"]).tokens)

@@ -84,6 +84,13 @@ def test_a_run_has_the_same_metrics_as_on_the_cpu(name: str, tmp_path: Path) -> 
         assert {key: mine[key] for key in compared} == pytest.approx(compared, rel=1e-3, abs=1e-4)
 
 
+def test_the_peak_of_memory_is_that_of_its_step(tmp_path: Path) -> None:
+    """The first step has the log-probs of the reference in its peak, or later ones would have the same."""
+    peaks = [m["perf/device_peak_mib"] for m in run(tmp_path, "grpo", run_on_device, "steps=3")]
+    assert all(p > 0 for p in peaks)
+    assert peaks[0] != peaks[1] == pytest.approx(peaks[2], rel=0.2)
+
+
 def test_a_run_resumes_from_its_checkpoint(tmp_path: Path) -> None:
     name = "grpo, ahead"
     run(tmp_path, name, run_on_device, "steps=1")

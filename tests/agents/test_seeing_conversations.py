@@ -1,6 +1,7 @@
 """Conversations in which an environment shows images: engine and trainer see each where it was shown, and no other."""
 
 import json
+from collections.abc import Generator, Mapping
 from typing import Any
 
 import numpy as np
@@ -8,6 +9,9 @@ import pytest
 import torch
 from PIL import Image
 
+from agents.fake_env_pool import FakeEnvPool
+from distflow.agents.conversation import Sample
+from distflow.agents.conversations import Conversations
 from distflow.agents.image_parts import as_text, value_of, with_references
 from distflow.agents.protocols.call import Api, parse_body
 from distflow.agents.protocols.chat import CHAT
@@ -15,10 +19,12 @@ from distflow.agents.protocols.messages import MESSAGES
 from distflow.agents.protocols.responses import RESPONSES
 from distflow.agents.record import columns, make_record
 from distflow.agents.rendering import Renderer
+from distflow.agents.runtime import EnvironmentRuntime
 from distflow.agents.session import Branch, ConversationLimits, Session, TurnRequest
 from distflow.batch.batch import Batch
 from distflow.errors import DataError
-from distflow.rollout.builtin.generator import CacheLimits, Generator
+from distflow.rollout.builtin import generator
+from distflow.rollout.builtin.generator import CacheLimits
 from distflow.rollout.engine import Completion, Request, SamplingParams
 from distflow.train.heads import LogprobHead
 from distflow.train.packing import Rows, pack
@@ -48,7 +54,7 @@ class Played:
 
     def __init__(self, m: Model, sample: int = 0) -> None:
         self.m, self.session = m, Session(sample, Renderer(m.text), LIMITS, KNOWN)
-        self.engine = Generator(m.ours, CacheLimits(1, 8000, 8), torch.device("cpu"), images=m.images)
+        self.engine = generator.Generator(m.ours, CacheLimits(1, 8000, 8), torch.device("cpu"), images=m.images)
         self.reused = 0
 
     def turn(self, branch: Branch, tokens: int = 3) -> Completion:
@@ -266,3 +272,18 @@ def test_results_of_tools_have_images(api: Api, body: dict[str, Any]) -> None:
     message = call.messages[-1]
     assert message["role"] == "tool"
     assert value_of(message["content"][0]) == SHOTS[0]
+
+
+def test_an_environment_gets_the_prompt_with_references_and_may_never_begin() -> None:
+    m, given = model("qwen2_5_vl"), list[dict[str, Any]]()
+
+    def script(start: Mapping[str, Any]) -> Generator[dict[str, Any], dict[str, Any], None]:
+        given.append(dict(start))
+        yield {"op": "done", "rewards": {}, "metrics": {}, "extra": {}}
+
+    runtime = EnvironmentRuntime("e", Renderer(m.text), LIMITS, 1)
+    sample = Sample(0, 0, QUESTION, {"prompt": QUESTION, "images": [picture(0)]}, 0, images=[picture(0)])
+    conversations = Conversations([sample], [runtime], FakeEnvPool(script), PARAMS, 0, 0)
+    [record] = conversations.collect(wait=True).ended
+    assert given[0]["prompt"] == given[0]["row"]["prompt"] == QUESTION_OF[0]
+    assert (record.prompt, record.prompt_images) == (m.text.encode(QUESTION, [picture(0)]), [picture(0)])

@@ -133,4 +133,5 @@ def test_all_steps_are_done_here(device: str, tmp_path: Path, monkeypatch: pytes
     assert skipped == vllm | ({"launches", "on the CPU"} if device == "cpu" else set()), told
     if device == "rehearsal":
         kernels = of["launches"].numbers["kernels"]
-        assert kernels["predicted"] == kernels["measured"]
+        assert 0 <= kernels["measured"] - kernels["predicted"] <= 2  # copies from host memory
+        assert of["small on one, builtin"].numbers["memory_gib"].keys() == {"predicted", "measured"}

@@ -6,6 +6,7 @@ import json
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -131,7 +132,7 @@ def test_a_template_that_writes_only_parts_gets_parts() -> None:
     tokenizer = deepcopy(tiny.source.tokenizer)
     tokenizer.chat_template = PARTS_ONLY
     text = Text(replace(tiny.source, tokenizer=tokenizer), 1000, images=tiny.images)
-    messages = [{"role": "system", "content": "Look."}, *QUESTION]
+    messages: list[dict[str, Any]] = [{"role": "system", "content": "Look."}, *QUESTION]
     tokens = text.encode(messages, [picture(0)])
     assert tokenizer.decode(tokens, skip_special_tokens=True) == "system:Look.;user:What?;"
     assert tokens.count(tiny.images.token) == tiny.images.processed(picture(0)).tokens.count(tiny.images.token)

@@ -306,13 +306,6 @@ def test_logits_of_16_bits_are_not_rounded(monkeypatch: pytest.MonkeyPatch, tmp_
     spawn(1, in_16_bits)
 
 
-def test_its_folder_is_the_same_for_the_same_model(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
-    first, again, other = (config_folder(source(arch)) for arch in ("qwen2", "qwen2", "llama"))
-    assert first == again != other
-    assert (Path(first) / "config.json").exists()
-
-
 def test_an_unknown_argument_is_refused() -> None:
     config = CONFIG.model_copy(update={"vllm": VllmConfig(args={"max_num_batched_token": 48})})
     with pytest.raises(ConfigError, match="'max_num_batched_token' is no argument of vLLM's EngineArgs"):

@@ -230,9 +230,10 @@ class Conversations:
         state = dict(self.trainer_state)
         if "global_step" in state:
             state["global_step"] += sample.steps_ahead
+        prompt = with_references(sample.prompt, sample.images)
         start = {
-            "row": dict(sample.row),
-            "prompt": with_references(sample.prompt, sample.images),
+            "row": dict(sample.row) | ({"prompt": prompt} if sample.images else {}),
+            "prompt": prompt,
             "sample_id": sample.id,
             "seed": sample.seed,
             "environment": runtime.name,

@@ -29,7 +29,8 @@ def answer(config: str, kind: str, name: str, memory: int, bfloat16: bool) -> di
     program, placement = placed(program, workers, offer)
     assert program.config.model
     plan, source = program.plan(workers), shape_source(program.config.model, program)
-    chosen = choose_for(program, plan, source, torch.device(kind), offer)
+    device = torch.device("meta" if memory else "cpu")  # this process does not see the one that is meant
+    chosen = choose_for(program, plan, source, device, offer)
     peaks = {"training": 0.0, "rollout": 0.0}
     for rank in unlike_ranks(plan):
         for phase in phases_of_worker(program, chosen.config, source, plan, rank):

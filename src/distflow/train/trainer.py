@@ -356,6 +356,7 @@ class Trainer:
                 self._step(spec.total_updates, ctx.metrics, readings)
                 if spec.entropy:
                     self.entropy.adapt(spec.entropy, tokens, self._over_workers)
+        readings.read()
         if self.routers:
             self.routers.log(ctx.metrics, self._over_workers, spec.epochs * spec.mini_batches)
 
@@ -476,7 +477,7 @@ class Trainer:
         self.updates += 1
         if self.ema and self.updates % self.ema_every == 0:
             self.ema.update()
-        readings.read()  # so the device is done with the gradients, whose memory belongs to a stream of FSDP's
+        # Their memory belongs to a stream of FSDP's, which waits for this one before it uses it again.
         self.model.zero_grad()
         optimizer.zero_grad()  # the shards are its own parameters'
 

@@ -13,7 +13,7 @@ from distflow.rollout.builtin.kv_cache import table_of
 from distflow.util.arrays import Ints
 from distflow.util.copies import fill
 
-_WORTH = 16  # steps of a shape before it is recorded, which takes as long as some; until then kernels are tuned, too
+WORTH = 16  # steps of a shape before it is recorded, which takes as long as some; until then kernels are tuned, too
 _STEP = 64  # sequences: sizes are powers of two up to it, then its multiples
 
 Hidden = Callable[[Tensor, Tensor, PagedAttention], Tensor]  # tokens [n], positions [n] → what the output layer reads
@@ -36,7 +36,7 @@ class DecodingGraphs:
         table = table_of(tables, ends, self.cache.page)
         shape = padded(count), 1 << (table.shape[1] - 1).bit_length()
         self._uses[shape] += 1
-        if self._uses[shape] <= _WORTH:
+        if self._uses[shape] <= WORTH:
             return None
         # What fills it up repeats the last sequence, and writes what that writes.
         rows = np.minimum(np.arange(shape[0]), count - 1)

@@ -71,6 +71,5 @@ class Sequence:
         tokens, logprobs = np.array(self.tokens, np.int64), np.array(self.logprobs, np.float32)
         request = self.request
         experts = np.concatenate(self.experts) if self.experts else None
-        return Completion(
-            request.sample_id, tokens, logprobs, self.stopped, weight_version, request.id, self.reused, experts
-        )
+        whose = request.sample_id, tokens, logprobs, self.stopped, weight_version, request.id
+        return Completion(*whose, reused=self.reused, experts=experts)
