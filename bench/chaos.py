@@ -1,13 +1,14 @@
 """A run that is disturbed over and over, against the same run undisturbed: weights, metrics and samples must be equal.
 
-    python bench/chaos.py [--rounds 2] [--steps 240] [--workers 4] [--seed 0] [--conversations]
+    python bench/chaos.py [--rounds 2] [--steps 240] [--workers 4] [--seed 0] [--conversations] [--branches]
 
 A round has 20 disturbances; `disturbances.py` says what they are: workers and launchers are killed, the newest
 checkpoint is cut short, the disk is filled, the clock is set, another run is started in the folder, and links between
 hosts are cut for a while or for good, both ways or one way. Whoever is left has to cope: the launcher restarts workers,
 as often as it does by default, and only a launcher or host that is gone is started again, with `--resume=auto`. With
-`--conversations`, rollouts are conversations with an environment that takes its time. Hosts and small disks need root;
-without it those disturbances are left out. One JSON object is the last line.
+`--conversations`, rollouts are conversations with an environment that takes its time; with `--branches`, samples have
+several histories, made by an agent, and each history counts as a sample. Hosts and small disks need root; without it
+those disturbances are left out. One JSON object is the last line.
 """
 
 import argparse
@@ -38,13 +39,15 @@ from distflow import flow, node
 from distflow.flows.grpo import grpo
 
 
-@node(writes=())
+@node(writes=(), optional=("response_branches",))
 def trained(batch, ctx):
     if (ctx.folder.parent / "slowly").exists():
         time.sleep(1)
     if ctx.is_dp_leader:
         with open(ctx.folder.parent / f"{ctx.folder.name}.{ctx.rank}.ids", "a") as file:
-            file.write(json.dumps([ctx.step, batch.ids.tolist()]) + "\\n")
+            more = batch["response_branches"].lengths.tolist() if "response_branches" in batch else [0] * len(batch)
+            ids = [1000 * i + k for i, n in zip(batch.ids.tolist(), more, strict=True) for k in range(n + 1)]
+            file.write(json.dumps([ctx.step, ids]) + "\\n")
 
 
 class Tapped:
@@ -84,7 +87,28 @@ class Echo:
 """
 
 
-def prepare(folder: Path, steps: int, workers: int, conversations: bool) -> Path:
+AGENT = """
+import json
+import urllib.request
+
+
+def ask(base_url, api_key, *texts):
+    messages = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts)]
+    body = json.dumps({"model": "m", "messages": messages}).encode()
+    headers = {"Authorization": f"Bearer {api_key}", "Content-Type": "application/json"}
+    with urllib.request.urlopen(urllib.request.Request(f"{base_url}/chat/completions", body, headers)) as reply:
+        return json.load(reply)["choices"][0]["message"]["content"]
+
+
+def forks(base_url, api_key, prompt):
+    first = ask(base_url, api_key, prompt)
+    said = [ask(base_url, api_key, prompt, first, text) for text in ("more", "other")]
+    said.append(ask(base_url, api_key, "in short: " + first[:3]))
+    return sum(c.isdigit() for text in (first, *said) for c in text) / 8
+"""
+
+
+def prepare(folder: Path, steps: int, workers: int, conversations: bool, branches: bool) -> Path:
     rows = [{"prompt": f"{'so ' * (i % 5)}what is {i} + {i * i % 17}?"} for i in range(100)]
     (folder / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "flow.py").write_text(FLOW)
@@ -107,6 +131,10 @@ def prepare(folder: Path, steps: int, workers: int, conversations: bool) -> Path
     if conversations:
         del config["reward"]
         config |= {"environment": {"call": "game.py:Echo", "turn_tokens": 8}, "rollout": {"n": 4, "max_tokens": 60}}
+    if branches:
+        (folder / "agent.py").write_text(AGENT)
+        del config["reward"]
+        config |= {"environment": {"call": "agent.py:forks", "turn_tokens": 6}, "rollout": {"n": 4, "max_tokens": 60}}
     path = folder / "run.yaml"
     path.write_text(json.dumps(config))
     return path
@@ -151,12 +179,14 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=240)
     parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--conversations", action="store_true")
+    rollouts = parser.add_mutually_exclusive_group()
+    rollouts.add_argument("--conversations", action="store_true")
+    rollouts.add_argument("--branches", action="store_true")
     parser.add_argument("--leave-out", nargs="+", default=[], choices=list(ROUND), metavar="KIND")
     args = parser.parse_args()
     began, rng = time.monotonic(), random.Random(args.seed)
     folder = Path(tempfile.mkdtemp(prefix="chaos-"))
-    config = prepare(folder, args.steps, args.workers, args.conversations)
+    config = prepare(folder, args.steps, args.workers, args.conversations, args.branches)
     calm, run = folder / "calm", folder / "storm"
     calm_run(config, calm)
     calm_s = time.monotonic() - began
@@ -193,6 +223,7 @@ def main() -> None:
         "steps": args.steps,
         "workers": args.workers,
         "conversations": args.conversations,
+        "branches": args.branches,
         "calm_s": round(calm_s),
         "s": round(time.monotonic() - began),
     }
