@@ -42,6 +42,10 @@ def noted(prompts, actor, reference, reward):
 REWARD = """
 def by_row(prompts, completions, row, **columns):
     return [float(r < 100 or (r < 200 and any(c in "1234567" for c in text))) for r, text in zip(row, completions)]
+
+
+def by_text(prompts, completions, **columns):
+    return [float(sum(map(ord, text)) % 2) for text in completions]
 """
 CONFIG: dict[str, Any] = {
     "flow": "flow.py:noted",
@@ -127,3 +131,15 @@ def test_generation_that_is_ahead_has_results_later(folder: Path) -> None:
     dropped = [r["source/easy/dropped"] for r in rows(ahead)[1:]]
     assert dropped[:3] == [0, 0, 0]
     assert dropped[-1] > 0
+
+
+def test_sources_go_with_dynamic_sampling_to_the_bit(folder: Path) -> None:
+    changes = {
+        "flow": "dapo",
+        "data": {"sources": CONFIG["data"]["sources"], "batch": 6},
+        "reward": "reward.py:by_text",
+    }
+    sampled = run(folder, "sampled", 2, **changes)
+    cut(sampled, folder, "sampled-resumed", 4)
+    check_same(run(folder, "sampled-resumed", 2, resume="newest", **changes), sampled, 0)
+    assert not any(name.startswith("source/") for name in rows(sampled)[1])  # prompts are chosen by their results

@@ -128,7 +128,8 @@ class Job:
         self.recorder = self._open_recorder()
         around = Surroundings(self.config.seed, self.config.run_folder, heartbeat.start_task, self.recorder)
         versions = Versions(plan.staleness, self.first, self.steps)
-        self.comm = Comm(self.rank, plan, self.roles, versions, self.curriculum)
+        followed = None if plan.flow.sampling_node else self.curriculum  # prompts of a step are not in its place there
+        self.comm = Comm(self.rank, plan, self.roles, versions, followed)
         self.worker = Worker(self.data, self.comm, around, rollouts=self.rollouts) if self.steps else None
         self.evaluation = self._evaluation(around)
 
