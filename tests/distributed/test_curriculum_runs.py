@@ -134,7 +134,7 @@ def test_generation_that_is_ahead_has_results_later(folder: Path) -> None:
 
 
 def test_sources_go_with_dynamic_sampling_to_the_bit(folder: Path) -> None:
-    changes = {
+    changes: dict[str, Any] = {
         "flow": "dapo",
         "data": {"sources": CONFIG["data"]["sources"], "batch": 6},
         "reward": "reward.py:by_text",
