@@ -2,6 +2,7 @@
 
 import ast
 import re
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -136,3 +137,9 @@ def test_the_allowed_directions_have_no_cycle() -> None:
 def test_lazy_imports_and_names_in_strings_are_seen(text: str, name: str, tmp_path: Path) -> None:
     (tmp_path / "m.py").write_text(text)
     assert [n for _, n in imports(tmp_path / "m.py")] == [name]
+
+
+def test_files_of_tests_have_names_of_their_own() -> None:
+    """pytest takes two files of one name for the same module."""
+    names = Counter(p.name for p in Path(__file__).parent.rglob("test_*.py"))
+    assert [name for name, count in names.items() if count > 1] == []

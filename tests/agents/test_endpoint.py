@@ -352,7 +352,11 @@ def test_a_flood_is_bounded_and_nobody_else_notices() -> None:
         ([], 400, "not a JSON object"),
         ({}, 400, "`messages` is empty"),
         ({"messages": [{"role": "robot"}]}, 400, "messages[0]"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, 400, "text"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+            400,
+            "give it as a data URL",
+        ),
         ({"messages": HELLO, "n": 2}, 400, "`n`"),
         ({"messages": HELLO, "response_format": {"type": "json_object"}}, 400, "ask for the format in the prompt"),
         ({"messages": HELLO, "max_tokens": 0}, 400, "`max_tokens`"),

@@ -97,9 +97,15 @@ def test_environments_may_show_images(tmp_path: Path, asked: list[str]) -> None:
 
 
 @pytest.mark.parametrize("name", ["./model", "runs/a/model", "/model"])
-def test_a_directory_that_is_not_there_is_an_error(tmp_path: Path, asked: list[str], name: str) -> None:
+def test_a_directory_that_is_not_there_yet_can_be_planned(tmp_path: Path, asked: list[str], name: str) -> None:
+    assert not program(tmp_path, PARTS, model=name).reads_images
+    assert not asked
+
+
+def test_a_directory_without_a_config_is_an_error(tmp_path: Path, asked: list[str]) -> None:
+    (tmp_path / "model").mkdir()
     with pytest.raises(ConfigError, match=r"cannot be known: there is no .*config\.json"):
-        _ = program(tmp_path, PARTS, model=name).reads_images
+        _ = program(tmp_path, PARTS, model="model").reads_images
     assert not asked
 
 

@@ -99,7 +99,7 @@ class Checkpoints:
         )
         self.manager.rows = rows
         self.manager.roles = {"actor": Actor(), "judge": Judge()}
-        unplanned = SimpleNamespace(prompts_ahead=0, staleness=0)
+        unplanned = SimpleNamespace(prompts_ahead=0, staleness=0, tasks=())
         self.manager.data = SimpleNamespace(position=0, loader=loader, plan=unplanned)  # type: ignore[assignment]
         self.manager._identity = lambda: identity  # type: ignore[method-assign]
 

@@ -149,8 +149,10 @@ def reads_images(given: ModelConfig | None, base: Path, matters: Callable[[], bo
         return _has_vision(file.read_text(), str(file))
     if not matters() or _plain(name) in _known():
         return False
-    if file.parent.exists() or name.startswith((".", "/", "~")) or name.count("/") > 1:
+    if file.parent.exists():
         raise ConfigError(f"model: whether it reads images cannot be known: there is no {file}")
+    if name.startswith((".", "/", "~")) or name.count("/") > 1:
+        return False  # a directory that is not there yet: this can be planned, and no run starts without it
     return _has_vision(_of_hub(name), f"the config.json of '{name}'")
 
 

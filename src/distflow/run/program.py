@@ -387,7 +387,8 @@ class Program:
             return True
         sets: list[tuple[list[str], Mapping[str, str]]] = [(self.files, self.config.data.rename)]
         sets += [(self.eval_files, self._eval_rename)] if self.config.eval else []
-        rows = ((Dataset(files, on_bad_row=self.config.data.on_bad_row).first(100), rename) for files, rename in sets)
+        here = [(files, rename) for files, rename in sets if all(Path(f).exists() for f in files)]  # else: only planned
+        rows = ((Dataset(files, on_bad_row=self.config.data.on_bad_row).first(100), rename) for files, rename in here)
         return any(image_rows.may_have_images(first, rename) for first, rename in rows)
 
     def _images(self, name: str) -> str | None:
