@@ -158,3 +158,9 @@ def test_values_are_compared_as_json_means_them(value: Any, expected: Any, equal
 )  # fmt: skip
 def test_output_is_compared_by_lines_and_numbers(printed: str, expected: str, equal: bool) -> None:
     assert same_output(printed, expected) is equal
+
+
+def test_a_line_with_more_or_fewer_numbers_is_another_output() -> None:
+    assert same_output("1.0 2", "1 2.0")
+    assert not same_output("1.0", "1 2.0")
+    assert not same_output("1.0 2 3", "1 2.0")
