@@ -1,6 +1,5 @@
 """Run a function in N real processes that form a gloo process group."""
 
-import multiprocessing
 import tempfile
 import traceback
 from collections.abc import Callable
@@ -10,11 +9,8 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
+from forks import Queue, fork
 from limits import TimeLimit
-
-# The server imports torch once; each worker is then a quick fork of it.
-_context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["distflow.run.worker", "distflow.comm.transport", "pytest"])
 
 
 def spawn(n: int, fn: Callable[..., Any], *args: Any, timeout_s: float = 120) -> list[Any]:
@@ -22,14 +18,10 @@ def spawn(n: int, fn: Callable[..., Any], *args: Any, timeout_s: float = 120) ->
 
     `timeout_s`, of an idle machine, is for the next of them to answer.
     """
-    answers: Any = _context.Queue()
+    answers: Any = Queue()
     with tempfile.TemporaryDirectory() as folder:
         meeting = (Path(folder) / "store").as_uri()
-        workers = [
-            _context.Process(target=_worker, args=(r, n, meeting, answers, fn, args), daemon=True) for r in range(n)
-        ]
-        for w in workers:
-            w.start()
+        workers = [fork(_worker, r, n, meeting, answers, fn, args, daemon=True) for r in range(n)]
         results: dict[int, Any] = {}
         limit = TimeLimit(timeout_s)
         try:

@@ -1,6 +1,5 @@
 """Runs `distflow run` as each of N workers, as torchrun does, in forks of a server that has imported everything."""
 
-import multiprocessing
 import os
 import socket
 import sys
@@ -10,12 +9,8 @@ from dataclasses import dataclass
 from multiprocessing.connection import wait
 from pathlib import Path
 
-import spawn  # noqa: F401 (all tests share one server, whose last list of imports counts: this one, after spawn's)
+from forks import fork
 from limits import TimeLimit
-
-_context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["distflow.cluster.local", "distflow.roles.policy", "warm_kernels", "pytest"])
-
 
 _GRACE_S = 3.0  # for the other workers after one has failed; torchrun ends them, too
 
@@ -77,11 +72,9 @@ def _run(
     outputs = [prefix.with_name(f"{prefix.name}.{r}") for r in range(len(environments))]
     # No daemons: those may not have children, and rewards run in processes of their own.
     workers = [
-        _context.Process(target=_process, args=(main, words, environment, str(output), folder))
+        fork(_process, main, words, environment, str(output), folder)
         for environment, output in zip(environments, outputs, strict=True)
     ]
-    for w in workers:
-        w.start()
     limit, failed = TimeLimit(timeout_s), False
     while (seconds := limit.left()) > 0 and (left := [w.sentinel for w in workers if w.exitcode is None]):
         wait(left, seconds)

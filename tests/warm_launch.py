@@ -1,6 +1,5 @@
 """Runs `distflow run` in a fork that has imported everything, and its workers in forks of that: saves seconds."""
 
-import multiprocessing
 import os
 import signal
 import subprocess
@@ -13,10 +12,9 @@ from typing import Any
 
 from distflow import cli
 from distflow.util.parent import end_with_parent
+from forks import fork
 from limits import TimeLimit
-from warm import cli_main  # which also sets what the server imports
-
-_context = multiprocessing.get_context("forkserver")
+from warm import cli_main
 
 
 class Launch:
@@ -27,10 +25,7 @@ class Launch:
         self._outputs = [path.parent / "launch.out", path.parent / "launch.err"]
         for file in self._outputs:
             file.write_text("")
-        self._process = _context.Process(
-            target=_launcher, args=(main, ["run", str(path), *words], [str(file) for file in self._outputs])
-        )
-        self._process.start()
+        self._process = fork(_launcher, main, ["run", str(path), *words], [str(file) for file in self._outputs])
         assert self._process.pid is not None
         self.pid = self._process.pid
 

@@ -1,9 +1,30 @@
-"""Loads the compiled kernels in the server that tests' workers are forks of: once, not in each of them."""
+"""What tests' workers share: imported, loaded and compiled once, in the server that they are forks of."""
 
+import gc
 from copy import deepcopy
 
+import pytest  # noqa: F401
 import torch
+import transformers.models.qwen2
+import transformers.models.qwen3  # noqa: F401
 
+import distflow.agents.converse
+import distflow.checkpoint.model
+import distflow.cli
+import distflow.cluster.local
+import distflow.flows.dapo
+import distflow.flows.ppo
+import distflow.reward.reward
+import distflow.roles.actor
+import distflow.roles.frozen
+import distflow.roles.policy
+import distflow.roles.second_model
+import distflow.rollout.builtin.engine
+import distflow.rollout.responses
+import distflow.run.evaluation
+import distflow.run.job
+import distflow.run.process
+import distflow.simulate.failures  # noqa: F401
 from distflow.cpu.modules import use_cpu_modules
 from distflow.model.attention import PackedAttention
 from distflow.rollout.builtin.generator import CacheLimits, Generator
@@ -36,3 +57,4 @@ def _train() -> None:
 torch.set_num_threads(1)  # a fork of a process with threads would wait for them
 _generate()
 _train()
+gc.freeze()  # a collection in a fork would touch every page, and so copy it
