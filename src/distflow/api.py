@@ -115,7 +115,7 @@ def gpu_check(
     step_limit_s: float | None = None,
     on_result: "Callable[[Result], object] | None" = None,
 ) -> "Report":
-    """Tries on this machine's accelerators what nobody could try without them; writes a report into the folder `out`.
+    """Tries on this machine's accelerators what could not be tried without; writes a report into the folder `out`.
 
     `quick`: with tiny models only; `only`: the names of some steps; `workers`: devices to use, instead of all. A step
     that fails, or takes longer than its limit, stops no other one.

@@ -17,7 +17,7 @@ CHECKPOINTS = "checkpoints"  # folder with a `step_N` for each checkpoint, and b
 COMPLETE = "complete.json"  # in a checkpoint: written last
 LATEST, BEST = "latest", "best"  # files with the number of a step
 EARLIER = "earlier"  # folder of the runs that were in this folder before, 1, 2, …
-# What a run moves there that starts anew.
+# What a run that starts at step 1 moves there.
 _DESCRIPTION, _LOGS = (CONFIG, PLAN, VERSIONS, RUN, STATE), (METRICS, SUSPICIOUS, REWARDS_LOG, ENVIRONMENTS_LOG)
 LEFT_BY_A_RUN = (*_DESCRIPTION, *_LOGS, SPANS, SAMPLES, CHECKPOINTS)
 HUGGINGFACE = "huggingface"  # in a checkpoint: its export

@@ -176,7 +176,7 @@ class Agent(Actor):
     def _conversations(
         self, batch: "Batch", ctx: "Context", temperature: float | None, held_out: bool, environment: str | None
     ) -> "Conversations | None":
-        """Makes the conversations of a step, with those that may be begun for later ones; None without processes."""
+        """Makes the conversations of a step, and of later steps as far as these may begin; None without processes."""
         from distflow.agents.conversations import Ahead, Begun, Conversations
 
         if self.env_pool is None:

@@ -29,7 +29,7 @@ class Sample:
 
     @property
     def key(self) -> int:
-        """What its process and its session are called: those of training may wait while others are held out."""
+        """Returns the name of its process and its session: those of training may wait while others are held out."""
         return self.id + _HELD_OUT * self.held_out
 
 
@@ -51,7 +51,7 @@ class SampledTurn:
         return cls(_hash(request), request.position, *numbers, *end)
 
     def answers(self, request: TurnRequest) -> bool:
-        """Whether it is what the model said to the same tokens."""
+        """Returns whether this turn is the model's answer to the same tokens."""
         return (self.context, self.position) == (_hash(request), request.position)
 
     def completion(self, sample: int) -> Completion:
@@ -64,7 +64,7 @@ class Conversation:
     """A conversation, which may be carried on in later steps.
 
     `turns_left`: turns that it may still make in this step; None: all that it makes. `past`: turns that it has made
-    before a checkpoint, and that are said again to the environment, which begins anew.
+    before a checkpoint, and that are said again to the environment, which starts again.
     """
 
     sample: Sample
@@ -84,12 +84,12 @@ class Conversation:
 
     @property
     def seconds(self) -> float:
-        """How long it has taken, without pauses."""
+        """Returns how long it has taken, without pauses."""
         return self._before + (0.0 if self.paused else time.perf_counter() - self._since)
 
     @property
     def resting(self) -> bool:
-        """Whether nothing happens in it until it is resumed."""
+        """Returns whether nothing happens in it until it is resumed."""
         return self.paused and not self.requests
 
     def pause(self) -> None:
@@ -101,7 +101,7 @@ class Conversation:
     def replayed(self, request: TurnRequest) -> Completion | None:
         """Returns what the model has said to this before, None if that is for the engine to say.
 
-        An environment that asks something else now is answered anew from here on.
+        An environment that asks something else now gets new answers from here on.
         """
         if self.past and not self.past[0].answers(request):
             self.past, self.diverged = [], True

@@ -58,7 +58,7 @@ class Begun:
 
     @classmethod
     def of(cls, fields: Mapping[str, Any]) -> "Begun":
-        """Reads it from a checkpoint: its environment has to begin anew."""
+        """Reads it from a checkpoint: its environment has to start again."""
         record = fields["record"]
         return cls(fields["turns"], record=ConversationRecord(**record) if record else None)
 
@@ -120,7 +120,7 @@ class Conversations:
         self._actions, self._last_request = Actions(), -1
 
     def has_events(self) -> bool:
-        """Whether `collect` has something to do: the engine asks after every decoding step."""
+        """Returns whether `collect` has something to do: the engine asks after every decoding step."""
         if self.env_pool.has_events() or self._late():
             return True
         return self.endpoint is not None and self.endpoint.has_events(self._active())
@@ -153,7 +153,7 @@ class Conversations:
         self._note_rest(conversation)
 
     def _is_over(self) -> bool:
-        """Whether all have ended, and those of later steps rest, which are kept then."""
+        """Returns whether all have ended, and those of later steps rest, which are kept then."""
         resting = all(c.resting for c in self._open.values())
         if self._own_left or any(self._waiting) or not resting:
             return False
@@ -174,7 +174,7 @@ class Conversations:
         return [c for c, limit in timed if limit and c.seconds > limit and c.turns]
 
     def _end_in_time(self, conversation: Conversation) -> None:
-        """Makes no more turns: what is being generated is dropped, and whoever waits for it told so."""
+        """Makes no more turns: generations in flight are dropped, and their callers are told."""
         conversation.session.over = "sample_seconds"
         for number, (branch, _, tell) in list(conversation.requests.items()):
             self._drop(conversation, number, branch)

@@ -60,13 +60,13 @@ class EngineUse:
 
     @property
     def busy(self) -> float:
-        """Of the time in which the engine had something to decode, the fraction in which it was decoding."""
+        """Returns the fraction of the time with something to decode in which the engine was decoding."""
         total = self._decoding + self._waiting
         return self._decoding / total if total else 1.0
 
     @property
     def reused(self) -> float:
-        """Of the tokens that turns begin with, the fraction that was still in the KV cache."""
+        """Returns the fraction of the tokens before turns that was still in the KV cache."""
         return self._reused / self._prompts if self._prompts else 0.0
 
 

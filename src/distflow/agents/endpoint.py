@@ -86,7 +86,7 @@ class EndpointCall:
 
     @property
     def only_counts(self) -> bool:
-        """Whether the call asks for the length of its history, and for nothing else."""
+        """Returns whether the call asks for the length of its history, and for nothing else."""
         return self.body.api is COUNT_TOKENS
 
     def count(self, session: Session) -> None:
@@ -176,7 +176,7 @@ class Endpoint:
 
     @property
     def base_url(self) -> str:
-        """What an OpenAI client is given, together with the key of a session; Anthropic's adds the /v1 by itself."""
+        """Returns the base URL for an OpenAI client, used with the key of a session; Anthropic's adds /v1 itself."""
         return f"{self.url}/v1"
 
     def session_url(self, key: int) -> str:
@@ -210,7 +210,7 @@ class Endpoint:
             self._server.resolve(call._reply, Reply(error=_late(session.sample_id)))
 
     def fileno(self) -> int:
-        """A file descriptor that is readable when `poll` may have something."""
+        """Returns a file descriptor that is readable when `poll` may have something."""
         return self._readable.fileno()
 
     def has_events(self, keys: Container[int]) -> bool:

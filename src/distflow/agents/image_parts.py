@@ -61,7 +61,7 @@ def with_references(prompt: Any, references: Sequence[str]) -> Any:
 
 
 def as_text(messages: Sequence[Mapping[str, Any]], known: Collection[str]) -> list[dict[str, Any]]:
-    """Returns messages whose images are references: those that are `known`, or else data URLs of what they hold.
+    """Returns messages whose images are references: `known` ones, or else data URLs of their content.
 
     Raises a ValueError that completes a sentence whose subject is the environment.
     """

@@ -58,5 +58,5 @@ def _seed(seed: int) -> None:
 
 
 def _is_own(filename: str) -> bool:
-    """Whether a file is the user's: neither ours nor of a library."""
+    """Returns whether a file is the user's own: neither ours nor of a library."""
     return not filename.startswith((PACKAGE, sys.prefix, sys.base_prefix, "<"))

@@ -110,7 +110,7 @@ class Renderer:
         return [images.end if s and t == images.token else t for t, s in zip(tokens, sampled, strict=True)]
 
     def check_no_images(self, tokens: Sequence[int]) -> None:
-        """Refuses tokens that stand for images, of somebody who gives tokens instead of messages."""
+        """Refuses tokens that stand for images where tokens are given instead of messages."""
         if self.text.images and self.text.images.token in tokens:
             raise DataError("tokens of images cannot be continued; give the conversation as messages")
 
@@ -128,7 +128,7 @@ class Renderer:
         return text if isinstance(text, str) else text[0]
 
     def check_tokens(self, tokens: Sequence[int]) -> list[int]:
-        """Returns tokens that somebody else gave, if the model has them all."""
+        """Returns the tokens of a request; raises if the model does not have them all."""
         for token in tokens:
             if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < self._vocabulary:
                 raise DataError(f"{shown(token, 40)} is no token of '{self.text.name}', which has {self._vocabulary}")
@@ -155,7 +155,7 @@ class Renderer:
         """Returns the text behind a turn of the assistant once `new` messages follow it.
 
         What came before the turn does not matter, so a question stands for it: histories that a template would refuse,
-        such as an answer to a call that nobody could read, are none.
+        such as an answer to a malformed call, are none.
         """
         before: list[Message] = [{"role": "user", "content": "question"}]
         plain: list[Message] = [*before, {"role": "assistant", "content": _TURN}]

@@ -71,7 +71,7 @@ class Branch:
 
     @property
     def end(self) -> int:
-        """How many tokens count: what was said after the last turn is nothing to learn from."""
+        """Returns how many tokens count: nothing is learned from messages after the last turn."""
         return self.turns[-1].start + self.turns[-1].length if self.turns else 0
 
     def transcript(self) -> list[Message]:
@@ -131,7 +131,7 @@ class Session:
         self.generations = 0
         self.over: str | None = None  # the budget that has ended all of it
         self._calls = 0  # tool calls so far, for their ids
-        self._position = 0  # of the next token that nobody has asked for
+        self._position = 0  # of the next token that is not asked for yet
 
     def begin(self, messages: Sequence[Message] | str, tools: Tools | None = None) -> Branch:
         """Starts a branch with a prompt; a text is the message of a user."""
@@ -312,11 +312,11 @@ class Session:
             raise DataError(f"sample {self.sample_id}: its latest turn is not generated yet")
 
     def _spent(self) -> int:
-        """Returns the tokens that the model has sampled, and those that are asked for."""
+        """Returns the number of tokens that are sampled or asked for."""
         return sum(t.length for b in self.branches for t in b.own_turns) + sum(b.in_flight for b in self.branches)
 
     def _append(self, branch: Branch, tokens: Sequence[int], logprobs: Sequence[float], version: int | None) -> None:
-        """Appends tokens that weights of this version sampled; None: nobody has."""
+        """Appends tokens that weights of this version sampled; None: context."""
         if len(tokens) != len(logprobs):
             raise ValueError(f"sample {self.sample_id}: {len(tokens)} tokens came with {len(logprobs)} log-probs")
         branch.tokens += [int(t) for t in tokens]

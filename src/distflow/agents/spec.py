@@ -27,7 +27,7 @@ class EnvironmentSpec:
 
     @property
     def where(self) -> str:
-        """How errors begin."""
+        """Returns the beginning of errors."""
         call = self.call or ", ".join(self.tools) or " ".join(self.command) or ", ".join(self.mcp)
         return f"environment '{self.name}' ({call})"
 
@@ -50,5 +50,5 @@ class Description:
 
     @property
     def choices(self) -> tuple[str, ...]:
-        """The values of the column `environment`, or nothing if the environment does not read it."""
+        """Returns the values of the column `environment`; none if the environment does not read it."""
         return () if set(self.tools) == {""} else tuple(self.tools)

@@ -42,7 +42,7 @@ MAX_DRIFT = 2.0  # bounds the gradient of the drift penalty of a token
 
 
 def nll(tokens: Tokens) -> Loss:
-    """The negative log-likelihood, for supervised fine-tuning."""
+    """Returns the negative log-likelihood, for supervised fine-tuning."""
     return Loss(-tokens.logprobs)
 
 
@@ -301,7 +301,7 @@ def reinforce(
     entropy: float = 0.0,
     kl_unbiased: bool = False,
 ) -> Loss:
-    """The plain policy gradient, without ratio and clip, for tokens that the current weights generated."""
+    """Returns the plain policy gradient, without ratio and clip, for tokens that the current weights generated."""
     per_token = -tokens["advantage"] * tokens.logprobs
     return with_kl_and_entropy(tokens, per_token, {"actor/pg_loss": per_token}, kl, kl_estimator, entropy, kl_unbiased)
 
@@ -316,7 +316,7 @@ def gkd(
     entropy: float = 0.0,
     kl_unbiased: bool = False,
 ) -> Loss:
-    """The divergence from a teacher at each token, over the teacher's likeliest ones (arXiv 2306.13649).
+    """Returns the divergence from a teacher at each token, over the teacher's likeliest ones (arXiv 2306.13649).
 
     Reads `teacher_top_ids` and `teacher_top_logprobs`; see distflow.algo.distillation. `task` weighs the loss `policy`,
     which is added, for the field `advantage`.

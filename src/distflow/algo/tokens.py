@@ -61,7 +61,7 @@ class Tokens:
 
     @property
     def values(self) -> Tensor:
-        """The outputs of a model with a value head, a critic or a reward model: [tokens]."""
+        """Returns the outputs of a model with a value head, a critic or a reward model: [tokens]."""
         return self.logprobs
 
     def __contains__(self, name: str) -> bool:
@@ -91,7 +91,7 @@ class Tokens:
 
     @cached_property
     def sample_index(self) -> Tensor:
-        """The index of the sample that each token belongs to: [tokens] int64."""
+        """Returns the index of the sample that each token belongs to: [tokens] int64."""
         samples = torch.arange(len(self.lengths), device=self.lengths.device)
         # With the size known in advance, no device needs a synchronisation.
         return samples.repeat_interleave(self.lengths, output_size=len(self.logprobs))

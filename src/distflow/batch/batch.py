@@ -55,7 +55,7 @@ class Ragged:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of the samples, without the gaps between them."""
+        """Returns the bytes of the samples, without the gaps between them."""
         return int(self.lengths.sum()) * prod(self.item_shape) * self.values.element_size()
 
     def select(self, index: Ints) -> "Ragged":

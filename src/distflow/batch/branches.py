@@ -6,7 +6,7 @@ each of these begins: an integer tensor [sequences - 1, 3] per sample with
 
 - `start`: its first token in `response_tokens`;
 - `parent`: the sequence whose beginning it shares, an earlier one of the sample, counted from 0;
-- `shared`: how many tokens it shares with that one, the prompt included; 0 for a history that begins anew.
+- `shared`: how many tokens it shares with that one, the prompt included; 0 for a history that shares none.
 
 Prompts and messages of further sequences are masked, as those of an environment are (see `response_mask`).
 """

@@ -100,5 +100,5 @@ class Context:
 
     @property
     def is_dp_leader(self) -> bool:
-        """Whether this worker is the first rank of its replica, which alone writes files and logs for the replica."""
+        """Returns whether this worker is the first rank of its replica, which alone writes its files and logs."""
         return any(replica[0] == self.rank for replica in self.layout.replicas)

@@ -45,7 +45,7 @@ class ModelTokens:
 
     @cached_property
     def lengths(self) -> Ints:
-        """The number of model tokens of each response: [samples]."""
+        """Returns the number of model tokens of each response: [samples]."""
         if self.mask is None:
             return self.response_lengths
         before = np.concatenate(([0], np.cumsum(self.mask.numpy())))  # of each token, and after the last

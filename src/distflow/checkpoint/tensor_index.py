@@ -20,7 +20,7 @@ from distflow.weights.state import RoleState
 # Of the replicas of a shard (hybrid sharding), the first few share the writing. All of them would write faster, but
 # each reader would open as many files.
 _WRITERS = 8
-_MOST_RANKS, _LARGEST = 1 << 20, 1 << 48  # what an index may say, lest a damaged one makes a reader work for ever
+_MOST_RANKS, _LARGEST = 1 << 20, 1 << 48  # bounds, so that a damaged index cannot keep a reader busy
 _DTYPES = {
     str(t).removeprefix("torch."): t
     for t in (
@@ -138,7 +138,7 @@ class TensorIndex:
 
     @cached_property
     def _replica(self) -> dict[str, int]:
-        """The replica that writes a tensor: consecutive tensors of about as many bytes for each."""
+        """Returns the replica that writes a tensor: consecutive tensors of about as many bytes for each."""
         writers = min(self.dp // self.shard, _WRITERS)
         total, before, replicas = sum(t.bytes for t in self.tensors.values()), 0, {}
         for name, tensor in self.tensors.items():

@@ -31,7 +31,7 @@ class LaunchEnv:
 
     @property
     def store_address(self) -> str:
-        """Where the store is, for messages."""
+        """Returns the address of the store, for messages."""
         return self.store_file or f"{self.host}:{self.port}"
 
     def export(self, environ: dict[str, str] | os._Environ[str] = os.environ) -> None:

@@ -48,7 +48,7 @@ def _run_workers(
     workers, link = config.workers or 1, config.run_folder / WORKERS
     # Not in the run's folder, which may be on a network, or full.
     with temporary_folder(place_in_memory((1 + workers) << 16)) as folder, _linked(link, folder):
-        # All peers are here: stay off the network. A store of PyTorch that listens obeys whoever connects, so the
+        # All peers are here: stay off the network. A store of PyTorch that listens obeys any client, so the
         # workers get a file instead, in a folder that only this user may enter.
         defaults = {
             "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // workers)),
@@ -93,7 +93,7 @@ def _write_s(folder: Path, workers: int) -> float:
 def _wait(
     processes: Sequence[subprocess.Popen[bytes]], stop: StopRequest, stop_limit_s: Callable[[], float]
 ) -> Mapping[int, Exit]:
-    """Returns once all have ended: how the first of those that failed did, or all of them if the run was to stop."""
+    """Returns once all have ended: the exit of the first that failed, or of all if the run was to stop."""
     exits: Mapping[int, Exit] = {}
     deadline = math.inf
     asked_at = math.inf
@@ -126,7 +126,7 @@ def _kill(processes: Sequence[subprocess.Popen[bytes]]) -> None:
 
 
 def _send(processes: Sequence[subprocess.Popen[bytes]], number: signal.Signals) -> None:
-    """Sends a signal to those that run, and what they have started."""
+    """Sends a signal to running workers, and to processes that they have started."""
     for process in processes:
         if process.poll() is None:
             with suppress(ProcessLookupError):

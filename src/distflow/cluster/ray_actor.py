@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from distflow.util.parent import PARENT
 from distflow.util.temporary import place_in_memory, remove_leftovers, temporary_folder
 
-PORTS = range(20_000, 30_000)  # above Ray's own, below those that Linux gives to outgoing connections
+PORTS = range(20_000, 30_000)  # above Ray's own, below the range that Linux gives to outgoing connections
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,7 @@ class Rendezvous:
         rendezvous.wait_for_all()
         rendezvous.lookup("heartbeat", 3)
 
-    `store` remains for everybody else: process groups, the transport. `token` is a secret of this run.
+    `store` serves process groups and the transport. `token` is a secret of this run.
     """
 
     def __init__(self, env: LaunchEnv, timeout: timedelta) -> None:

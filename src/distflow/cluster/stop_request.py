@@ -1,4 +1,4 @@
-"""The request to end a run: signals note it, and whoever waits or loops acts on it.
+"""The request to end a run: signals note it, and loops and waits act on it.
 
 A handler that raised would be lost wherever an `except Exception` is on the way, as in `logging`; one that logged, or
 set an event, could wait for a lock that the interrupted code holds.
@@ -20,7 +20,7 @@ class StopRequest:
     def __init__(self) -> None:
         self.signal: signal.Signals | None = None
         self.at_once = False
-        self.reason = ""  # why the run must end although nobody has asked for it
+        self.reason = ""  # why the run must end without such a request
 
     def end(self, reason: str) -> None:
         """Ends the run at once; any thread may call it."""

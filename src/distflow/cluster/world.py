@@ -120,7 +120,7 @@ class World:
             self.sequence_groups.update((layout, groups[c]) for c in sequence_groups(layout) if rank in c.ranks)
 
     def end_start(self) -> None:
-        """Shortens the time-outs of collectives: from now on nobody loads or compiles while others wait."""
+        """Shortens the time-outs of collectives: from now on no rank loads or compiles while others wait."""
         for group in self._groups:
             dist.distributed_c10d._set_pg_timeout(self.timeout, group)
 

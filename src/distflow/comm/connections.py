@@ -109,7 +109,7 @@ class Outgoing:
 
     @property
     def greeted(self) -> bool:
-        """Whether the peer can know from whom this connection is."""
+        """Returns whether the peer can know who opened this connection."""
         return not self._greeting
 
     def move(self) -> None:

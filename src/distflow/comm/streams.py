@@ -16,7 +16,7 @@ def own_stream(device: torch.device) -> Iterator[None]:
     """Lets this thread use the device in a stream of its own; a new thread has the first device and its main stream.
 
     In one stream with another thread each would wait for what the other has begun. If one of them waits there for
-    other ranks, and the threads of these began things in another order, all wait for ever.
+    other ranks, and their threads began things in another order, all would hang.
     """
     if device.type == "cpu":
         yield

@@ -54,7 +54,7 @@ class ModelShape(Section):
 
     @property
     def table_params(self) -> int:
-        """Those of the embedding and the output layer."""
+        """The parameters of the embedding and the output layer."""
         return self.vocab * self.hidden * (1 if self.tied else 2)
 
     @property
@@ -62,7 +62,7 @@ class ModelShape(Section):
         return (self.params - self.table_params) / self.layers
 
     def rank_params(self, tp: int) -> float:
-        """Those that a rank of `tp` has: each has the embedding and the output layer as a whole."""
+        """The parameters of a rank of `tp`: each has the embedding and the output layer as a whole."""
         return self.layer_params * self.layers / tp + self.table_params
 
     @property
@@ -135,7 +135,7 @@ def shape_of(given: ModelConfig | str, base: Path) -> ModelShape:
 
 
 def reads_images(given: ModelConfig | None, base: Path, matters: Callable[[], bool]) -> bool:
-    """Whether the model of a config has a vision tower.
+    """Returns whether the model of a config has a vision tower.
 
     The hub is asked only if it `matters`, and for a model that is neither here nor known as a text model; no answer is
     an error, as images must not be left out silently.

@@ -72,7 +72,7 @@ class CurriculumConfig(Section):
     drop_solved: float | None = Field(None, gt=0, le=1)  # pass rate from which on a prompt is not drawn any more
     drop_unsolved: float | None = Field(None, ge=0, lt=1)  # and down to which
     visits: int = Field(1, gt=0)  # in a row that a prompt has such a pass rate before it is dropped
-    adapt: bool = False  # ratios of sources follow their pass rates: most prompts are from those that half pass
+    adapt: bool = False  # ratios of sources follow their pass rates: most prompts are from sources of which half pass
     floor: float = Field(0.1, gt=0, le=1)  # share of its ratio that a source keeps if all or none pass
     memory: float = Field(0.9, ge=0, lt=1)  # of a source's pass rate, from step to step
 
@@ -111,7 +111,7 @@ class DataConfig(Section):
 
     @property
     def all_files(self) -> list[str]:
-        """Those of all sources."""
+        """Returns the files of all sources."""
         return [*self.files, *(f for source in self.sources.values() for f in source.files)]
 
 
@@ -187,7 +187,7 @@ class ModelConfig(Section):
 
     @property
     def mixture(self) -> tuple[int, int]:
-        """The experts of a layer, and those of a token, of a small model; one MLP counts as one."""
+        """Returns the experts of a layer and the experts per token of a small model; one MLP counts as one."""
         return (self.experts or 8, self.experts_per_token or 2) if self.arch in MIXTURES else (1, 1)
 
 

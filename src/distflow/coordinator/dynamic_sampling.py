@@ -38,7 +38,7 @@ class DynamicSampling:
 
     @property
     def position(self) -> int:
-        """The position of the current round's first prompt."""
+        """Returns the position of the current round's first prompt."""
         return self.first + len(self.keep)
 
     def add_round(self, keep: NDArray[np.bool_]) -> bool:

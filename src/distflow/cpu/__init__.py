@@ -63,7 +63,7 @@ def _pool(process: int) -> ThreadPoolExecutor:
 
 
 def prefers_transposed(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether a weight [out, in] should lie transposed: MKL multiplies a few rows with it faster. Kernels repack it."""
+    """Returns whether a weight [out, in] should lie transposed: MKL multiplies a few rows faster so; kernels repack."""
     return device.type == "cpu" and not (dtype == torch.float32 and _kernels())
 
 

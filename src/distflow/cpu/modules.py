@@ -45,7 +45,7 @@ def _subclass(ours: Any, theirs: Any) -> Any:
 @contextmanager
 def packed_modules(model: PreTrainedModel) -> Iterator[None]:
     """Repacks the weights of linear layers and experts in place, and back at the end. Only in models that are known to
-    multiply by them in no other way: whoever else reads them would read them in another order."""
+    multiply by them in no other way: any other reader would find them in another order."""
     known = model.config.model_type in KNOWN
     chosen = [m for m in model.modules() if isinstance(m, CpuLinear | CpuExperts)] if known else []
     others = {id(block.gate) for block in experts_blocks(model)} | {id(model.get_output_embeddings())}

@@ -44,7 +44,7 @@ class PackedWeight:
 
     def rows(self, index: Ints) -> Floats:
         """Returns rows of the packed weight, as an embedding reads them."""
-        rows = self.array[index]  # those that are not in panels
+        rows = self.array[index]  # the rows that are not in panels
         packed = index < self.whole
         panel, lane = np.divmod(index[packed], self.kernels.PANEL)
         rows[packed] = self.panels[panel, :, lane]

@@ -108,7 +108,7 @@ class Curriculum:
         self._noted.setdefault(step, []).append((place, score))
 
     def own_results(self, step: int) -> NDArray[np.float64]:
-        """Returns what this worker has noted of a step: of each row, the responses, those that pass, their scores."""
+        """Returns this worker's counts of a step: of each row, its responses, its passing responses, its scores."""
         results, least = np.zeros((3, self.batch)), self.follow.pass_score if self.follow else 1.0
         for place, score in self._noted.pop(step, ()):
             results[:, place] += 1, score >= least, score

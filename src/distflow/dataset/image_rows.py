@@ -34,7 +34,7 @@ def names_with_images(names: Sequence[str]) -> tuple[str, ...]:
 
 
 def may_have_images(rows: Iterable[Mapping[str, Any]], rename: Mapping[str, str]) -> bool:
-    """Whether rows have a column of images, or messages with parts, of which some may be images."""
+    """Returns whether rows have a column of images, or messages with parts, of which some may be images."""
     return any(_may_have_images({rename.get(k, k): v for k, v in row.items()}) for row in rows)
 
 

@@ -37,7 +37,7 @@ class DatasetView:
 
     @property
     def numbers(self) -> Ints:
-        """The numbers of its rows in the data set."""
+        """Returns the numbers of its rows in the data set."""
         return np.arange(len(self.dataset)) if self.indices is None else self.indices
 
     def location(self, i: int) -> str:

@@ -132,7 +132,7 @@ class _Chooser:
         return Chosen(self.config, tuple(self.choices), tuple(worst), process)
 
     def has_room(self, role: str, tp: int) -> bool:
-        """Whether a rollout fits, and has room for some sequences of the full length at once."""
+        """Returns whether a rollout fits, and has room for some sequences of the full length at once."""
         chosen, shape = self.run().config, self.models[role]
         rollouts = [p for phases in self._phases() for p in phases if p.name == ROLLOUT]
         length = min(PROMPT, chosen.data.max_prompt or PROMPT) + chosen.rollout.max_tokens

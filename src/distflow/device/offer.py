@@ -35,7 +35,7 @@ def _free(device: torch.device) -> int:
 
 
 def whole_offer(device: torch.device) -> Offer | None:
-    """Returns what the device offers while nobody uses it: the same for all devices of a kind."""
+    """Returns what an idle device offers: the same for all devices of a kind."""
     offer = offer_of(device)
     if offer is None or not offer.memory:
         return offer

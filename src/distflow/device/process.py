@@ -16,7 +16,7 @@ def start_limit_s(device_type: str) -> float:
 
 
 def sets_allocator(environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether the user has set up torch's allocator."""
+    """Returns whether the user has set up torch's allocator."""
     return any(environ.get(name) for name in _ALLOCATOR)
 
 

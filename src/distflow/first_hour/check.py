@@ -59,7 +59,7 @@ def check(
     on_result: Callable[[Result], object] = lambda result: None,
     steps: Sequence[Step] = STEPS,
 ) -> Report:
-    """Does the steps, or those that `only` names, in a folder. What fails or takes too long stops no other one.
+    """Does the steps, or only the ones that `only` names, in a folder. One that fails or takes too long stops no other.
 
     `quick`: with tiny models on any device; `limit_s`: of each step, instead of its own.
     """

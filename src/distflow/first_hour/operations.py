@@ -42,7 +42,7 @@ def _attended(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def packed_attention(device: torch.device) -> float | None:
-    """Several sequences in one call, forward and backward."""
+    """Tries several sequences in one call, forward and backward."""
     if not varlen.has_kernel(device, torch.bfloat16, _DIM):
         return None
     lengths = (5, 130, 300)
@@ -61,7 +61,7 @@ def packed_attention(device: torch.device) -> float | None:
 
 
 def paged_attention(device: torch.device) -> float | None:
-    """One query of each sequence, to keys in pages of a cache."""
+    """Tries one query of each sequence, to keys in pages of a cache."""
     if not varlen.has_kernel(device, torch.bfloat16, _DIM):
         return None
     lengths = np.array([3, 256, 700])

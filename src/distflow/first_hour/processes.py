@@ -16,7 +16,7 @@ from distflow.util.parent import PARENT
 
 _POLL_S = 0.1
 _TAIL = 3000  # characters of what a program has printed that a report has
-# For a process that is to see no accelerator, whoever made it.
+# For a process that is to see no accelerator of any vendor.
 HIDDEN = {
     "CUDA_VISIBLE_DEVICES": "",
     "HIP_VISIBLE_DEVICES": "",

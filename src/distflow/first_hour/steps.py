@@ -89,7 +89,7 @@ def launches(setting: Setting) -> Numbers:
 
 
 def own_tests(setting: Setting) -> Numbers:
-    """The tests of the repository, with the device instead of the one that they rehearse with."""
+    """Runs the tests of the repository with the device instead of the rehearsal device."""
     root = Path(__file__).parents[3]
     if not (root / "tests" / "accelerator").is_dir():
         return {"left out": "the tests are not here: this is no clone of the repository"}

@@ -102,14 +102,14 @@ class Flow:
 
     @cached_property
     def writer(self) -> dict[str, str]:
-        """Field → id of the node that writes it."""
+        """Maps a field to the id of the node that writes it."""
         writer = dict.fromkeys(self.source, SOURCE)
         writer.update((f, n.id) for n in self.nodes for f in n.writes)
         return writer
 
     @cached_property
     def readers(self) -> dict[str, tuple[str, ...]]:
-        """Field → ids of all nodes that read it, in declaration order."""
+        """Maps a field to the ids of all nodes that read it, in declaration order."""
         readers: dict[str, tuple[str, ...]] = dict.fromkeys(self.writer, ())
         for n in self.nodes:
             for f in n.reads:
@@ -123,7 +123,7 @@ class Flow:
 
     @cached_property
     def depth(self) -> dict[str, int]:
-        """Node → the longest distance from a root."""
+        """Maps a node to its longest distance from a root."""
         parents = {n.id: self.parents(n) for n in self.nodes}
         depth: dict[str, int] = {}
         waiting = list(parents)
@@ -143,7 +143,7 @@ class Flow:
 
     @cached_property
     def sampling_node(self) -> Node | None:
-        """The node that samples dynamically, if there is one."""
+        """Returns the node that samples dynamically, if there is one."""
         return next((n for n in self.nodes if n.dynamic_sampling), None)
 
     @cached_property

@@ -48,6 +48,6 @@ def object_reference(value: Any, where: str) -> str:
 
 
 def _is_script_module(name: str, file: str | None) -> bool:
-    """Whether a module is a single file that is not installed: workers may have another path to import from."""
+    """Returns whether a module is a single file that is not installed: workers may have another path to import from."""
     installed = tuple(sysconfig.get_paths()[p] for p in ("purelib", "platlib", "stdlib"))
     return "." not in name and bool(file) and str(file).endswith(".py") and not str(file).startswith(installed)

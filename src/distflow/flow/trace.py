@@ -227,7 +227,7 @@ class FlowFunction:
 
     @property
     def roles(self) -> list[str]:
-        """The parameters after the data that have no default."""
+        """Returns the parameters after the data that have no default."""
         return [p.name for p in self._parameters[1:] if p.default is p.empty and p.kind is not p.VAR_KEYWORD]
 
     @property

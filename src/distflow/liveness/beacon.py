@@ -101,7 +101,7 @@ class Beacon:
 
     @property
     def known(self) -> tuple[int, ...]:
-        """The ranks that this one talks to, and hears of now and then."""
+        """Returns the ranks that this one exchanges beats with."""
         return tuple(self._addresses)
 
     def send_beat(self, record: Record) -> None:
@@ -153,7 +153,7 @@ class Beacon:
                     self._received.append((self._socket.recv(1 << 16), False))
                 except BlockingIOError:
                     pass
-                except OSError:  # the answer of a host where nobody listens any more
+                except OSError:  # the answer of a host where no process listens any more
                     time.sleep(0.001)
         return self._parse(*self._received.popleft()) if self._received else None
 

@@ -77,7 +77,7 @@ def _kind(error: BaseException, step: int) -> Kind:
 
 
 def _message(error: BaseException, rank: int) -> str:
-    """The error with the frames of the user's code if that raised it, with all frames if the error is unexpected."""
+    """Returns the error with the frames of the user's code if that raised it, with all if it is unexpected."""
     from distflow.comm.transport import is_peer_lost, short_message
 
     expected = isinstance(error, DistflowError)

@@ -122,7 +122,7 @@ class TcpMessages:
             self._pause()
 
     def _pause(self) -> None:
-        """The kernel keeps further connections in a queue. Those that have come had the time of the pause."""
+        """Stops to accept: the kernel queues further connections, and open ones keep the time of the pause."""
         for sock in [s for s, message in self._messages.items() if not message.to]:
             self._messages[sock].until = min(self._messages[sock].until, time.monotonic() + PAUSE_S / 2)
         self._selector.unregister(self._listener)

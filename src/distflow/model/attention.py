@@ -177,7 +177,7 @@ def attend(
 
 
 def _has_gqa_kernel(q: Tensor, mask: Tensor | None) -> bool:
-    """Whether SDPA has a fused kernel for grouped-query attention: on GPUs, for 16 bits, no mask and moderate heads.
+    """Returns whether SDPA has a fused kernel for grouped queries: on GPUs, for 16 bits, no mask and moderate heads.
 
     Otherwise torch would silently hold the scores of all pairs of tokens.
     """
@@ -185,7 +185,7 @@ def _has_gqa_kernel(q: Tensor, mask: Tensor | None) -> bool:
 
 
 def softmax_weights(scores: Tensor, params: AttentionParams, mask: Tensor | None) -> Tensor:
-    """Attention weights in float32, with the soft cap and the mask that SDPA does not combine."""
+    """Computes attention in float32, with the soft cap and the mask that SDPA does not combine."""
     scores = scores.float()
     if params.softcap is not None:
         scores = params.softcap * torch.tanh(scores / params.softcap)

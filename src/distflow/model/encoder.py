@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from distflow.errors import DataError, DistflowError, shown
 
-NONCE = secrets.token_hex(8)  # nobody's text has it; it never reaches the tokens
+NONCE = secrets.token_hex(8)  # no text has it; it never reaches the tokens
 _MARK = re.compile(f"({NONCE}[0-9]+[ocx])")  # a special token opens, closes; a part of one is interrupted
 _INTERRUPTED = f"{NONCE}0x"
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython", "observation")
@@ -185,7 +185,7 @@ class Encoder:
 
     @cached_property
     def _special_tokens(self) -> list[str]:
-        """The tokens that nobody but the template writes: special ones, and added ones around turns and results."""
+        """Returns the tokens that only the template writes: special ones, and added ones around turns and results."""
         added = self.tokenizer.added_tokens_decoder.values()
         frame = self._frame()
         names = {t.content for t in added if t.special or (not t.content.isspace() and t.content in frame)}
@@ -244,14 +244,14 @@ class Encoder:
 
     @cached_property
     def _around(self) -> tuple[list[int], list[int]]:
-        """What the tokenizer puts before and behind a text, such as a token for its beginning."""
+        """Returns what the tokenizer puts before and behind a text, such as a token for its beginning."""
         whole, text = self._ids("a", add_special_tokens=True), self._ids("a")
         at = next((i for i in range(len(whole)) if whole[i : i + len(text)] == text), 0)
         return whole[:at], whole[at + len(text) :]
 
     @cached_property
     def _adds_space(self) -> bool:
-        """Whether a text begins with another token than it would inside of a longer one (SentencePiece)."""
+        """Returns whether a text begins with another token than it would inside of a longer one (SentencePiece)."""
         newline, alone, inside = (self._ids(text) for text in ("\n", "a", "\na"))
         return inside[: len(newline)] == newline and inside[len(newline) :] != alone
 

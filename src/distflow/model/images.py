@@ -147,7 +147,7 @@ class Images:
 
     @property
     def end(self) -> int:
-        """The end-of-sequence token, as which the model reads a token of an image that it has sampled."""
+        """Returns the end-of-sequence token, as which the model reads a token of an image that it has sampled."""
         token: int = self.processor.tokenizer.eos_token_id
         return token
 

@@ -18,7 +18,7 @@ def is_llama_like(model: PreTrainedModel) -> bool:
 
 
 def is_reentrant(model: Any) -> bool:
-    """Whether several threads may run the model at once: no module keeps state between calls."""
+    """Returns whether several threads may run the model at once: no module keeps state between calls."""
     return is_llama_like(model) and model.model.rotary_emb.rope_type not in ("dynamic", "longrope")
 
 
@@ -31,13 +31,13 @@ def fused_weights(model: Any) -> Iterator[list[str]]:
 
 
 def projections(block: Any) -> tuple[Sequence[nn.Linear], ...]:
-    """The linear layers of a block: qkv, o, gate and up, down."""
+    """Returns the linear layers of a block: qkv, o, gate and up, down."""
     at, mlp = block.self_attn, block.mlp
     return (at.q_proj, at.k_proj, at.v_proj), (at.o_proj,), (mlp.gate_proj, mlp.up_proj), (mlp.down_proj,)
 
 
 def has_hooks(layers: Sequence[nn.Linear]) -> bool:
-    """Whether calling a layer does more than multiply, as under tensor parallelism."""
+    """Returns whether calling a layer does more than multiply, as under tensor parallelism."""
     return any(layer._forward_hooks for layer in layers)
 
 

@@ -21,7 +21,7 @@ _PARTS = ("image_processor", "video_processor", "tokenizer", "chat_template")
 
 
 def reads_images(config: PreTrainedConfig) -> bool:
-    """Whether a model of this config has a vision tower beside its language model."""
+    """Returns whether a model of this config has a vision tower beside its language model."""
     return "vision_config" in config.sub_configs and type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
 
@@ -65,7 +65,7 @@ def open_processor(folder: Path, config: PreTrainedConfig, tokenizer: Tokenizer)
 
 
 def save_processor(processor: Any, source: Path | None, folder: Path) -> None:
-    """Writes the files of a processor beside a model; those that it came from, if there are any."""
+    """Writes the files of a processor beside a model, or copies the ones that it was read from."""
     files = [source / name for name in (*_FILES, *_TEMPLATES)] if source else []
     for file in files:
         if file.is_file():

@@ -67,7 +67,7 @@ class Source:
 
     @property
     def address(self) -> str | None:
-        """The name on the hub or the directory of the model; None if its weights are random."""
+        """Returns the name on the hub or the directory of the model; None if its weights are random."""
         if self.folder is None:
             return None
         return self.name if self.folder.parent.name == "snapshots" else str(self.folder.resolve())
@@ -78,7 +78,7 @@ class Source:
 
     @property
     def model_class(self) -> Any:
-        """The class of transformers that loads the model."""
+        """Returns the class of transformers that loads the model."""
         if self.head == "value" and not reads_images(self.config):
             return AutoModelForSequenceClassification
         return AutoModelForImageTextToText if reads_images(self.config) else AutoModelForCausalLM
@@ -266,7 +266,7 @@ def _mixture(given: ModelConfig) -> dict[str, Any]:
 def find_folder(name: str, base: Path, files: str | None = None) -> Path:
     """Returns the directory of a model: as given, or downloaded from the hub (or found in its cache).
 
-    `files`: a pattern of those that are needed; by default all that a model may be read from.
+    `files`: a pattern of the files to load; by default all that a model may be read from.
     """
     try:
         path = base / Path(name).expanduser()

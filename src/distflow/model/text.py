@@ -90,7 +90,7 @@ class Text:
 
     @cached_property
     def _longest_token(self) -> int:
-        """The most characters that one token can stand for."""
+        """Returns the most characters that one token can stand for."""
         return max(map(len, self.tokenizer.get_vocab()))
 
     def _encode(self, prompt: Prompt) -> list[int]:
@@ -132,7 +132,7 @@ class Text:
 
     @cached_property
     def _reads_only_parts(self) -> bool:
-        """Whether the template writes only content that is a list of parts, as SmolVLM's: other text it leaves out."""
+        """Returns whether the template writes only content that is a list of parts, as SmolVLM's; others it omits."""
         if self.images is None:
             return False
         message = {"role": "user", "content": NONCE}

@@ -17,7 +17,7 @@ _forward = torch.ops.aten._flash_attention_forward  # what varlen_attn calls; it
 
 
 def has_kernel(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
-    """Whether torch has the kernel for tensors like these. It knows no soft cap of the scores."""
+    """Returns whether torch has the kernel for tensors like these. It knows no soft cap of the scores."""
     return dtype.itemsize == 2 and head_dim % 8 == 0 and head_dim <= _WIDEST_HEAD and _is_for(device)
 
 

@@ -73,7 +73,7 @@ class BoundedLog:
             self._errors.succeeded()
 
     def _find_file(self) -> None:
-        """Opens the file to append; another one if somebody has removed it."""
+        """Opens the file to append; a new one if the old one was removed."""
         if self._file and not os.fstat(self._file.fileno()).st_nlink:
             logger.warning("%s: was removed while the run writes it; the steps that it had are lost", self.path)
             self._close_file()

@@ -65,7 +65,7 @@ class StepMetrics:
             self.log(BUSIEST, round(seconds * 10_000) * MAX_RANKS + rank, reduce="max")
 
     def with_prefix(self, prefix: str) -> "StepMetrics":
-        """Returns a view of these metrics that puts `prefix` before the names of those that it logs."""
+        """Returns a view of these metrics that puts `prefix` before each name it logs."""
         return _Prefixed(self, prefix)
 
     def without_sums(self) -> "StepMetrics":

@@ -151,7 +151,7 @@ class Progress:
     def _say(self, write: Callable[[], object]) -> None:
         try:
             write()
-        except OSError as e:  # the output may be a file on a full disk, or a pipe that nobody reads
+        except OSError as e:  # the output may be a file on a full disk, or a pipe without a reader
             self._output.failed(e)
         else:
             self._output.succeeded()

@@ -66,7 +66,7 @@ class SampleRecorder:
             rows.append(row | {"fields": fields})
         self._fields.clear()
         self._repeat.clear()
-        # A node may return objects that only a later check of its field refuses, or that nobody reads.
+        # A node may return objects that only a later check of its field refuses, or that have no reader.
         lines = (json.dumps(row, ensure_ascii=False, separators=(",", ":"), default=str) + "\n" for row in rows)
         self.log.append(line.encode(errors="replace") for line in lines)
         if self.listener and rows:
@@ -101,7 +101,7 @@ def step_of(line: bytes) -> int | None:
 
 
 def _is_recorded(column: Column) -> bool:
-    """Whether a column has text, objects, or at most one number per token: no images, no hidden states."""
+    """Returns whether a column has text, objects, or at most one number per token: no images, no hidden states."""
     if isinstance(column, Ragged):
         return not column.item_shape
     return column.ndim <= 2 and column.shape[1:].numel() <= MAX_TOKENS if isinstance(column, Tensor) else True

@@ -85,7 +85,7 @@ def _origin(latest: dict[tuple[str, str], tuple[str, str]], partition: str, fiel
 
 
 def _depth(plan: Plan, arcs: list[dict[str, Any]]) -> dict[str, int]:
-    """Returns the column of each node: one after the last of those that it reads from."""
+    """Returns the column of each node: one after the last node that it reads from."""
     depth: dict[str, int] = {}
     for node in plan["nodes"]:
         before = [a["from"] for a in arcs if a["to"] == node["id"] and a["kind"] != "weights"]

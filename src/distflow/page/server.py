@@ -1,4 +1,4 @@
-"""Serves the page of some runs, on loopback only; readers need the token in its address, and nobody may write.
+"""Serves the page of some runs, on loopback only; readers need the token in its address, and writing is not possible.
 
 Loopback is open to all users of the machine, so everything is below the token, and a request without it learns nothing.
 Only GET, only a fixed set of files and requests: no path of the file system is ever part of a request. The Host header

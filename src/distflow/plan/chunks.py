@@ -98,7 +98,7 @@ def _works_by_sample(n: Node) -> bool:
 
 
 def _fits(p: Partition, whole: Partition, chunk: int, repeat: int) -> bool:
-    """Whether a partition is on other ranks than generation, and divides a chunk evenly."""
+    """Returns whether a partition is on other ranks than generation, and divides a chunk evenly."""
     units = chunk if p.whole_groups else chunk * repeat
     return not set(p.layout.ranks) & set(whole.layout.ranks) and units % p.layout.dp == 0
 

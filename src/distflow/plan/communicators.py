@@ -1,7 +1,7 @@
 """Who joins which communicator, and in which order. Pure, and the same on every rank that derives it.
 
 Every rank joins the communicators that it is a member of in the one order of `communicators`, before anything uses
-them: what each joins is a subsequence of that order, so nobody waits in a circle, and nobody uses a communicator that
+them: what each joins is a subsequence of that order, so no ranks wait in a circle, and none uses a communicator that
 others have yet to join.
 """
 

@@ -44,7 +44,7 @@ PROMPT_TOKENS = 512  # of a prompt, unless the config has a lower limit
 
 
 def has_references(field: str) -> bool:
-    """Whether a field has references to images."""
+    """Returns whether a field has references to images."""
     return field == IMAGES or field.endswith((PROMPT_IMAGES, RESPONSE_IMAGES))
 
 

@@ -183,7 +183,7 @@ class _Planner:
         return self._new_partition(layout, whole_groups, balance)
 
     def _groups_divide_evenly(self, layout: Layout) -> bool:
-        """Whether the largest replica has no more samples with whole groups than without."""
+        """Returns whether the largest replica has no more samples with whole groups than without."""
         prompts, repeat = self.workload.prompts, self.workload.repeat
         return -(-prompts // layout.dp) * repeat == -(-prompts * repeat // layout.dp)
 

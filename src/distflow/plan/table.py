@@ -54,7 +54,7 @@ def origins(plan: Plan) -> dict[str | Move, dict[str, str | Move]]:
 
 
 def _is_repeated(t: Task) -> bool:
-    """Whether a task repeats that of the first chunk for a further chunk."""
+    """Returns whether a task repeats that of the first chunk for a further chunk."""
     return bool(chunk_of(t))
 
 

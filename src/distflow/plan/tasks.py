@@ -269,7 +269,7 @@ class Plan:
 
     @property
     def overlaps(self) -> bool:
-        """Whether generating ranks go on while their samples are sent."""
+        """Returns whether generating ranks go on while their samples are sent."""
         return self.staleness > 0 or self.chunks > 1
 
     def _repr_html_(self) -> str:

@@ -236,7 +236,7 @@ class _Uses:
                     )
 
     def _may_be_function(self, name: str) -> bool:
-        """Whether a name is called, passed on or opened somewhere, and not only compared and computed with."""
+        """Returns whether a name is called, passed on or opened somewhere, and not only compared and computed with."""
         operands = set()
         for node in ast.walk(self.tree):
             if isinstance(node, ast.Compare | ast.BinOp | ast.UnaryOp | ast.Subscript):
@@ -329,7 +329,7 @@ def _verdicts(tree: ast.AST) -> Iterator[ast.expr]:
 
 
 def _is_assertion(function: ast.expr) -> bool:
-    """Whether it is a method of unittest, such as `self.assertEqual`."""
+    """Returns whether it is a method of unittest, such as `self.assertEqual`."""
     return isinstance(function, ast.Attribute) and function.attr.startswith("assert")
 
 

@@ -84,14 +84,14 @@ class Pool:
 
     @property
     def pids(self) -> list[int]:
-        """The processes; waits until all have loaded the functions."""
+        """Returns the processes; waits until all have loaded the functions."""
         while any(w.pid is None for w in self._workers.values()):
             self._wait()
         return [w.pid for w in self._workers.values() if w.pid is not None]
 
     @property
     def signatures(self) -> list[Signature]:
-        """The signature of each function; waits until a process has loaded them and raises if they do not load."""
+        """Returns the signature of each function; waits until a process has loaded them, and raises if none can."""
         while not self._signatures:
             self._wait()
         return self._signatures
@@ -210,7 +210,7 @@ def _check_message(message: Any) -> Literal["answer"]:
 
 
 def _valid(result: Any) -> bool:
-    """Whether it is a failure's reason, or a score with further numbers."""
+    """Returns whether an answer is a failure's reason, or a score with further numbers."""
     match result:
         case str() | [int() | float() | None, dict(), dict()]:
             return True

@@ -97,7 +97,7 @@ class Samples:
 
     @property
     def sources(self) -> list[str] | None:
-        """The `data_source` of each sample, if the data has that column."""
+        """Returns the `data_source` of each sample, if the data has that column."""
         return [str(v or "") for v in self["data_source"]] if "data_source" in self else None
 
     def _ground_truths(self, name: str, where: str) -> list[Any]:

@@ -37,7 +37,7 @@ class Signature:
 
     @property
     def required_columns(self) -> tuple[str, ...]:
-        """The data columns that it requires."""
+        """Returns the data columns that the function requires."""
         return tuple(n for n in self.required if n not in _STANDARD_PARAMETERS[self.kind])
 
 

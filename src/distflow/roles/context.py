@@ -50,7 +50,7 @@ class RoleContext:
 
     @property
     def model(self) -> "Source":
-        """The model to start from, for a role that cannot do without one."""
+        """Returns the model to start from, for a role that cannot do without one."""
         if self.source is None:
             raise ConfigError(f"role '{self.name}' needs a model; say which: `model: name-or-directory`")
         return self.source
@@ -63,7 +63,7 @@ class RoleContext:
         return self.meshes[MeshShape(layout.without_sp, shard)]
 
     def layout(self, *methods: str) -> Layout | None:
-        """The one layout of these methods, which share a model; None if the flow calls none of them."""
+        """Returns the one layout of these methods, which share a model; None if the flow calls none of them."""
         layouts = {m: self.layouts[m] for m in methods if m in self.layouts}
         if len(set(layouts.values())) > 1:
             listed = ", ".join(f"{self.name}.{m} on {layout}" for m, layout in layouts.items())

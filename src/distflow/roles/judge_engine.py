@@ -18,7 +18,7 @@ from distflow.rollout.responses import complete
 class JudgeEngine:
     """Answers questions greedily, all of a step at once. `longest`: tokens of a question, at most.
 
-    The engine is that of `lender`, a policy, or one of its own with weights that nobody trains.
+    The engine is that of `lender`, a policy, or one of its own with weights that are not trained.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class JudgeEngine:
 def frozen_engine(
     role: RoleContext, layout: Layout, model: Mapping[str, Any] | str | None, max_tokens: int
 ) -> JudgeEngine:
-    """Makes an engine with weights that nobody trains: those of `model`, or of the run's as it was at the start."""
+    """Makes an engine with untrained weights: of `model`, or of the run's model as it was at the start."""
     given = ModelConfig(path=model) if isinstance(model, str) else ModelConfig(**model) if model else None
     source = open_model(given, lambda: iter(()), role.base, role.seed) if given else role.model
     limit = prompt_limit(source, max_tokens, None)

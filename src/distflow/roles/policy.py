@@ -64,7 +64,7 @@ class Policy:
         self.engine: RolloutEngine | None = self._make_engine(generates, lora) if generates and here else None
         self.keeps_weights = (
             config.staleness > 0 or config.chunk is not None
-        )  # nobody trains here, and the next step may need the same ones
+        )  # this rank does not train, and the next step may need the same ones
         self.sampling = SamplingParams(
             config.max_tokens,
             config.temperature,
@@ -133,7 +133,7 @@ class Policy:
         return self.trainer.specs, adapter.specs if adapter else ()
 
     def _shares_weights(self, whole: bool) -> bool:
-        """Whether the engine uses the trainer's own tensors, which it can if this rank has `whole` weights of both."""
+        """Returns whether the engine uses the trainer's tensors: it can if this rank has `whole` weights of both."""
         if not (whole and self.engine and self.trainer) or self.trainer.adapter or self.trainer.host:
             return False
         return self.engine.share_weights(self.trainer.weights())
@@ -192,7 +192,7 @@ class Policy:
         return self.engine
 
     def return_engine(self) -> None:
-        """Is called by that role once it has generated: now memory is given back."""
+        """Takes the engine back from that role once it has generated: now memory is given back."""
         assert self.engine is not None
         self._release(self.engine)
 

@@ -20,7 +20,7 @@ from distflow.train.trainer import TrainerOptions, make_trainer
 
 
 class RewardScorer:
-    """Scores whole responses: the value after the last token, for which a token is appended that nobody reads.
+    """Scores whole responses: the value after the last token, for which one more token is appended.
 
     Of a sample with several sequences it scores the last one.
     """

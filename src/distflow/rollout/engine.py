@@ -48,7 +48,7 @@ class SamplingParams:
 
     @cached_property
     def next_token(self) -> "SamplingParams":
-        """What of them decides on the next token: requests that have it in common are sampled together."""
+        """Returns the parameters that decide on the next token: requests with equal ones are sampled together."""
         return replace(self, max_tokens=0)
 
 
@@ -56,7 +56,7 @@ Wake = Callable[[], bool]
 
 
 def never() -> bool:
-    """The `wake` of a caller that waits for nothing but completions."""
+    """Serves as `wake` of a caller that waits for completions alone."""
     return False
 
 
@@ -84,7 +84,7 @@ class Request:
 
     @property
     def shared(self) -> tuple[tuple[int, ...], tuple[str, ...]]:
-        """What requests have in common that are prefilled together: the prompt, with its images."""
+        """Returns what requests that are prefilled together have in common: the prompt, with its images."""
         return self.prompt, self.images
 
     @property
@@ -167,7 +167,7 @@ class RolloutEngine(ABC):
 
     @torch.no_grad()
     def read_weights(self, source: Source) -> None:
-        """Fills the weights from where the model comes from: nobody trains it."""
+        """Fills the weights of a model that is not trained, from its source."""
         shards = self.shards(self.weight_specs, self.setup.layout)
         read, targets = source.reader({s.name: s.shape for s in self.weight_specs}), self.weight_targets()
         for spec in self.weight_specs:
@@ -186,7 +186,7 @@ class RolloutEngine(ABC):
         """Returns the tensors that this rank computes with, wherever they came from, by the names of the specs."""
 
     def commit_weights(self, version: int) -> None:
-        """Is called when all targets are filled. There are no unfinished requests at that time."""
+        """Uses the new weights from now on: all targets are filled, and there are no unfinished requests."""
         self.weight_version = version
 
     @abstractmethod

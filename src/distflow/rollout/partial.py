@@ -56,7 +56,7 @@ class Begun:
         )
 
     def carry(self, complete: Mapping[int, Completion], interrupted: Iterable[Completion]) -> None:
-        """Keeps responses of later steps: those that are complete, and those of which there is a token."""
+        """Keeps responses of later steps that have at least one token, complete or not."""
         responses = {c.sample_id: c for c in map(self.joined, interrupted) if len(c.tokens)}
         done = self.complete | dict(complete)
         responses |= done

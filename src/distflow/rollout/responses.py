@@ -34,8 +34,8 @@ def generate_responses(
     """Generates a response for each sample of the field `prompt`; samples of one group share a prompt.
 
     `version` is that of the weights which the plan wants. `on_step` is told how many are left; `chunks` leave as soon
-    as they are complete. With `partial`, responses of later steps are begun, and those that were begun are carried on.
-    With `experts`, those that a mixture has chosen are columns too.
+    as they are complete. With `partial`, responses of later steps are begun, and earlier begun ones are carried on.
+    With `experts`, the experts that a mixture has chosen are columns too.
     """
     prompts, requests, own, prompt_of = _requests(text, batch, params, seed)
 
@@ -124,7 +124,7 @@ def complete(
     version: int | None = None,
     progress: Callable[[Mapping[int, Completion]], None] = lambda completions: None,
 ) -> dict[int, Completion]:
-    """Returns the completion of each request, by sample id; `progress` sees those that there are so far.
+    """Returns the completion of each request, by sample id; `progress` sees the complete ones.
 
     Raises if one was generated with other weights than those of `version`.
     """

@@ -3,7 +3,7 @@
 The thread does what the chain does together with other ranks, in an order that all ranks share: steps, then tasks, but
 the weights of a step as soon as the ranks that generate with them have sent what they made in the step before. What the
 chain sends it leaves to the thread and goes on; what it receives it waits for. A step needs nothing but what comes
-before in that order, so nobody waits in a circle; and ranks that generate wait for weights, so none is further ahead
+before in that order, so no ranks wait in a circle; and ranks that generate wait for weights, so none is further ahead
 than the plan's staleness. This also bounds buffering: to that many steps of samples, and copies of weights.
 """
 
@@ -146,7 +146,7 @@ class AsyncComm(Comm):
         return stop
 
     def _evaluates(self, step: int) -> bool:
-        """Whether this worker has a part in the evaluation after a step."""
+        """Returns whether this worker has a part in the evaluation after a step."""
         return bool(self.evaluation and self.evaluation.due(step) and self.evaluation.worker.chain)
 
     # What the thread does.
@@ -160,7 +160,7 @@ class AsyncComm(Comm):
                 yield from self._tasks(self.worker, step)
 
     def _begins_early(self, step: int) -> bool:
-        """Whether a step begins before the one before it is over. Not after an evaluation, which follows that."""
+        """Returns whether a step begins before the one before it is over, which no evaluation may follow."""
         ended, versions = self.versions.ended_before(step), self.versions
         due = self.evaluation is not None and ended is not None and self.evaluation.due(ended)
         return self._early is not None and versions.first + 1 < step <= versions.last + 1 and not due

@@ -114,7 +114,7 @@ class CheckpointManager:
         self.writer.close()
 
     def resume(self, source: str | None) -> int:
-        """Restores a checkpoint, given as for `--resume`, and returns its step; 0 starts anew."""
+        """Restores a checkpoint, given as for `--resume`, and returns its step; 0 without a source."""
         world = self.world
         if self.rank == 0:
             self._fingerprint = fingerprint(self.rows)

@@ -58,7 +58,7 @@ class Comm:
         return full
 
     def send_chunk(self, data: Coordinator, step: int, part: Partition) -> None:
-        """Is called when a chunk is complete. Here its moves have to wait until the chain comes to them."""
+        """Sends a chunk that is complete. Here its moves have to wait until the chain comes to them."""
 
     def chunk_order(self, data: Coordinator, step: int, task: Split) -> Iterable[int]:
         """Returns the chunks in the order in which this worker's chain runs their tasks."""
@@ -77,12 +77,12 @@ class Comm:
         return not self.keeps_weights or old != version
 
     def trained(self, version: int) -> None:
-        """Is called when this worker has trained its part of a version."""
+        """Notes that this worker has trained its part of a version."""
         if self.keeps_weights:
             self._copies[version] = {role: self.roles[role].copy_weights() for role in self.sending}
 
     def after_chain(self, step: int, metrics: StepMetrics) -> None:
-        """Is called with the metrics of a step when this worker has done its part of it."""
+        """Takes the metrics of a step when this worker has done its part of it."""
 
     def end_step(self, data: Coordinator, step: int, metrics: StepMetrics) -> None:
         """Ends a step whose tasks are all done, and logs its traffic."""

@@ -150,7 +150,7 @@ class Job:
         self.world.leave_together()
 
     def _evaluate_first(self) -> None:
-        """Evaluates before the first step, or all there is to evaluate. Nobody votes yet: a run stops after a step."""
+        """Evaluates before the first step, or all there is to evaluate. No vote yet: a run stops after a step."""
         step = read_state(self.program.checkpoint)["step"] if self.program.checkpoint else 0
         self.world.transport.run(self._end_metrics(step, StepMetrics(), lambda: False))
         self.recorder.end_step(step)

@@ -12,7 +12,7 @@ from distflow.comm.streams import CPU, Moment
 class Mailbox:
     """Values by key. Each is put once and taken once, by a thread that may have to wait for it.
 
-    On the `device` the taker's stream waits for what the other one had begun, such as to compute the value.
+    On the `device` the reader's stream waits for what the writer's has begun, such as to compute the value.
     """
 
     def __init__(self, device: torch.device = CPU) -> None:

@@ -74,7 +74,7 @@ class Program:
 
     @property
     def data_commits(self) -> dict[str, str]:
-        """The data sets of the hub in the config → the commit that they were downloaded from."""
+        """Returns the data sets of the hub in the config, with the commit that each was downloaded from."""
         keys = {
             "data.files": self.config.data.all_files,
             "eval.files": self.config.eval.files if self.config.eval else [],
@@ -108,7 +108,7 @@ class Program:
 
     @property
     def environments(self) -> dict[str, EnvironmentConfig]:
-        """The environments of the config by name; that of `environment` is called so."""
+        """Returns the environments of the config by name; that of `environment` is called so."""
         config = self.config
         return {"environment": config.environment} if config.environment else config.environments
 
@@ -147,7 +147,7 @@ class Program:
 
     @property
     def _constants(self) -> dict[str, Any]:
-        """The constants of the flow. Stale rollouts are corrected for, unless the config says otherwise."""
+        """Returns the constants of the flow. Stale rollouts are corrected for, unless the config says otherwise."""
         constants = dict(self.config.algo)
         if self.config.rollout.staleness and CORRECTION in self._function.constants:
             constants.setdefault(CORRECTION, "token")
@@ -155,7 +155,7 @@ class Program:
 
     @cached_property
     def _roles_in_use(self) -> set[str]:
-        """The roles of the flow and of the config; tracing raises if the config binds one that the flow lacks."""
+        """Returns the roles of flow and config; tracing raises if the config binds one that the flow lacks."""
         flow, bound = self.config.flow, self.config.roles
         if isinstance(flow, list):
             calls = [c for e in flow if isinstance(c := e.get("call"), str)]
@@ -334,7 +334,7 @@ class Program:
             self.config.seed,
             data.shuffle,
             data.curriculum,
-            # A step's rows are loaded in the step before, or earlier by those who begin some of them.
+            # A step's rows are loaded in the step before, or earlier where some of them are begun earlier.
             plan.staleness + 1 + max(1, -(-plan.prompts_ahead // data.batch)),
         )
 
@@ -376,11 +376,11 @@ class Program:
 
     @cached_property
     def reads_images(self) -> bool:
-        """Whether the model has a vision tower, so that rows may have images."""
+        """Returns whether the model has a vision tower, so that rows may have images."""
         return reads_images(self.config.model, self.config.base, self._may_have_images)
 
     def _may_have_images(self) -> bool:
-        """Whether environments may show some, or the first rows look as if they had some."""
+        """Returns whether environments may show images, or the first rows look as if they had some."""
         from distflow.dataset.dataset import Dataset
 
         if self.environments:

@@ -38,7 +38,7 @@ class RunResult:
 
     @property
     def last(self) -> dict[str, float]:
-        """The metrics of the last step."""
+        """Returns the metrics of the last step."""
         return self.metrics[-1] if self.metrics else {}
 
 

@@ -41,7 +41,7 @@ def make_roles(
 ) -> dict[str, Role]:
     """Makes the roles of a rank, in an order that all ranks share: they may create process groups for them.
 
-    `config`: the program's, with what was chosen for the device. `models_only`: those that ask for a RoleContext.
+    `config`: the program's, with what was chosen for the device. `models_only`: only roles that ask for a RoleContext.
     """
     roles: dict[str, Role] = {}
     generates = {n.role: p.partition_of(n.id).layout for p in plans for n in p.flow.nodes if n.generates}
@@ -78,7 +78,7 @@ def make_roles(
 
 
 def only_generates(plans: Sequence[Plan], rank: int) -> bool:
-    """Whether a rank computes with models only to generate."""
+    """Returns whether a rank computes with models only to generate."""
     nodes = [p.flow.node(t.node) for p in plans for t in p.chain(rank) if isinstance(t, RunNode)]
     return all(n.generates or n.type == "compute" for n in nodes)
 

@@ -24,7 +24,7 @@ class Versions:
 
     @property
     def begins(self) -> range:
-        """The steps to begin, and as many numbers more as there are steps that end after the last one has begun."""
+        """Yields the steps to begin, then one more number for each step that ends after the last one has begun."""
         return range(self.first + 1, self.last + self.delay + 2)
 
     def ended_before(self, step: int) -> int | None:

@@ -95,7 +95,7 @@ def _run_function(function: Callable[..., Any], fixtures: Mapping[str, Any], ent
 
 
 def _make(name: str, fixtures: Mapping[str, Any], values: dict[str, Any], cleanup: contextlib.ExitStack) -> Any:
-    """Makes the value of a fixture, and first those that it needs."""
+    """Makes the value of a fixture, after the values of the fixtures that it needs."""
     if name in values:
         return values[name]
     if name == "capsys":

@@ -8,7 +8,7 @@ _RELATIVE, _ABSOLUTE = 1e-6, 1e-9  # for numbers that are not whole
 
 
 def same(value: Any, expected: Any) -> bool:
-    """Whether a value is the expected one, which is written in JSON.
+    """Returns whether a value is the expected one, which is written in JSON.
 
     JSON has no tuples and no numbers as keys, so a list equals a tuple and the key 1 the key "1". NaN equals NaN, and
     fractions match to six digits.
@@ -24,7 +24,7 @@ def same(value: Any, expected: Any) -> bool:
 
 
 def same_output(printed: str, expected: str) -> bool:
-    """Whether two texts have the same lines; whitespace at their ends does not count, and numbers match as numbers."""
+    """Returns whether two texts have the same lines; whitespace at the ends is ignored, numbers match as numbers."""
     lines, expected_lines = ([line.rstrip() for line in text.rstrip().splitlines()] for text in (printed, expected))
     return len(lines) == len(expected_lines) and all(map(_same_line, lines, expected_lines))
 

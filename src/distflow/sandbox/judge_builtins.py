@@ -38,7 +38,7 @@ def refuse(*_: Any, **__: Any) -> Any:
 
 
 def lazy_map(function: Callable[..., Any], *values: Any) -> Iterator[Any]:
-    """As `map`, but a StopIteration from inside is an error, as in any generator."""
+    """Maps as `map` does, but a StopIteration from inside is an error, as in any generator."""
     for arguments in zip(*values):  # noqa: B905
         yield function(*arguments)
 

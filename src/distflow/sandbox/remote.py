@@ -261,7 +261,7 @@ class RemoteObject:
         return value
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> bool:
-        """It may swallow an exception that the tests raise on purpose, but no verdict and no answer of its own."""
+        """Swallows an exception that the tests raise on purpose, but no verdict and no answer of its own."""
         on_purpose = error is not None and self._connection.asked == self._asked and _is_raised_on_purpose(error, trace)
         swallowed = self._request("exit", error is None or type(error).__name__, str(error)[:1000])
         return on_purpose and swallowed is True

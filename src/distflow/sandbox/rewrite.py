@@ -181,7 +181,7 @@ def _derived(scope: ast.AST, nodes: list[ast.AST], names: Collection[str]) -> se
 def _is_observed(
     key: str, call: ast.Call, nodes: list[ast.AST], solution: set[str], parents: dict[int, ast.AST]
 ) -> bool:
-    """Whether the tests look at an argument after a call, and never beside something of the solution's."""
+    """Returns whether the tests look at an argument after a call, and never beside something of the solution's."""
     inside = set(map(id, ast.walk(call)))
     seen = False
     for node in nodes:

@@ -103,12 +103,12 @@ class Sandbox:
 
     @property
     def protections(self) -> Mapping[str, str]:
-        """The protections that work here and the mechanism behind each; a program in the jail has tried them."""
+        """Returns the protections that work here, and the mechanism of each; a program in the jail has tried them."""
         return self._jail.protections
 
     @property
     def refusals(self) -> Mapping[str, int]:
-        """For each mechanism that was tried, the number of the error with which this machine refuses it, or 0."""
+        """Returns, for each mechanism that was tried, the number of the error of this machine, or 0."""
         return self._jail.refusals
 
     def run(self, program: str, stdin: str = "", limits: ProgramLimits | None = None) -> ProgramResult:
@@ -206,7 +206,7 @@ class _Jail:
 
 
 def _make_folder() -> tuple[str, int]:
-    """Makes the folder of a jail, and locks it: one that nobody holds is left over from a process that was killed."""
+    """Makes the folder of a jail, and locks it: a folder without a lock is left over from a process that was killed."""
     while True:
         path = os.path.join(tempfile.gettempdir(), f"distflow-jail-{secrets.token_hex(10)}")
         try:

@@ -53,7 +53,7 @@ def compute_times(work: Work, hardware: Hardware, costs: Costs) -> Times:
 
 
 def in_lockstep(work: Work, costs: Costs) -> bool:
-    """Whether the replicas run in lockstep: they sum gradients or gather sharded parameters."""
+    """Returns whether the replicas run in lockstep: they sum gradients or gather sharded parameters."""
     if work.node.id in costs.seconds or work.node.role not in costs.models or work.layout.dp == 1:
         return False
     return work.node.type == "train" or (not work.node.generates and shards_of(work.layout, costs) > 1)
@@ -88,7 +88,7 @@ def _pass_times(work: Work, hw: Hardware, costs: Costs, model: ModelShape) -> Ti
         busy = np.maximum(compute, micro * gather)  # parameters are prefetched: the slower of the two is seen
     else:
         busy = np.maximum(_by_micro_batch(work, seconds, part, parts, per_pass), gather)
-        if shards_of(layout, costs) == 1:  # nobody waits within a mini-batch
+        if shards_of(layout, costs) == 1:  # no rank waits within a mini-batch
             busy = busy.reshape(replicas, parts, -1).sum(axis=2)
     # The replicas wait for the slowest after every column but the last, after which the caller decides.
     waiting = epochs * float(busy.max(axis=0).sum()) - float(busy[:, -1].max())

@@ -41,7 +41,7 @@ class Costs:
 
     @property
     def longest(self) -> float:
-        """The most tokens of a sequence: it is in one micro-batch, whatever `micro_tokens` says."""
+        """Returns the most tokens of a sequence: it is in one micro-batch, whatever `micro_tokens` says."""
         response = max(self.lengths, default=0) if self.lengths is not None else self.max_tokens
         return self.prompt_tokens + (response if math.isfinite(response) else self.response_tokens)
 

@@ -21,7 +21,7 @@ class Memory:
 
     @property
     def peak(self) -> float:
-        """The larger of generation and training, as the engine releases its memory in between."""
+        """Returns the larger of generation and training, as the engine releases its memory in between."""
         return self.state + max(self.training, self.generation)
 
 

@@ -65,7 +65,7 @@ class Candidate:
 
     @property
     def placement(self) -> dict[str, object]:
-        """The `placement` section of a config for this candidate."""
+        """Returns the `placement` section of a config for this candidate."""
         ranks = {_ROLLOUT: f"0%-{self.rollout}%", _TRAIN: f"{self.rollout}%-"} if self.rollout else {}
         generate, train = (_ROLLOUT, _TRAIN) if self.rollout else ("all", "all")
         return {

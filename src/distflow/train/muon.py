@@ -19,7 +19,7 @@ _COEFFICIENTS, _ITERATIONS, _EPS = (3.4445, -4.775, 2.0315), 5, 1e-7  # of the N
 
 
 def is_matrix(spec: TensorSpec) -> bool:
-    """Whether a parameter is a matrix, or several stacked, of which each is made orthogonal."""
+    """Returns whether a parameter is a matrix, or several stacked, of which each is made orthogonal."""
     return len(spec.shape) > 1 and min(spec.shape[-2:]) > 1
 
 

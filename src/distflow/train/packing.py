@@ -89,9 +89,9 @@ class Pack:
     per_token: Mapping[str, Tensor]  # [responses]
     per_sample: Mapping[str, Tensor]  # [samples]
     model_tokens: ModelTokens  # of the whole responses
-    experts: Tensor | None = None  # [rows, layers, top-k]: those that generation has chosen; negative: none
+    experts: Tensor | None = None  # [rows, layers, top-k]: the choices of generation; negative: none
     images: Mapping[str, Tensor] = field(default_factory=dict)  # the model's arguments for those of the prompts
-    places: Tensor | None = None  # [own responses]: those that this rank predicts, if several divide the rows
+    places: Tensor | None = None  # [own responses]: the ones that this rank predicts, if several divide the rows
 
     @property
     def candidates(self) -> Tensor | None:

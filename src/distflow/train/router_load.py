@@ -19,7 +19,7 @@ class RouterLoad:
     def __init__(self, blocks: Sequence[ExpertsBlock], aux_loss: float, device: torch.device) -> None:
         self.weight = aux_loss
         self.counts = torch.zeros(len(blocks), blocks[0].gate.weight.shape[0], device=device)  # [layers, experts]
-        self.differs: list[Tensor] = []  # of the choices of each micro-batch, those that the router would not make
+        self.differs: list[Tensor] = []  # of each micro-batch, how many choices the router would not make
         self.aux: list[Tensor] = []
 
     def add(self, routing: Routing, pack: Pack, tokens: int) -> Tensor | None:

@@ -89,7 +89,7 @@ class UpdateSpec:
 
     @property
     def several(self) -> bool:
-        """Whether later updates of a step are off-policy: the weights have changed since the rollout."""
+        """Returns whether later updates of a step are off-policy: the weights have changed since the rollout."""
         return self.mini_batches * self.epochs > 1
 
 

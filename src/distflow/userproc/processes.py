@@ -108,7 +108,7 @@ class Processes:
 
     @property
     def pids(self) -> list[int]:
-        """The fork servers."""
+        """Returns the fork servers."""
         return [s.pid for s in self._servers]
 
     def fork(self, key: int, program: int, message: Any, limit_s: float) -> None:
@@ -145,7 +145,7 @@ class Processes:
             process.held += 1
 
     def release(self, key: int) -> None:
-        """Undoes one `hold`; with the last one, the time of the process begins anew."""
+        """Undoes one `hold`; with the last one, the time limit of the process starts again."""
         if process := self._processes.get(key):
             process.held -= 1
             if not process.held and not process.closed:
@@ -198,7 +198,7 @@ class Processes:
         return events
 
     def has_events(self) -> bool:
-        """Whether `poll` has something to do now."""
+        """Returns whether `poll` has something to do now."""
         return self._next_deadline() <= time.monotonic() or bool(self._selector.select(0))
 
     def kill(self, key: int) -> None:

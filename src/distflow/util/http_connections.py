@@ -1,4 +1,4 @@
-"""Connections of an HTTP server that everybody on the machine may open: strangers are bounded, and give way."""
+"""Connections of an HTTP server that any user of the machine may open: strangers are bounded, and give way."""
 
 import asyncio
 
@@ -7,7 +7,8 @@ def bounded_connection(most: int, silent_s: float) -> "type[asyncio.Protocol]":
     """Returns uvicorn's protocol with at most so many connections, and so many seconds until the first request.
 
     Where all places are taken, a new connection takes that of the oldest stranger: of one for which no request has
-    called `request.state.trust()`, as the server does once it has seen a key. So strangers keep nobody out who has one.
+    called `request.state.trust()`, as the server does once it has seen a key. Strangers never keep out a client
+    with a key.
     """
     from uvicorn.protocols.http.h11_impl import H11Protocol
 

@@ -1,4 +1,4 @@
-"""Reads files of JSON lines that somebody may be writing, may have been killed while writing, or may replace."""
+"""Reads files of JSON lines whose writer may be writing, may have been killed while it wrote, or may replace them."""
 
 import json
 from collections.abc import Callable, Iterator

@@ -1,4 +1,4 @@
-"""One owner per folder of a run, whoever launches, also where hosts share the folder and locks do not reach across.
+"""One owner per folder of a run, with any launcher, also where hosts share the folder and locks do not reach across.
 
 The owner writes a record, `.owner.N`, and renews it every few seconds. Another run may take the folder over if the
 owner has released it, is known to be gone (on the same host), or has not renewed its record for a while, by the clock
@@ -102,7 +102,7 @@ class Owner:
 
     @property
     def token(self) -> str:
-        """What `check_owner` needs in another process."""
+        """Returns what `check_owner` needs in another process."""
         return f"{self._record.nonce} {self._path}"
 
     def release(self) -> None:
@@ -193,7 +193,7 @@ def check_owner(token: str) -> None:
             return
     except FileNotFoundError:
         _, record = _newest(path.parent)
-    except OSError:  # of a network that is down; whoever writes files will say so
+    except OSError:  # of a network that is down; the next write reports it
         return
     if record:
         raise DistflowError(
@@ -207,7 +207,7 @@ def check_owner(token: str) -> None:
 
 
 class OwnerView:
-    """Says whether the run of a folder is alive, for those who look at it repeatedly."""
+    """Tells whether the run of a folder is alive, for callers that ask repeatedly."""
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._seen, self._changed = folder, b"", 0.0

@@ -18,7 +18,7 @@ MAX_WAITING = 16 << 20  # bytes of lines that wait in memory until their file ca
 class WriteErrors:
     """Warns once when writes of one file begin to fail, and says when they succeed again.
 
-    `counts_losses`: whoever writes keeps what could not be written, or counts it as `lost`.
+    `counts_losses`: the writer keeps what could not be written, or counts it as `lost`.
     """
 
     _failed: ClassVar[int] = 0  # of all files, since they were last counted
@@ -26,7 +26,7 @@ class WriteErrors:
 
     def __init__(self, name: object, counts_losses: bool = True) -> None:
         self.name, self.counts_losses = name, counts_losses
-        self.lost = 0  # lines or entries that nobody will find there
+        self.lost = 0  # lines or entries that are missing there
         self._in_a_row, self._reason = 0, ""
 
     @classmethod

@@ -45,7 +45,7 @@ class Part:
 
     @property
     def whole(self) -> range:
-        """The shards of which the dp group wants a whole chunk."""
+        """Returns the shards of which the dp group wants a whole chunk."""
         return range(-(-self.low // self.chunk), self.high // self.chunk)
 
     def rows(self, shard: int, window: tuple[int, int]) -> tuple[int, int]:
@@ -159,7 +159,7 @@ class PieceFormat:
 
     @property
     def offsets(self) -> list[int]:
-        """The offset of each parameter in a piece, in elements."""
+        """Returns the offset of each parameter in a piece, in elements."""
         return [self.rows * offset for offset in self.row_offsets[:-1]]
 
     @property

@@ -37,7 +37,7 @@ class Shards:
 
     @property
     def copies(self) -> int:
-        """The number of full copies of the parameters in this layout."""
+        """Returns the number of full copies of the parameters in this layout."""
         return self.layout.dp // self.shard
 
     def cuts(self, spec: TensorSpec) -> bool:

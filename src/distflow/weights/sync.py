@@ -63,7 +63,7 @@ class _Incoming:
 
     @property
     def bytes(self) -> int:
-        """The size of the buffer: of all pieces, or of the pieces from other ranks."""
+        """Returns the size of the buffer: of all pieces, or of the pieces from other ranks."""
         return (self.path.order.total if isinstance(self.path, _Gather) else len(self.path)) * self.format.bytes
 
     def ranges(self) -> dict[int, Range]:
@@ -85,7 +85,7 @@ class _Bucket:
 
     @property
     def reads(self) -> bool:
-        """Whether this rank needs its weights in the source layout."""
+        """Returns whether this rank needs its weights in the source layout."""
         return bool(self.outgoing or (self.incoming and self.incoming.own))
 
 

@@ -70,7 +70,7 @@ class DpGroup:
 
     @cached_property
     def own(self) -> Mask:
-        """Whether each source rank is its own relay."""
+        """Returns whether each source rank is its own relay."""
         mask: Mask = self.ranks[self.starts[self.relays // self.rails] + self.relays % self.rails] == self.sources
         return mask
 

@@ -11,7 +11,7 @@ def has_methods(target: Any, *names: str) -> bool:
 
 
 def derives_from(target: Any, *names: str) -> bool:
-    """Whether it is a class, or an object of one, with a base of one of these names."""
+    """Returns whether `value` is a class, or an object of one, with a base of one of these names."""
     cls = target if inspect.isclass(target) else type(target)
     return any(c.__name__ in names for c in cls.__mro__)
 

@@ -117,7 +117,7 @@ def _connect(environment: LoadedEnvironment) -> Any:
 
 
 def _reset_arguments(start: Mapping[str, Any]) -> dict[str, Any]:
-    """`reset_kwargs` of the row, and the seed of the sample unless they have one."""
+    """Returns `reset_kwargs` of the row, and the seed of the sample unless they have one."""
     given = start["row"].get("reset_kwargs") or {}
     if not isinstance(given, Mapping):
         raise EnvironmentFault("needs a dict in the row's column 'reset_kwargs'")

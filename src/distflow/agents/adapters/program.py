@@ -137,12 +137,12 @@ def _variables(session: Mapping[str, str]) -> dict[str, str]:
 
 
 def _path() -> str:
-    """PATH with this interpreter first: `python` in a command is the one that DistFlow is installed for."""
+    """Returns PATH with this interpreter first: `python` in a command is the one that DistFlow is installed for."""
     return os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)])
 
 
 def _matches(target: Any) -> bool:
-    """Whether it is a function or an object to call that takes `base_url`."""
+    """Returns whether the object is callable and takes `base_url`."""
     return callable(target) and not inspect.isclass(target) and "base_url" in parameters_of(target)
 
 

@@ -27,12 +27,12 @@ def as_tools(target: Any, where: str, args: Mapping[str, Any]) -> list[Tool]:
 
 
 def is_base_tool(target: Any) -> bool:
-    """Whether it is a class or an object with the methods of verl's `BaseTool`."""
+    """Returns whether it is a class or an object with the methods of verl's `BaseTool`."""
     return all(callable(getattr(target, name, None)) for name in ("create", "execute", "release"))
 
 
 def base_tool(target: Any, where: str, args: Mapping[str, Any]) -> Tool:
-    """A class is constructed with `args.config` and `args.tool_schema`, as verl does from its tool config."""
+    """Makes a tool; a class is constructed with `args.config` and `args.tool_schema`, as verl does."""
     if inspect.isclass(target):
         schema, schemas = args.get("tool_schema"), sys.modules.get("verl.tools.schemas")
         try:

@@ -21,7 +21,7 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)i?B?", re.IGNORECASE)
 
 @dataclass(frozen=True)
 class Task:
-    """A task, whoever it is told to; `tests` is run by `command` when the agent is done."""
+    """A task, for any agent; `command` runs `tests` when the agent is done."""
 
     name: str
     instruction: str
@@ -121,7 +121,7 @@ def _refuse(
 
 
 def _instruction(path: Path) -> str:
-    """Returns what the agent is told, without a line that marks benchmark data for those who collect texts."""
+    """Returns what the agent is told, without the line that asks collectors of training texts to leave it out."""
     lines = path.read_text().splitlines(keepends=True)
     while lines and (not lines[0].strip() or (lines[0].startswith(("<!--", "#")) and "canary" in lines[0].lower())):
         del lines[0]

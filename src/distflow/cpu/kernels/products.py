@@ -193,7 +193,7 @@ def multiply_block(x, panels, first, out, fresh):
 
 @compiled(set())
 def _apart(x):
-    """Whether rows have to be copied: they lie transposed, or so that many compete for the same cache lines."""
+    """Returns whether rows have to be copied: they lie transposed, or so that many compete for the same cache lines."""
     return x.strides[1] != 4 or (len(x) > _HIGH[0] and x.strides[0] // 4 % _ALIASED == 0)
 
 

@@ -76,5 +76,5 @@ def padded(sequences: int) -> int:
 
 
 def can_record(device: torch.device) -> bool:
-    """Whether torch records what this device is asked to do."""
+    """Returns whether torch records what this device is asked to do."""
     return device.type not in ("cpu", "meta") and hasattr(torch.get_device_module(device), "CUDAGraph")

@@ -20,7 +20,7 @@ PAGE = 256  # tokens: what the kernel takes is a multiple of it
 
 
 def reads_pages(model: PreTrainedModel, device: torch.device) -> bool:
-    """Whether torch has a kernel for the attention of this model that reads pages."""
+    """Returns whether torch has a kernel for the attention of this model that reads pages."""
     softcap = getattr(model.config.get_text_config(), "attn_logit_softcapping", None)
     dtype = next(model.parameters()).dtype
     return softcap is None and varlen.has_kernel(device, dtype, head_dim(model.config))

@@ -20,7 +20,7 @@ class Forward(Protocol):
         ...
 
     def packed_weights(self) -> AbstractContextManager[None]:
-        """Calls happen inside of it. The weights may be in another memory layout then: nobody else may read them."""
+        """Surrounds calls. The weights may be in another memory layout then, and may not be read elsewhere."""
         ...
 
 

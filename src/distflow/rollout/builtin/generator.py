@@ -44,12 +44,12 @@ class CacheLimits:
 
     @property
     def longest(self) -> int:
-        """The longest sequence that fits: in whole pages, if there is room for one."""
+        """Returns the length of the longest sequence that fits: in whole pages, if there is room for one."""
         tokens = self.cache_bytes // self.bytes_per_token
         return tokens - tokens % PAGE if tokens > PAGE else tokens
 
     def fits(self, page: int, length: int) -> bool:
-        """Whether a sequence of this length fits in pages of so many tokens."""
+        """Returns whether a sequence of this length fits in pages of so many tokens."""
         return -(-length // page) * page * self.bytes_per_token <= self.cache_bytes
 
     def pages(self, page: int, length: int) -> int:
@@ -172,7 +172,7 @@ class Generator:
         self._end()
 
     def _too_long(self) -> bool:
-        """Whether what waits has no room in the caches that there are."""
+        """Returns whether the waiting requests have no room in the caches."""
         return all(s.max_length > self._longest for s in self._queue)
 
     def _end(self) -> None:

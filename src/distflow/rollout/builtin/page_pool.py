@@ -1,4 +1,4 @@
-"""Pages of the KV cache: which are free, and how many of them must stay free so that no sequence waits for ever."""
+"""Pages of the KV cache: which are free, and how many of them must stay free so that every sequence gets its pages."""
 
 from distflow.rollout.builtin.sequence import Sequence
 

@@ -49,8 +49,8 @@ class Scheduler:
     def admit(self) -> Iterator[list[list[Sequence]]]:
         """Starts waiting sequences; yields them in prefill batches, as lists that share a prompt.
 
-        Those that go on in a history are in batches of their own, each in a list of its own. Prefill stalls decoding,
-        so nothing is admitted before an eighth of the slots is free.
+        Requests that continue a history are in batches of their own, each in a list of its own. Prefill stalls
+        decoding, so nothing is admitted before an eighth of the slots is free.
         """
         if not self.waiting:
             return
@@ -82,7 +82,7 @@ class Scheduler:
         yield from self._batches([[s] for s in admitted if s.reused])
 
     def is_long(self, prompts: list[list[Sequence]]) -> bool:
-        """Whether a prefill batch is one prompt that should be computed in pieces."""
+        """Returns whether a prefill batch is one prompt that should be computed in pieces."""
         first = prompts[0][0]
         return len(first.request.prompt) - first.reused > self.prefill_tokens
 

@@ -34,7 +34,7 @@ class Sequence:
 
     @property
     def position(self) -> int:
-        """The position in the response of the token that is generated next."""
+        """Returns the position in the response of the next token."""
         return self.request.position + len(self.tokens)
 
     @property
@@ -48,7 +48,7 @@ class Sequence:
 
     @property
     def history_pages(self) -> int:
-        """Those of its pages, the first ones, that are its history's."""
+        """Returns the pages of its history, which are its first ones."""
         return len(self.history.pages) if self.history else 0
 
     @property

@@ -1,4 +1,4 @@
-"""Arguments of vLLM that a config gives itself, under `rollout.vllm.args`; those that are ours are refused."""
+"""Arguments of vLLM that a config gives itself, under `rollout.vllm.args`; arguments that DistFlow sets are refused."""
 
 from collections.abc import Collection, Mapping
 from typing import Any

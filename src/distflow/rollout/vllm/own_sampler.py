@@ -67,7 +67,7 @@ class Noise:
         self._state: Tensor | None = None
 
     def reset(self) -> None:
-        """Begins anew with the next request."""
+        """Forgets its state before the next request."""
         self._state = None
 
     def seed(self, seed: int, version: int) -> None:

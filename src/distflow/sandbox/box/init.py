@@ -33,7 +33,7 @@ _ETC = {
 }
 _SIOCSIFFLAGS, _IFF_UP = 0x8914, 1
 _LEAST_PID_MAX = 301
-_REAP_S = 0.05  # how often processes are counted, and those that have ended are reaped
+_REAP_S = 0.05  # how often processes are counted, and ended ones are reaped
 _PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
 _DEVICES = ("null", "zero", "full", "random", "urandom")
 _LINKS = {"fd": "/proc/self/fd", "stdin": "/proc/self/fd/0", "stdout": "/proc/self/fd/1", "stderr": "/proc/self/fd/2"}
@@ -183,7 +183,7 @@ def _make_devices(root: str) -> None:
 
 def _serve(channel: socket.socket, setup: Mapping[str, Any]) -> None:
     """Does what it is asked to until the other end is closed."""
-    system.prctl(4, 0)  # its memory and descriptors are nobody's business
+    system.prctl(4, 0)  # no other process may read its memory and descriptors
     while True:
         while not select.select([channel], [], [], _REAP_S)[0]:
             _reap()

@@ -36,7 +36,7 @@ _PACKAGES = ("*-packages", "python*/*-packages")  # where the interpreters of a 
 class Jail:
     """Runs programs in `folder`; they may import the standard library and what is in the folders `packages`.
 
-    Of `mechanisms` it uses those that this machine has; `refusals` has the error numbers of the others.
+    It uses the `mechanisms` that this machine has; `refusals` has the error numbers of the others.
     """
 
     def __init__(self, folder: str, mechanisms: Sequence[str], packages: Sequence[str]) -> None:
@@ -242,7 +242,7 @@ class _Files:
         self._count, self._measured = 0, time.monotonic()
 
     def exceed(self, created: int) -> bool:
-        """Whether a program has written more than it may, when it is about to create so many files."""
+        """Returns whether a program has written more than it may, when it is about to create so many files."""
         self._count += created
         doubled = created and self._count & (self._count - 1) == 0
         if doubled or time.monotonic() - self._measured >= _POLL_S:

@@ -80,7 +80,7 @@ class Filter:
     """A filter of system calls, made once and then installed by many processes."""
 
     def __init__(self, deny_truncate: bool) -> None:
-        """Older versions of Landlock need `deny_truncate`."""
+        """Builds the filter; older versions of Landlock need `deny_truncate`."""
         self._machine = _machine()
         self._common = _pack(_common_rules(self._machine, deny_truncate))
 

@@ -78,7 +78,7 @@ def set_parent_death_signal(parent: int) -> None:
 
 
 def forbid_new_privileges() -> None:
-    """A process that cannot gain privileges may restrict itself."""
+    """Gives up new privileges: only then may a process without any restrict itself."""
     prctl(_NO_NEW_PRIVS, 1)
 
 
