@@ -53,7 +53,7 @@ def check_random_plan(rng: random.Random, workers: int) -> None:
 CASES = {"rng": st.randoms(use_true_random=False), "workers": st.sampled_from([1, 2, 2, 3, 4, 4, 6, 8])}
 
 
-@settings(max_examples=2000, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=500, deadline=None, suppress_health_check=list(HealthCheck))
 @given(**CASES)
 def test_every_reader_sees_what_the_writer_wrote(rng: random.Random, workers: int) -> None:
     check_random_plan(rng, workers)

@@ -22,7 +22,8 @@ class Launch:
 
     def __init__(self, path: Path, *words: str, main: Callable[[list[str]], None] = cli_main) -> None:
         """`main`: runs in the launcher instead of `cli.main`."""
-        self._outputs = [path.parent / "launch.out", path.parent / "launch.err"]
+        number = len(list(path.parent.glob("launch*.out")))
+        self._outputs = [path.parent / f"launch{number}.{stream}" for stream in ("out", "err")]
         for file in self._outputs:
             file.write_text("")
         self._process = fork(_launcher, main, ["run", str(path), *words], [str(file) for file in self._outputs])

@@ -2,16 +2,14 @@
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from limits import load_factor
 from warm import Ended, distflow_run
+from warm_launch import Launch
 
 REWARDS = """
 import time
@@ -124,17 +122,15 @@ def test_a_run_that_cannot_work_ends_with_an_error(
 
 def test_the_launcher_prints_an_error_once(folder: Path) -> None:
     """One of the two workers has the sample."""
-    path = config(folder, "once", workers=2, reward="rewards.py:refuses_seven")
-    command = [sys.executable, "-m", "distflow", "run", str(path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120 * load_factor())
-    assert done.returncode == 1
+    launch = Launch(config(folder, "once", workers=2, reward="rewards.py:refuses_seven"))
+    assert launch.wait(120) == 1
     message = (
         r"distflow: rank [01], step \d, node 'reward.score': sample \d+: reward 'refuses_seven' "
         r"\(rewards.py:refuses_seven\) raised ValueError: not seven, please \(.*rewards.py:9\) \(and 3 more of the"
         r" same call\); fix the function, or set `reward.on_failure: 0.0` to give such samples that score\n"
         r"  prompt: .*\n  response: \".*\"\n"
     )
-    assert re.fullmatch(message, done.stderr), done.stderr
+    assert re.fullmatch(message, launch.err), launch.err
 
 
 def test_failures_of_a_reward_may_be_a_score(folder: Path) -> None:

@@ -4,7 +4,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -18,6 +17,7 @@ from distflow.checkpoint.store import list_checkpoints
 from distflow.liveness.heartbeat import read_record
 from distributed.test_run import orphans
 from limits import load_factor
+from warm import cli_main, distflow_run
 from warm_launch import Launch
 
 HERE = Path(__file__).parent
@@ -122,25 +122,18 @@ def test_workers_that_torchrun_restarts_continue_from_the_newest_checkpoint(tmp_
     assert finished(tmp_path)
 
 
+def restarted_on_one_host(words: list[str]) -> None:
+    os.environ["TORCHELASTIC_RESTART_COUNT"] = os.environ["RANK"]
+    cli_main(words)
+
+
 def test_all_workers_resume_if_torchrun_counts_a_restart_on_one_host_only(tmp_path: Path) -> None:
     """It does not count where it ended the workers itself, because those of another host had failed."""
     path = write_config(tmp_path, checkpoint={"every": 1})
     assert Launch(path, "steps=2").wait() == 0
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = str(server.getsockname()[1])
-    common = os.environ | {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    workers = [
-        subprocess.Popen(
-            [sys.executable, "-m", "distflow", "run", str(path)],
-            env=common | {"RANK": str(rank), "TORCHELASTIC_RESTART_COUNT": str(rank)},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    errors = [worker.communicate(timeout=120 * load_factor())[1] for worker in workers]
-    assert [worker.returncode for worker in workers] == [0, 0], errors
-    assert re.search(r"^distflow: resumed from .*/step_2$", errors[0], re.M), errors
+    ended = distflow_run(path, workers=2, main=restarted_on_one_host)
+    assert ended.codes == [0, 0], ended.err
+    assert re.search(r"^distflow: resumed from .*/step_2$", ended.err, re.M), ended.err
     assert finished(tmp_path)
 
 

@@ -5,7 +5,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -14,11 +13,10 @@ import pytest
 import yaml
 
 from distflow import __version__
-from limits import load_factor
+from warm import cli_main, distflow_run
 from warm_launch import Launch
 
 HERE = Path(__file__).parent
-RUN = [sys.executable, "-m", "distflow", "run"]
 
 
 def write_config(folder: Path, **changes: Any) -> Path:
@@ -54,24 +52,20 @@ def misbehaving(folder: Path, how: str, **changes: Any) -> Path:
 
 
 def run(path: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    done = subprocess.run([*RUN, str(path), *words], capture_output=True, text=True, timeout=90 * load_factor())
-    assert not orphans(path)
-    return done
-
-
-def run_warm(path: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    """Does the same without the seconds that processes take for their imports."""
     launch = Launch(path, *words)
     code = launch.wait(90)
+    assert not orphans(path)
     return subprocess.CompletedProcess([], code, launch.out, launch.err)
 
 
 def orphans(path: Path) -> list[int]:
-    """Returns processes that were started for this config and are still running."""
+    """Returns processes that were started for this config and are still running: they have one of its files open."""
     pids = []
     for proc in Path("/proc").glob("[0-9]*"):
         try:
-            if str(path).encode() in (proc / "cmdline").read_bytes():
+            if proc.name != str(os.getpid()) and any(
+                os.readlink(fd).startswith(str(path.parent)) for fd in (proc / "fd").iterdir()
+            ):
                 pids.append(int(proc.name))
         except OSError:
             continue
@@ -123,7 +117,7 @@ def test_a_run_writes_metrics_of_every_step(tmp_path: Path) -> None:
     ],
 )
 def test_a_failure_of_one_worker_ends_all_with_its_cause(tmp_path: Path, how: str, message: str) -> None:
-    done = run_warm(misbehaving(tmp_path, how))
+    done = run(misbehaving(tmp_path, how))
     assert done.returncode == 1
     assert re.search(message, done.stderr), done.stderr
     assert done.stderr.count("distflow:") == 1  # the cause, once
@@ -137,7 +131,7 @@ def test_a_failure_of_one_worker_ends_all_with_its_cause(tmp_path: Path, how: st
     ],
 )
 def test_a_stuck_run_ends_by_itself_and_says_who_waits_for_whom(tmp_path: Path, how: str, message: str) -> None:
-    done = run_warm(misbehaving(tmp_path, how, wait_limit_s=3))
+    done = run(misbehaving(tmp_path, how, wait_limit_s=3))
     assert done.returncode == 1
     assert re.search(r"0 +\S+:\d+ +1 +move m\d \(c\) +\d+ s +1 ", done.stderr), done.stderr
     assert re.search(r"1 +\S+:\d+ +1 +judge +\d+ s +none", done.stderr)
@@ -149,14 +143,12 @@ def test_a_stuck_run_ends_by_itself_and_says_who_waits_for_whom(tmp_path: Path, 
 @pytest.mark.parametrize("sig", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_stopping_the_launcher_leaves_no_process_behind(tmp_path: Path, sig: signal.Signals) -> None:
     path = write_config(tmp_path, steps=100_000)
-    launcher = subprocess.Popen([*RUN, str(path)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    assert launcher.stdout is not None
-    assert launcher.stdout.readline().startswith("step 1/")
-    os.kill(launcher.pid, sig)
-    _, err = launcher.communicate(timeout=30 * load_factor())
-    assert launcher.returncode == (-sig if sig == signal.SIGKILL else 128 + sig)
+    launch = Launch(path)
+    launch.wait_until(lambda: "step 1/" in launch.out)
+    os.kill(launch.pid, sig)
+    assert launch.wait(30) == (-sig if sig == signal.SIGKILL else 128 + sig)
     if sig != signal.SIGKILL:
-        *_, saved, last = err.splitlines()
+        *_, saved, last = launch.err.splitlines()
         assert "which is saved" in saved
         assert last.startswith(f"distflow: stopped by {sig.name}; continue from step ")
     for _ in range(50):
@@ -166,62 +158,38 @@ def test_stopping_the_launcher_leaves_no_process_behind(tmp_path: Path, sig: sig
     raise AssertionError(f"still running: {orphans(path)}")
 
 
-def test_the_same_command_is_a_worker_under_torchrun(tmp_path: Path) -> None:
-    path = write_config(tmp_path)
-    torchrun = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "2",
-        "-m",
-        "distflow",
-    ]
-    done = subprocess.run([*torchrun, "run", str(path)], capture_output=True, text=True, timeout=90 * load_factor())
-    assert done.returncode == 0, done.stderr
-    assert "step 3/3" in done.stdout
+def with_seed_of_its_own(words: list[str]) -> None:
+    cli_main([*words, "seed=" + os.environ["RANK"]])
 
 
 def test_workers_with_different_configs_do_not_start(tmp_path: Path) -> None:
     """As when one host has an older config."""
-    path = write_config(tmp_path)
-    code = (
-        "import os, sys; from distflow.cli import main;"
-        "main(['run', sys.argv[1], 'workers=2', 'seed=' + os.environ['RANK']])"
-    )
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python"]
-    done = subprocess.run(
-        [*torchrun, sys.executable, "-c", code, str(path)], capture_output=True, text=True, timeout=90 * load_factor()
-    )
-    assert done.returncode != 0
+    ended = distflow_run(write_config(tmp_path), workers=2, main=with_seed_of_its_own)
+    assert 0 not in ended.codes
     different = r"the workers have different configs: ranks 0 \(on \S+\) have \w{12}, ranks 1 \(on \S+\) have \w{12}"
-    assert re.search(different, done.stderr), done.stderr
+    assert re.search(different, ended.err), ended.err
 
 
 def test_a_bad_row_is_reported_by_file_and_line(tmp_path: Path) -> None:
     path = write_config(tmp_path)
     rows = (tmp_path / "data.jsonl").read_text().splitlines()
     (tmp_path / "data.jsonl").write_text("\n".join([*rows[:5], '{"prompt": "p5"', *rows[6:]]))
-    done = run_warm(path)
+    done = run(path)
     assert done.returncode == 1
     assert re.search(r"data.jsonl:6: .*is not a JSON object on one line .*data.on_bad_row: skip", done.stderr), (
         done.stderr
     )
-    done = run_warm(path, "data.on_bad_row=skip")
+    done = run(path, "data.on_bad_row=skip")
     assert done.returncode == 0, done.stderr
     assert re.search(r"skipped 1 bad rows\n +\S*data.jsonl:6: ", done.stdout), done.stdout
 
 
 def test_two_runs_do_not_share_a_folder(tmp_path: Path) -> None:
     path = write_config(tmp_path, steps=100_000)
-    first = subprocess.Popen([*RUN, str(path)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    try:
-        assert first.stdout is not None
-        assert first.stdout.readline().startswith("step 1/")
-        second = subprocess.run([*RUN, str(path)], capture_output=True, text=True, timeout=60 * load_factor())
-        assert second.returncode == 2
-        assert "another run is writing to" in second.stderr
-    finally:
-        first.terminate()
-        first.communicate(timeout=30 * load_factor())
+    first = Launch(path)
+    first.wait_until(lambda: "step 1/" in first.out)
+    second = Launch(path)
+    assert second.wait() == 2
+    assert "another run is writing to" in second.err
+    os.kill(first.pid, signal.SIGTERM)
+    first.wait(30)
