@@ -277,7 +277,9 @@ def test_a_missing_file_suggests_a_similar_name(write: Write, tmp_path: Path, ca
     assert error([tmp_path / "trian.jsonl"], cache=cache) == (
         f"{tmp_path}/trian.jsonl: no such file; did you mean 'train.jsonl'?"
     )
-    assert "no such file; there are none" in error([tmp_path / "nowhere" / "a.jsonl"], cache=cache)
+    assert "no such file; there are none; a split of the hub is hub:OWNER/NAME/CONFIG/SPLIT" in error(
+        [tmp_path / "nowhere" / "a.jsonl"], cache=cache
+    )
 
 
 def test_no_files_or_no_rows(write: Write, tmp_path: Path, cache: Path) -> None:

@@ -31,10 +31,10 @@ def test_what_is_wrong_is_said_in_words() -> None:
         "the reward failed on 3 samples in the last 2 steps"
     ]
     assert texts({"response_length/clip_ratio": 0.4}) == [
-        "40% of responses were cut off at rollout.max_tokens in the only step so far"
+        "40% of responses were cut off at rollout.max_tokens in step 1"
     ]
     assert texts({"actor/skipped_updates": 1.0}) == [
-        "1 updates of the actor were skipped in the only step so far: gradients not finite"
+        "1 updates of the actor were skipped in step 1: gradients not finite"
     ]
     assert texts(*[{"actor/entropy": 1 / (i + 1)} for i in range(20)]) == [
         "the entropy of the policy fell from 1 to 0.05: it hardly explores any more"
@@ -52,14 +52,13 @@ def test_what_is_wrong_is_said_in_words() -> None:
 def test_conversations_end_for_more_reasons_than_responses() -> None:
     row = {"response_length/clip_ratio": 0.4, "env/environment/turns": 3.0}
     assert texts(row) == [
-        "40% of conversations were ended by environment.max_turns, turn_tokens or rollout.max_tokens in the only step"
-        " so far"
+        "40% of conversations were ended by environment.max_turns, turn_tokens or rollout.max_tokens in step 1"
     ]
 
 
 def test_the_evaluation_before_training_is_no_step() -> None:
     rows = [{"step": 0, "val/all/score": 0.1}, {"step": 1, "reward/zero_std_frac": 0.8}]
-    assert [f.text for f in findings(rows)] == ["80% of groups had no signal in the only step so far"]
+    assert [f.text for f in findings(rows)] == ["80% of groups had no signal in step 1"]
 
 
 def test_numbers_that_are_none_are_no_warnings() -> None:

@@ -131,7 +131,7 @@ def test_curves_are_in_groups_pinned_and_logarithmic(browser: Any, site: str) ->
 
 
 def test_runs_are_listed_and_compared(browser: Any, site: str, folder: Path) -> None:
-    (folder / "two" / "config.yaml").write_text("flow: grpo\nseed: 0\ntrain:\n  lr: 0.5\n")
+    (folder / "two" / "config.yaml").write_text("flow: grpo\nseed: 0\ncritic: null\ntrain:\n  lr: 0.5\n")
     page = Page(browser, site)
     p = page.open("runs")
     assert p.locator("table.runs tbody tr").count() == 2
@@ -141,6 +141,18 @@ def test_runs_are_listed_and_compared(browser: Any, site: str, folder: Path) -> 
     wait(p, "!document.querySelector('#view').innerText.includes('What differs')")
     page.open("curves?compare=1")
     assert p.locator(".legend .key").count() == 0
+    page.close()
+
+
+def test_every_view_fits_on_a_phone(browser: Any, site: str) -> None:
+    page = Page(browser, site)
+    page.page.set_viewport_size({"width": 390, "height": 844})
+    for view in ("overview", "plan", "timeline", "traffic", "curves", "samples", "runs"):
+        p = page.open(view)
+        assert p.evaluate("document.documentElement.scrollWidth") == 390, view
+        box = p.locator(f"#tabs [data-view={view}]").bounding_box()
+        assert 0 <= box["x"] <= box["x"] + box["width"] <= 390, view
+    assert page.open("samples").locator(".row.head .cell:visible").all_inner_texts() == ["step", "reward", "response"]
     page.close()
 
 

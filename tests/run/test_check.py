@@ -320,6 +320,7 @@ def test_every_command_reports_it_before_anything_starts(
 
 FLOW = """
 from distflow import flow
+from distflow.algo.losses import Loss
 from distflow.flows.policy_update import update_policy
 from distflow.flows.nodes import group_advantage
 
@@ -329,13 +330,19 @@ def narrow(tokens, clip=0.2):
     ...
 
 def open_ended(tokens, **rest):
-    ...
+    return Loss(-tokens.logprobs)
 
 def score_of(tokens, **rest):
     return tokens["advantage"] * tokens["score"]
 
 def misspelt(tokens, **rest):
     return tokens["advantages"]
+
+def attribute(tokens, **rest):
+    return tokens.advantage
+
+def tensor(tokens, **rest):
+    return -tokens.logprobs
 
 @flow(constants_of=update_policy)
 def own(prompts, actor, reference, reward, *, loss="policy", **rest):
@@ -355,6 +362,11 @@ def own(prompts, actor, reference, reward, *, loss="policy", **rest):
         ("flow.py:narow", "'flow.py:narow' has no 'narow'; did you mean 'narrow'?"),
         ("polcy", "'distflow.algo.losses:polcy' has no 'polcy'; did you mean 'policy'?"),
         ("flow.py:open_ended", ""),
+        (
+            "flow.py:attribute",
+            "the loss 'flow.py:attribute' asks for tokens.advantage; a field of the batch is tokens['advantage']",
+        ),
+        ("flow.py:tensor", "the loss 'flow.py:tensor' returns a Tensor; return a Loss"),
         (
             "flow.py:misspelt",
             "the loss 'flow.py:misspelt' needs the field 'advantages', which the node does not read; no node writes it;"

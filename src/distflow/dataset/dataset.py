@@ -324,7 +324,8 @@ def _expand(path: Path) -> list[Path]:
     if not matches:
         near = suggest(path.name, (p.name for p in path.parent.glob("*")))
         reason = f"no {', '.join(SUFFIXES)} in it" if path.is_dir() else f"no such file{near}"
-        raise DataError(f"{cut(str(path.absolute()), 300)}: {reason}")
+        on_hub = "" if path.parent.is_dir() else "; a split of the hub is hub:OWNER/NAME/CONFIG/SPLIT"
+        raise DataError(f"{cut(str(path.absolute()), 300)}: {reason}{on_hub}")
     return matches
 
 

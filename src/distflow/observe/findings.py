@@ -56,7 +56,7 @@ def _mean(rows: Sequence[Row], name: str, count: int = RECENT) -> float | None:
 
 def _last(count: int, rows: Sequence[Row]) -> str:
     steps = sum(row.get("step") != 0 for row in rows[-count:])  # 0: an evaluation before training
-    return f"the last {steps} steps" if steps > 1 else "the only step so far"
+    return f"the last {steps} steps" if steps > 1 else f"step {rows[-1].get('step')}"
 
 
 def _skipped(rows: Sequence[Row]) -> Finding | None:

@@ -172,8 +172,9 @@ def _check_reads(function: Callable[..., Any], name: str, node: Node, flow: Flow
     if {TEACHER_TOP_IDS, TEACHER_TOP_LOGPROBS} <= read:
         top = TopLogprobs(logprobs[:, None], torch.full((3, 1), -1.0))
     tokens = Tokens(logprobs, torch.tensor([2, 1]), {f: torch.ones(3) for f in fields}, entropy=-logprobs, top=top)
+    where = f"node '{node.id}': the loss '{name}'"
     try:
-        function(tokens, **{k: v for k, v in node.params.items() if k not in PARAMS})
+        result = function(tokens, **{k: v for k, v in node.params.items() if k not in PARAMS})
     except MissingFieldError as e:
         writer = flow.writer.get(node.prefix + e.name)
         if writer is None:
@@ -181,11 +182,15 @@ def _check_reads(function: Callable[..., Any], name: str, node: Node, flow: Flow
         else:
             source = f"prompts['{e.name}']" if writer == SOURCE else f"the result of '{writer}'"
             advice = f"pass {source} to {node.id} (in a list of nodes: add '{e.name}' to its reads)"
-        raise FlowError(
-            f"node '{node.id}': the loss '{name}' needs the field '{e.name}', which the node does not read; {advice}"
-        ) from None
+        raise FlowError(f"{where} needs the field '{e.name}', which the node does not read; {advice}") from None
+    except AttributeError as e:
+        if e.obj is tokens:
+            raise FlowError(f"{where} asks for tokens.{e.name}; a field of the batch is tokens['{e.name}']") from None
+        return
     except Exception:  # on values that no step has; what else is wrong, the first step says
         return
+    if not isinstance(result, Loss):
+        raise FlowError(f"{where} returns a {type(result).__name__}; return a distflow.Loss, a value per token")
 
 
 def _several(params: Mapping[str, Any]) -> bool:

@@ -22,6 +22,7 @@ function smooth(values, strength) {
 
 /** The top of a scale on which one slow step, mostly the first, does not flatten all others. */
 function robustTop(values) {
+  if (values.length < 20) return Math.max(...values);
   const sorted = [...values].sort((a, b) => a - b);
   const most = sorted.at(-1), usual = sorted[Math.floor(0.95 * (sorted.length - 1))];
   return usual > 0 && most > 3 * usual ? 1.5 * usual : most;
@@ -31,13 +32,13 @@ function sparkline(steps, values, height = 44) {
   const points = steps.map((s, i) => [s, values[i]]).filter(([, v]) => v !== null && v !== undefined);
   const box = el("div", { class: "spark" });
   requestAnimationFrame(() => {
-    if (!box.clientWidth || !points.length) return;
+    if (!box.clientWidth || points.length < 2) return;
     const data = [points.map((p) => p[0]), points.map((p) => p[1])];
     const top = robustTop(data[1]);
     new uPlot({
       width: box.clientWidth, height, legend: { show: false }, cursor: { show: false }, select: { show: false },
       padding: [4, 2, 4, 2], scales: { x: { time: false }, y: { range: (u, least, most) => (most > top ? [least, top] : uPlot.rangeNum(least, most, 0.1, true)) } }, axes: [{ show: false }, { show: false }],
-      series: [{}, { stroke: color("accent"), width: 1.6, fill: color("accent-soft"), points: { show: points.length < 2 } }],
+      series: [{}, { stroke: color("accent"), width: 1.6, fill: color("accent-soft"), points: { show: false } }],
     }, data, box);
   });
   return box;

@@ -23,6 +23,7 @@ async function show(again = false) {
   replace(root, staging);
   root.classList.remove("loading");
   root.dataset.view = here.view;
+  document.querySelector(`#tabs [data-view=${here.view}]`).scrollIntoView({ block: "nearest", inline: "nearest" });
   document.title = `${DF.views[here.view].title} · ${DF.runs[currentRun()].label} · DistFlow`;
 }
 

@@ -14,7 +14,7 @@ DF.views.overview = {
         el("button", { type: "button", class: "warning", title: "see the curve", onclick: () => go("curves", { ...kept(), search: w.metric }) }, "⚠ ", w.text))),
       el("section", { class: "cards" }, info.headline.map((name) => headlineCard(name, metrics))),
       info.warned.length > 0 && warnedCard(info, metrics),
-      step && step.nodes.length > 0 && glance(step),
+      step && step.nodes.length > 0 && glance(step, metrics),
       info.checkpoints.length > 0 && checkpointsCard(info),
       info.missing.map(note),
       el("section", { class: "columns" }, configCard(info), environmentCard(info)));
@@ -57,12 +57,13 @@ function headlineCard(name, metrics) {
     sparkline(metrics.step, values));
 }
 
-function glance(step) {
+function glance(step, metrics) {
+  const logged = (metrics.series["timing_max_s/step"] || [])[metrics.step.indexOf(step.step)];  // of the same step, without what was held out
   const nodes = step.nodes.filter((n) => !n.held_out && n.kind !== "call").sort((a, b) => b.mean_us - a.mean_us);
   const total = nodes.reduce((sum, n) => sum + n.work_us + n.wait_us, 0) || 1;
   const parts = nodes.flatMap((n) => [[n.name, n.work_us, kindColor(n.kind), n], ["waiting", n.wait_us, kindColor("wait"), n]]).filter(([, us]) => us / total > 0.004);
   return el("section", { class: "card" },
-    el("h2", {}, `Where a worker's time went in step ${step.step}`, el("span", { class: "muted" }, ` ${duration(step.length)}`)),
+    el("h2", {}, `Where a worker's time went in step ${step.step}`, el("span", { class: "muted" }, ` ${duration(logged ? logged * 1e6 : step.length)}`)),
     el("div", { class: "stack" }, parts.map(([name, us, fill, n]) => el("div", {
       class: name === "waiting" ? "part waits" : "part", style: { flexGrow: us / total, background: fill },
       onmousemove: (e) => tip(e, el("b", {}, name === "waiting" ? `waiting in ${n.name}` : name), ` ${duration(us)}, ${percent(us / total)}`), onmouseleave: (e) => tip(e),

@@ -118,7 +118,7 @@ function freePlace(x, y, width, boxes) {
 
 function planLegend() {
   const line = (kind, text) => el("span", { class: "key" }, el("span", { class: `swatch arc-${kind}` }), text);
-  return el("div", { class: "legend" }, line("local", "local: stays on its ranks"), line("move", "a move, and its bytes"), line("weights", "weights for the next step"), line("critical", "on the critical path of the step"));
+  return el("div", { class: "legend" }, line("local", "local: stays on its ranks"), line("move", "a move, and its bytes"), line("weights", "weights for the next step"), line("critical", "dark: on the critical path of the step"));
 }
 
 function taskTable(step) {

@@ -29,10 +29,12 @@ function runsTable(runs, chosen) {
 
 /** The keys of the configs that are not the same in all of these runs. */
 function difference(chosen, configs) {
-  const keys = [...new Set(configs.flatMap(Object.keys))].filter((key) => key !== "run_dir" && new Set(configs.map((c) => c[key])).size > 1);
+  const known = configs.filter((c) => Object.keys(c).length);  // a simulated step has none
+  const value = (config, key) => (config[key] === "null" ? undefined : config[key]);
+  const keys = [...new Set(known.flatMap(Object.keys))].filter((key) => key !== "run_dir" && new Set(known.map((c) => value(c, key))).size > 1);
   if (!keys.length) return note("Their configs are the same.");
   return el("table", { class: "grid" }, el("thead", {}, el("tr", {}, el("th", {}, "key"), chosen.map(runHead))),
-    el("tbody", {}, keys.sort().map((key) => el("tr", {}, el("td", {}, key), configs.map((c) => el("td", { class: "wraps" }, c[key] === undefined || c[key] === "null" ? el("span", { class: "muted" }, "not set") : c[key]))))));
+    el("tbody", {}, keys.sort().map((key) => el("tr", {}, el("td", {}, key), configs.map((c) => el("td", { class: "wraps" }, value(c, key) === undefined ? el("span", { class: "muted" }, "not set") : c[key]))))));
 }
 
 function lastValues(chosen, all) {

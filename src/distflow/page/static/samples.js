@@ -164,7 +164,7 @@ function showSample(pane, sample, table) {
   const facts = [["reward", f.score ?? f.env_reward], ["advantage", Array.isArray(f.advantage) ? null : f.advantage], ["tokens", (f.response_tokens || []).length || null], ["turns", Array.isArray(f.conversation) ? f.conversation.filter((m) => m?.role === "assistant").length : null], ["sampled", Array.isArray(f.response_mask) ? f.response_mask.filter(Boolean).length : null], ["finished", f.finished], ["kept", f.keep]].filter(([, v]) => v !== undefined && v !== null);
   replace(pane, el("h2", {}, `step ${sample.step} · sample ${sample.id}`, el("span", { class: "muted" }, ` ${[sample.split, `prompt ${sample.group}`, f.environment_name].filter(Boolean).join(", ")}`)),
     el("div", { class: "chips" }, facts.map(([name, v]) => el("span", { class: "chip" }, `${name} `, el("b", {}, typeof v === "boolean" ? (v ? "yes" : "no") : number(v)))),
-      f.finished === false && el("span", { class: "chip warn" }, "cut off at max_tokens")),
+      f.finished === false && el("span", { class: "chip warn" }, "cut off")),
     tabs, body);
 }
 
