@@ -18,7 +18,7 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-def write(folder: Path, train: int = 120, held_out: int = 20) -> None:
+def write(folder: Path, train: int = 120, held_out: int = 16) -> None:
     """Writes tasks of every kind: no held-out question is among those to train on."""
     written: dict[str, list[dict[str, Any]]] = {"tasks": [], "held_out_tasks": []}
     for kind, options in KINDS.items():

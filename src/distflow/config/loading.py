@@ -94,7 +94,10 @@ def _explain(error: ValidationError) -> str:
             keys = ", ".join(_keys_at([str(p) for p in e["loc"]]))
             problems.append(f"'{name}' is {shown(e['input'])}; it is a section with the keys {keys}")
         else:
-            problems.append(f"'{name}' is {shown(e['input'])}: {e['msg'][0].lower()}{e['msg'][1:]}")
+            message = e["msg"].removeprefix("Value error, ")  # of a validator of ours
+            problems.append(
+                f"'{name}' is {shown(e['input'])}: {message[0].lower()}{message[1:]}" if e["loc"] else message
+            )
     first, *more = dict.fromkeys(problems)
     hidden = [f"and {len(more) - 9} more"] if len(more) > 9 else []
     return "; ".join([first, *more[:9], *hidden])
