@@ -30,6 +30,9 @@ def test_what_is_wrong_is_said_in_words() -> None:
     assert texts({"reward/failures": 2.0}, {"reward/failures": 1.0}) == [
         "the reward failed on 3 samples in the last 2 steps"
     ]
+    assert texts({"reward/not_applicable": 3.0}) == [
+        "no reward function applied to 3 samples in step 1, which have the score 0"
+    ]
     assert texts({"response_length/clip_ratio": 0.4}) == [
         "40% of responses were cut off at rollout.max_tokens in step 1"
     ]

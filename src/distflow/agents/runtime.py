@@ -9,6 +9,7 @@ from distflow.agents.session import ConversationLimits
 from distflow.agents.spec import Description
 from distflow.config.schema import EnvironmentConfig
 from distflow.model.text import Text
+from distflow.util.alike import warn_alike
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +37,7 @@ def make_runtimes(
         renderer = Renderer(text, e.tool_parser)
         for tools in description.tools.values():
             for warning in renderer.check(tools):
-                logger.warning("environment '%s': %s", name, warning)
+                warn_alike(logger, "environment '%s': %s", name, warning)
         weights = {f.name or f.call: f.weight for f in e.rewards}
         limits = ConversationLimits(e.max_turns, max_tokens, e.turn_tokens, e.sample_tokens, e.sample_seconds)
         rest = weights, description.needs_endpoint, e.warm, e.turns_ahead

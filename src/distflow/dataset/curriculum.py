@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from distflow.dataset.shuffle import permute
 from distflow.errors import DataError
+from distflow.util.alike import warn_alike
 from distflow.util.arrays import Ints
 
 logger = logging.getLogger(__name__)
@@ -195,9 +196,8 @@ class Curriculum:
         """Returns the ratios of the sources now; takes dropped rows back if there are too few others."""
         active = np.array([len(own) - int(self._out[own].sum()) for own in self.rows])
         if self._out.any() and active.sum() < self.batch:
-            logger.warning(
-                "data.curriculum: %d rows are left, fewer than a batch; the dropped ones are taken back", active.sum()
-            )
+            text = "data.curriculum: %d rows are left, fewer than a batch; the dropped ones are taken back"
+            warn_alike(logger, text, active.sum())
             self._out[:], self._in_a_row[:] = False, 0
             active = np.array([len(own) for own in self.rows])
         ratios = self.given.copy()

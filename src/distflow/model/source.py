@@ -37,6 +37,7 @@ from distflow.model.small_vision import add_image_tokens, small_config, small_pr
 from distflow.model.stored_names import Read as Read
 from distflow.model.stored_names import stored_tensors
 from distflow.model.tokenizer import train_tokenizer
+from distflow.util.alike import warn_alike
 
 logger = logging.getLogger(__name__)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -140,7 +141,7 @@ class Source:
         if files:
             missing = next(n for n in wanted if n not in files)
             text = "model: '%s' has no tensor '%s'; every worker reads the whole model, to find it under another name"
-            logger.warning(text, self.name, cut(missing))
+            warn_alike(logger, text, self.name, cut(missing))
         whole = self._whole()
         stored = stored_tensors(shapes, whole)
         wanted = dict(shape for tensor in stored.values() for shape in tensor.shapes())

@@ -74,6 +74,12 @@ def _failures(rows: Sequence[Row]) -> Finding | None:
     return Finding(text, "reward/failures") if count else None
 
 
+def _not_applicable(rows: Sequence[Row]) -> Finding | None:
+    count = sum(row.get("reward/not_applicable") or 0 for row in rows[-RECENT:])
+    text = f"no reward function applied to {count:.0f} samples in {_last(RECENT, rows)}, which have the score 0"
+    return Finding(text, "reward/not_applicable") if count else None
+
+
 def _mismatch(rows: Sequence[Row]) -> Finding | None:
     value, behind = _mean(rows, "rollout/mismatch_kl"), _mean(rows, "rollout/staleness") or 0.0
     if value is None or value < (STALE_MISMATCH_FROM if behind else MISMATCH_FROM):
@@ -155,6 +161,7 @@ def _held_out(rows: Sequence[Row]) -> Finding | None:
 _CHECKS: tuple[Callable[[Sequence[Row]], Finding | None], ...] = (
     _skipped,
     _failures,
+    _not_applicable,
     _mismatch,
     _no_signal,
     _clipped,

@@ -1,7 +1,6 @@
 """The reward role: scores responses with users' functions, which run in a pool of processes."""
 
 import json
-import logging
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
@@ -26,9 +25,6 @@ if TYPE_CHECKING:  # flows are planned without torch
 
 
 _MARKED_PER_STEP = 16  # suspicious samples that a worker writes to the log
-
-
-logger = logging.getLogger(__name__)
 
 
 class Reward(Role):
@@ -61,7 +57,6 @@ class Reward(Role):
         self.on_failure, self.answer = on_failure, answer
         self.log = SharedLog(log) if log else None
         self.suspicious = SharedLog(log.with_name(SUSPICIOUS)) if log else None
-        self._warned = False
         self.pool = Pool(self.functions, processes, time_limit_s, Path(base))
 
     @node(type="inference", writes="score", ignores=NOT_SCORED)
@@ -104,7 +99,6 @@ class Reward(Role):
                 scores.log_held_out(ctx.metrics, samples.sources)
         if missing := scores.not_applicable():
             ctx.metrics.log("reward/not_applicable", len(missing), reduce="sum")
-            self._warn_not_applicable(samples.ids[missing[0]])
         if columns := scores.columns():
             ctx.record.sample(batch.ids, columns)
         ctx.metrics.log("reward/failures", len({i for i, _, _ in failures}), reduce="sum")
@@ -165,18 +159,6 @@ class Reward(Role):
                 return float(on_failure)
             total += function.weight * (result.value or 0.0)
         return total
-
-    def _warn_not_applicable(self, sample: Any) -> None:
-        """Warns once: such samples get the score 0, which may not be what was meant."""
-        if not self._warned:
-            names = ", ".join(f"'{f.name}'" for f in self.functions)
-            logger.warning(
-                "reward: no function applies to sample %s (%s returned None), which gets the score 0;"
-                " reward/not_applicable counts such samples",
-                sample,
-                names,
-            )
-        self._warned = True
 
     def _error(self, samples: "Samples", failed: Sequence[tuple[int, str]], function: int) -> RewardError:
         sample, reason = failed[0]
