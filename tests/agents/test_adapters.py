@@ -91,7 +91,6 @@ def test_trl_describes_methods_as_tools(descriptions: dict[str, Description]) ->
     assert [t["function"]["name"] for t in counter.tools[""]] == ["increment", "slow_increment"]
     parameters = counter.tools[""][0]["function"]["parameters"]
     assert parameters["properties"] == {"times": {"type": "integer", "description": "How often."}}
-    assert counter.gives_reward
     assert counter.columns == ("start",)
     assert descriptions["several"].choices == ("counter", "echo")
     assert [t["function"]["name"] for t in descriptions["several"].tools["echo"]] == ["echo"]

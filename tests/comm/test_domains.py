@@ -79,5 +79,4 @@ def test_topology_knows_who_shares_a_host() -> None:
     assert topology.hosts == (0, 1, 0, 2)
     assert topology.same_host(0, 2)
     assert not topology.same_host(0, 1)
-    assert topology.local_ranks(2) == (0, 2)
-    assert Topology.single(3).local_ranks(1) == (0, 1, 2)
+    assert Topology.single(3).same_host(0, 2)

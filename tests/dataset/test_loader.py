@@ -101,9 +101,8 @@ def test_a_step_larger_than_the_data_runs_over_several_epochs(make: Make) -> Non
     assert len(set(xs[6:])) == 2
 
 
-def test_ids_and_epochs(make: Make) -> None:
+def test_ids(make: Make) -> None:
     loader = Loader(make(10), prompts=4, repeat=3, seed=0)
-    assert [loader.epoch_of(s) for s in (0, 2, 3, 5)] == [0, 0, 1, 2]
     ids, columns = loader.load(1, 1, 2)
     assert ids.dtype == "int64"
     assert ids.tolist() == [18, 19, 20, 21, 22, 23]

@@ -39,7 +39,6 @@ class Description:
 
     kind: str
     tools: Mapping[str, list[dict[str, Any]]] = field(default_factory=lambda: {"": []})
-    gives_reward: bool = False
     columns: tuple[str, ...] = ()  # that a row must have
     needs_endpoint: bool = False  # it calls the model by HTTP
 

@@ -62,10 +62,6 @@ class Loader:
         """Returns the position of a step's first prompt."""
         return 0 if self.rewind else step * self.prompts
 
-    def epoch_of(self, step: int) -> int:
-        """Returns the epoch in which a step begins; it may end in a later one."""
-        return int(self._rows(np.array([step * self.prompts], np.int64))[0][0])
-
     def load(self, step: int, replica: int, replicas: int) -> _Loaded:
         """Returns the sample ids, ascending, and one list per field, of one of `replicas` shares of a step.
 

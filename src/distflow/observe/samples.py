@@ -22,7 +22,6 @@ from distflow.run_folder import SAMPLES, rank_file
 from distflow.util.arrays import Ints
 
 LIMIT = 16 << 20  # bytes of a worker's file
-PER_STEP = 32  # samples of a step, of all workers together
 MAX_TOKENS, MAX_TEXT, MAX_OBJECT = 2048, 16384, 65536  # of one field; the rest is cut off
 MAX_MESSAGE = 2000  # characters of a message of a conversation that is too long
 TOKENS = ("prompt_tokens", "response_tokens")

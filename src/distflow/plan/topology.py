@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 HOST_RANKS = 8  # up to this number, one rank may send to all others of its host
 
@@ -27,10 +26,6 @@ class Topology:
     def same_host(self, a: int, b: int) -> bool:
         return self.hosts[a] == self.hosts[b]
 
-    def local_ranks(self, rank: int) -> tuple[int, ...]:
-        """Returns the ranks on the host of this one, itself included."""
-        return self._ranks[self.hosts[rank]]
-
     def by_host(self, ranks: Sequence[int]) -> list[Sequence[int]] | None:
         """Returns `ranks` by host, if a collective should go through one rank of each host; else None.
 
@@ -44,10 +39,3 @@ class Topology:
         if len(set(firsts)) < len(firsts) or [h for h in firsts for _ in range(count)] != hosts:
             return None
         return [ranks[i : i + count] for i in range(0, len(ranks), count)]
-
-    @cached_property
-    def _ranks(self) -> dict[int, tuple[int, ...]]:
-        ranks: dict[int, list[int]] = {}
-        for rank, host in enumerate(self.hosts):
-            ranks.setdefault(host, []).append(rank)
-        return {host: tuple(members) for host, members in ranks.items()}

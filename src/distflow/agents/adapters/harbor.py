@@ -131,7 +131,7 @@ def describe(environment: LoadedEnvironment) -> Description:
     shell = Shell(None, "/", {}, 0.0, 0)  # type: ignore[arg-type]  # for the schemas of its methods
     tools = [function_tool(t, where) for t in tools_of(shell).values()]
     columns = ("task",) if len(_tasks(environment)) > 1 else ()
-    return Description("harbor", {"": json_schemas(tools, where)}, gives_reward=True, columns=columns)
+    return Description("harbor", {"": json_schemas(tools, where)}, columns=columns)
 
 
 def drive(environment: LoadedEnvironment, start: Mapping[str, Any], session: ChildSession) -> Outcome:

@@ -35,12 +35,12 @@ def describe(environment: LoadedEnvironment) -> Description:
                 f"{spec.where}: no server answers at {spec.args['base_url']}: {describe_error(e)};"
                 " start it first, on every host"
             ) from e
-        return Description("openenv", {"": tools}, gives_reward=True)
+        return Description("openenv", {"": tools})
     action = _action_class(environment)
     if len(_fields(action)) == 1:
-        return Description("openenv", gives_reward=True)
+        return Description("openenv")
     schema = {"type": "object", "properties": action.model_json_schema()["properties"], "required": _fields(action)}
-    return Description("openenv", {"": [_tool_schema("step", action.__doc__ or "", schema)]}, gives_reward=True)
+    return Description("openenv", {"": [_tool_schema("step", action.__doc__ or "", schema)]})
 
 
 def drive(environment: LoadedEnvironment, start: Mapping[str, Any], session: ChildSession) -> Outcome:

@@ -12,7 +12,7 @@ from distflow.agents.spec import Description
 
 
 def describe(environment: LoadedEnvironment) -> Description:
-    return Description("openrlhf", gives_reward=True)
+    return Description("openrlhf")
 
 
 def drive(environment: LoadedEnvironment, start: Mapping[str, Any], session: ChildSession) -> Outcome:

@@ -39,7 +39,7 @@ def describe(environment: LoadedEnvironment) -> Description:
                 f"{spec.where}: there is no program '{program}', neither in PATH nor in {environment.base}; check"
                 " `environment.command`"
             )
-        return Description("program", gives_reward=True, needs_endpoint=True)
+        return Description("program", needs_endpoint=True)
     known = {*GIVEN, *spec.args}
     for name in required_parameters(environment.target):
         if name not in known:
@@ -47,7 +47,7 @@ def describe(environment: LoadedEnvironment) -> Description:
                 f"{spec.where}: the agent has a parameter '{name}' that nobody gives; it is given"
                 f" {', '.join(GIVEN)}, and `environment.args`"
             )
-    return Description("program", gives_reward=True, needs_endpoint=True)
+    return Description("program", needs_endpoint=True)
 
 
 def drive(environment: LoadedEnvironment, start: Mapping[str, Any], session: ChildSession) -> Outcome:

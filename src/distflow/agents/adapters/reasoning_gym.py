@@ -17,7 +17,7 @@ from distflow.agents.spec import Description
 def describe(environment: LoadedEnvironment) -> Description:
     """Generates a task, so that a wrong option is an error before training."""
     _task(environment, 0)
-    return Description("reasoning_gym", gives_reward=True)
+    return Description("reasoning_gym")
 
 
 def drive(environment: LoadedEnvironment, start: Mapping[str, Any], session: ChildSession) -> Outcome:

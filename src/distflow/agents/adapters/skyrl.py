@@ -16,7 +16,7 @@ from distflow.flow.importing import load
 
 
 def describe(environment: LoadedEnvironment) -> Description:
-    return Description("skyrl", gives_reward=True)
+    return Description("skyrl")
 
 
 def drive(environment: LoadedEnvironment, start: Mapping[str, Any], session: ChildSession) -> Outcome:

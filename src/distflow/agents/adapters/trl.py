@@ -20,16 +20,15 @@ def describe(environment: LoadedEnvironment) -> Description:
     """Reads the methods of the class; only the object of a factory function is made for that."""
     spec, common = environment.spec, [*environment.tools, *_served(environment.spec)]
     if environment.target is None:  # nothing but tools
-        return Description("tools", {"": json_schemas(common, spec.where)}, any(t.finish for t in common))
-    schemas, rewards, columns = {}, False, set[str]()
+        return Description("tools", {"": json_schemas(common, spec.where)})
+    schemas, columns = {}, set[str]()
     for choice, factory in _factories(environment.target).items():
         where = f"{spec.where}: '{choice}'" if choice else spec.where
         prototype = _prototype(factory, spec.args, where)
         tools = [function_tool(m, where) for m in _methods(prototype)]
         schemas[choice] = json_schemas([*common, *tools], where)
-        rewards |= callable(getattr(prototype, "get_reward", None))
         columns |= set(_required(prototype.reset)) if len(_factories(environment.target)) == 1 else set()
-    return Description("trl", schemas, rewards, tuple(sorted(columns)))
+    return Description("trl", schemas, tuple(sorted(columns)))
 
 
 def drive(environment: LoadedEnvironment, start: Mapping[str, Any], session: ChildSession) -> Outcome:

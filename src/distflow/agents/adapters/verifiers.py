@@ -48,7 +48,7 @@ def describe(environment: LoadedEnvironment) -> Description:
             f"{environment.spec.where}: verifiers cannot make it: {describe_error(e)}; check its"
             " id and `environment.args`, which are its EnvConfig"
         ) from e
-    return Description("verifiers", gives_reward=True, columns=("task",), needs_endpoint=True)
+    return Description("verifiers", columns=("task",), needs_endpoint=True)
 
 
 def drive(environment: LoadedEnvironment, start: Mapping[str, Any], session: ChildSession) -> Outcome:

@@ -40,7 +40,7 @@ def describe(environment: LoadedEnvironment) -> Description:
                 f"{environment.spec.where}: tool '{tool.name}' is a plain function, and verl's agent loops call verl's"
                 " own tools; decorate it with verl's `@function_tool`, or name a BaseTool"
             )
-    return Description("verl_loop", gives_reward=True)
+    return Description("verl_loop")
 
 
 def drive(environment: LoadedEnvironment, start: Mapping[str, Any], session: ChildSession) -> Outcome:
