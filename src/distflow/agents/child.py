@@ -25,7 +25,7 @@ class EnvironmentFault(Exception):  # noqa: N818 - the environment's, not ours
 
 @dataclass
 class Outcome:
-    """How a conversation ended. `reward` is for the whole conversation; rewards of its turns are a part of it."""
+    """The end of a conversation. `reward` is for the whole conversation; rewards of its turns are a part of it."""
 
     reward: float | None = None
     rewards: dict[str, float] = field(default_factory=dict)  # of functions that take `environments`

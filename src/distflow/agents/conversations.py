@@ -92,7 +92,7 @@ Reply = Callable[[Completion], None]
 
 
 class Conversations:
-    """Starts conversations, answers them, and collects what the engine has to do. Of one call of `converse`."""
+    """Starts the conversations of one call of `converse`, answers them, and collects requests for the engine."""
 
     def __init__(
         self,
@@ -321,7 +321,7 @@ class Conversations:
         reply: Reply,
         tell: Callable[[str], None],
     ) -> Ended | None:
-        """Asks the engine for a turn. Of sampling parameters only limits are the caller's: the rest is trained with.
+        """Asks the engine for a turn. Only limits are the caller's: other sampling parameters are those of training.
 
         `reply` gets the turn, or `tell` the reason why there is none.
         """

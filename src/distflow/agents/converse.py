@@ -37,7 +37,7 @@ class ReplicaGroup:
 
 
 class EngineUse:
-    """How well the engine was used: how much of the time it was decoding, and how much it did not compute again."""
+    """Measures how well the engine was used: its share of time in decoding, and the tokens not computed again."""
 
     def __init__(self) -> None:
         self._decoding = self._waiting = 0.0

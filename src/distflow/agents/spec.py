@@ -34,8 +34,8 @@ class EnvironmentSpec:
 
 @dataclass(frozen=True)
 class Description:
-    """What an environment is. `tools` has the JSON schemas per choice; the only choice is "" unless it is a dict
-    of factories, in which case the row's column `environment` chooses among its keys."""
+    """The description of an environment. `tools` has the JSON schemas per choice; the only choice is "" unless it is a
+    dict of factories, in which case the row's column `environment` chooses among its keys."""
 
     kind: str
     tools: Mapping[str, list[dict[str, Any]]] = field(default_factory=lambda: {"": []})

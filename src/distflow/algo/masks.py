@@ -19,7 +19,7 @@ def off_policy_mask(tokens: Tokens, threshold: float) -> Tensor:
 
     It has left one behind if the mean of old less new log-probs is above `threshold` (off-policy sequence masking of
     DeepSeek-V3.2).
-    What is not likely any more need not be made less likely.
+    An unlikely token need not be made less likely.
     """
     if not threshold >= 0:
         raise ConfigError(f"mask_off_policy is {threshold}; it must be 0 or more")

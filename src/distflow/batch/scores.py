@@ -1,4 +1,4 @@
-"""What rewards and judges have in common: the fields that they do not read, and the metrics of scores."""
+"""Common parts of rewards and judges: the fields that they do not read, and the metrics of scores."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING

@@ -196,7 +196,7 @@ class CheckpointWriter:
         self._files.write(self.folder / LATEST, json.dumps({"step": step}))
 
     def _listed(self, partial: Path, rows: Tensor) -> dict[str, tuple[int, str]]:
-        """Returns all files with their checksums. Those of tensors are in `rows`, by worker and role."""
+        """Returns all files with their checksums. The rows of tensors are in `rows`, by worker and role."""
         exported = _files_in(partial / HUGGINGFACE) if (partial / HUGGINGFACE).exists() else []
         files = _checksums(partial, [partial / RUN_STATE, *exported])
         digests = {

@@ -16,7 +16,7 @@ SLURM_PORTS = range(15_000, 30_000)  # below the ports that Linux gives to outgo
 
 @dataclass(frozen=True)
 class LaunchEnv:
-    """Who this worker is, and where the store is in which all workers meet."""
+    """This worker's identity, and the address of the store in which all workers meet."""
 
     rank: int
     workers: int

@@ -205,7 +205,7 @@ def resources_by_rank(config: Config, workers: int, cluster: Resources) -> list[
 
 
 def assign_ranks(resources: Sequence[Resources], nodes: Sequence[str]) -> list[int]:
-    """Returns the bundle of each rank. Those with the same needs are interchangeable: ranks of a node shall be
+    """Returns the bundle of each rank. Workers with the same needs are interchangeable: ranks of a node shall be
     consecutive, as tensor parallelism and the weight sync prefer."""
     first = {node: bundle for bundle, node in reversed(list(enumerate(nodes)))}
     kinds = [tuple(sorted(r.items())) for r in resources]

@@ -18,7 +18,7 @@ PORTS = range(20_000, 30_000)  # above Ray's own, below the range that Linux giv
 
 @dataclass(frozen=True)
 class ActorAddress:
-    """Where an actor is."""
+    """The place of an actor."""
 
     node: str  # Ray's id of it
     host: str

@@ -154,8 +154,8 @@ class World:
     def leave_together(self) -> None:
         """Returns once no worker needs the store any more, which may be gone with the first one that leaves.
 
-        In the first barrier workers may have to look up where others listen. Who comes to the second has done so, and
-        all come to it before one leaves.
+        In the first barrier workers may have to look up where others listen. At the second they have, and none
+        leaves it before all are there.
         """
         for _ in range(2):
             self.transport.run(barrier(self.rendezvous.rank, self.all_ranks))

@@ -28,7 +28,7 @@ def own_stream(device: torch.device) -> Iterator[None]:
 
 
 class Moment:
-    """What this thread has begun on the device so far, if there is one; another thread lets its stream wait for it."""
+    """The work that this thread has begun on a device so far; another thread lets its stream wait for it."""
 
     def __init__(self, device: torch.device) -> None:
         self._event: Any = None if device.type == "cpu" else torch.get_device_module(device).Event()

@@ -1,4 +1,4 @@
-"""How configs differ from each other and from the defaults, by dotted keys."""
+"""Compares configs with each other and with the defaults, by dotted keys."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any

@@ -66,7 +66,7 @@ class SourceConfig(Section):
 
 
 class CurriculumConfig(Section):
-    """How the prompts of later steps follow what the model can do."""
+    """Lets the prompts of later steps follow the skill of the model."""
 
     pass_score: float = 1.0  # least score of a response that passes
     drop_solved: float | None = Field(None, gt=0, le=1)  # pass rate from which on a prompt is not drawn any more
@@ -116,7 +116,7 @@ class DataConfig(Section):
 
 
 class PlaceConfig(Section):
-    """Where a node or a role runs: the name of a rank set, and how its ranks are divided into dp × sp × tp."""
+    """The place of a node or a role: the name of a rank set, and its division into dp × sp × tp."""
 
     ranks: str = "all"
     dp: int | None = Field(None, gt=0)
@@ -214,14 +214,14 @@ class RoleConfig(Section):
 
 
 class VllmConfig(Section):
-    """What only the engine `vllm` has."""
+    """Settings of the engine `vllm` alone."""
 
     sampler: Literal["distflow", "vllm"] = "distflow"  # vllm: its own, which is faster; samples depend on their batch
     args: dict[str, Any] = {}  # of vLLM's EngineArgs, such as max_num_batched_tokens and kv_cache_dtype
 
 
 class RolloutConfig(Section):
-    """How responses are generated."""
+    """Settings of generation."""
 
     engine: str = "builtin"  # its name: builtin, vllm, or one that an installed package brings
     n: int = Field(8, gt=0)  # responses per prompt
@@ -338,7 +338,7 @@ class LoraConfig(Section):
 
 
 class TrainConfig(TrainerConfig):
-    """How the actor is trained."""
+    """Settings of the actor's training."""
 
     lora: LoraConfig | None = None  # default: all weights are trained
     ema: float | None = Field(None, ge=0, lt=1)  # decay of a moving average of the weights; default: none
@@ -350,7 +350,7 @@ class TrainConfig(TrainerConfig):
 
 
 class CriticConfig(TrainerConfig):
-    """How the critic is trained, and its initial model."""
+    """Settings of the critic's training, and its initial model."""
 
     lr: float = Field(1e-5, ge=0)
     model: ModelSection = None  # default: the model of the config
@@ -473,7 +473,7 @@ class RecordConfig(Section):
 
 
 class TrackerConfig(Section):
-    """What a tracker calls the run; TensorBoard has none of it."""
+    """The names of the run in a tracker; TensorBoard has none of it."""
 
     project: str | None = None  # of W&B and trackio, the experiment of MLflow; default: its variable, else distflow
     name: str | None = None  # of the run; default: that of its folder
@@ -495,7 +495,7 @@ def _as_trackers(value: Any) -> Any:
 
 
 class RayConfig(Section):
-    """Where `--launcher ray` places the workers of a cluster."""
+    """The placement of workers by `--launcher ray`."""
 
     resources: dict[str, dict[str, Annotated[float, Field(gt=0)]]] = {}  # rank set → resources of each of its workers
     strategy: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = "PACK"  # of Ray's placement group

@@ -24,7 +24,7 @@ _STREAM = 1_000_003  # between the seeds of two sources
 
 
 class FollowRules(Protocol):
-    """How prompts follow results: the section `data.curriculum` of a config."""
+    """Makes prompts follow results: the section `data.curriculum` of a config."""
 
     @property
     def pass_score(self) -> float: ...

@@ -1,1 +1,1 @@
-"""What depends on the device: what it offers, what is chosen for it and why, and the memory that a run needs on it."""
+"""The parts that depend on the device: its offer, the choices for it with reasons, and the memory of a run."""

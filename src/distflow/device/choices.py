@@ -1,6 +1,6 @@
 """Chooses for an accelerator what must differ from a CPU, for which the defaults of the config are. Imports no torch.
 
-What the user sets wins. Every choice has its reason, which `distflow check` and the log of a run show.
+A value from the user wins. Every choice has its reason, which `distflow check` and the log of a run show.
 """
 
 import math

@@ -29,7 +29,7 @@ _KEPT_HIDDEN, _KEPT_FFN = 11, 4.25  # without gradient checkpointing: from the f
 
 @dataclass(frozen=True)
 class Settings:
-    """How the model of a role is trained or run."""
+    """The way in which the model of a role is trained or run."""
 
     dtype_bytes: int  # of the computation
     micro_tokens: int
@@ -47,7 +47,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Engine:
-    """What of an engine takes memory."""
+    """The parts of an engine that take memory."""
 
     kv_cache: float
     max_sequences: int

@@ -1,4 +1,4 @@
-"""What the accelerator of this worker offers."""
+"""Reads what the accelerator of this worker offers."""
 
 from dataclasses import dataclass, replace
 from typing import Any

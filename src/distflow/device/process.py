@@ -1,4 +1,4 @@
-"""What is set for a worker's process by its device: time limits, memory allocator, precision of products."""
+"""Settings of a worker's process for its device: time limits, memory allocator, precision of products."""
 
 import os
 from collections.abc import Mapping
@@ -22,7 +22,7 @@ def sets_allocator(environ: Mapping[str, str] = os.environ) -> bool:
 
 @dataclass(frozen=True)
 class ProcessSettings:
-    """What is chosen for the process; the defaults are torch's."""
+    """The choices for the process; the defaults are torch's."""
 
     expandable_segments: bool = False
     tf32: bool = False

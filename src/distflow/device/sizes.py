@@ -1,4 +1,4 @@
-"""How much is worked on at once: on a CPU what stays in its caches, on an accelerator what keeps it busy.
+"""Sizes of the pieces of work: as much as stays in the caches of a CPU, or keeps an accelerator busy.
 
 Imports no torch.
 """

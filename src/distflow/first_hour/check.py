@@ -22,7 +22,7 @@ _DISK = 0.5  # of what is free that models may take
 
 @dataclass
 class Result:
-    """What became of a step."""
+    """The outcome of a step."""
 
     step: str
     what: str
@@ -34,7 +34,7 @@ class Result:
 
 @dataclass
 class Report:
-    """What a first hour has shown."""
+    """The results of a first hour."""
 
     facts: dict[str, Any]
     results: list[Result]

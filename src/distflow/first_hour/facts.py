@@ -1,4 +1,4 @@
-"""What is here: versions, devices, and the models that fit on them."""
+"""Finds what is here: versions, devices, and the models that fit on them."""
 
 import os
 import platform

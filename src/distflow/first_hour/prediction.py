@@ -1,5 +1,5 @@
-"""What a run should need and take on the device: memory by the trainer itself on tensors without memory, time by the
-simulator where it knows the hardware."""
+"""Predicts the memory and the time of a run on the device: memory by the trainer itself on tensors without memory, time
+by the simulator where it knows the hardware."""
 
 from typing import Any
 

@@ -26,7 +26,7 @@ HIDDEN = {
 
 
 class StepError(Exception):
-    """Why a step has not shown what it should."""
+    """A step has failed, or could not show its point; the message says why."""
 
 
 class TooLongError(StepError):
@@ -35,7 +35,7 @@ class TooLongError(StepError):
 
 @dataclass
 class Clock:
-    """What is left of the time of a step."""
+    """Counts down the time of a step."""
 
     limit_s: float
 

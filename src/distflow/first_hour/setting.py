@@ -1,4 +1,4 @@
-"""What the steps run: configs, data and rewards. Imports no torch."""
+"""The runs of the steps: configs, data and rewards. Imports no torch."""
 
 import json
 from pathlib import Path

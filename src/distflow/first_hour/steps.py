@@ -32,7 +32,7 @@ def file_name(step: str) -> str:
 
 @dataclass
 class Setting:
-    """What all steps share."""
+    """The values that all steps share."""
 
     folder: Path
     facts: dict[str, Any]  # of the device

@@ -2,8 +2,8 @@
 
 Heartbeats are UDP packets and cost a worker two per tick, whatever the number of workers. An alarm goes to the ranks at
 distances 1, 2, 4 … in both directions, and each passes it on: it reaches all in log N hops, around workers that are
-gone. What UDP may have lost goes by TCP as well. Every packet bears a code that only this run can make, and nothing is
-parsed before that is checked.
+gone. Messages that UDP may have lost go by TCP as well. Every packet bears a code that only this run can
+make, and nothing is parsed before that is checked.
 """
 
 import contextlib

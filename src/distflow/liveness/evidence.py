@@ -1,4 +1,4 @@
-"""What the system knows of other workers: whether a process of this host runs, and what TCP to another one does.
+"""Asks the system about other workers: whether a process of this host runs, and what TCP to another one does.
 
 Read when a run is stuck; on other systems than Linux there is nothing to read.
 """

@@ -28,7 +28,7 @@ TERMINATED = (-signal.SIGTERM, 128 + signal.SIGTERM)  # exit codes of a worker t
 
 
 class Exit(NamedTuple):
-    """How a worker process has ended, as its launcher sees it."""
+    """The end of a worker process, as its launcher sees it."""
 
     local_rank: int
     exitcode: int
@@ -37,7 +37,7 @@ class Exit(NamedTuple):
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a worker, or the run, has ended. Two failures are equal if they are the same at the same step."""
+    """The reason why a worker, or the run, has ended. Two failures are equal if they are the same at the same step."""
 
     kind: Kind
     message: str

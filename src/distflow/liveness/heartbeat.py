@@ -40,7 +40,7 @@ class Record:
 
 @dataclass(frozen=True)
 class Peer:
-    """Where another worker is; `local`: its process can be seen from here; `address`: of its connections."""
+    """The progress of another worker; `local`: its process can be seen from here; `address`: of its connections."""
 
     host: str
     pid: int

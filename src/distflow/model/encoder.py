@@ -146,7 +146,7 @@ class Encoder:
     ) -> list[int]:
         """Encodes text with spans of special tokens in it: the ones with a name as such, the others as text.
 
-        What is between them is `only_text`, or encoded with the special tokens that it has.
+        Text between them is `only_text`, or encoded with its special tokens.
         """
         tokens: list[int] = []
         last = 0

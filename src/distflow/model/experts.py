@@ -25,7 +25,7 @@ TP_DIMS = {"gate_proj": 1, "up_proj": 1, "down_proj": 2}  # by matrix: the dimen
 
 @dataclass
 class Routing:
-    """What the routers of one forward pass are told, and what they choose; each list has an entry per layer."""
+    """The input and the choices of the routers of one forward pass; each list has an entry per layer."""
 
     keeps: bool = False  # the lists are filled
     replay: Tensor | None = None  # [tokens, layers, top-k]: experts to use; a token with negative ones has its own

@@ -28,7 +28,7 @@ _PICTURES, _PICTURE = 8, 256  # of a sample that is recorded: how many, and pixe
 
 
 class Place(NamedTuple):
-    """Where an image is in a sequence: from its first token to behind its last."""
+    """The place of an image in a sequence: from its first token to behind its last."""
 
     start: int
     end: int
@@ -44,7 +44,7 @@ class Processed:
 
 
 class Images:
-    """The images of a model's prompts. What is made of one is kept until it is freed."""
+    """The images of a model's prompts. The result for one is kept until it is freed."""
 
     def __init__(self, processor: Any, rows: Rows) -> None:
         self.processor, self.rows = processor, rows

@@ -1,7 +1,7 @@
-"""Where weights are in transformers' files if they have other names there, or other shapes, than in a model.
+"""Finds weights in transformers' files where these have other names or shapes than a model.
 
-Of experts, a file has three matrices for each, or those of all experts of a layer stacked, with gate and up in one
-tensor. Older files of Qwen's vision-language models name the language model as if it were alone.
+A file has three matrices for each expert, or stacks of all experts of a layer, with gate and up in one tensor. Older
+files of Qwen's vision-language models name the language model as if it were alone.
 """
 
 import re

@@ -24,7 +24,7 @@ BUSIEST, MAX_RANKS = "perf/busiest", 1 << 20
 
 
 class StepMetrics:
-    """One worker's metrics of one step. Who logs a metric says how it is reduced; the name does not matter."""
+    """One worker's metrics of one step. The node that logs one says how it is reduced; the name does not matter."""
 
     def __init__(self) -> None:
         self.totals: dict[Key, tuple[float, float]] = {}  # (value so far, count)

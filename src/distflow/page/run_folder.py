@@ -50,7 +50,7 @@ def is_run(path: Path) -> bool:
 
 
 class RunFolder:
-    """All that a page shows of one run. What cannot be read is named by `missing`, never an error."""
+    """All that a page shows of one run. Files that cannot be read are named by `missing`, and never an error."""
 
     def __init__(self, path: Path) -> None:
         if not is_run(path):

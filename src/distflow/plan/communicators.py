@@ -1,4 +1,4 @@
-"""Who joins which communicator, and in which order. Pure, and the same on every rank that derives it.
+"""Says which ranks join which communicator, and in which order. Pure, and the same on every rank that derives it.
 
 Every rank joins the communicators that it is a member of in the one order of `communicators`, before anything uses
 them: what each joins is a subsequence of that order, so no ranks wait in a circle, and none uses a communicator that

@@ -1,4 +1,4 @@
-"""What a device would have in memory, from the tensors without memory that stand for its own."""
+"""Counts the memory of a device by tensors without memory that stand for its own."""
 
 import weakref
 from collections import Counter
@@ -18,7 +18,7 @@ _BLOCK = 512  # bytes that an allocation of CUDA's caching allocator is a multip
 
 class Allocations(TorchDispatchMode):
     """While it is entered, tensors of torch's `meta` device are those of a device: their storages are counted while
-    they live, by what they are for. What would need another rank, or the numbers themselves, is answered with zeros."""
+    they live, by what they are for. Operations that need another rank, or the numbers themselves, give zeros."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""What `distflow check --memory` prints: the memory of each phase of a step, whether it fits, and what to change."""
+"""Prints `distflow check --memory`: the memory of each phase of a step, whether it fits, and what to change."""
 
 import re
 from collections.abc import Iterator, Sequence

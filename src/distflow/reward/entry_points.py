@@ -172,7 +172,7 @@ def _defines_tests(test: str) -> bool:
 
 
 class _Uses:
-    """How tests use the names that they do not define."""
+    """The uses of names that the tests do not define."""
 
     def __init__(self, tree: ast.Module, undefined: set[str]) -> None:
         self.tree, self.undefined = tree, undefined

@@ -25,7 +25,7 @@ _LARGEST_SCORE = 3.4e38  # scores travel as float32
 
 @dataclass(frozen=True)
 class Signature:
-    """How to call a function; `required` are the parameters without a default and without a value in `args`."""
+    """The way to call a function; `required` are the parameters without a default and without a value in `args`."""
 
     kind: Literal["verl", "trl"]
     parameters: tuple[str, ...]
@@ -53,7 +53,7 @@ class Score:
 
 @dataclass(frozen=True)
 class NoScore:
-    """Why a sample has no score; `reason` completes a sentence whose subject is the function."""
+    """The reason why a sample has no score; `reason` completes a sentence whose subject is the function."""
 
     reason: str
 

@@ -52,7 +52,7 @@ class Suite:
 
 @dataclass(frozen=True)
 class _Parts:
-    """What a ground truth holds, before it is known which names the tests take from the solution."""
+    """The content of a ground truth, before it is known which names the tests take from the solution."""
 
     tests: list[str | ProgramCase | FunctionCase]
     setup: Sequence[str] = ()

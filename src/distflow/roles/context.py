@@ -1,4 +1,4 @@
-"""What an object that implements a role may ask for, by a parameter called `role`. Imports no torch."""
+"""The context that an implementation of a role may ask for, by a parameter called `role`. Imports no torch."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field

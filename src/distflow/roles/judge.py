@@ -30,7 +30,7 @@ _NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
 
 @dataclass(frozen=True)
 class JudgeOptions:
-    """What a judge is asked, and whose model it is: see `Judge`."""
+    """The question for a judge, and the model that answers: see `Judge`."""
 
     question: str
     model: Mapping[str, Any] | str | None = None

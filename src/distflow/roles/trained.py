@@ -1,4 +1,4 @@
-"""What roles that are trained have in common. Imports no torch."""
+"""The common base of trained roles. Imports no torch."""
 
 from collections.abc import Mapping
 from dataclasses import replace

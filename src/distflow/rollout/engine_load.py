@@ -1,4 +1,4 @@
-"""How busy a rollout engine was: how many responses were unfinished, over time."""
+"""Measures how busy a rollout engine was: how many responses were unfinished, over time."""
 
 import time
 

@@ -1,4 +1,4 @@
-"""How a worker's chain communicates: at once, in its own thread. `async_comm` has another way."""
+"""Communicates for a worker's chain: at once, in the chain's own thread. `async_comm` has another way."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any

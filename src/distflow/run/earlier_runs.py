@@ -1,4 +1,4 @@
-"""What an earlier run has left in the folder of a new one, and how the configs of two runs differ. Imports no torch."""
+"""Handles files of an earlier run in the folder of a new one, compares the configs of two runs. Imports no torch."""
 
 import json
 import logging

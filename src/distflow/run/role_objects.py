@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RankContext:
-    """What the roles of one rank share."""
+    """The values that the roles of one rank share."""
 
     rank: int
     meshes: "Mapping[MeshShape, DeviceMesh]"

@@ -64,7 +64,7 @@ class ProgramLimits:
 
 @dataclass(frozen=True)
 class ProgramResult:
-    """How a program ended. `code` is the exit code, or minus the signal; `reason` explains any status but `ok`.
+    """The end of a program. `code` is the exit code, or minus the signal; `reason` explains any status but `ok`.
 
     `error` is an exit code other than 0. A program chooses its exit code, so `ok` does not prove that it succeeded.
     """

@@ -27,7 +27,7 @@ _ROLLOUT, _TRAIN = "rollout", "train"
 
 
 class Shape(NamedTuple):
-    """What a search varies."""
+    """The ranges of a search."""
 
     rollout: int | None
     generate_tp: int

@@ -1,4 +1,4 @@
-"""What the routers of a mixture of experts do in a step: the load of experts, and choices unlike the rollout's."""
+"""Measures the routers of a mixture of experts in a step: the load of experts, and choices unlike the rollout's."""
 
 from collections.abc import Callable, Sequence
 

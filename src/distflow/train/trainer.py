@@ -80,7 +80,7 @@ class RankMesh:
 
 @dataclass(frozen=True)
 class TrainerOptions:
-    """How a model is trained, or only run, if it is not `trainable`."""
+    """Options of a model that is trained, or only run, if it is not `trainable`."""
 
     config: TrainerConfig
     trainable: bool = True
@@ -146,7 +146,7 @@ class Trainer:
             self.host = HostShards(fsdp.local_shards([*self.base, *(self.trained if self.adapter else ())]))
 
     def _materialize(self, rank: int) -> None:
-        """Allocates this rank's shards and reads the weights into them. What is not trained is only computed with."""
+        """Allocates this rank's shards and reads the weights into them. Frozen ones have the dtype of computation."""
         compute = DTYPES[self.config.dtype]
 
         def allocated(t: Tensor) -> Tensor:

@@ -58,7 +58,7 @@ class CovarianceChoice:
 
 @dataclass(frozen=True)
 class EntropyTarget:
-    """How the weight of the entropy bonus follows the entropy; see distflow.algo.entropy_control."""
+    """Makes the weight of the entropy bonus follow the entropy; see distflow.algo.entropy_control."""
 
     target: float
     step: float

@@ -1,4 +1,4 @@
-"""What packs of a vision-language model have beside tokens: positions along several axes, and images."""
+"""The parts of packs of a vision-language model beside tokens: positions along several axes, and images."""
 
 from collections.abc import Sequence
 from dataclasses import replace

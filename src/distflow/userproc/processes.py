@@ -72,7 +72,7 @@ class _Process:
 
 @dataclass
 class _Owned:
-    """What has to be killed at the end, apart from `Processes` so that it can be finalized."""
+    """The processes to be killed at the end, apart from `Processes` so that it can be finalized."""
 
     servers: list[ServerProcess] = field(default_factory=list)
     processes: dict[int, _Process] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""How to install an extra. The package is on no index: it is installed from a clone of the repository."""
+"""Says how to install an extra. The package is on no index: it is installed from a clone of the repository."""
 
 
 def how_to_install(extra: str) -> str:

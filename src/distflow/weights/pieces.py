@@ -16,7 +16,7 @@ from distflow.weights.sync_group import Mask
 
 @dataclass(frozen=True)
 class Sharding:
-    """How the parameters of a bucket are cut; all of them have `rows` rows."""
+    """The cuts of the parameters of a bucket; all of them have `rows` rows."""
 
     rows: int
     along: bool  # tensor parallelism cuts the rows, which FSDP cuts too
@@ -66,7 +66,7 @@ class GatheredPart:
 
 @dataclass(frozen=True)
 class Resharding:
-    """How source and destination cut parameters."""
+    """The cuts of parameters at source and destination."""
 
     shard: int
     source_tp: int
@@ -141,7 +141,7 @@ class Resharding:
 
 @dataclass(frozen=True, slots=True)  # there are thousands
 class PieceFormat:
-    """How a source rank's piece of a bucket lies in memory: of each parameter, the rows of its chunk in the window.
+    """The memory layout of a source rank's piece of a bucket: of each parameter, the rows of its chunk in the window.
 
     All pieces are as long as the window, also where the dp group wants fewer rows.
     """

@@ -23,7 +23,7 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class Shards:
-    """How the ranks of a layout shard parameters.
+    """The sharding of parameters over the ranks of a layout.
 
     FSDP cuts a parameter over `shard` consecutive dp ranks and replicates the shards (hybrid sharding): with
     `shard == layout.dp` every rank has a part of its own, with `shard == 1` every replica has a copy. `blocks` maps

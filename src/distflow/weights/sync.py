@@ -33,7 +33,7 @@ Window = tuple[int, int]  # rows [from, to) of the chunk of every source rank
 
 @dataclass(frozen=True)
 class _Outgoing:
-    """What this rank sends to a dp group: the part, its receivers, and all senders to those receivers."""
+    """The data that this rank sends to a dp group: the part, its receivers, and all senders to those receivers."""
 
     part: Part
     receivers: Sequence[int]
@@ -55,7 +55,7 @@ _Direct = Mapping[int, tuple[Part, int]]  # source rank → the part and the sha
 
 @dataclass(frozen=True, slots=True)
 class _Incoming:
-    """What a destination rank receives of a bucket, and how."""
+    """The data that a destination rank receives of a bucket."""
 
     format: PieceFormat
     own: Part | None  # the part of the piece that this rank has itself

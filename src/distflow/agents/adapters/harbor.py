@@ -30,7 +30,7 @@ _SHARE = 0.8  # of the environment's time limit, for a command
 
 
 class Place(Protocol):
-    """Where a task is worked on: a Box or a Container."""
+    """A workplace of a task: a Box or a Container."""
 
     def run(
         self, argv: list[str], cwd: str = "/", env: Mapping[str, str] | None = None, wall_s: float = 30.0

@@ -1,4 +1,4 @@
-"""What an object looks like: adapters tell their environments by names and methods, without importing a package."""
+"""Tests of what an object looks like: adapters tell environments by names and methods, and import no package."""
 
 import inspect
 from typing import Any

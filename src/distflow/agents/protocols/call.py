@@ -40,7 +40,7 @@ class CallError(DistflowError):
 
 @dataclass(frozen=True)
 class CallBody:
-    """What a call asks for. Exactly one of `messages`, `text` and `token_ids` is the history to continue."""
+    """A parsed call. Exactly one of `messages`, `text` and `token_ids` is the history to continue."""
 
     api: "Api"
     model: str

@@ -22,7 +22,7 @@ _VERSION = "1"  # of what is built of the same files
 
 @dataclass
 class Image:
-    """What a box begins with."""
+    """The contents of a new box."""
 
     folder: Path
     workdir: str = "/"

@@ -56,7 +56,7 @@ class BoxLimits:
 
 @dataclass(frozen=True)
 class BoxResult:
-    """How a program ended: its exit code, or minus the signal; what it wrote to stdout and stderr together."""
+    """The end of a program: its exit code, or minus the signal; what it wrote to stdout and stderr together."""
 
     code: int
     output: str
@@ -114,7 +114,7 @@ class Box:
     def run(
         self, argv: Sequence[str], cwd: str = "/", env: Mapping[str, str] | None = None, wall_s: float = 30.0
     ) -> BoxResult:
-        """Runs a program to its end, or to the time limit. What it started in the background goes on."""
+        """Runs a program to its end, or to the time limit. Its background processes go on."""
         variables = {"PATH": f"{sys.prefix}/bin:{_PATH}", "HOME": "/root", "LANG": "C.UTF-8", **(env or {})}
         read_end, write_end = os.pipe()
         job = {"op": "run", "argv": list(argv), "cwd": cwd, "env": variables, "wall_s": wall_s}

@@ -1,4 +1,4 @@
-"""How much a program has written, for machines where it cannot have a file system of its own."""
+"""Measures how much a program has written, for machines where it cannot have a file system of its own."""
 
 import contextlib
 import os
