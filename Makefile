@@ -15,6 +15,7 @@ FIRST_HOUR := tests/test_wheel.py tests/test_readme.py tests/test_cli.py tests/e
 # The tests of extras: with `[dev]` alone they skip.
 EXTRAS := tests/observe/test_trackers.py tests/reward/test_reward_gym.py tests/reward/test_reward_math.py \
 	tests/agents/test_adapters.py tests/agents/test_environment_adapters.py tests/examples/test_verifiers.py \
+	tests/distributed/test_optimizers_resume.py tests/train/test_adamw8bit.py \
 	tests/distributed/test_ray.py
 
 .DEFAULT_GOAL := help

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from algo.test_losses import cases, flat, tokens_of
 from distflow.algo import losses
-from distflow.algo.losses import Loss, cispo, cpgd, dppo, gmpo, gspo, policy, reinforce, sapo, vespo
+from distflow.algo.losses import Loss, cispo, cpgd, dcpo, dppo, gmpo, gspo, policy, reinforce, sapo, vespo
 from distflow.algo.tokens import Tokens
 from distflow.errors import ConfigError
 from distflow.flows.cpgd import cpgd as cpgd_flow
@@ -50,6 +50,20 @@ def by_gspo(case: Case) -> tuple[list[float], list[float]]:
             slope = 0.0
         losses.append(min(loss, -3 * advantage) if advantage < 0 else loss)
         slopes.append(slope)
+    return losses, slopes
+
+
+def by_dcpo(case: Case) -> tuple[list[float], list[float]]:
+    losses, slopes = [], []
+    for i, t in each(case):
+        q, ratio, advantage = math.exp(case["old"][i][t]), math.exp(log_ratio(case, i, t)), case["advantage"][i]
+        low = 0.5 + 0.5 * math.sqrt(max(1 - 4 * 0.1 / q, 0))
+        high = min(0.5 + 0.5 * math.sqrt(1 + 4 * 0.3 / q), 2)
+        bounded = min(max(ratio, low), high)
+        clipped = bounded * advantage < ratio * advantage or (advantage < 0 and ratio > 2)
+        losses.append(-min(ratio * advantage, bounded * advantage))
+        losses[-1] = min(losses[-1], -2 * advantage) if advantage < 0 else losses[-1]
+        slopes.append(0.0 if clipped else -ratio * advantage)
     return losses, slopes
 
 
@@ -143,6 +157,7 @@ def kl_cov(tokens: Tokens, **constants: Any) -> Loss:
 
 KINDS: list[tuple[Callable[..., Loss], dict[str, Any], Reference]] = [
     (gspo, {"clip": 0.1, "clip_high": 0.2}, by_gspo),
+    (dcpo, {"clip": 0.1, "clip_high": 0.3, "dual_clip": 2.0}, by_dcpo),
     (cispo, {"clip": 0.5, "clip_high": 0.3}, by_cispo),
     (cpgd, {"clip": 0.2, "drift": 0.1}, by_cpgd),
     (reinforce, {}, by_reinforce),
@@ -190,7 +205,7 @@ def test_always_finite(loss: Callable[..., Loss], constants: dict[str, Any], ref
             assert values.isfinite().all()
 
 
-@pytest.mark.parametrize("loss", [gspo, cispo, cpgd, reinforce, gmpo, dppo, kl_cov])
+@pytest.mark.parametrize("loss", [gspo, dcpo, cispo, cpgd, reinforce, gmpo, dppo, kl_cov])
 @BUSY
 @given(case=cases())
 def test_on_policy_all_of_them_have_the_gradient_of_the_policy(loss: Callable[..., Loss], case: Case) -> None:
@@ -204,7 +219,7 @@ def test_on_policy_all_of_them_have_the_gradient_of_the_policy(loss: Callable[..
     assert torch.allclose(grads[0], grads[1], rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("loss", [gspo, cispo, cpgd, reinforce, gmpo, dppo, kl_cov])
+@pytest.mark.parametrize("loss", [gspo, dcpo, cispo, cpgd, reinforce, gmpo, dppo, kl_cov])
 @BUSY
 @given(case=cases(), bonus=st.floats(-0.1, 0.1), kl=st.sampled_from([0.0, 0.2]))
 def test_kl_and_entropy_are_added(loss: Callable[..., Loss], case: Case, bonus: float, kl: float) -> None:
@@ -323,7 +338,7 @@ def test_an_unbiased_divergence_is_weighed_by_the_ratio(case: Case) -> None:
 
 
 def test_invalid_constants_of_the_newer_ones_are_refused() -> None:
-    for loss in (gmpo, dppo):
+    for loss in (gmpo, dppo, dcpo):
         with pytest.raises(ConfigError, match="clip_high = -1"):
             loss(tokens_of(one(0.0, 1.0)), clip_high=-1)
     with pytest.raises(ConfigError, match="tau_negative = 0"):

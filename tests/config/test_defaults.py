@@ -67,6 +67,7 @@ OWN: dict[str, dict[str, Any]] = {
     "cispo": {"clip": 1.0, "clip_high": 0.2},
     "clip_cov": {**PPO_CLIP, "share": 2e-4, "low": 1.0, "high": 5.0},
     "cpgd": {"clip": 0.2, "drift": 0.001},
+    "dcpo": {"clip": 0.16, "clip_high": 0.2, "dual_clip": 10.0, "aggregate": "seq-mean-token-mean"},
     "dapo": {
         **PPO_CLIP,
         "clip_high": 0.28,

@@ -1,7 +1,8 @@
-"""Muon's and Adafactor's state goes on in another layout: the curve and the weights are the uninterrupted ones."""
+"""The state of every optimiser but AdamW goes on in another layout: curve and weights are the uninterrupted ones."""
 
 import json
 import shutil
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +27,20 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "tensor-parallel": (2, {"placement": {"default": {"tp": 2}}}),
     "three": (3, {}),
 }
-MOMENTS = {"muon": ("momentum_buffer.", "exp_avg."), "adafactor": ("row_var.", "col_var.", "variance.")}
+MOMENTS = {
+    "muon": ("momentum_buffer.", "exp_avg."),
+    "adafactor": ("row_var.", "col_var.", "variance."),
+    "adamw8bit": ("exp_avg_codes.", "exp_avg_sq_scale.", "exp_avg."),
+}
 
 
-@pytest.mark.parametrize(("optimizer", "lr"), [("muon", 5e-3), ("adafactor", 5e-2)])
+WITH_TORCHAO = pytest.mark.skipif(find_spec("torchao") is None, reason="needs the extra torchao")
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "lr"),
+    [("muon", 5e-3), ("adafactor", 5e-2), pytest.param("adamw8bit", 1e-3, marks=WITH_TORCHAO)],
+)
 def test_another_layout_goes_on(tmp_path: Path, optimizer: str, lr: float) -> None:
     rows = ({"prompt": f"{'so ' * (i % 3)}{i} is", "response": str(i * i % 17)} for i in range(20))
     (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -37,7 +48,9 @@ def test_another_layout_goes_on(tmp_path: Path, optimizer: str, lr: float) -> No
     def run(name: str, workers: int, resume: str | None = None, **changes: Any) -> Path:
         path, run_dir = tmp_path / f"{name}.yaml", tmp_path / name
         train = {"optimizer": optimizer, "lr": lr, "weight_decay": 0.1}
-        path.write_text(yaml.safe_dump(CONFIG | {"run_dir": str(run_dir), "train": train} | changes))
+        model = CONFIG["model"] | ({"hidden": 128} if optimizer == "adamw8bit" else {})  # it leaves small rows alone
+        given = {"run_dir": str(run_dir), "train": train, "model": model}
+        path.write_text(yaml.safe_dump(CONFIG | given | changes))
         ended = distflow_run(path, workers=workers, resume=resume)
         assert ended.codes == [0] * workers, ended.err
         return run_dir
@@ -59,4 +72,8 @@ def test_another_layout_goes_on(tmp_path: Path, optimizer: str, lr: float) -> No
         got = load_full_tensors(resumed / "checkpoints" / f"step_{STEPS}" / "actor")
         assert got.keys() == want.keys()
         for key in want:
-            assert torch.allclose(got[key], want[key], rtol=1e-2, atol=2e-4), (name, key)
+            if want[key].dtype == torch.uint8:  # other roundings of a sum move few numbers to the next code
+                differ = (got[key].int() - want[key].int()).abs().float()
+                assert differ.mean() < 0.01, (name, key, differ.mean(), differ.max())
+            else:
+                assert torch.allclose(got[key], want[key], rtol=1e-2, atol=2e-4), (name, key)

@@ -149,6 +149,7 @@ DIFFERENCES: dict[
     ),
     "gspo": ("gspo", {}, {"clip": 3e-4, "clip_high": 4e-4, "aggregate": "seq-mean-token-mean"}),
     "cispo": ("cispo", {}, {"clip": 1.0, "clip_high": 0.2, "aggregate": "token-mean"}),
+    "dcpo": ("dcpo", {}, {"clip": 0.16, "clip_high": 0.2, "aggregate": "seq-mean-token-mean"}),
     "cpgd": ("cpgd", {}, {"clip": 0.2, "drift": 0.001, "aggregate": "token-mean"}),
     "sapo": ("sapo", {}, {"tau": 1.0, "tau_negative": 1.05, "aggregate": "token-mean"}),
     "dppo": ("dppo", {}, {"clip": 0.2, "clip_high": None, "aggregate": "token-mean"}),
@@ -168,7 +169,7 @@ def test_what_distinguishes_each_policy_gradient_flow(name: str) -> None:
     update = flow.node("actor.update").params
     assert update["loss"] == loss
     assert {k: update[k] for k in of_update} == of_update
-    assert update.get("dual_clip") == (3.0 if loss in ("policy", "gspo") else None)
+    assert update.get("dual_clip") == {"policy": 3.0, "gspo": 3.0, "dcpo": 10.0}.get(loss)
     assert (update["kl"], update["epochs"]) == (0.1, 2)
     assert "reference.logprobs" in {n.id for n in flow.nodes}
     accepted = set(inspect.signature(getattr(losses, loss)).parameters)

@@ -50,6 +50,7 @@ FLOWS: dict[str, dict[str, Any]] = {
     "clip_cov": {"algo": SEVERAL | {"share": 0.1, "low": 0.05}},
     "cpgd": {"algo": SEVERAL},
     "dapo": {"algo": SEVERAL},
+    "dcpo": {"algo": SEVERAL | {"clip": 1e-4, "clip_high": 1e-4}},
     "distill": {"algo": SEVERAL | {"by": "ema", "task": 0.5}, "train": {"lr": 1.0e-2, "ema": 0.9}},
     "dpo": {"data": {"files": "rows.jsonl", "batch": 4, "fields": ["prompt", "chosen", "rejected"]}},
     "dppo": {"algo": SEVERAL | {"clip": 1e-5}},

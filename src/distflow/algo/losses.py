@@ -18,6 +18,7 @@ __all__ = [
     "Loss",
     "cispo",
     "cpgd",
+    "dcpo",
     "dpo",
     "dppo",
     "gkd",
@@ -63,7 +64,31 @@ def policy(
     weights of the KL divergence and of the entropy bonus. Without a field `old_logprobs` the update is on-policy: the
     ratio is 1.
     """
-    clipped = _clipped(tokens, _ratio(_log_ratio(tokens)), clip, clip_high, dual_clip)
+    clipped = _clipped(tokens, _ratio(_log_ratio(tokens)), _bounds(clip, clip_high), dual_clip)
+    return with_kl_and_entropy(tokens, *clipped, kl, kl_estimator, entropy, kl_unbiased)
+
+
+def dcpo(
+    tokens: Tokens,
+    clip: NonNegative = 0.16,
+    clip_high: NonNegative | None = 0.2,
+    dual_clip: NonNegative = 10.0,
+    kl: NonNegative = 0.0,
+    kl_estimator: Estimator = "k3",
+    entropy: float = 0.0,
+    kl_unbiased: bool = False,
+) -> Loss:
+    """DCPO: `policy` with bounds of each token that are the wider the rarer it was (arXiv 2509.02333).
+
+    With its old probability q, the ratio r is clipped where r |r − 1| q is above `clip` or `clip_high`, to 0.5 at least
+    and `dual_clip` at most.
+    """
+    below, above = _clips("dcpo", clip, clip_high)
+    old = tokens["old_logprobs"] if "old_logprobs" in tokens else tokens.logprobs.detach()
+    rarity = (-old).clamp(max=MAX_LOG_RATIO).exp()
+    low = 0.5 + (1 - 4 * below * rarity).clamp(min=0).sqrt() / 2
+    high = (0.5 + (1 + 4 * above * rarity).sqrt() / 2).clamp(max=dual_clip or None)
+    clipped = _clipped(tokens, _ratio(_log_ratio(tokens)), (low, high), dual_clip)
     return with_kl_and_entropy(tokens, *clipped, kl, kl_estimator, entropy, kl_unbiased)
 
 
@@ -86,7 +111,7 @@ def gspo(
     total = tokens.sum_per_sample(own.detach().clamp(-MAX_SUMMAND, MAX_SUMMAND))
     mean = tokens.expand(total / tokens.lengths.clamp(min=1))
     own = torch.where(own.isfinite(), own, 0.0)  # infinite ones are in the mean, and have no gradient
-    clipped = _clipped(tokens, _ratio(mean + (own - own.detach())), clip, clip_high, dual_clip)
+    clipped = _clipped(tokens, _ratio(mean + (own - own.detach())), _bounds(clip, clip_high), dual_clip)
     return with_kl_and_entropy(tokens, *clipped, kl, kl_estimator, entropy, kl_unbiased)
 
 
@@ -174,11 +199,9 @@ def gmpo(
     Log-ratios are clipped to −clip … clip_high (by default `clip`), on the side where the advantage would push them
     further. All tokens of a response have its value; each carries 1/length of its gradient.
     """
-    for name, value in (("clip", clip), ("clip_high", clip_high)):
-        if value is not None and not value >= 0:
-            raise ConfigError(f"the gmpo loss has {name} = {value}; it must be 0 or more")
+    below, above = _clips("gmpo", clip, clip_high)
     advantage, own = tokens["advantage"], _log_ratio(tokens).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    sign, bounded = advantage.sign(), own.clamp(-clip, clip if clip_high is None else clip_high)
+    sign, bounded = advantage.sign(), own.clamp(-below, above)
     clipped = sign * torch.minimum(sign * own, sign * bounded)
     total = tokens.sum_per_sample(clipped)
     ratio = tokens.expand(total / tokens.lengths.clamp(min=1)).exp()
@@ -207,16 +230,12 @@ def dppo(
     `clip_high` (by default `clip`) or down by more than `clip`. So rare tokens, whose ratios are noise,
     are not clipped.
     """
-    for name, value in (("clip", clip), ("clip_high", clip_high)):
-        if value is not None and not value >= 0:
-            raise ConfigError(f"the dppo loss has {name} = {value}; it must be 0 or more")
+    below, above = _clips("dppo", clip, clip_high)
     advantage, logarithm = tokens["advantage"], _log_ratio(tokens)
     ratio = _ratio(logarithm)
     old = tokens["old_logprobs"] if "old_logprobs" in tokens else tokens.logprobs.detach()
     moved = tokens.logprobs.detach().exp() - old.exp()
-    outside = ((advantage > 0) & (moved > (clip if clip_high is None else clip_high))) | (
-        (advantage < 0) & (moved < -clip)
-    )
+    outside = ((advantage > 0) & (moved > above)) | ((advantage < 0) & (moved < -below))
     per_token = torch.where(outside, 0.0, -ratio * advantage)
     metrics = {
         "actor/pg_loss": per_token,
@@ -363,22 +382,27 @@ def _ratio(logarithm: Tensor) -> Tensor:
     return logarithm.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
-def _bounds(clip: float, clip_high: float | None) -> tuple[float, float]:
+def _clips(loss: str, clip: float, clip_high: float | None) -> tuple[float, float]:
+    """Returns both clips of a loss; the upper one is by default the lower one."""
     for name, value in (("clip", clip), ("clip_high", clip_high)):
         if value is not None and not value >= 0:
-            raise ConfigError(f"the policy loss has {name} = {value}; it must be 0 or more")
-    return max(0.0, 1 - clip), 1 + (clip if clip_high is None else clip_high)
+            raise ConfigError(f"the {loss} loss has {name} = {value}; it must be 0 or more")
+    return clip, clip if clip_high is None else clip_high
+
+
+def _bounds(clip: float, clip_high: float | None) -> tuple[float, float]:
+    below, above = _clips("policy", clip, clip_high)
+    return max(0.0, 1 - below), 1 + above
 
 
 def _clipped(
-    tokens: Tokens, ratio: Tensor, clip: float, clip_high: float | None, dual_clip: float
+    tokens: Tokens, ratio: Tensor, bounds: tuple[float, float] | tuple[Tensor, Tensor], dual_clip: float
 ) -> tuple[Tensor, Mapping[str, Tensor]]:
     """Returns PPO's loss, the larger of the losses with the ratio and the clipped ratio, and its metrics."""
-    low, high = _bounds(clip, clip_high)
     if dual_clip and not dual_clip > 1:
         raise ConfigError(f"the policy loss has dual_clip = {dual_clip}; it must be above 1, or 0 for no bound")
     advantage = tokens["advantage"]
-    unclipped, clipped = -ratio * advantage, -ratio.clamp(low, high) * advantage
+    unclipped, clipped = -ratio * advantage, -ratio.clamp(*bounds) * advantage
     per_token = torch.maximum(unclipped, clipped)
     bound = -(dual_clip or math.inf) * advantage
     beyond = (advantage < 0) & (per_token > bound)

@@ -50,11 +50,13 @@ Size = Annotated[int, Field(ge=0)]
 ScoreOrError = Annotated[Literal["error"] | float, BeforeValidator(_as_score)]
 Dtype = Literal["float32", "bfloat16"]
 Offload = Literal["none", "optimizer", "all"]
+Optimizer = Literal["adamw", "adamw8bit", "muon", "adafactor"]
 TrackerName = Literal["tensorboard", "wandb", "mlflow", "trackio"]
 ALL_LINEAR = "all-linear"
 AUTO = "auto"
 MIXTURES = ("mixtral", "qwen3_moe")  # architectures with experts that have blocks of our own
 WITH_VISION = ("idefics3", "qwen2_5_vl", "qwen3_vl")  # architectures of which a small one with a vision tower is made
+MOST_CUTS_8BIT = 8  # parts of a row, by tensor parallelism, that cut no block of 8-bit moments
 MAX_SECONDS = 1e9  # the longest timeout of the system
 
 
@@ -283,7 +285,7 @@ class RolloutConfig(Section):
 class TrainerConfig(Section):
     """The optimiser, and how a batch is divided."""
 
-    optimizer: Literal["adamw", "muon", "adafactor"] = "adamw"
+    optimizer: Optimizer = "adamw"
     lr: float = Field(1e-6, ge=0)
     warmup: int = Field(0, ge=0)  # updates
     schedule: Literal["constant", "linear", "cosine"] = "constant"

@@ -246,6 +246,7 @@ def given(config: Config, kv_cache: float | None = None) -> tuple[Callable[[str]
             micro_tokens=section.micro_tokens,
             gradient_checkpointing=section.gradient_checkpointing,
             offload=section.offload,
+            optimizer=section.optimizer,
             offload_activations=section.offload_activations,
             shard=section.shard_degree,
             trained_share=0.01 if role == "actor" and config.train.lora else 1.0,

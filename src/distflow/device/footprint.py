@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from distflow.config.model_shape import ModelShape
-from distflow.config.schema import Offload
+from distflow.config.schema import Offload, Optimizer
 from distflow.device.sizes import ACCELERATOR, Sizes
 from distflow.plan.layout import Layout
 from distflow.plan.tasks import Plan, RunNode
@@ -18,6 +18,9 @@ CONTEXT = 3 << 30  # bytes of the driver's context, communicators, workspaces an
 PROMPT = 512  # tokens of a prompt, where data.max_prompt does not say
 FITS = 0.95  # of the memory; the rest is lost between blocks
 _SYNC = 1 << 30  # bytes that a weight sync takes on a rank beside the weights
+# Bytes of moments for each parameter that is trained. Muon's are of a model with few embeddings, those of 8 bits of one
+# whose rows are multiples of 512.
+_MOMENTS: dict[Optimizer, float] = {"adamw": 8, "adamw8bit": 2.125, "muon": 4, "adafactor": 0}
 _CHUNK = 1 << 30  # bytes of offloaded moments that visit the device together
 _KEPT_LOGITS = 4  # tensors of a chunk of logits that exist at once, in float32
 _PREFILL = ACCELERATOR.prompt_tokens  # tokens of prompts that an engine computes at once
@@ -35,6 +38,7 @@ class Settings:
     micro_tokens: int
     gradient_checkpointing: bool
     offload: Offload = "none"
+    optimizer: Optimizer = "adamw"
     shard: int | None = None  # dp ranks that parameters are cut over; default: all of them
     trained_share: float = 1.0  # of the parameters: an adapter is a small part of them
     offload_activations: bool = False
@@ -121,7 +125,7 @@ def _state(rest: dict[str, float], role: str, own: float, given: Settings, train
     share = given.trained_share if trained else 0.0
     weights = {f"weights of {role}": own * (4 * share + given.dtype_bytes * (1 - share))}
     if trained and given.offload == "none":
-        rest[f"moments of {role}"] = 8 * own * share
+        rest[f"moments of {role}"] = _MOMENTS[given.optimizer] * own * share
     if given.offload == "all":
         return weights
     rest.update(weights)

@@ -5,6 +5,7 @@ BUILT_IN = {
     "clip_cov": "distflow.flows.clip_cov:clip_cov",
     "cpgd": "distflow.flows.cpgd:cpgd",
     "dapo": "distflow.flows.dapo:dapo",
+    "dcpo": "distflow.flows.dcpo:dcpo",
     "distill": "distflow.flows.distill:distill",
     "dpo": "distflow.flows.dpo:dpo",
     "dppo": "distflow.flows.dppo:dppo",

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from distflow.config.schema import CriticConfig, RolloutConfig, TrainConfig, TrainerConfig
+from distflow.config.schema import MOST_CUTS_8BIT, CriticConfig, RolloutConfig, TrainConfig, TrainerConfig
 from distflow.errors import ConfigError
 from distflow.plan.communicators import MeshShape
 from distflow.plan.layout import Layout
@@ -73,10 +73,14 @@ class RoleContext:
 
 def shard_degree(config: TrainerConfig, layout: Layout, user: str) -> int:
     """Returns over how many dp × sp ranks of a layout, that of `user`, parameters are sharded."""
-    ranks = layout.without_sp.dp
+    ranks, key = layout.without_sp.dp, "critic" if isinstance(config, CriticConfig) else "train"
     degree = ranks if config.shard_degree is None else config.shard_degree
+    if config.optimizer == "adamw8bit" and layout.tp & -layout.tp > MOST_CUTS_8BIT:  # its factor of two
+        raise ConfigError(
+            f"{key}.optimizer: adamw8bit scales blocks of rows, which tp {layout.tp} of {user} would cut; use tp"
+            f" {MOST_CUTS_8BIT}, or another optimizer"
+        )
     if ranks % degree:
-        key = "critic" if isinstance(config, CriticConfig) else "train"
         fits = ", ".join(str(n) for n in range(1, ranks + 1) if ranks % n == 0)
         of = f"dp {layout.dp}" + (f" × sp {layout.sp}" if layout.sp > 1 else "")
         raise ConfigError(

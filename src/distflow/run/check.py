@@ -9,7 +9,6 @@ from distflow.config import Config
 from distflow.dataset.view import DatasetView
 from distflow.device.choices import Choice
 from distflow.errors import ConfigError, shown
-from distflow.observe.trackers import check_installed
 from distflow.plan import Plan
 from distflow.plan.field_bytes import IMAGES
 from distflow.run.choosing import choose_for, placed
@@ -22,7 +21,7 @@ def check(program: Program) -> Iterator[str]:
     from distflow.train.update_spec import check_losses
 
     config = program.config
-    check_installed(config.track)
+    program.check_installed()
     workers = config.workers or 1
     program, choices = _placed(program, workers)
     plan = program.plan(workers)

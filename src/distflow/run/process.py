@@ -24,7 +24,6 @@ from distflow.liveness.beacon import Beacon
 from distflow.liveness.failures import Failure
 from distflow.liveness.heartbeat import LAUNCHER_FOLDER, Heartbeat, step_name
 from distflow.liveness.watchdog import Watchdog
-from distflow.observe.trackers import check_installed
 from distflow.plan import Plan
 from distflow.run.choosing import placed
 from distflow.run.job import Job
@@ -147,7 +146,7 @@ def _join(
         if config.workers not in (None, workers):
             raise ConfigError(f"workers: {config.workers}, but {workers} were started; set workers={workers}")
         if env.rank == 0:
-            check_installed(config.track)
+            program.check_installed()
         device = own_device()  # raises if there is none for this worker
         program, choices = placed(program, workers, whole_offer(device))
         if choices and env.rank == 0:

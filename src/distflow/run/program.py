@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from importlib.metadata import EntryPoint
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,11 +16,13 @@ from distflow.flow import Flow, FlowFunction, from_list
 from distflow.flow.graph import SOURCE
 from distflow.flow.importing import load
 from distflow.flows import BUILT_IN
+from distflow.observe import trackers
 from distflow.plan import Load, Place, Placement, Plan, Workload, plan
 from distflow.plan.field_bytes import IMAGES, PROMPT_TOKENS, SCORE, known_field
 from distflow.roles.role import Role, as_role
 from distflow.roles.trained import EXPERTS
 from distflow.run_folder import ENVIRONMENTS_LOG, REWARDS_LOG
+from distflow.util.extras import how_to_install
 from distflow.util.plugins import load_plugin, load_plugins
 
 if TYPE_CHECKING:
@@ -62,6 +65,16 @@ class Program:
     @classmethod
     def load(cls, path: str | Path, overrides: Sequence[str] = (), base: Path | None = None) -> "Program":
         return cls(load_config(path, overrides, base))
+
+    def check_installed(self) -> None:
+        """Refuses what needs a package that is not installed."""
+        trackers.check_installed(self.config.track)
+        for key, section in (("train", self.config.train), ("critic", self.config.critic)):
+            if section.optimizer == "adamw8bit" and find_spec("torchao") is None:
+                raise ConfigError(
+                    f"{key}.optimizer: adamw8bit is torchao's, which is not installed; {how_to_install('torchao')}, or"
+                    " use another"
+                )
 
     @property
     def files(self) -> list[str]:

@@ -10,16 +10,18 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from distflow.train import fsdp
+from distflow.train.moments import Moment
 from distflow.weights.shards import Shards, TensorSpec, slices
 
 BETA2_DECAY, EPS, LEAST_SCALE, CLIP = -0.8, torch.finfo(torch.float32).eps, 1e-3, 1.0  # of torch.optim.Adafactor
 
 
-def moments_of(spec: TensorSpec) -> dict[str, tuple[int, ...] | None]:
-    """Returns the names of a parameter's moments, and their shapes where they are whole on every rank."""
+def moments_of(spec: TensorSpec) -> dict[str, Moment]:
+    """Returns the moments of a parameter by name."""
     if len(spec.shape) < 2:
-        return {"variance": None}
-    return {"row_var": spec.shape[:-1], "col_var": spec.shape[:-2] + spec.shape[-1:]}
+        return {"variance": Moment(spec)}
+    shapes = {"row_var": spec.shape[:-1], "col_var": spec.shape[:-2] + spec.shape[-1:]}
+    return {name: Moment(TensorSpec(spec.name, shape), cut=False) for name, shape in shapes.items()}
 
 
 class Adafactor(torch.optim.Optimizer):
@@ -60,8 +62,7 @@ class Adafactor(torch.optim.Optimizer):
             state = self.state[p]
             if not state:
                 state |= {"step": torch.zeros((), device=p.device)}
-                for name, shape in moments_of(spec).items():
-                    state[name] = torch.zeros_like(p) if shape is None else p.new_zeros(shape)
+                state |= {name: m.zeros(self.shards, self.rank, p.device) for name, m in moments_of(spec).items()}
             state["step"] += done
             weight = done * state["step"].clamp(min=1) ** BETA2_DECAY
             updates.append(self._update(spec, state, grad, left, weight))
@@ -91,9 +92,8 @@ class Adafactor(torch.optim.Optimizer):
         if len(spec.shape) < 2:
             return []
         box, squares, wholes = self.shards.box(spec, self.rank), self._share(spec, grad.square()), list[Tensor]()
-        for shape, part, dim in zip(moments_of(spec).values(), (box[:-1], box[:-2] + box[-1:]), (-1, -2), strict=True):
-            assert shape is not None
-            wholes.append(grad.new_zeros(shape))
+        for moment, part, dim in zip(moments_of(spec).values(), (box[:-1], box[:-2] + box[-1:]), (-1, -2), strict=True):
+            wholes.append(moment.zeros(self.shards, self.rank, grad.device))
             wholes[-1][slices(part)] = squares.sum(dim)
         return wholes
 

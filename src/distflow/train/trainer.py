@@ -34,13 +34,14 @@ from distflow.model.source import DTYPES, Read, Source
 from distflow.model.tensor_parallel import parallelize_for_training, parameter_specs, tp_styles
 from distflow.plan.layout import Layout
 from distflow.roles.context import RoleContext, shard_degree
-from distflow.train import fsdp
-from distflow.train.adafactor import Adafactor, moments_of
+from distflow.train import adafactor, fsdp
+from distflow.train.adafactor import Adafactor
 from distflow.train.compiled import compile_layers
 from distflow.train.ema import Ema
 from distflow.train.entropy_control import EntropyControl
 from distflow.train.heads import HEADS, TopK
 from distflow.train.lr_schedule import learning_rate
+from distflow.train.moments import Moment
 from distflow.train.muon import ADAMW_MOMENTS, MUON_MOMENTS, MatrixExchange, Muon, is_matrix
 from distflow.train.offload import HostActivations, HostShards, OffloadedAdamW
 from distflow.train.packing import (
@@ -171,39 +172,48 @@ class Trainer:
             fsdp.local(p).copy_(read(spec.name, slices(self.shards.box(spec, rank))))
 
     def _make_optimizer(self) -> torch.optim.Optimizer:
-        # The optimiser sees this rank's shards as plain tensors in the same memory. A moment that has a shape is whole
-        # on every rank.
-        self.moments: dict[nn.Parameter, dict[str, tuple[int, ...] | None]]
+        # The optimiser sees this rank's shards as plain tensors in the same memory.
         self.optimized = [nn.Parameter(shard) for shard in fsdp.local_shards(self.trained).values()]
-        config, of_muon = self.config, list[tuple[TensorSpec, nn.Parameter]]()
+        specs = {shard: spec for (spec, _), shard in zip(self.trained, self.optimized, strict=True)}
+        self.moments: dict[nn.Parameter, dict[str, Moment]]
+        config, of_muon = self.config, list[nn.Parameter]()
         decay: dict[bool, list[nn.Parameter]] = {True: [], False: []}
         for (spec, p), shard in zip(self.trained, self.optimized, strict=True):
             if config.optimizer == "muon" and is_matrix(spec) and not self._is_embedding(p):
-                of_muon.append((spec, shard))
+                of_muon.append(shard)
             else:
                 decay[len(spec.shape) > 1].append(shard)
-        if config.optimizer == "adafactor":
-            specs_of = {shard: spec for (spec, _), shard in zip(self.trained, self.optimized, strict=True)}
-            self.moments = {shard: moments_of(spec) for shard, spec in specs_of.items()}
-            made = [
-                {"params": ps, "specs": [specs_of[p] for p in ps], "weight_decay": config.weight_decay * matrices}
-                for matrices, ps in decay.items()
-                if ps
-            ]
-            return Adafactor(made, self.shards, self.mesh, self.rank, lr=config.lr)
         groups: list[dict[str, Any]] = [
-            {"params": decay[True], "weight_decay": config.weight_decay},
-            {"params": decay[False], "weight_decay": 0.0},
+            {"params": ps, "weight_decay": config.weight_decay * matrices} for matrices, ps in decay.items()
         ]
-        options: dict[str, Any] = {"lr": config.lr, "betas": config.betas, "eps": config.eps, "fused": True}
-        self.moments = dict.fromkeys(self.optimized, dict.fromkeys(ADAMW_MOMENTS))
+        if config.optimizer == "adafactor":
+            self.moments = {shard: adafactor.moments_of(spec) for shard, spec in specs.items()}
+            groups = [group | {"specs": [specs[p] for p in group["params"]]} for group in groups]
+            return Adafactor(groups, self.shards, self.mesh, self.rank, lr=config.lr)
+        options: dict[str, Any] = {"lr": config.lr, "betas": config.betas, "eps": config.eps}
+        if config.optimizer == "adamw8bit":
+            from distflow.train import adamw8bit  # an extra
+
+            self.moments = {shard: adamw8bit.moments_of(spec) for shard, spec in specs.items()}
+            optimizer = adamw8bit.AdamW8bit([group for group in groups if group["params"]], **options)
+            optimizer.state.update({shard: self._state_of(shard) for shard in self.optimized})
+            return optimizer
+        names = dict.fromkeys(self.optimized, ADAMW_MOMENTS) | dict.fromkeys(of_muon, MUON_MOMENTS)
+        self.moments = {shard: {name: Moment(specs[shard]) for name in names[shard]} for shard in self.optimized}
+        options["fused"] = True
         if not of_muon:
             return (torch.optim.AdamW if config.offload == "none" else OffloadedAdamW)(groups, **options)
-        specs, matrices = zip(*of_muon, strict=True)
-        self.moments |= dict.fromkeys(matrices, dict.fromkeys(MUON_MOMENTS))
-        names = [spec.name for spec in specs]
-        groups.append({"params": matrices, "names": names, "weight_decay": config.weight_decay, "muon": True})
-        return Muon(groups, MatrixExchange(specs, self.shards, self.mesh, self.rank), **options)
+        matrices = [specs[shard] for shard in of_muon]
+        of = {"params": of_muon, "names": [spec.name for spec in matrices], "muon": True}
+        groups.append(of | {"weight_decay": config.weight_decay})
+        return Muon(groups, MatrixExchange(matrices, self.shards, self.mesh, self.rank), **options)
+
+    def _state_of(self, shard: nn.Parameter, steps: int = 0) -> dict[str, Tensor]:
+        """Returns the state that the optimiser has for a shard after so many steps, with moments of 0."""
+        device = torch.device("cpu") if self.config.offload != "none" else shard.device
+        moments = {name: m.zeros(self.shards, self.rank, device) for name, m in self.moments[shard].items()}
+        # Fused AdamW needs the count where the shard is.
+        return {"step": torch.tensor(float(steps), device=shard.device), **moments}
 
     def _is_embedding(self, p: Tensor) -> bool:
         lm = self.model.lm
@@ -246,9 +256,10 @@ class Trainer:
         for (spec, p), shard in zip(self.trained, self.optimized, strict=True):
             shards = {WEIGHTS: self.host.host[spec.name] if self.host else fsdp.local(p.detach())}
             if steps and (state := self.optimizer.state.get(shard)):
-                shards |= {f"{key}.": state[key] for key, shape in self.moments[shard].items() if shape is None}
-                whole = (key for key, shape in self.moments[shard].items() if shape is not None)
-                tensors |= {f"{key}.{spec.name}": state[key] for key in whole}
+                for key, moment in self.moments[shard].items():
+                    tensors[f"{key}.{spec.name}"] = state[key]
+                    if moment.cut:
+                        specs[f"{key}.{spec.name}"] = moment.spec
             if self.ema:
                 shards[EMA] = self.ema.shards[spec.name]
             tensors |= {prefix + spec.name: tensor for prefix, tensor in shards.items()}
@@ -266,15 +277,7 @@ class Trainer:
         assert self.optimizer is not None
         if values["optimizer_steps"]:
             for shard in self.optimized:
-                offloaded = self.config.offload != "none"
-                where = "cpu" if offloaded else None
-                moments = {
-                    key: torch.zeros_like(shard, device=where) if shape is None else shard.new_zeros(shape)
-                    for key, shape in self.moments[shard].items()
-                }
-                # Fused AdamW needs the count where the shard is.
-                steps = torch.tensor(float(values["optimizer_steps"]), device=shard.device)
-                self.optimizer.state[shard] = {"step": steps, **moments}
+                self.optimizer.state[shard] = self._state_of(shard, values["optimizer_steps"])
         self.updates = values["updates"]
         self.entropy.restore(values)
 
