@@ -1,4 +1,5 @@
-"""Trains every RL algorithm on the demo's task, from the same warm-up: held-out accuracy before and after.
+"""Trains every RL algorithm, and options of them, on the demo's task, from the same warm-up: held-out accuracy before
+and after.
 
 `python bench/learn.py [--steps 40] [--only grpo,ppo] [--seed 0]`. About half a minute each on two cores.
 """
@@ -14,7 +15,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 TASK, RUNS = ROOT / "examples" / "sorting", ROOT / "runs" / "sorting"
 ACCURACY = "val/all/score"
-# Overrides of the demo's GRPO config.
+# Overrides of the demo's GRPO config, by flow.
 ALGORITHMS: dict[str, list[str]] = {
     "ppo": ["critic.lr=2.0e-3", "algo.mini_batches=2"],
     "grpo": [],
@@ -25,6 +26,7 @@ ALGORITHMS: dict[str, list[str]] = {
     "remax": [],
     "dapo": [],
     "gspo": ["algo.mini_batches=2"],
+    "dcpo": ["algo.mini_batches=2"],
     "cispo": ["algo.mini_batches=2"],
     "cpgd": ["algo.mini_batches=2"],
     "gpg": [],
@@ -38,6 +40,24 @@ ALGORITHMS: dict[str, list[str]] = {
     "otb": [],
     "rae": [],
     "max_at_k": [],
+    "gdpo": ["reward=[reward.py:compute_score,reward.py:same_digits]", "eval.reward=reward.py:compute_score"],
+}
+# And of options that are no flows of their own.
+OPTIONS: dict[str, list[str]] = {
+    "max_rl": ["flow=grpo", "algo.scale=mean"],
+    "luspo": ["flow=gspo", "algo.aggregate=seq-mean-token-sum", "algo.mini_batches=2", "algo.clip=0.01"],
+    "pass_at_k": ["flow=max_at_k", "algo.baseline=mean"],
+    "mask_truncated": ["flow=grpo", "algo.mask_truncated=true"],
+    "mask_off_policy": ["flow=grpo", "algo.mini_batches=2", "algo.mask_off_policy=0.01"],
+    "top_entropy": ["flow=grpo", "algo.top_entropy=0.5"],
+    "entropy_target": ["flow=grpo", "algo.entropy_target=0.3"],
+    "kl_unbiased": ["flow=grpo", "algo.mini_batches=2", "algo.kl=0.01", "algo.kl_unbiased=true"],
+    "kl_refreshed": ["flow=grpo", "algo.kl=0.01", "algo.kl_reference=ema", "train.ema=0.0", "train.ema_every=5"],
+    "rejection": [
+        *("flow=grpo", "rollout.staleness=1", "algo.rollout_correction=icepop-token"),
+        "algo.rollout_rejection=mean-k1",
+    ],
+    "dapo_stale": ["flow=dapo", "rollout.staleness=1"],
 }
 
 
@@ -65,11 +85,12 @@ def read_metrics(path: Path) -> dict[str, list[float]]:
     return metrics
 
 
-def train(algorithm: str, steps: int, seed: int) -> dict[str, object]:
+def train(algorithm: str, steps: int, seed: int, workers: int) -> dict[str, object]:
     run = RUNS / algorithm
-    overrides = [f"flow={algorithm}", f"name={algorithm}", f"steps={steps}", f"seed={seed}", f"run_dir={run}"]
+    overrides = [f"name={algorithm}", f"steps={steps}", f"seed={seed}", f"run_dir={run}", f"workers={workers}"]
+    overrides += OPTIONS.get(algorithm) or [f"flow={algorithm}", *ALGORITHMS[algorithm]]
     began = time.monotonic()
-    distflow("run", str(TASK / "grpo.yaml"), *overrides, "eval.every=20", *ALGORITHMS[algorithm])
+    distflow("run", str(TASK / "grpo.yaml"), *overrides, "eval.every=20")
     metrics = read_metrics(run / "metrics.jsonl")
     accuracy = metrics[ACCURACY]
     result: dict[str, object] = {
@@ -91,8 +112,9 @@ def train(algorithm: str, steps: int, seed: int) -> dict[str, object]:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--only", default=",".join(ALGORITHMS))
+    parser.add_argument("--only", default=",".join((*ALGORITHMS, *OPTIONS)))
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--keep-model", action="store_true", help="reuse the warm-up of an earlier run")
     args = parser.parse_args()
     if not (args.keep_model and (RUNS / "model").is_dir()):
@@ -100,7 +122,7 @@ def main() -> None:
     rows = []
     print(f"{'':22} {'steps':>5} {'before':>7} {'after':>7}")
     for algorithm in args.only.split(","):
-        row = train(algorithm, args.steps, args.seed)
+        row = train(algorithm, args.steps, args.seed, args.workers)
         rows.append(row)
         rest = "  ".join(f"{k} {v}" for k, v in row.items() if k not in ("algorithm", "steps", "before", "after", "s"))
         print(

@@ -140,6 +140,18 @@ def test_the_size_of_an_adapter_is_shown(folder: Path, capsys: Output) -> None:
     assert lines(capsys)["model"] == f"qwen2 with random weights: qwen2, {parameters}"
 
 
+@pytest.mark.parametrize("section", ["train", "critic"])
+def test_an_optimizer_that_is_not_installed(
+    folder: Path, capsys: Output, monkeypatch: pytest.MonkeyPatch, section: str
+) -> None:
+    monkeypatch.setitem(sys.modules, "torchao", None)
+    assert distflow(folder, "check", f"{section}.optimizer=adamw8bit") == 2
+    message = error(capsys)
+    assert message.startswith(
+        f"{section}.optimizer: adamw8bit is torchao's, which is not installed; pip install -e '.["
+    )
+
+
 def test_peft_is_needed_only_for_adapters(folder: Path, capsys: Output, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "peft", None)
     assert distflow(folder, "check") == 0
@@ -255,6 +267,14 @@ LONG = "long.jsonl:1: the prompt has 60 tokens, the longest allowed is 20 (data.
             ["data.rename={answer: truth}", "eval=other.jsonl"],
             ["eval.rename: there is no column 'answer'", "its default is data.rename, set {} for none"],
         ),
+        (
+            ["algo.dual_clip=0.5"],
+            ["node 'actor.update': the policy loss has dual_clip = 0.5; it must be above 1, or 0"],
+        ),
+        (
+            ["algo.rollout_rejection=sum-k1", "algo.rejection_threshold=0.5"],
+            ["the rollout rejection sum-k1 has threshold = 0.5; it must be 1 or more"],
+        ),
         (["algo.clip=-1"], ["node 'actor.update': loss: constant 'clip': -1: input should be greater than or equal"]),
         (["eval=missing.jsonl"], ["missing.jsonl: no such file"]),
     ],
@@ -283,6 +303,7 @@ def test_what_is_wrong_is_reported_in_one_line(
         (["algo.aggregate=tokenmean"], "", "algo.aggregate: 'tokenmean' is not one of token-mean, "),
         (["flow=reinforce_pp", "algo.gamma=hello"], "", "algo.gamma: 'hello' is not a number"),
         (["flow=reinforce_pp", "algo.gamma=2"], "", "constant 'gamma': 2: input should be less than or equal to 1"),
+        (["flow=dapo", "algo.max_gen_batches=0"], "", "algo.max_gen_batches: 0: input should be greater than 0"),
         (["algo.cilp=0.1"], "", "algo: flow 'grpo' has no constant 'cilp'; did you mean 'clip'?"),
         (["flow=grpoo"], "", "flow: there is no built-in flow 'grpoo'; did you mean 'grpo'?"),
         ([], "model", "'model' is missing; the flow 'grpo' needs one: `model: "),

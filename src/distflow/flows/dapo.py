@@ -1,5 +1,6 @@
 """DAPO: GRPO with clip-higher, dynamic sampling and an overlong penalty (arXiv 2503.14476)."""
 
+from distflow.algo.options import Count, PositiveCount
 from distflow.flow import flow
 from distflow.flows.nodes import group_advantage, nonzero_std, overlong_penalty
 from distflow.flows.policy_update import update_policy
@@ -15,9 +16,9 @@ def dapo(
     clip=0.2,
     clip_high=0.28,
     dual_clip=3.0,
-    max_gen_batches=10,  # generated at most to fill one batch
-    overlong_limit=0,  # tokens of a response that gets the full penalty; 0: no penalty
-    overlong_buffer=0,  # tokens before the limit over which the penalty rises from 0
+    max_gen_batches: PositiveCount = 10,  # generated at most to fill one batch
+    overlong_limit: Count = 0,  # tokens of a response that gets the full penalty; 0: no penalty
+    overlong_buffer: Count = 0,  # tokens before the limit over which the penalty rises from 0
     overlong_penalty_factor=1.0,
     **rest,
 ):

@@ -155,6 +155,8 @@ def check_losses(flow: Flow, base: Path) -> None:
         if isinstance(loss, str):
             function = find_loss(loss, f"node '{node.id}': loss", base, node.params)
             _check_reads(function, loss, node, flow)
+        if kind := node.params.get("rollout_rejection"):
+            Rejection(kind, node.params.get("rejection_threshold", 2.0))  # raises if they do not fit each other
 
 
 def _check_reads(function: Callable[..., Any], name: str, node: Node, flow: Flow) -> None:
@@ -187,6 +189,8 @@ def _check_reads(function: Callable[..., Any], name: str, node: Node, flow: Flow
         if e.obj is tokens:
             raise FlowError(f"{where} asks for tokens.{e.name}; a field of the batch is tokens['{e.name}']") from None
         return
+    except ConfigError as e:
+        raise FlowError(f"node '{node.id}': {e}") from None
     except Exception:  # on values that no step has; what else is wrong, the first step says
         return
     if not isinstance(result, Loss):
