@@ -387,7 +387,7 @@ def own(prompts, actor, reference, reward, *, loss="policy", **rest):
             "flow.py:attribute",
             "the loss 'flow.py:attribute' asks for tokens.advantage; a field of the batch is tokens['advantage']",
         ),
-        ("flow.py:tensor", "the loss 'flow.py:tensor' returns a Tensor; return a Loss"),
+        ("flow.py:tensor", "the loss 'flow.py:tensor' returns a Tensor; return a distflow.Loss"),
         (
             "flow.py:misspelt",
             "the loss 'flow.py:misspelt' needs the field 'advantages', which the node does not read; no node writes it;"
