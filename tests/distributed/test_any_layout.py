@@ -11,7 +11,7 @@ import yaml
 
 from warm import distflow_run
 
-STEPS = 5
+STEPS, FEWER = 5, 3
 CURVES = ("reward/mean", "actor/loss", "actor/grad_norm", "actor/kl", "actor/entropy", "response_length/mean")
 FLOW = """
 import json
@@ -231,7 +231,7 @@ OTHERS: dict[str, tuple[dict[str, Any], tuple[str, ...], dict[str, tuple[int, di
 
 @pytest.fixture(scope="module")
 def others(folder: Path) -> dict[str, Run]:
-    return {name: run(folder, name, 1, **changes) for name, (changes, _, _) in OTHERS.items()}
+    return {name: run(folder, name, 1, steps=FEWER, **changes) for name, (changes, _, _) in OTHERS.items()}
 
 
 @pytest.mark.parametrize(("flow", "layout"), [(f, name) for f, (_, _, layouts) in OTHERS.items() for name in layouts])
@@ -240,7 +240,7 @@ def test_any_layout_gives_the_same_run_with_a_critic_dynamic_sampling_or_an_adap
 ) -> None:
     changes, curves, layouts = OTHERS[flow]
     workers, placement = layouts[layout]
-    got = run(folder, layout, workers, placement=placement, **changes)
+    got = run(folder, layout, workers, placement=placement, steps=FEWER, **changes)
     check_same(layout, got, others[flow], ("actor/loss", "actor/grad_norm", "actor/entropy", *curves))
 
 
@@ -252,7 +252,7 @@ def test_hybrid_sharding_gives_the_same_run_with_a_critic_or_an_adapter(
     sections = {key: {**changes.get(key, CONFIG["train"]), "shard_degree": 2} for key in ("train", "critic")}
     if flow == "adapter":
         del sections["critic"]
-    got = run(folder, f"hybrid {flow}", 4, **(changes | sections))
+    got = run(folder, f"hybrid {flow}", 4, steps=FEWER, **(changes | sections))
     check_same(f"hybrid {flow}", got, others[flow], ("actor/loss", "actor/grad_norm", "actor/entropy", *curves))
 
 
@@ -264,9 +264,9 @@ def test_ranks_that_divide_sequences_train_while_others_generate_ahead(folder: P
         return {"ranks": {"rollout": "0", "train": f"1-{last}"}, "default": {"ranks": "train", "sp": sp}, **apart}
 
     rollout = {"n": 4, "max_tokens": 16, "staleness": 1}
-    want = run(folder, "ahead", 2, steps=4, rollout=rollout, placement=placement(1, 1))
+    want = run(folder, "ahead", 2, steps=FEWER, rollout=rollout, placement=placement(1, 1))
     train = {"lr": 1e-3, "shard_degree": 2}
-    got = run(folder, "ahead sp2", 5, steps=4, rollout=rollout, placement=placement(4, 2), train=train)
+    got = run(folder, "ahead sp2", 5, steps=FEWER, rollout=rollout, placement=placement(4, 2), train=train)
     check_same("ahead sp2", got, want, stale=True)
     assert [m["rollout/staleness"] for m in got.metrics] == [m["rollout/staleness"] for m in want.metrics]
 
@@ -274,7 +274,7 @@ def test_ranks_that_divide_sequences_train_while_others_generate_ahead(folder: P
 def test_dynamic_sampling_replaced_prompts_and_kept_the_batch_full(others: dict[str, Run]) -> None:
     metrics, tokens = others["dapo"].metrics, others["dapo"].tokens
     assert sum(m["sampling/discarded"] for m in metrics) > 0
-    assert len(tokens) == STEPS * 8 * 4
+    assert len(tokens) == FEWER * 8 * 4
     assert max(tokens) // 4 + 1 == sum(8 + m["sampling/discarded"] for m in metrics)  # the stream, without a gap
 
 
