@@ -8,6 +8,7 @@ import pytest
 import yaml
 
 from distflow.errors import ConfigError
+from distflow.run.check import check
 from distflow.run.program import Program
 from warm import Ended, distflow_run
 
@@ -107,11 +108,19 @@ def test_what_does_not_go_together_is_refused(folder: Path, changes: dict[str, A
         _ = Program.load(config(folder, "wrong", changes)).role_bindings
 
 
-def test_a_dense_model_has_no_experts_to_replay(folder: Path) -> None:
-    path = config(folder, "dense", {"model": {"arch": "qwen2", "hidden": 32, "layers": 1, "heads": 4, "ffn": 32}})
-    ended = distflow_run(path, workers=1)
-    assert ended.codes == [1]
-    assert "is a qwen2 model, and experts are replayed for mixtral and qwen3_moe" in ended.err
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"model": {"arch": "qwen2", "hidden": 32}},
+            "is a qwen2 model, and experts are replayed for mixtral and",
+        ),
+        ({"rollout": {"engine": "vllm", "router_replay": True}}, "the engine 'vllm' does not return the experts"),
+    ],
+)
+def test_without_experts_there_is_no_replay(folder: Path, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=f"rollout.router_replay: .*{message}"):
+        list(check(Program.load(config(folder, "without", changes))))
 
 
 def test_the_plan_shows_the_bytes_of_the_experts(folder: Path) -> None:

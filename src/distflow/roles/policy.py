@@ -7,7 +7,7 @@ from torch import Tensor
 
 from distflow.comm.collectives import SendReceive
 from distflow.comm.transport import report_lost_peers
-from distflow.config.schema import MIXTURES, LoraConfig
+from distflow.config.schema import MIXTURES, LoraConfig, RolloutConfig
 from distflow.device.offer import release_cached
 from distflow.errors import ConfigError
 from distflow.model.memory import kv_budget
@@ -26,6 +26,22 @@ logger = logging.getLogger(__name__)
 _Move = tuple[WeightSync | None, Sequence[TensorSpec], Mapping[str, Tensor]]  # a transfer, of which tensors, and these
 
 
+def check_router_replay(source: Source, config: RolloutConfig) -> None:
+    """Raises if experts are to be replayed of a model, or by an engine, that has none to give."""
+    if not config.router_replay:
+        return
+    if source.config.get_text_config().model_type not in MIXTURES:
+        raise ConfigError(
+            f"rollout.router_replay: '{source.name}' is a {source.config.model_type} model, and experts are"
+            f" replayed for {' and '.join(MIXTURES)}; leave it out"
+        )
+    if not load_engine(config.engine).returns_experts:
+        raise ConfigError(
+            f"rollout.router_replay: the engine '{config.engine}' does not return the experts that it has chosen; use"
+            " `engine: builtin`, or leave it out"
+        )
+
+
 class Policy:
     """Holds, on one rank, a trainer if the actor is trained (or gives log-probs) here, an engine if it generates."""
 
@@ -41,8 +57,7 @@ class Policy:
         ema, freeze = (role.train.ema, role.train.freeze) if trainable else (None, [])
         here = generates is not None and role.rank in generates.ranks
         self.engine_kind = load_engine(config.engine)
-        if config.router_replay:
-            self._check_replay(source)
+        check_router_replay(source, config)
         if here:
             self.engine_kind.check(source, config, role.device, lora)
         self.trainer: Trainer | None = None
@@ -87,18 +102,6 @@ class Policy:
                 self.engine.read_weights(source)
         elif generates:
             self._prepare_weight_sync(trained, generates)
-
-    def _check_replay(self, source: Source) -> None:
-        if source.config.get_text_config().model_type not in MIXTURES:
-            raise ConfigError(
-                f"rollout.router_replay: '{source.name}' is a {source.config.model_type} model, and experts are"
-                f" replayed for {' and '.join(MIXTURES)}; leave it out"
-            )
-        if not self.engine_kind.returns_experts:
-            raise ConfigError(
-                f"rollout.router_replay: the engine '{self.role.rollout.engine}' does not return the experts that it"
-                " has chosen; use `engine: builtin`, or leave it out"
-            )
 
     def _make_engine(self, layout: Layout, lora: LoraConfig | None) -> RolloutEngine:
         role, config = self.role, self.role.rollout

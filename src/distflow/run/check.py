@@ -64,6 +64,7 @@ def _check_model(program: Program, plan: Plan, rows: DatasetView, held_out: Data
     from distflow.model.source import DTYPES, kv_bytes, open_model
     from distflow.model.tensor_parallel import tp_styles
     from distflow.model.text import Text, prompt_limit
+    from distflow.roles.policy import check_router_replay
     from distflow.rollout.agreement import difference
     from distflow.rollout.engine import load_engine
 
@@ -107,6 +108,7 @@ def _check_model(program: Program, plan: Plan, rows: DatasetView, held_out: Data
         both = [rows, *([held_out] if held_out else [])]
         yield from check_environments(environments, config.base, text, config.rollout.max_tokens, both)
     if generates := layouts.get("actor.generate") or layouts.get("actor.converse"):
+        check_router_replay(source, config.rollout)
         load_engine(config.rollout.engine).check(source, config.rollout, device, config.train.lora)
         per_token = kv_bytes(source.config, DTYPES[config.train.dtype], generates.tp)
         size = int(config.rollout.kv_cache_gb * (1 << 30))
