@@ -35,14 +35,11 @@ from accelerator.scenarios import Case
 from accelerator.test_device_waits import Sized, all_waits
 from distflow.config.loading import make_config
 from distflow.config.model_shape import load_model
-from distflow.device.footprint import ROLLOUT
 from distflow.device.offer import Offer
-from distflow.rehearsal.check import config_from, shape_source
+from distflow.rehearsal.check import config_from, walk
 from distflow.rehearsal.launches import DecodingStep, Launches
-from distflow.rehearsal.memory import phases_of_worker
 from distflow.rollout.engine import SamplingParams
 from distflow.rollout.sampling import sample
-from distflow.run.choosing import choose_for, placed
 from distflow.run.program import Program
 from weights.message_count import SPECS
 from weights.message_count import count as count_messages
@@ -92,9 +89,9 @@ def handover_messages() -> dict[str, dict[str, Any]]:
 
 
 def peak_gb() -> dict[str, dict[str, Any]]:
+    before = ("train.dtype=float32", "train.gradient_checkpointing=false", "train.offload=none")
     found: dict[str, dict[str, Any]] = {}
     for model, workers in (("0.5b", 1), ("7b", 8), ("32b", 8), ("72b", 32), ("72b", 64)):
-        before = ("train.dtype=float32", "train.gradient_checkpointing=false", "train.offload=none")
         was, now = (_peaks(f"qwen2.5-{model}", workers, overrides) for overrides in (before, ()))
         found[f"{model.upper()} on {workers}"] = {"was": {"training": was["training"]}, "is": now}
     return found
@@ -106,20 +103,11 @@ def _peaks(model: str, workers: int, overrides: tuple[str, ...]) -> dict[str, An
     with TemporaryDirectory() as folder:
         config_from(load_model(model)).save_pretrained(Path(folder, model))
         Path(folder, "reward.py").write_text("def score(solution_str):\n    return 0.0\n")
-        offer = Offer("cuda", "80 GiB", 80 << 30, True)
-        program = Program(make_config(raw, [*overrides], Path(folder), "the config", "bench"))
-        program, placement = placed(program, workers, offer)
-        plan = program.plan(workers)
-        assert program.config.model
-        source = shape_source(program.config.model, program)
-        config = choose_for(program, plan, source, torch.device(offer.kind), offer).config
-        phases = phases_of_worker(program, config, source, plan, 0)
-    peaks: dict[str, Any] = {"training": 0.0, "rollout": 0.0, **{c.key.rpartition(".")[2]: c.value for c in placement}}
-    for phase in phases:
-        key = "rollout" if phase.name == ROLLOUT else "training"
-        if not phase.name.startswith("weight sync"):
-            peaks[key] = max(peaks[key], round(phase.bytes / 1e9, 1))
-    return peaks
+        program = Program(make_config(raw, overrides, Path(folder), "the config", "bench"))
+        walked = walk(program, workers, Offer("cuda", "80 GiB", 80 << 30, True), torch.device("cuda"))
+        peaks = {name: round(size / 1e9, 1) for name, size in walked.peaks().items()}
+    tp = [c.value for c in walked.choices if c.key.endswith(".tp")]
+    return peaks | {"tp": tp[0] if tp else 1}
 
 
 def device_waits_per_step() -> dict[str, dict[str, int]]:

@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from warm import distflow_run
+from warm import Ended, distflow_run
 
 STEPS, FEWER = 5, 3
 CURVES = ("reward/mean", "actor/loss", "actor/grad_norm", "actor/kl", "actor/entropy", "response_length/mean")
@@ -106,10 +107,10 @@ class Run:
     parts: bool  # tensor parallelism adds up parts of products
 
 
-def run(folder: Path, name: str, workers: int, **changes: Any) -> Run:
+def run(folder: Path, name: str, workers: int, start: Callable[..., Ended] = distflow_run, **changes: Any) -> Run:
     path, run_dir = folder / f"{name.replace(' ', '-')}.yaml", folder / name.replace(" ", "-")
     path.write_text(yaml.safe_dump(CONFIG | {"run_dir": str(run_dir)} | changes))
-    ended = distflow_run(path, workers=workers)
+    ended = start(path, workers=workers)
     assert ended.codes == [0] * workers, ended.err
     tokens: dict[int, list[int]] = {}
     for file in run_dir.glob("tokens.*.jsonl"):
@@ -122,7 +123,10 @@ def run(folder: Path, name: str, workers: int, **changes: Any) -> Run:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("layouts")
+    return with_inputs(tmp_path_factory.mktemp("layouts"))
+
+
+def with_inputs(folder: Path) -> Path:
     (folder / "data.jsonl").write_text("".join(json.dumps({"prompt": p}) + "\n" for p in PROMPTS))
     (folder / "flow.py").write_text(FLOW)
     (folder / "reward.py").write_text(REWARD)
@@ -142,13 +146,18 @@ def check_same(name: str, got: Run, want: Run, curves: tuple[str, ...] = CURVES,
             near = pytest.approx(theirs[curve], rel=1e-3, abs=1e-6)
             assert ours[curve] == near, (name, curve, ours["step"])
     assert got.tokens.keys() == want.tokens.keys()
+    assert equal_tokens(name, got, want) >= 0.999
+    if not stale:
+        check_mismatch(got)
+
+
+def equal_tokens(name: str, got: Run, want: Run) -> float:
+    """Returns the share of tokens of all samples that are the same in both."""
     pairs = [(got.tokens[i], want.tokens[i]) for i in want.tokens]
     total = sum(max(len(a), len(b)) for a, b in pairs)
     equal = sum(x == y for a, b in pairs for x, y in zip(a, b, strict=False))
     print(f"{name}: {equal} of {total} tokens equal ({equal / total:.4%})")
-    assert equal >= 0.999 * total
-    if not stale:
-        check_mismatch(got)
+    return equal / total
 
 
 def check_mismatch(run: Run) -> None:

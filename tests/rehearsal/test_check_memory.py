@@ -18,6 +18,7 @@ from distflow.model.source import Source
 from distflow.model.tokenizer import train_tokenizer
 from distflow.rehearsal.check import config_from, offer_for, shape_source
 from distflow.rehearsal.memory import phases_of_worker
+from distflow.rollout.builtin.continuous_batch import ContinuousBatch
 from distflow.run.choosing import placed
 from distflow.run.program import Program
 from distflow.train import fsdp
@@ -107,6 +108,14 @@ def test_activations_of_a_long_sequence_fall_as_the_ranks_that_divide_it(tmp_pat
         activations[sp] = update.parts["activations and gradients"]
     assert activations[1] / activations[2] == pytest.approx(2, rel=0.1)
     assert activations[1] / activations[4] == pytest.approx(4, rel=0.1)
+
+
+def test_sequences_that_would_wait_for_others_are_not_walked(tmp_path: Path) -> None:
+    opened = program(tmp_path, *SMALL, "rollout.kv_cache_gb=0.05", "rollout.max_sequences=1024")
+    decode = ContinuousBatch._decode
+    with patch.object(ContinuousBatch, "_decode", autospec=True, side_effect=decode) as decoded:
+        phases_of_worker(opened, opened.config, tiny_source(), opened.plan(1), 0)
+    assert decoded.call_count < 5  # instead of 35
 
 
 def test_ranks_apart_have_phases_of_their_own(tmp_path: Path) -> None:

@@ -33,7 +33,11 @@ def qwen(hidden: int, kv_heads: int, intermediate: int, layers: int) -> list[Ten
     return specs
 
 
-SPECS = {"7B": qwen(3584, 4, 18_944, 28), "72B": qwen(8192, 8, 29_568, 80)}
+SPECS = {
+    "0.5B": qwen(896, 2, 4864, 24),
+    "7B": qwen(3584, 4, 18_944, 28),
+    "72B": qwen(8192, 8, 29_568, 80),
+}
 
 
 def count(specs: Sequence[TensorSpec], workers: int, tp: int, rank: int = 0) -> Counter[str]:

@@ -295,6 +295,8 @@ def test_ranks_of_one_host_pass_nothing_on() -> None:
 
 
 def test_on_devices_large_models_need_few_messages() -> None:
+    assert count(SPECS["0.5B"], 8, 1)["messages"] < 200
     assert count(SPECS["7B"], 8, 1)["messages"] < 1_500
     assert count(SPECS["7B"], 8, 2)["messages"] < 1_500
     assert count(SPECS["7B"], 128, 1, rank=5)["messages"] < 6_000
+    assert count(SPECS["72B"], 64, 4)["messages"] < 16_000

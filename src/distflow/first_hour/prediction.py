@@ -5,13 +5,10 @@ from typing import Any
 
 import torch
 
-from distflow.device.choices import unlike_ranks
-from distflow.device.footprint import CONTEXT, ROLLOUT
+from distflow.device.footprint import CONTEXT
 from distflow.device.offer import Offer
 from distflow.errors import DistflowError
-from distflow.rehearsal.check import shape_source
-from distflow.rehearsal.memory import phases_of_worker
-from distflow.run.choosing import choose_for, placed
+from distflow.rehearsal.check import walk
 from distflow.run.program import Program
 from distflow.simulate.binding import Assumptions
 from distflow.simulate.hardware import FOLDER, load_hardware
@@ -26,18 +23,11 @@ def answer(config: str, kind: str, name: str, memory: int, bfloat16: bool) -> di
     program = Program.load(config)
     workers = program.config.workers or 1
     offer = Offer(kind, name, memory, bfloat16) if memory else None
-    program, placement = placed(program, workers, offer)
-    assert program.config.model
-    plan, source = program.plan(workers), shape_source(program.config.model, program)
-    device = torch.device("meta" if memory else "cpu")  # this process does not see the one that is meant
-    chosen = choose_for(program, plan, source, device, offer)
-    peaks = {"training": 0.0, "rollout": 0.0}
-    for rank in unlike_ranks(plan):
-        for phase in phases_of_worker(program, chosen.config, source, plan, rank):
-            key = "rollout" if phase.name == ROLLOUT else "training"
-            peaks[key] = max(peaks[key], phase.bytes - CONTEXT)
-    choices = {c.key: c.value for c in (*placement, *chosen.choices)}
-    return {"memory": peaks, "chosen": choices, "tokens_per_s": _speed(Program(chosen.config), workers, name)}
+    # This process does not see the device that is meant.
+    walked = walk(program, workers, offer, torch.device("meta" if memory else "cpu"))
+    choices = {c.key: c.value for c in walked.choices}
+    peaks = {name: size - CONTEXT for name, size in walked.peaks().items()}
+    return {"memory": peaks, "chosen": choices, "tokens_per_s": _speed(Program(walked.config), workers, name)}
 
 
 def _speed(program: Program, workers: int, device: str) -> float | None:

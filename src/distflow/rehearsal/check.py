@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -9,8 +10,8 @@ from transformers import AutoConfig
 
 from distflow.cluster.world import own_device
 from distflow.config.model_shape import ModelShape, load_model
-from distflow.config.schema import ModelConfig
-from distflow.device.choices import unlike_ranks
+from distflow.config.schema import Config, ModelConfig
+from distflow.device.choices import Choice, unlike_ranks
 from distflow.device.footprint import FITS, ROLLOUT, Phase
 from distflow.device.offer import Offer, offer_of
 from distflow.errors import ConfigError, cut
@@ -18,7 +19,7 @@ from distflow.model.source import Source, find_folder, open_model
 from distflow.model.tokenizer import train_tokenizer
 from distflow.plan import Plan
 from distflow.plan.layout import ranks_text
-from distflow.rehearsal.memory import phases_of_worker
+from distflow.rehearsal.memory import WEIGHT_SYNC, phases_of_worker
 from distflow.run.choosing import choose_for, placed
 from distflow.run.program import Program
 from distflow.util.text import human_bytes
@@ -34,16 +35,14 @@ def check_memory(program: Program, size: str) -> Iterator[str]:
     if config.model is None:
         raise ConfigError("--memory: the config has no model; give one: `model: name-or-directory`")
     offer = offer_for(size)
-    program, choices = placed(program, workers, offer)
-    plan, source = program.plan(workers), shape_source(config.model, program)
-    chosen = choose_for(program, plan, source, torch.device(offer.kind), offer)
+    walked = walk(program, workers, offer, torch.device(offer.kind))
+    plan = walked.plan
     yield f"device    {offer.name}, {human_bytes(offer.memory)} each, {workers} of them"
-    for choice in (*choices, *chosen.choices):
+    for choice in walked.choices:
         yield f"chosen    {choice}"
     chains = plan.chains()
     problems = []
-    for rank in unlike_ranks(plan):
-        phases = phases_of_worker(program, chosen.config, source, plan, rank)
+    for rank, phases in walked.phases:
         alike = next(ranks for ranks in chains if rank in ranks)
         yield f"ranks     {ranks_text(alike)}"
         for phase in phases:
@@ -55,6 +54,34 @@ def check_memory(program: Program, size: str) -> Iterator[str]:
     if problems:
         raise ConfigError(_advice(plan, problems, offer.memory))
     yield f"memory    every phase fits into {FITS:.0%} of {human_bytes(offer.memory)}"
+
+
+@dataclass(frozen=True)
+class Walked:
+    """A run on devices that are not here."""
+
+    plan: Plan
+    config: Config  # with what is chosen for the devices
+    choices: tuple[Choice, ...]
+    phases: Iterator[tuple[int, list[Phase]]]  # of a rank of each kind, which is walked when it is asked for
+
+    def peaks(self) -> dict[str, float]:
+        """Walks them; returns the most bytes that a rank needs to train, and while it generates or gets weights."""
+        peaks = {"training": 0.0, ROLLOUT: 0.0}
+        for phase in (p for _, phases in self.phases for p in phases):
+            key = ROLLOUT if phase.name == ROLLOUT or phase.name.startswith(WEIGHT_SYNC) else "training"
+            peaks[key] = max(peaks[key], phase.bytes)
+        return peaks
+
+
+def walk(program: Program, workers: int, offer: Offer | None, device: torch.device) -> Walked:
+    """Plans the run of a model on devices that offer this; None: on CPUs. `device`: one as theirs."""
+    assert program.config.model
+    program, placement = placed(program, workers, offer)
+    plan, source = program.plan(workers), shape_source(program.config.model, program)
+    chosen = choose_for(program, plan, source, device, offer)
+    phases = ((r, phases_of_worker(program, chosen.config, source, plan, r)) for r in unlike_ranks(plan))
+    return Walked(plan, chosen.config, (*placement, *chosen.choices), phases)
 
 
 def offer_for(size: str) -> Offer:
@@ -120,7 +147,7 @@ def _advice(plan: Plan, problems: Sequence[tuple[int, Phase]], memory: int) -> s
     largest = max(worst.parts, key=lambda name: worst.parts[name])
     generates = next((n.id for n in plan.flow.nodes if n.generates), None)
     ways = ["use more workers"]
-    if worst.name == ROLLOUT or worst.name.startswith("weight sync"):
+    if worst.name == ROLLOUT or worst.name.startswith(WEIGHT_SYNC):
         ways = [f"raise tp of {generates} (placement.nodes.{generates}.tp)", "lower rollout.kv_cache_gb", *ways]
     elif "activations" in largest:
         ways = ["lower train.micro_tokens or rollout.max_tokens", "set train.gradient_checkpointing", *ways]

@@ -28,7 +28,7 @@ from distflow.plan.topology import Topology
 from distflow.rehearsal.allocations import Allocations
 from distflow.rehearsal.world import DEVICE, join, world_of
 from distflow.rollout.builtin import continuous_batch
-from distflow.rollout.builtin.device_cache import DeviceCache
+from distflow.rollout.builtin.device_cache import PAGE, DeviceCache
 from distflow.rollout.builtin.engine import BuiltinEngine
 from distflow.rollout.builtin.weight_buffers import WeightBuffers
 from distflow.rollout.engine import Request, SamplingParams
@@ -40,6 +40,7 @@ from distflow.train.trainer import Trainer
 from distflow.train.update_spec import UpdateSpec
 
 PER_HOST = 8
+WEIGHT_SYNC = "weight sync"  # what the name of its phase begins with
 _CACHE = "KV cache"
 _DEPTHS = (4, 6)  # layers: fewer have other peaks, as the next ones are gathered while one is computed
 _Peaks = Mapping[str, Mapping[str, float]]  # what is allocated at a peak → the parts of all memory then
@@ -129,7 +130,7 @@ class _Walk:
                 policy.check = policy.check and SimpleNamespace(agree=_nothing, compare=_nothing)
                 with self.memory.label("buckets"):
                     _drive(policy.sync_weights(0))
-                yield self._peaks(f"weight sync of {task.role}")
+                yield self._peaks(f"{WEIGHT_SYNC} of {task.role}")
             elif isinstance(task, RunNode):
                 node = self.plan.flow.node(task.node)
                 role: Any = roles.get(node.role)
@@ -176,8 +177,9 @@ class _Walk:
         """Prefills as many prompts as are generated at once, and decodes a token of each."""
         prompt, response = self._lengths()
         engine, repeat = policy.engine, self.config.rollout.n
-        replicas = engine.setup.layout.dp
-        count = min(self.config.rollout.max_sequences, max(1, self.plan.samples // replicas))
+        replicas, length = engine.setup.layout.dp, prompt + 2
+        room = engine.limits.pages(PAGE, length) // -(-length // PAGE)  # others would have to wait for these
+        count = min(self.config.rollout.max_sequences, room, max(1, self.plan.samples // replicas))
         params = SamplingParams(2, policy.sampling.temperature, policy.sampling.top_p, policy.sampling.top_k)
         texts = [(i // repeat % 200, *range(prompt - 1)) for i in range(count)]
         requests = [Request(i, text, params, 0) for i, text in enumerate(texts)]
