@@ -16,7 +16,11 @@ class DistflowError(Exception):
 
 
 class ConfigError(DistflowError):
-    """A config file, an override or an option is wrong."""
+    """A config file, an override or an option is wrong: `key: problem; way out`."""
+
+    @property
+    def problem(self) -> str:
+        return str(self).partition(": ")[2].partition(";")[0]
 
 
 class FlowError(DistflowError):

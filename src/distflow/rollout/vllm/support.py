@@ -17,7 +17,19 @@ _INVARIANT = "VLLM_BATCH_INVARIANT"
 
 
 def check_vllm(source: Source, lora: LoraConfig | None) -> None:
-    """Raises unless vLLM is installed in a version that we know, and has the model and room for the adapter."""
+    """Raises unless vLLM can be used here, and has the model and room for the adapter."""
+    check_installed()
+    if (name := architecture(source)) not in ARCHITECTURES:
+        raise ConfigError(
+            f"rollout.engine: '{source.name}' is a {name}, and vLLM is supported for {', '.join(ARCHITECTURES)};"
+            f" choose another model, {_INSTEAD}"
+        )
+    if lora and lora.rank > LORA_RANKS[-1]:
+        raise ConfigError(f"train.lora.rank: {lora.rank}, and vLLM has room for {LORA_RANKS[-1]}; lower it, {_INSTEAD}")
+
+
+def check_installed() -> None:
+    """Raises unless vLLM is installed in a version that we know, and not asked to change the whole process."""
     if os.environ.get(_INVARIANT, "0") not in ("", "0"):
         # It replaces operations of the whole process: `aten::linear` then has no gradient. And what it sets for cuBLAS
         # comes too late once the trainer has used it.
@@ -37,13 +49,6 @@ def check_vllm(source: Source, lora: LoraConfig | None) -> None:
             f"rollout.engine: vLLM {installed} is installed, and versions from {low} to below {high} are supported;"
             f" pip install 'vllm>={low},<{high}', {_INSTEAD}"
         )
-    if (name := architecture(source)) not in ARCHITECTURES:
-        raise ConfigError(
-            f"rollout.engine: '{source.name}' is a {name}, and vLLM is supported for {', '.join(ARCHITECTURES)};"
-            f" choose another model, {_INSTEAD}"
-        )
-    if lora and lora.rank > LORA_RANKS[-1]:
-        raise ConfigError(f"train.lora.rank: {lora.rank}, and vLLM has room for {LORA_RANKS[-1]}; lower it, {_INSTEAD}")
 
 
 def check_head_size(source: Source, known: Sequence[int]) -> None:
