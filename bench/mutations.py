@@ -111,6 +111,7 @@ class Tree:
             os.dup2(fd, 2)
             os.chdir(self.folder)
             sys.path[:1] = [str(self.folder / "src")]  # instead of this folder, whose files have names of tests
+            del sys.modules["__main__"].__file__  # processes that tests start would import it, from its folder
             sys.argv = ["pytest"]
             code = int(pytest.main(["-n", "0", "-x", "-q", "-p", "no:cacheprovider", test]))
         except BaseException:

@@ -17,7 +17,8 @@ Queue = _context.Queue
 def fork(fn: Callable[..., None], *args: Any, daemon: bool = False) -> ForkServerProcess:
     """Starts `fn(*args)` in a fork of the server."""
     path = os.environ.get("PYTHONPATH")
-    os.environ["PYTHONPATH"] = str(Path(__file__).parent)  # pytest tells its own process only where tests are
+    tests = str(Path(__file__).parent)  # pytest tells its own process only where they are
+    os.environ["PYTHONPATH"] = os.pathsep.join([tests, *([path] if path else [])])
     try:
         forkserver.ensure_running()
     finally:
