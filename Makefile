@@ -19,7 +19,7 @@ EXTRAS := tests/observe/test_trackers.py tests/reward/test_reward_gym.py tests/r
 	tests/distributed/test_ray.py
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-vllm test-extras test-harnesses test-wheel test-versions lint slow bench setup clean
+.PHONY: help demo test test-vllm test-cuda test-extras test-harnesses test-wheel test-versions lint slow bench setup clean
 
 help:  ## this list
 	@sed -nE 's/^([a-z-]+):.*  ## (.*)/\1|\2/p' $(MAKEFILE_LIST) | while IFS='|' read -r name what; do \
@@ -49,6 +49,9 @@ test-extras: .venv-extras/ready  ## trackers, Ray, gyms, math-verify and verifie
 
 test-harnesses: setup .venv-harness/ready  ## agents of other projects as they are, also Claude Code and Codex, with npm
 	OMP_NUM_THREADS=1 $(BIN)/pytest -m slow tests/agents/test_harnesses.py
+
+test-cuda: .venv-cuda/ready  ## what PyTorch's build for CUDA has, without a GPU or a driver, in .venv-cuda
+	OMP_NUM_THREADS=1 .venv-cuda/bin/pytest -m slow tests/accelerator/test_cuda_build.py
 
 test-wheel: .venv-wheel/ready  ## the first hour of a user, from a wheel in an environment without the source tree
 	rm -rf dist
@@ -104,6 +107,13 @@ docs: setup  ## the documentation as a site, in build/site; links are checked
 	.venv-vllm/bin/pip install --quiet torch==2.13.0
 	.venv-vllm/bin/pip install --quiet --no-deps -r requirements-vllm.txt
 	.venv-vllm/bin/pip install --quiet --no-deps --no-build-isolation --editable .
+	touch $@
+
+# PyPI's build is for CUDA; `===` leaves out others of this version, such as one for CPUs that pip has been pointed to.
+.venv-cuda/ready: pyproject.toml constraints.txt
+	$(PY) -m venv .venv-cuda
+	.venv-cuda/bin/pip install --quiet torch===2.13.0
+	.venv-cuda/bin/pip install --quiet --constraint constraints.txt --editable . hypothesis pytest pytest-timeout
 	touch $@
 
 # Pinned, with all that they ask for, as a new version of a tracker may break its tests.

@@ -1,15 +1,12 @@
 """What tests' workers share: imported, loaded and compiled once, in the server that they are forks of."""
 
 import gc
-from collections import defaultdict
 from copy import deepcopy
-from typing import Any
 
 import pytest  # noqa: F401
 import torch
 import transformers.models.qwen2
 import transformers.models.qwen3  # noqa: F401
-from torch import Tensor
 
 import distflow.agents.converse
 import distflow.checkpoint.model
@@ -28,6 +25,7 @@ import distflow.run.evaluation
 import distflow.run.job
 import distflow.run.process
 import distflow.simulate.failures  # noqa: F401
+from backward import go_back
 from distflow.cpu.modules import use_cpu_modules
 from distflow.model.attention import PackedAttention
 from distflow.rollout.builtin.generator import CacheLimits, Generator
@@ -54,24 +52,7 @@ def _train() -> None:
     given = {"input_ids": tokens[None], "position_ids": tokens[None], "use_cache": False}
     hidden = model.base_model(**given, distflow=PackedAttention([4])).last_hidden_state[0]
     logprobs, entropy = token_logprobs(hidden, model.lm_head.weight, None, tokens)
-    _go_back((logprobs + entropy).sum())
-
-
-@torch.no_grad()
-def _go_back(loss: Tensor) -> None:
-    """Does what `backward` does, but without torch's engine: once that runs, it has no place for devices that are
-    registered later, as that of the rehearsal is."""
-    gradients: defaultdict[Any, dict[int, Tensor]] = defaultdict(dict)
-    gradients[loss.grad_fn][0] = torch.ones_like(loss)
-    while gradients:
-        node = max(gradients, key=lambda n: n._sequence_nr())  # the last of them that the forward pass has made
-        given = gradients.pop(node)
-        call = getattr(node, "apply", node)
-        results = call(*(given.get(i) for i in range(1 + max(given))))
-        results = results if isinstance(results, tuple) else (results,)
-        for (before, i), result in zip(node.next_functions, results, strict=False):
-            if result is not None and before is not None and before.next_functions:  # else a leaf
-                gradients[before][i] = gradients[before][i] + result if i in gradients[before] else result
+    go_back((logprobs + entropy).sum())
 
 
 torch.set_num_threads(1)  # a fork of a process with threads would wait for them
