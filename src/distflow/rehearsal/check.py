@@ -76,8 +76,8 @@ class Walked:
 
 def walk(program: Program, workers: int, offer: Offer | None, device: torch.device) -> Walked:
     """Plans the run of a model on devices that offer this; None: on CPUs. `device`: one as theirs."""
-    assert program.config.model
     program, placement = placed(program, workers, offer)
+    assert program.config.model
     plan, source = program.plan(workers), shape_source(program.config.model, program)
     chosen = choose_for(program, plan, source, device, offer)
     phases = ((r, phases_of_worker(program, chosen.config, source, plan, r)) for r in unlike_ranks(plan))
