@@ -20,7 +20,7 @@ from distflow.run_folder import SPANS, rank_file
 
 LIMIT = 4 << 20  # bytes of a worker's file
 FLUSH_S = 5.0  # lines are at most this old when a task ends; else they are written once a step
-MAX_PEERS, PEERS_EVERY = 64, 16  # a task that sends to more peers says to whom only in every 16th step
+MAX_PEERS, PEERS_EVERY = 64, 16  # a task that sends to more peers lists them only in every 16th step
 MAX_CALLS = 64  # of one task
 MAX_MESSAGE = 4000  # characters
 MAX_AWAITED = 60  # characters of the ranks that a task has waited for

@@ -94,7 +94,7 @@ def resume(run: RunFolder, state: str) -> str:
 
 
 def _run_again(run: RunFolder) -> list[str]:
-    """Returns the words that started a run; where its config is gone, as of a run from Python, those with its own."""
+    """Returns the words that started a run; where its config is gone, as of a run from Python, with its own copy."""
     about = run.read_json(RUN)
     command = about.get("command")
     words = [str(w) for w in command[1:]] if isinstance(command, list) else []

@@ -1,4 +1,4 @@
-"""Counts what a device is asked to do: the launches of kernels, by operation, on tensors with memory or without."""
+"""Counts the work of a device: the launches of kernels, by operation, on tensors with memory or without."""
 
 from collections import Counter
 from functools import cache
@@ -48,7 +48,7 @@ class Launches(TorchDispatchMode):
 def _fused_norms_on_meta() -> Any:
     """Gives tensors without memory CUDA's kernel of a norm; without one of its own, torch would take it apart.
 
-    It is there as long as what this returns.
+    It lasts as long as the returned object.
     """
     lib: Any = torch._C
     library = lib._dispatch_library("IMPL", "aten", "Meta")

@@ -40,7 +40,7 @@ from distflow.train.trainer import Trainer
 from distflow.train.update_spec import UpdateSpec
 
 PER_HOST = 8
-WEIGHT_SYNC = "weight sync"  # what the name of its phase begins with
+WEIGHT_SYNC = "weight sync"  # the beginning of the name of its phase
 _CACHE = "KV cache"
 _DEPTHS = (4, 6)  # layers: fewer have other peaks, as the next ones are gathered while one is computed
 _Peaks = Mapping[str, Mapping[str, float]]  # what is allocated at a peak → the parts of all memory then
@@ -52,8 +52,8 @@ def phases_of_worker(
 ) -> list[Phase]:
     """Walks the chain of a rank. `config`: the program's, with what was chosen for the device.
 
-    Of a deep model two short ones are walked, as its layers are alike, unless the `whole` one has to be. Every other
-    engine than the built-in one is taken to need what that needs.
+    Of a deep model two short ones are walked, as its layers are alike, unless the `whole` one has to be. Any other
+    engine is taken to need as much as the built-in one.
     """
 
     def of_depth(depth: int) -> Config:
@@ -102,7 +102,7 @@ def _extended(less: _Peaks, more: _Peaks, steps: float) -> _Peaks:
 
 
 def _phase(name: str, peaks: _Peaks) -> Phase:
-    """Returns a phase with what there is at its highest peak, the largest part first."""
+    """Returns a phase with its memory at the highest peak, the largest part first."""
     most = max(peaks.values(), key=lambda parts: sum(parts.values()), default={})
     return Phase(name, dict(sorted(({"context": float(CONTEXT)} | dict(most)).items(), key=lambda part: -part[1])))
 
@@ -210,7 +210,7 @@ def _nothing(*_: Any) -> Iterable[Any]:
 
 
 def _drive(communication: Iterable[Any]) -> None:
-    """Runs what a rank does of a communication, which brings nothing."""
+    """Runs a rank's part of a communication, which transfers nothing."""
     for request in communication:
         out = torch.empty(request.size, dtype=torch.uint8, device=DEVICE)
         if request.size:
@@ -222,7 +222,7 @@ def _drive(communication: Iterable[Any]) -> None:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Keeps what roles log to themselves: their model may be one that was made shorter."""
+    """Keeps what roles log to themselves: their model may be a shortened one."""
     logging.disable(logging.INFO)
     try:
         yield
@@ -247,7 +247,7 @@ def _without_files() -> Iterator[None]:
 
 @contextmanager
 def _labels(memory: Allocations) -> Iterator[None]:
-    """Says of allocations what they are for, by the function that makes them."""
+    """Labels allocations by the function that makes them."""
     head: Any = logprobs._Head
     fsdp_group: Any = _fsdp_param_group
     functions: list[tuple[Any, str, str]] = [

@@ -1,4 +1,4 @@
-"""The other workers of a run, and the device, as far as a worker notices that they are not here."""
+"""Stands for the other workers of a run, and for the device, as far as a worker would miss them."""
 
 import sys
 from collections.abc import Iterator, Sequence
