@@ -25,8 +25,9 @@ class Panels:
         assert kernels is not None
         (groups, dim), panel = like.shape[-2:], kernels.PANEL
         self.kernels = kernels
-        self.keys = np.empty((pages, groups, -(-page // panel), dim, panel), np.float32)
-        self.values = np.empty((pages, groups, -(-dim // panel), page, panel), np.float32)
+        # torch's memory is aligned, so that no row of a panel lies in two cache lines
+        self.keys = as_numpy(torch.empty(pages, groups, -(-page // panel), dim, panel))
+        self.values = as_numpy(torch.empty(pages, groups, -(-dim // panel), page, panel))
 
     def write(self, k: Tensor, v: Tensor, pages: Ints, places: Ints) -> None:
         """Writes k, v [n, groups, dim] to places of pages."""

@@ -24,37 +24,82 @@ _PACKED = 32  # panels of a matrix that are packed at once, SUM of its rows
 _ALIASED = 1024  # elements: rows a multiple of this apart compete for the same cache lines
 
 
-@intrinsic
-def _copy_some(context, x, i, j, out, k, m):
-    """Copies PANEL numbers that lie one after the other, from x[i, j] on to out[k, m] on."""
+def _block(transposed: bool) -> Any:
+    """Makes a copy of PANEL numbers that lie one after the other, or of PANEL times PANEL of them, transposed: from
+    x[i, j] on to out[k, m] on."""
 
-    def code(context, b, signature, arguments):
-        kinds = signature.args
+    @intrinsic
+    def copy(context, x, i, j, out, k, m):
+        def code(context, b, signature, arguments):
+            kinds = signature.args
+            vector, count = ir.VectorType(ir.FloatType(), PANEL), PANEL if transposed else 1
 
-        def vector_at(at):
-            array = context.make_array(kinds[at])(context, b, arguments[at])
-            item = cgutils.get_item_pointer(context, b, kinds[at], array, arguments[at + 1 : at + 3])
-            return b.bitcast(item, ir.VectorType(ir.FloatType(), PANEL).as_pointer())
+            def places(at):
+                array = context.make_array(kinds[at])(context, b, arguments[at])
+                first = cgutils.get_item_pointer(context, b, kinds[at], array, arguments[at + 1 : at + 3])
+                gap = cgutils.unpack_tuple(b, array.strides)[0]
+                for row in range(count):
+                    yield b.bitcast(cgutils.pointer_add(b, first, b.mul(gap, gap.type(row))), vector.as_pointer())
 
-        b.store(b.load(vector_at(0), align=4), vector_at(3), align=4)
-        return context.get_dummy_value()
+            rows = [b.load(place, align=4) for place in places(0)]
+            step = 1
+            while step < count:  # swaps the two blocks beside the diagonal of each 2 step × 2 step numbers
+                near = [c if not c & step else PANEL + (c ^ step) for c in range(PANEL)]
+                far = [c ^ step if not c & step else PANEL + c for c in range(PANEL)]
+                whole = ir.VectorType(ir.IntType(32), PANEL)
+                for row in range(count):
+                    if not row & step:
+                        pair = rows[row], rows[row | step]
+                        rows[row] = b.shuffle_vector(*pair, ir.Constant(whole, near))
+                        rows[row | step] = b.shuffle_vector(*pair, ir.Constant(whole, far))
+                step *= 2
+            for row, place in zip(rows, places(3), strict=True):
+                b.store(row, place, align=4)
+            return context.get_dummy_value()
 
-    return types.void(x, types.intp, types.intp, out, types.intp, types.intp), code
+        return types.void(x, types.intp, types.intp, out, types.intp, types.intp), code
+
+    return copy
+
+
+_copy_some, _transpose = _block(False), _block(True)
+
+
+@compiled(set())
+def copy(x, out):
+    """Copies x [n, dim], which may lie transposed, into the first rows and columns of `out`."""
+    n, dim = x.shape
+    down, right = n - n % PANEL, dim - dim % PANEL
+    if x.strides[1] == 4:
+        down = n
+        for i in range(n):
+            for d in range(0, right, PANEL):
+                _copy_some(x, i, d, out, i, d)
+    elif x.strides[0] == 4:
+        other = x.T
+        for i in range(0, down, PANEL):
+            for d in range(0, right, PANEL):
+                _transpose(other, d, i, out, i, d)
+    else:
+        down = 0
+    for i in range(n):
+        for d in range(right if i < down else 0, dim):
+            out[i, d] = x[i, d]
+
+
+@compiled(set(), inline=True)
+def aligned(size):
+    """Memory in which no panel's row lies in two cache lines."""
+    room = np.empty(size + PANEL, _F)
+    skip = -room.ctypes.data // 4 % PANEL
+    return room[skip : skip + size]
 
 
 @compiled(set())
 def to_panel(columns, panel):
     """Copies columns [dim, at most PANEL] into a panel [dim, PANEL]."""
-    width = columns.shape[1]
-    if width == PANEL and columns.strides[1] == 4:
-        for d in range(len(panel)):
-            _copy_some(columns, d, 0, panel, d, 0)  # type: ignore[call-arg]
-        return
-    for d in range(len(panel)):
-        for c in range(width):
-            panel[d, c] = columns[d, c]
-        for c in range(width, PANEL):
-            panel[d, c] = _F(0)
+    copy(columns, panel)
+    panel[:, columns.shape[1] :] = _F(0)
 
 
 @compiled(set())
@@ -73,10 +118,7 @@ def unpack(panels):
     panel = np.empty((dim, PANEL), _F)
     for p in range(count):
         panel[:] = panels[p]
-        rows = panels[p].reshape(PANEL, dim)
-        for r in range(PANEL):
-            for d in range(dim):
-                rows[r, d] = panel[d, r]
+        copy(panel.T, panels[p].reshape(PANEL, dim))
 
 
 # Tiles, rows × panels: as many as there are registers for. AVX-512 has 32 of 16 floats, AVX2 has 16 of 8. A number of x
@@ -85,6 +127,7 @@ def unpack(panels):
 _AVX512 = bool(get_host_cpu_features().get("avx512f"))
 _HIGH, _MIDDLE, _LOW, _ROW = ((12, 2), (8, 2), (4, 4), (1, 4)) if _AVX512 else ((6, 1), (4, 1), (2, 2), (1, 4))
 _WIDEST = 4
+_CLOSE = 4  # rows that share a pointer
 
 
 def _tile(height: int, width: int) -> Any:
@@ -115,33 +158,43 @@ def _tile(height: int, width: int) -> Any:
             def vector_at(address, place):
                 return b.bitcast(number_at(address, place), vector.as_pointer())
 
-            def line(array, row):
-                gap = b.sdiv(cgutils.unpack_tuple(b, array.strides)[0], constant(4))
-                return number_at(array.data, times(row, gap))
+            def distance(array):
+                return b.sdiv(cgutils.unpack_tuple(b, array.strides)[0], constant(4))
 
             byte = ir.IntType(8).as_pointer()
             kind = ir.FunctionType(ir.VoidType(), [byte, whole, whole, whole])
             fetch = b.module.declare_intrinsic("llvm.prefetch", [byte], kind)
             rows = [b.add(i, constant(r)) for r in range(height)]
             columns = [b.add(p, constant(c)) for c in range(width)]
-            lines = [line(x, row) for row in rows]
+            gap = distance(x)
+            lines = [cgutils.alloca_once_value(b, number_at(x.data, times(row, gap))) for row in rows[::_CLOSE]]
+            opaque = ir.InlineAsm(ir.FunctionType(x.data.type, [x.data.type]), "", "=r,0", side_effect=False)
             depth = cgutils.unpack_tuple(b, x.shape)[1]
             dim = cgutils.unpack_tuple(b, panels.shape)[1]
             starts = [number_at(panels.data, times(b.add(times(c, dim), first), PANEL)) for c in columns]
-            coming = [number_at(start, times(dim, width * PANEL)) for start in starts]  # prefetched during this tile
-            targets = [[vector_at(line(out, row), times(c, PANEL)) for c in columns] for row in rows]
+            # The first rows fetch the panels of the next tile; others would push their own out of the cache.
+            ahead = b.select(b.icmp_signed("==", i, constant(0)), times(dim, width * PANEL), constant(0))
+            coming = [number_at(start, ahead) for start in starts]
+            outs = [number_at(out.data, times(row, distance(out))) for row in rows]
+            targets = [[vector_at(line, times(c, PANEL)) for c in columns] for line in outs]
             sums = [[cgutils.alloca_once_value(b, ir.Constant(vector, None)) for _ in columns] for _ in rows]
             with cgutils.for_range(b, depth) as loop:
                 at = times(loop.index, PANEL)
                 weights = [b.load(vector_at(start, at), typ=vector, align=4) for start in starts]
-                for ahead in coming:  # for reading, high locality, data cache
-                    b.call(fetch, [b.bitcast(number_at(ahead, at), byte), whole(0), whole(3), whole(1)])
-                for start, totals in zip(lines, sums, strict=True):
-                    one = b.insert_element(undefined, b.load(number_at(start, loop.index), typ=number), whole(0))
+                for place in coming:  # for reading, high locality, data cache
+                    b.call(fetch, [b.bitcast(number_at(place, at), byte), whole(0), whole(3), whole(1)])
+                # A few pointers move along x, and the rows between are a multiple of their distance away, which is part
+                # of an instruction. A compiler that knew how near they are would compute the address of every row.
+                near = [b.call(opaque, [b.load(line)]) for line in lines]
+                for r, totals in enumerate(sums):
+                    place = number_at(near[r // _CLOSE], times(gap, r % _CLOSE))
+                    one = b.insert_element(undefined, b.load(place, typ=number), whole(0))
                     same = b.shuffle_vector(one, undefined, zeros)
                     for weight, total in zip(weights, totals, strict=True):
                         product = b.fmul(same, weight, flags=("contract",))
                         b.store(b.fadd(product, b.load(total, typ=vector), flags=("contract",)), total)
+                for line, place in zip(lines, near, strict=True):
+                    b.store(number_at(place, constant(1)), line)
             pairs = [pair for t, s in zip(targets, sums, strict=True) for pair in zip(t, s, strict=True)]
             with b.if_else(fresh) as (then, otherwise):
                 with then:
@@ -198,20 +251,6 @@ def _apart(x):
 
 
 @compiled(set())
-def _copy(x, block):
-    n, dim = x.shape
-    if x.strides[1] == 4 and dim % PANEL == 0:
-        for i in range(n):
-            for d in range(0, dim, PANEL):
-                _copy_some(x, i, d, block, i, d)  # type: ignore[call-arg]
-        return
-    for start in range(0, dim, PANEL):  # some columns at a time, as x may lie transposed
-        for i in range(n):
-            for d in range(start, min(start + PANEL, dim)):
-                block[i, d] = x[i, d]
-
-
-@compiled(set())
 def _multiply(x, panels, out, fresh):
     """out = x · the packed weight, or that added to `out`"""
     n, dim = x.shape
@@ -223,7 +262,7 @@ def _multiply(x, panels, out, fresh):
             for first in range(0, dim, SUM):
                 rows = x[low:high, first : min(first + SUM, dim)]
                 if apart:
-                    _copy(rows, block)
+                    copy(rows, block)
                     rows = block[: high - low, : min(SUM, dim - first)]
                 multiply_block(rows, part, first, to[low:high], fresh and first == 0)
 
@@ -258,7 +297,7 @@ def multiply(a, b, out, fresh):
     """out = a [n, dim] · b [dim, columns], or that added to `out`; a and b may lie transposed"""
     n, (dim, columns) = len(a), b.shape
     apart, block = _apart(a), np.empty((min(n, _ROWS), SUM + PANEL), _F)
-    room, some = np.empty(_PACKED * PANEL * min(dim, SUM), _F), np.empty((min(n, _ROWS), PANEL), _F)
+    room, some = aligned(_PACKED * PANEL * min(dim, SUM)), np.empty((min(n, _ROWS), PANEL), _F)
     for start in range(0, columns, _PACKED * PANEL):
         end = min(start + _PACKED * PANEL, columns)
         count = (end - start + PANEL - 1) // PANEL
@@ -274,7 +313,7 @@ def multiply(a, b, out, fresh):
                 high = min(low + _ROWS, n)
                 rows = a[low:high, first:last]
                 if apart:
-                    _copy(rows, block)
+                    copy(rows, block)
                     rows = block[: high - low, : last - first]
                 multiply_block(rows, panels[:whole], 0, out[low:high, start:edge], new)
                 if edge < end:
