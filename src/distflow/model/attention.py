@@ -122,6 +122,7 @@ class PackedAttention:
         self.lengths, self.shared = lengths, shared
         self.runs = [(len(list(run)), length) for length, run in groupby(lengths)]
         self._bounds: varlen.Bounds | None = None  # made by the first layer, which knows the device
+        self._some: dict[tuple[int, int], _Some] = {}  # of some rows; so is this
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, params: AttentionParams) -> Tensor:
         q, k, v = (x.transpose(0, 1) for x in (q, k, v))  # [tokens, heads, dim]
@@ -152,6 +153,44 @@ class PackedAttention:
             self._bounds = varlen.Bounds.of(queries, self.lengths, q.device)
         return varlen.attend(q, k, v, self._bounds, params.scale, params.window)
 
+    def of_rows(self, first: int, last: int, q: Tensor, k: Tensor, v: Tensor, params: AttentionParams) -> Tensor:
+        """The same for the queries of some rows, q [heads, last − first, dim] → [last − first, heads, dim]."""
+        q, k, v = (x.transpose(0, 1) for x in (q, k, v))
+        if not q.numel():
+            return q
+        if (first, last) not in self._some:
+            self._some[first, last] = self._of_rows(first, last, q.device)
+        queries, lengths, keys, bounds = self._some[first, last]
+        k, v = k.index_select(0, keys), v.index_select(0, keys)
+        if cpu_attention.has_kernel(q):
+            return cpu_attention.attend(q, k, v, queries, lengths, params.options)
+        if params.softcap is None and varlen.has_kernel(q.device, q.dtype, q.shape[-1]):
+            return varlen.attend(q, k, v, bounds, params.scale, params.window)
+        parts = []
+        for q_part, k_part, v_part in zip(q.split(queries), k.split(lengths), v.split(lengths), strict=True):
+            one = (x.transpose(0, 1)[None] for x in (q_part, k_part, v_part))
+            mask = _mask(len(q_part), len(k_part), params.window, q)
+            parts.append(attend(*one, params, mask=mask)[0].transpose(0, 1))
+        return torch.cat(parts)
+
+    def _of_rows(self, first: int, last: int, device: torch.device) -> "_Some":
+        queries, lengths, keys = [], [], []
+        end = place = 0  # of the sequence: behind its last row, its first place
+        for own, length in zip(self.shared.own if self.shared else self.lengths, self.lengths, strict=True):
+            start, end = end, end + own
+            count = min(end, last) - max(start, first)
+            if count > 0:
+                queries.append(count)
+                lengths.append(length - max(0, end - last))
+                keys.append(torch.arange(place, place + lengths[-1]))
+            place += length
+        places = to_device(torch.cat(keys), device)
+        rows = self.shared.rows[places] if self.shared else places
+        return queries, lengths, rows, varlen.Bounds.of(queries, lengths, device)
+
+
+_Some = tuple[list[int], list[int], Tensor, varlen.Bounds]  # queries and keys of sequences; the rows of the keys
+
 
 def attend(
     q: Tensor, k: Tensor, v: Tensor, params: AttentionParams, *, causal: bool = False, mask: Tensor | None = None
@@ -159,10 +198,7 @@ def attend(
     """q [n, heads, queries, dim] on k, v [n, kv heads, keys, dim]; `mask` is added to the scores."""
     queries, keys = q.shape[2], k.shape[2]
     if causal and params.window is not None and params.window < keys:
-        distance = torch.arange(queries, device=q.device)[:, None] - torch.arange(keys, device=q.device)
-        outside = (distance < 0) | (distance >= params.window)
-        mask = torch.zeros(outside.shape, dtype=q.dtype, device=q.device).masked_fill_(outside, -torch.inf)
-        causal = False
+        mask, causal = _mask(queries, keys, params.window, q), False
     repeat = q.shape[1] // k.shape[1]
     if params.softcap is not None or (repeat > 1 and not _has_gqa_kernel(q, mask)):
         k, v = k.repeat_interleave(repeat, 1), v.repeat_interleave(repeat, 1)
@@ -174,6 +210,14 @@ def attend(
         mask = torch.full((queries, keys), -torch.inf, device=q.device).triu(1)
     scores = (q * (params.scale or q.shape[-1] ** -0.5)) @ k.transpose(2, 3)
     return softmax_weights(scores, params, mask).to(v.dtype) @ v
+
+
+def _mask(queries: int, keys: int, window: int | None, like: Tensor) -> Tensor:
+    """Returns the mask [queries, keys] of queries at the last places, which see what is in the window before them."""
+    places = torch.arange(keys, device=like.device)
+    distance = places[keys - queries :, None] - places
+    outside = (distance < 0) | (distance >= (window or keys))
+    return torch.zeros(outside.shape, dtype=like.dtype, device=like.device).masked_fill_(outside, -torch.inf)
 
 
 def _has_gqa_kernel(q: Tensor, mask: Tensor | None) -> bool:

@@ -2,7 +2,8 @@
 
 All that a layer does beside attention it does row by row, each rank for its own rows. For attention, one all-to-all
 gives every rank all rows of some of the heads, a second one all heads of its own rows. So sequences may begin and end
-anywhere, and what attends to what is known to the attention alone.
+anywhere, and what attends to what is known to the attention alone. Any number of ranks will do: a head that several
+have to share is theirs by rows of its queries.
 """
 
 from dataclasses import dataclass
@@ -16,9 +17,9 @@ from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
 from distflow.errors import ConfigError
-from distflow.model.attention import Attention, AttentionParams
-from distflow.model.processor import reads_images
+from distflow.model.attention import Attention, AttentionParams, PackedAttention
 from distflow.plan.layout import Layout
+from distflow.util.copies import to_device
 
 
 @dataclass(frozen=True)
@@ -33,9 +34,9 @@ class SequenceParallel:
     def of(cls, group: dist.ProcessGroup | None) -> "SequenceParallel":
         return ALONE if group is None else cls(group, dist.get_rank(group), dist.get_world_size(group))
 
-    def attention(self, whole: Attention, rows: int) -> Attention:
+    def attention(self, whole: PackedAttention, rows: int) -> Attention:
         """Returns the attention that a rank calls with its share of the `rows`; `whole` is that of all of them."""
-        return whole if self.group is None else _ByHeads(whole, self.group, self.ranks, rows)
+        return whole if self.group is None else _ByHeads(whole, self.group, self.rank, self.ranks, rows)
 
     def join(self, values: tuple[Tensor, ...], places: Tensor | None, count: int) -> tuple[Tensor, ...]:
         """Joins the values of all ranks, of which this one has those of `places`, to `count` of each kind.
@@ -48,51 +49,103 @@ class SequenceParallel:
 
 
 class _ByHeads:
-    """Attention to all rows, where each rank has its rows of all heads and computes all rows of its heads."""
+    """Attention to all rows, where each rank has its rows of all heads and computes all rows of its heads.
 
-    def __init__(self, whole: Attention, group: dist.ProcessGroup, ranks: int, rows: int) -> None:
-        self.whole, self.group, self.ranks, self.rows = whole, group, ranks, rows
+    Where the ranks do not divide the heads, a head's queries are divided, too, over as many parts as it takes. A part
+    has the rows of every so-manieth rank, so each has some that see few keys and some that see many.
+    """
+
+    def __init__(self, whole: PackedAttention, group: dist.ProcessGroup, rank: int, ranks: int, rows: int) -> None:
+        self.whole, self.group, self.rank, self.ranks, self.rows = whole, group, rank, ranks, rows
+        self._index: Tensor | None = None  # made by the first layer, which knows heads and device
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, params: AttentionParams) -> Tensor:
-        repeat = lcm(len(k), self.ranks) // len(k)  # of fewer key heads than ranks, several need the same one
-        if repeat > 1:
-            k, v = (x.repeat_interleave(repeat, 0) for x in (k, v))
-        # [heads, own rows, dim] → [ranks, own rows, dim of that rank's heads]: one message for all three
-        parts = [x.unflatten(0, (self.ranks, -1)).transpose(1, 2).flatten(2) for x in (q, k, v)]
-        widths = [part.shape[2] for part in parts]
-        received = _exchange(torch.cat(parts, 2), self.group).flatten(0, 1)[: self.rows]
-        # [rows, dim of the own heads] → [own heads, rows, dim]
-        q_own, k_own, v_own = (
-            part.unflatten(1, (-1, x.shape[2])).transpose(0, 1)
-            for part, x in zip(received.split(widths, 1), (q, k, v), strict=True)
-        )
-        out = self.whole(layer, q_own, k_own, v_own, params)  # [rows, own heads, dim]
-        mine = pad(out.flatten(1), (0, 0, 0, q.shape[1] * self.ranks - self.rows))
-        back = _exchange(mine.unflatten(0, (self.ranks, -1)), self.group)  # [ranks, own rows, dim of that rank's heads]
-        joined: Tensor = back.transpose(0, 1).flatten(1).unflatten(1, (q.shape[0], -1))  # [own rows, heads, dim]
-        return joined
+        own, ranks, work = q.shape[1], range(self.ranks), _Division(len(q), len(k), self.ranks)
+        # [heads for rank 0, for rank 1, …; own rows, dim]: its queries, keys and values, in one message to each
+        sent = [work.sent(self.rank, to) for to in ranks]
+        received = [work.sent(source, self.rank) for source in ranks]
+        if self._index is None:
+            self._index = to_device(torch.tensor([i for parts in sent for part in parts for i in part]), q.device)
+        sizes = [sum(map(len, parts)) for parts in sent], [sum(map(len, parts)) for parts in received]
+        blocks = _exchange(torch.cat([q, k, v]).index_select(0, self._index), sizes, self.group).split(sizes[1])
+        apart = [block.split(list(map(len, parts))) for block, parts in zip(blocks, received, strict=True)]
+        every_k, every_v = (torch.cat([block[i] for block in apart], 1)[:, : self.rows] for i in (1, 2))
+        outs = []  # of each rank: [rows of it, the heads that it has asked for, dim]
+        if work.parts == 1:
+            every_q = torch.cat([block[0] for block in apart], 1)[:, : self.rows]
+            every_k, every_v = (work.for_heads(self.rank, x, received[0][0]) for x in (every_k, every_v))
+            out = self.whole(layer, every_q, every_k, every_v, params)
+            outs += pad(out, (0, 0, 0, 0, 0, own * self.ranks - self.rows)).split(own)
+        else:
+            for source, (its_q, *_) in enumerate(apart):
+                first, last = source * own, min((source + 1) * own, self.rows)
+                its_k, its_v = (work.for_heads(self.rank, x, received[source][0]) for x in (every_k, every_v))
+                out = self.whole.of_rows(first, last, its_q[:, : max(0, last - first)], its_k, its_v, params)
+                outs.append(pad(out, (0, 0, 0, 0, 0, own - len(out))))
+        sizes = [len(parts[0]) for parts in received], [len(parts[0]) for parts in sent]
+        back = _exchange(torch.cat([out.transpose(0, 1) for out in outs]), sizes, self.group)  # [heads, own rows, dim]
+        return back.transpose(0, 1)
+
+
+@dataclass(frozen=True)
+class _Division:
+    """Who computes what: the parts of all heads' queries, head by head, in equal numbers for each rank."""
+
+    heads: int
+    keys: int  # heads of keys and values
+    ranks: int
+
+    @property
+    def parts(self) -> int:
+        """Into how many the queries of a head are divided."""
+        return lcm(self.heads, self.ranks) // self.heads
+
+    def sent(self, source: int, to: int) -> tuple[range, range, range]:
+        """Returns what a rank sends another of its heads' queries, keys and values, as places of all of these."""
+        each, part = self.heads * self.parts // self.ranks, source % self.parts
+        low, high = to * each, (to + 1) * each
+        queries = range(-(-(low - part) // self.parts), -(-(high - part) // self.parts))
+        k = range(self._key(low // self.parts), self._key((high - 1) // self.parts) + 1)
+        first_k, first_v = self.heads, self.heads + self.keys
+        return queries, _moved(k, first_k), _moved(k, first_v)
+
+    def for_heads(self, rank: int, x: Tensor, queries: range) -> Tensor:
+        """Returns the keys or values [key heads of the rank, rows, dim] that go with some heads' queries."""
+        first = self.sent(0, rank)[1].start - self.heads
+        wanted = [self._key(head) - first for head in queries]
+        even = len(queries) // len(x)
+        if wanted == [i // max(1, even) for i in range(even * len(x))]:
+            return x
+        return x.index_select(0, to_device(torch.tensor(wanted, dtype=torch.int64), x.device))
+
+    def _key(self, head: int) -> int:
+        return head * self.keys // self.heads
+
+
+def _moved(numbers: range, by: int) -> range:
+    return range(numbers.start + by, numbers.stop + by)
 
 
 ALONE = SequenceParallel(None)
 
 
-def _exchange(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """x [ranks, …]: part i goes to rank i → [ranks, …]: part i has come from rank i."""
-    return _Exchange.apply(x, group)  # type: ignore[no-any-return, no-untyped-call]
+def _exchange(x: Tensor, sizes: tuple[list[int], list[int]], group: dist.ProcessGroup) -> Tensor:
+    """x [heads, …]: so many of them go to each rank → [heads, …]: so many have come from each."""
+    return _Exchange.apply(x, sizes, group)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class _Exchange(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        x = x.contiguous()
-        out = torch.empty_like(x)
-        dist.all_to_all_single(out, x, group=group)
+    def forward(ctx: Any, x: Tensor, sizes: tuple[list[int], list[int]], group: dist.ProcessGroup) -> Tensor:
+        ctx.sizes, ctx.group = sizes, group
+        sent, received = sizes
+        out = x.new_empty(sum(received), *x.shape[1:])
+        dist.all_to_all_single(out, x.contiguous(), received, sent, group=group)
         return out
 
     @staticmethod
-    def backward(ctx: Any, d: Tensor) -> tuple[Tensor, None]:
-        return _exchange(d, ctx.group), None
+    def backward(ctx: Any, d: Tensor) -> tuple[Tensor, None, None]:
+        return _exchange(d, ctx.sizes[::-1], ctx.group), None, None
 
 
 class _Join(torch.autograd.Function):
@@ -113,19 +166,9 @@ class _Join(torch.autograd.Function):
         return None, None, None, *map(own, gradients, ctx.lengths)
 
 
-def check_heads(model: PreTrainedModel, layout: Layout, where: str) -> None:
-    """Raises unless the ranks of a replica can divide the heads of attention."""
-    if layout.sp > 1 and reads_images(model.config):
+def check_divisible(model: PreTrainedModel, layout: Layout, where: str) -> None:
+    """Raises unless the ranks of a replica can divide what the model reads."""
+    if layout.sp > 1 and getattr(model.config, "vision_config", None) is not None:
         raise ConfigError(
             f"{where}: sp {layout.sp} would divide the images of a {model.config.model_type} model; use sp 1, and tp"
-        )
-    heads: int = getattr(model.config.get_text_config(), "num_attention_heads", 1)
-    if layout.sp > 1 and getattr(model.config, "vision_config", None) is not None:
-        raise ConfigError(f"{where}: sp {layout.sp}, but this model reads images, which are not divided; use sp 1")
-    if layout.sp > 1 and heads % layout.replica_size:
-        fits = [str(n) for n in range(1, heads // layout.tp + 1) if heads % (n * layout.tp) == 0]
-        kind = f"sp {layout.sp}" + (f" × tp {layout.tp}" if layout.tp > 1 else "")
-        raise ConfigError(
-            f"{where}: {kind} does not divide the model's {heads} attention heads, of which each rank computes some;"
-            f" use sp {' or '.join(fits)}"
         )

@@ -60,7 +60,7 @@ def _check_model(program: Program, plan: Plan, rows: DatasetView, held_out: Data
     from distflow.model.lora import LoraAdapter
     from distflow.model.memory import check_kv_cache, kv_budget
     from distflow.model.prompt_check import check_prompts, texts
-    from distflow.model.sequence_parallel import check_heads
+    from distflow.model.sequence_parallel import check_divisible
     from distflow.model.source import DTYPES, kv_bytes, open_model
     from distflow.model.tensor_parallel import tp_styles
     from distflow.model.text import Text, prompt_limit
@@ -80,7 +80,7 @@ def _check_model(program: Program, plan: Plan, rows: DatasetView, held_out: Data
     layouts = {n.id: plan.partition_of(n.id).layout for n in plan.flow.nodes if n.role in MODEL_ROLES}
     for node, layout in layouts.items():
         tp_styles(skeleton, layout.tp, f"placement of {node}")
-        check_heads(skeleton, layout, f"placement of {node}")
+        check_divisible(skeleton, layout, f"placement of {node}")
     trained = ""
     if config.train.lora:
         adapter = sum(prod(s.shape) for s in LoraAdapter(skeleton, config.train.lora).specs)

@@ -29,7 +29,7 @@ from distflow.errors import ConfigError
 from distflow.model.experts import experts_blocks
 from distflow.model.images import Images, vision_tower
 from distflow.model.lora import LoraAdapter, MergedWeights, adapter_pairs, base_name
-from distflow.model.sequence_parallel import SequenceParallel, check_heads
+from distflow.model.sequence_parallel import SequenceParallel, check_divisible
 from distflow.model.source import DTYPES, Read, Source
 from distflow.model.tensor_parallel import parallelize_for_training, parameter_specs, tp_styles
 from distflow.plan.layout import Layout
@@ -106,7 +106,7 @@ class Trainer:
         self.workers = layout.without_sp.dp  # that compute a gradient of their own, of other samples or tokens
         self.sequences = SequenceParallel.of(place.sequence_group)
         lm = source.skeleton()
-        check_heads(lm, layout, "placement")
+        check_divisible(lm, layout, "placement")
         if self.device.type == "cpu" and not config.compile:
             use_cpu_modules(lm)
         self.vision = Vision(lm, options.images) if options.images else None
