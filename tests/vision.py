@@ -59,7 +59,7 @@ class Model:
 
 
 def small(arch: str) -> ModelConfig:
-    return ModelConfig(arch=arch, hidden=32, layers=2, heads=2, kv_heads=1, ffn=48, vision=TOWER)
+    return ModelConfig(arch=arch, hidden=64, layers=2, heads=2, kv_heads=1, ffn=48, vision=TOWER)
 
 
 @cache

@@ -47,7 +47,7 @@ def small_config(arch: str, text: Mapping[str, Any], given: VisionConfig, tokeni
     half = text["head_dim"] // 2
     if half < 4:
         raise ConfigError(f"model: each head of a {arch} has 8 numbers or more; raise hidden, or lower heads")
-    rope = {
+    rope: dict[str, Any] = {
         "rope_type": "default",
         "rope_theta": 1e4,
         "mrope_section": [half - 2 * (half * 3 // 8), *[half * 3 // 8] * 2],
@@ -56,6 +56,7 @@ def small_config(arch: str, text: Mapping[str, Any], given: VisionConfig, tokeni
     if arch == "qwen2_5_vl":
         vision |= {"fullatt_block_indexes": [given.layers - 1], "window_size": 4 * _MERGE * given.patch}
     else:
+        rope["mrope_interleaved"] = True  # as in Qwen's own configs: transformers takes it for granted, vLLM does not
         side = given.size // given.patch
         vision |= {"deepstack_visual_indexes": [0], "num_position_embeddings": side * side}
     names = {

@@ -10,7 +10,7 @@ import os
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,7 @@ from distflow.rollout.vllm.sampler import make_sampler
 from distflow.rollout.vllm.start import BLOCK, start_vllm
 from distflow.rollout.vllm.support import LORA_RANKS, architecture, check_head_size, check_vllm
 from distflow.rollout.vllm.undisturbed import undisturbed_process
+from distflow.rollout.vllm.vision import Vision, start_arguments, view_name
 from distflow.util.text import human_bytes
 from distflow.weights.shards import Shards, TensorSpec, size
 
@@ -129,6 +130,8 @@ class VllmEngine(RolloutEngine):
         overrides = {"head_dtype": "float32"} if setup.dtype.itemsize == 2 else {}  # as the trainer computes logits
         arguments |= config.vllm.args | {"hf_overrides": overrides | config.vllm.args.get("hf_overrides", {})}
         with undisturbed_process(_SETTINGS, prefix="VLLM_"):
+            if setup.images:
+                arguments |= start_arguments(architecture(source), layout.tp)
             if self._noise:
                 arguments |= {"logprobs_mode": logprobs_mode(config), "async_scheduling": True}
             else:  # which needs the tokens before
@@ -136,6 +139,7 @@ class VllmEngine(RolloutEngine):
             self.engine = start_vllm(replica, setup.rank, setup.device, {"model": config_folder(source), **arguments})
         runner = self.engine.model_executor.driver_worker.worker.model_runner
         self.model: nn.Module = runner.model
+        self._vision = Vision(setup.images, self.engine, self.model) if setup.images else None
         if lora:
             _register_adapter(runner.lora_manager, lora.rank)
         self._check_views()
@@ -149,13 +153,16 @@ class VllmEngine(RolloutEngine):
         packed: Mapping[str, Sequence[str]] = getattr(self.model, "packed_modules_mapping", {})
         fused = {part: (whole, i) for whole, parts in packed.items() for i, part in enumerate(parts)}
         modules = dict(self.model.named_modules(remove_duplicate=False))
-        return {s.name: _view(modules, fused, s) for s in [*self.weight_specs, *self.adapter_specs]}
+        specs = [*self.weight_specs, *self.adapter_specs]
+        return {s.name: _view(modules, fused, replace(s, name=view_name(self.model, s.name))) for s in specs}
 
     def commit_weights(self, version: int) -> None:
         assert not self.has_unfinished
         self._wake()
         self._finish_ahead()
         self.engine.reset_prefix_cache()  # its keys and values are those of the weights before
+        if self._vision:
+            self._vision.forget()
         self.weight_version = version
         if self._noise:
             self._noise.reset()
@@ -189,7 +196,10 @@ class VllmEngine(RolloutEngine):
         )
         adapter = _adapter_request() if self.adapter_specs else None
         self._requests[name] = request
-        self.engine.add_request(name, {"prompt_token_ids": list(request.prompt)}, given, lora_request=adapter)
+        prompt = {"prompt_token_ids": list(request.prompt)}
+        if self._vision and request.images:
+            prompt = self._vision.prompt(request)
+        self.engine.add_request(name, prompt, given, lora_request=adapter)
 
     @property
     def has_unfinished(self) -> bool:

@@ -7,10 +7,12 @@ from importlib.metadata import PackageNotFoundError, version
 from distflow.config.schema import LoraConfig
 from distflow.errors import ConfigError
 from distflow.model.source import Source, head_dim
+from distflow.rollout.vllm import vision
 from distflow.util.extras import how_to_install
 
 VERSIONS = (0, 32), (0, 33)  # [from, to) that vllm.py is written for
-ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")  # that are tested
+_TEXT = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+ARCHITECTURES = (*_TEXT, *vision.ARCHITECTURES)  # that are tested
 LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # for which vLLM has room
 _INSTEAD = "or use `engine: builtin`"
 _INVARIANT = "VLLM_BATCH_INVARIANT"
