@@ -3,7 +3,9 @@
 Ours: each worker reads the pictures of its own prompts, and the plan moves references. Against it a single controller
 in our own wire format and sockets, as kind to that design as can be: its driver reads and processes every picture, and
 sends the pixels of a prompt, once for all of its responses, to the workers of each stage that needs them. The batch
-grows until the driver needs more memory than it may have. Hosts are network namespaces with shaped links.
+grows until the driver needs more memory than it may have. With `.peers/verl` (bench/peers/README.md) also verl's
+DataProto through a Ray driver, with pictures that are processed already. Hosts are network namespaces with shaped
+links.
 
     python bench/pixels.py --json pixels.json     # 4 hosts
     python bench/pixels.py --quick
@@ -46,6 +48,7 @@ from distflow.roles.role import Role
 from distflow.run.comm import Comm
 from distflow.run.versions import Versions
 from distflow.run.worker import Surroundings, Worker
+from ray_cluster import RAY_FOLDER, RayCluster
 from steps import join
 from workers import Hosts, why_not
 
@@ -56,12 +59,11 @@ STAGES = ("generate", "old", "ref", "update")  # that need pixels
 
 @dataclass(frozen=True)
 class Work:
-    """A step: `prompts` per worker, each with one picture and `n` responses of `tokens` tokens."""
+    """A step: `prompts` per worker, each with one picture and `n` responses."""
 
     prompts: int
     n: int
     file: str
-    tokens: int = 256
 
 
 def processor() -> Any:
@@ -132,7 +134,7 @@ class Actor(Role):
             assert self.images.processed(reference).tensors["pixel_values"].numel()
 
 
-TOKENS = 256
+N, TOKENS = 8, 256  # responses of a prompt, and tokens of each
 
 
 def our_step_ends(rank: int, work: Work, steps: int, folder: str) -> dict[str, Any]:
@@ -227,6 +229,26 @@ def controlled_step_ends(rank: int, per_host: int, work: Work, steps: int, cgrou
     return {"ends": ends, "mib": peak_mib() - before, "sent": me.transport.bytes}
 
 
+def by_verl(python: Path, args: argparse.Namespace, folder: Path) -> dict[int, float]:
+    """Returns the seconds of a step by verl, for each number of prompts of a host that it survives."""
+    found: dict[int, float] = {}
+    floats = Images(processor(), {})._of(Image.new("RGB", (SIDE, SIDE))).tensors["pixel_values"].numel()
+    with Hosts(args.hosts, rate=args.rate, private=[RAY_FOLDER]) as hosts:
+        cluster = RayCluster(hosts, python, folder / "peers.log", timeout_s=200)
+        cluster.grow(args.hosts)
+        for prompts in args.prompts:
+            size = {"rows": prompts * N, "tokens": TOKENS, "steps": 1}
+            try:
+                [found[prompts]] = cluster.ask(
+                    system="verl", hosts=args.hosts, **size, pixels={"n": N, "floats": floats}
+                )
+            except RuntimeError as e:
+                print(f"verl, {prompts * args.hosts} prompts: {e}", file=sys.stderr, flush=True)
+                break
+            print(f"verl, {prompts * args.hosts} prompts: {found[prompts]:.2f} s", flush=True)
+    return found
+
+
 def seconds(results: Sequence[dict[str, Any] | None]) -> float:
     """Returns the median of the steps after the first, which connects everybody."""
     ends = [max(r["ends"][k] for r in results if r) for k in range(len(next(r for r in results if r)["ends"]))]
@@ -245,6 +267,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=4, help="the first of which is not counted")
     parser.add_argument("--rate", default="200mbit", help="of every link, each way")
     parser.add_argument("--limit", type=int, default=512, help="MiB that the driver may use")
+    parser.add_argument("--peers", type=Path, default=Path(__file__).resolve().parent.parent / ".peers")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--quick", action="store_true", help="two hosts, two batches")
     args = parser.parse_args()
@@ -253,34 +276,39 @@ def main() -> None:
     if args.quick:
         args.hosts, args.prompts, args.steps = 2, [2, 4], 3
     result: dict[str, Any] = {"hosts": args.hosts, "rate": args.rate, "limit_mib": args.limit, "batches": []}
-    with tempfile.TemporaryDirectory(prefix="pixels-") as folder, Hosts(args.hosts, rate=args.rate) as hosts:
+    with tempfile.TemporaryDirectory(prefix="pixels-") as folder:
         file = Path(folder) / "rows.parquet"
         write_rows(file, max(args.prompts) * args.hosts * 2)
         list(view_of(str(file))[0])  # the index, which is built once per host
-        works = [Work(p, 8, str(file)) for p in args.prompts]
-        for work in works:
-            ours = hosts.fork(2, our_step_ends, work, args.steps, folder, timeout_s=300)
-            row = {"prompts": work.prompts * args.hosts, "ours_s": round(seconds(ours), 3)}
-            row |= {
-                "ours_mib": round(max(r["mib"] for r in ours)),
-                "ours_sent_kib": sum(r["sent"] for r in ours) // 1024,
-            }
-            try:
-                theirs = controlled(hosts, work, args)
-            except (RuntimeError, AssertionError) as e:
-                row["controller"] = f"out of its {args.limit} MiB" if "memory" in str(e) else str(e)[:200]
-            else:
+        works = [Work(p, N, str(file)) for p in args.prompts]
+        with Hosts(args.hosts, rate=args.rate) as hosts:
+            for work in works:
+                ours = hosts.fork(2, our_step_ends, work, args.steps, folder, timeout_s=300)
+                row = {"prompts": work.prompts * args.hosts, "ours_s": round(seconds(ours), 3)}
                 row |= {
-                    "controller_s": round(seconds(theirs), 3),
-                    "controller_mib": round(max(r["mib"] for r in theirs if r)),
+                    "ours_mib": round(max(r["mib"] for r in ours)),
+                    "ours_sent_kib": sum(r["sent"] for r in ours) // 1024,
                 }
-                row["speedup"] = round(row["controller_s"] / row["ours_s"], 2)
-            result["batches"].append(row)
-            print(json.dumps(row), flush=True)
-        by_n = {}
-        for n in (8, 64):
-            ours = hosts.fork(2, our_step_ends, replace(works[-1], n=n), args.steps, folder, timeout_s=300)
-            by_n[f"n{n}"] = peak(ours)
+                try:
+                    theirs = controlled(hosts, work, args)
+                except (RuntimeError, AssertionError) as e:
+                    row["controller"] = f"out of its {args.limit} MiB" if "memory" in str(e) else str(e)[:200]
+                else:
+                    row |= {
+                        "controller_s": round(seconds(theirs), 3),
+                        "controller_mib": round(max(r["mib"] for r in theirs if r)),
+                    }
+                    row["speedup"] = round(row["controller_s"] / row["ours_s"], 2)
+                result["batches"].append(row)
+                print(json.dumps(row), flush=True)
+            by_n = {}
+            for n in (8, 64):
+                ours = hosts.fork(2, our_step_ends, replace(works[-1], n=n), args.steps, folder, timeout_s=300)
+                by_n[f"n{n}"] = peak(ours)
+        python = args.peers / "verl" / "bin" / "python"
+        if python.exists():
+            for row, verl_s in zip(result["batches"], by_verl(python, args, Path(folder)).values(), strict=False):
+                row |= {"verl_s": round(verl_s, 3), "speedup_vs_verl": round(verl_s / row["ours_s"], 2)}
     both = [b for b in result["batches"] if "speedup" in b]
     result |= {"host_mib": by_n, "speedup_at_largest_batch": both[-1]["speedup"] if both else None}
     if args.json:

@@ -10,6 +10,7 @@ from typing import Any
 from workers import Hosts, load_factor
 
 PORT = 6379
+RAY_FOLDER = "/tmp/ray"  # where Ray keeps its sockets: each host has its own
 LAST_LINES = 5
 SCRIPT = Path(__file__).resolve().parent / "peers" / "steps_over_ray.py"
 # Workers that are neither niced nor started in stock; memory that is not watched, as there is enough.

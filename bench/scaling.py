@@ -38,7 +38,7 @@ from distflow.simulate import SimulatedStep, load_hardware
 from links import Measured, bare, bytes_between, controlled, decentralised
 from plot import Chart, svg
 from predicted import bytes_per_s, predict
-from ray_cluster import RayCluster
+from ray_cluster import RAY_FOLDER, RayCluster
 from steps import Work, weight_bytes
 from workers import Hosts, why_not
 
@@ -47,7 +47,6 @@ WORK = Work(rows=32, tokens=2048, hidden=64, layers=2, save=False)
 COMPUTE_RATIO, PUBLISHED_HOSTS = 81 / 10, 4  # measured by others on 32 GPUs: four hosts of eight
 PEER_HOSTS = 16  # where a step of verl takes over three minutes; a Ray node with two actors takes 0.7 GB
 TRY_S = 120  # in which a peer has to answer before all else
-RAY_FOLDER = "/tmp/ray"  # where Ray keeps its sockets: each host has its own
 FITTED_HOSTS = 4  # up to which the simulator is calibrated
 LIMIT_HOSTS, MEMORY_LIMIT, LARGEST = 16, 256 << 20, 4  # where the driver has so much memory, and batches to try
 OURS = ("every byte moves", "colocated")

@@ -4,9 +4,11 @@
     .peers/verl/bin/python bench/peers/steps_over_ray.py ADDRESS < requests
 
 A request is a line of JSON: {"system": "verl" | "verl, numpy" | "transferqueue", "hosts", "rows", "tokens", "steps"}
-with rows per host; the answer is a line with the seconds of each step. One actor on each host: fewer messages than
-with several. As verl's trainer does, every stage gets its inputs from the driver and returns its outputs to it; but
-only the fields that it reads, and rows are dense, so that there is no padding.
+with rows per host; the answer is a line with the seconds of each step. With "pixels": {"n", "floats"} each n rows have
+a tensor of so many numbers in common, as verl carries `multi_modal_inputs`; rows stay with their host then, so that it
+is pickled once. One actor on each host: fewer messages than with several. As verl's trainer does, every stage gets its
+inputs from the driver and returns its outputs to it; but only the fields that it reads, and rows are dense, so that
+there is no padding.
 """
 
 import json
@@ -16,6 +18,7 @@ import time
 from importlib.metadata import version
 from pathlib import Path
 
+import numpy as np
 import ray
 import torch
 import transfer_queue as tq
@@ -35,6 +38,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import serve
 
 INTS, FLOATS = ("tokens", "mask", "position"), ("old_logprobs", "ref_logprobs", "advantage")
+PIXELS = "multi_modal_inputs"
 PARTITION, METHOD = "step", "VERL_DATAPROTO_SERIALIZATION_METHOD"
 
 
@@ -47,9 +51,13 @@ def deal(hosts: int, rows: int) -> torch.Tensor:
 class Peer:
     """All stages of one host; compute takes no time."""
 
-    def prepare(self, rank: int, hosts: int, rows: int, tokens: int, method: str) -> int:
+    def prepare(self, rank: int, hosts: int, rows: int, tokens: int, method: str, pixels: dict) -> int:
         """Returns the sum of the tokens that it will generate."""
         os.environ[METHOD] = method
+        self.pixels = {}
+        if pixels:
+            each = [{"pixel_values": torch.rand(pixels["floats"])} for _ in range(rows // pixels["n"])]
+            self.pixels = {PIXELS: np.array(each, object).repeat(pixels["n"])}
         self.mine = {f: torch.randint(1 << 16, (rows, tokens)) for f in INTS}
         self.floats = {f: torch.rand(rows, tokens) for f in FLOATS}
         # Nearly all rows change their host, as ours do.
@@ -59,7 +67,7 @@ class Peer:
 
     @register(dispatch_mode={"dispatch_fn": dispatch_one_to_all, "collect_fn": collect_dp_compute_data_proto})
     def generate(self) -> DataProto:
-        return DataProto.from_dict(tensors=self.mine)
+        return DataProto.from_dict(tensors=self.mine, non_tensors=self.pixels)
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def logprobs(self, data: DataProto) -> DataProto:
@@ -127,9 +135,11 @@ class Verl:
     def step(self, rows: int, tokens: int) -> int:
         n, group = len(self.peers), self.group
         batch = group.generate()
-        batch.reorder(deal(n, rows).flatten())
+        seen = [PIXELS] if PIXELS in batch.non_tensor_batch else []
+        if not seen:
+            batch.reorder(deal(n, rows).flatten())
         for field in ("old_logprobs", "ref_logprobs"):
-            ready = batch.select(batch_keys=list(INTS))
+            ready = batch.select(batch_keys=list(INTS), non_tensor_batch_keys=seen)
             ready.meta_info["writes"] = field
             batch = batch.union(group.logprobs(ready))
         batch.batch["advantage"] = torch.zeros(n * rows, tokens)  # verl computes them on the driver
@@ -170,11 +180,12 @@ class Queue:
         return ray.get([getattr(p, method).remote(*args) for p in self.peers])
 
 
-def run_steps(peers: list, system: Verl | Queue, rows: int, tokens: int, steps: int) -> list[float]:
+def run_steps(peers: list, system: Verl | Queue, rows: int, tokens: int, steps: int, pixels: dict) -> list[float]:
     """Returns the seconds of each step. One with few tokens comes before, which starts what a system needs."""
     seconds = []
     for length in [16] + steps * [tokens]:
-        sums = ray.get([p.prepare.remote(r, len(peers), rows, length, system.method) for r, p in enumerate(peers)])
+        given = len(peers), rows, length, system.method, pixels
+        sums = ray.get([p.prepare.remote(r, *given) for r, p in enumerate(peers)])
         start = time.perf_counter()
         total = system.step(rows, length)
         seconds.append(time.perf_counter() - start)
@@ -196,7 +207,9 @@ def main() -> None:
         name = request["system"]
         system = Queue(peers) if name == "transferqueue" else Verl(peers, "numpy" if name == "verl, numpy" else "")
         try:
-            seconds = run_steps(peers, system, request["rows"], request["tokens"], request["steps"])
+            seconds = run_steps(
+                peers, system, request["rows"], request["tokens"], request["steps"], request.get("pixels", {})
+            )
         finally:
             system.close()
         print(json.dumps({"s": seconds}), file=serve._answers, flush=True)
