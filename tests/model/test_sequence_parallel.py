@@ -51,14 +51,13 @@ def differences(
     def own(x: Tensor) -> Tensor:
         return torch.nn.functional.pad(x[:, mine], (0, 0, 0, size - x[:, mine].shape[1]))
 
-    whole = [x.clone().requires_grad_() for x in (q, k, v)]
-    parts = [own(x).requires_grad_() for x in (q, k, v)]
-    out = pack(0, *whole, params)
-    out.backward(d.transpose(0, 1))
-    got = sequences.attention(pack, count)(0, *parts, params)
-    got.backward(own(d).transpose(0, 1))
+    whole, parts = ([x.requires_grad_() for x in some] for some in ([q, k, v], [own(q), own(k), own(v)]))
+    out = pack(0, whole[0], whole[1], whole[2], params)
+    of_whole = torch.autograd.grad(out, whole, d.transpose(0, 1))
+    got = sequences.attention(pack, count)(0, parts[0], parts[1], parts[2], params)
+    of_parts = torch.autograd.grad(got, parts, own(d).transpose(0, 1))
     rows = len(out[mine])
-    wrong = max(((p.grad - own(w.grad)).abs().max().item()) for p, w in zip(parts, whole, strict=True))
+    wrong = max((g - own(w)).abs().max().item() for g, w in zip(of_parts, of_whole, strict=True))
     return (got[:rows] - out[mine]).abs().max().item() if rows else 0.0, wrong
 
 

@@ -26,7 +26,12 @@ from vision import ARCHITECTURES, QUESTION, TWO, Model, model, picture
 __all__ = ["folder"]
 CONFIG = RolloutConfig(engine="vllm", kv_cache_gb=0.05, max_sequences=8)
 PARAMS = SamplingParams(10)
-PROMPTS = ((QUESTION, [picture(0)]), (TWO, [picture(1), picture(1, 1)]), (QUESTION, [picture(2)]), ("No picture?", []))
+PROMPTS: tuple[tuple[Any, list[str]], ...] = (
+    (QUESTION, [picture(0)]),
+    (TWO, [picture(1), picture(1, 1)]),
+    (QUESTION, [picture(2)]),
+    ("No picture?", []),
+)
 
 
 def requests(of: Model) -> list[Request]:

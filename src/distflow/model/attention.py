@@ -168,9 +168,9 @@ class PackedAttention:
             return varlen.attend(q, k, v, bounds, params.scale, params.window)
         parts = []
         for q_part, k_part, v_part in zip(q.split(queries), k.split(lengths), v.split(lengths), strict=True):
-            one = (x.transpose(0, 1)[None] for x in (q_part, k_part, v_part))
+            q_one, k_one, v_one = (x.transpose(0, 1)[None] for x in (q_part, k_part, v_part))
             mask = _mask(len(q_part), len(k_part), params.window, q)
-            parts.append(attend(*one, params, mask=mask)[0].transpose(0, 1))
+            parts.append(attend(q_one, k_one, v_one, params, mask=mask)[0].transpose(0, 1))
         return torch.cat(parts)
 
     def _of_rows(self, first: int, last: int, device: torch.device) -> "_Some":

@@ -196,9 +196,8 @@ class VllmEngine(RolloutEngine):
         )
         adapter = _adapter_request() if self.adapter_specs else None
         self._requests[name] = request
-        prompt = {"prompt_token_ids": list(request.prompt)}
-        if self._vision and request.images:
-            prompt = self._vision.prompt(request)
+        seen = self._vision if request.images else None
+        prompt = seen.prompt(request) if seen else {"prompt_token_ids": list(request.prompt)}
         self.engine.add_request(name, prompt, given, lora_request=adapter)
 
     @property

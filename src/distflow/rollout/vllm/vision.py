@@ -43,17 +43,17 @@ def start_arguments(architecture: str, tp: int) -> dict[str, Any]:
 class Vision:
     """Gives the images of requests to vLLM's engine, whose model is `model`."""
 
-    def __init__(self, images: Images, engine: Any, model: nn.Module) -> None:
+    def __init__(self, images: Images, engine: Any, model: Any) -> None:
         self.images, self.engine = images, engine
         embed = model.embed_input_ids
 
         def embed_as_read(tokens: Tensor, *found: Any, is_multimodal: Tensor, **given: Any) -> Tensor:
             """No token that was sampled stands for an image."""
             read = torch.where(is_multimodal.to(tokens.device), tokens, images.as_read(tokens))
-            embedded: Tensor = embed(read, *found, is_multimodal=is_multimodal, **given)  # type: ignore[operator]
+            embedded: Tensor = embed(read, *found, is_multimodal=is_multimodal, **given)
             return embedded
 
-        model.embed_input_ids = embed_as_read  # type: ignore[assignment]
+        model.embed_input_ids = embed_as_read
 
     def prompt(self, request: Request) -> Mapping[str, Any]:
         """Returns the prompt of a request with its images, whose tensors all requests share."""
@@ -111,19 +111,14 @@ def _model_class(architecture: str) -> Any:
         model = ModelRegistry.models[architecture].load_model_cls()
     ModelRegistry.register_model(architecture, model)  # else it is imported once more, in a process to inspect it
     factories = model._processor_factory
-    if not hasattr(factories.info, "of_processed"):
-
-        class Info(factories.info):  # type: ignore[misc, name-defined]
-            of_processed = True
-
-            def get_supported_mm_limits(self) -> dict[str, int | None]:
-                return {"image": None}
-
-            def get_mm_max_tokens_per_item(self, seq_len: int, mm_counts: Mapping[str, int]) -> dict[str, int]:
-                return dict.fromkeys(mm_counts, seq_len)
-
-        class Processor(factories.processor):  # type: ignore[misc, name-defined]
-            requires_tokenizer = False
-
-        model._processor_factory = replace(factories, info=Info, processor=Processor)
+    # Images only, as large as a sequence, by a class that needs no tokenizer.
+    limits = {
+        "get_supported_mm_limits": lambda self: {"image": None},
+        "get_mm_max_tokens_per_item": lambda self, seq_len, mm_counts: dict.fromkeys(mm_counts, seq_len),
+    }
+    model._processor_factory = replace(
+        factories,
+        info=type("Info", (factories.info,), limits),
+        processor=type("Processor", (factories.processor,), {"requires_tokenizer": False}),
+    )
     return model
