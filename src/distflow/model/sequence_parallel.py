@@ -51,8 +51,8 @@ class SequenceParallel:
 class _ByHeads:
     """Attention to all rows, where each rank has its rows of all heads and computes all rows of its heads.
 
-    Where the ranks do not divide the heads, a head's queries are divided, too, over as many parts as it takes. A part
-    has the rows of every so-manieth rank, so each has some that see few keys and some that see many.
+    Where the ranks do not divide the heads, a head's queries are divided, too, into the fewest parts that will do, k. A
+    part has the rows of every k-th rank, so each has some that see few keys and some that see many.
     """
 
     def __init__(self, whole: PackedAttention, group: dist.ProcessGroup, rank: int, ranks: int, rows: int) -> None:
