@@ -12,6 +12,7 @@ from agents.fake_model import Conversation, converse, start_message
 from distflow.agents.adapters.harbor import rows
 from distflow.agents.env_pool import EnvPool
 from distflow.agents.spec import EnvironmentSetupError, EnvironmentSpec
+from distflow.agents.tasks.dockerfile import command_of, read_steps, without_installs
 from distflow.agents.tasks.image import build
 from distflow.agents.tasks.task import read_task, reward_of
 from distflow.sandbox.box.box import Box, BoxError
@@ -244,6 +245,23 @@ def test_tests_that_write_no_reward_or_hang_fail_the_sample(tmp_path: Path) -> N
     assert "it exited with 3: broken" in (silent.failure or "")
     assert "the tests of task 'b/t' took longer than 0.5 s" in (hangs.failure or "")
     assert "there is no task 'c'" in (unknown.failure or "")
+
+
+def test_what_is_here_already_is_not_installed() -> None:
+    text = """
+        FROM {}
+        RUN apt-get update && apt-get install -y \\
+            # the shell
+            bash \\
+            tar && echo one \\
+            two && pip install -q no-such-thing 2>/dev/null || true
+    """
+    for image in ("public.ecr.aws/docker/library/buildpack-deps:1", "docker.io/debian@sha256:0", "library/bash"):
+        read_steps(text.format(image))
+    steps = read_steps(text.format("ghcr.io/laude-institute/t-bench/ubuntu-24-04:20250624"))
+    optional = "pip install -q no-such-thing 2>/dev/null || true"
+    kept = without_installs(command_of(steps[1]), "RUN").split(" && ")
+    assert [k.split() for k in kept] == [["echo", "one", "two"], optional.split()]
 
 
 def test_rewards() -> None:

@@ -145,6 +145,7 @@ def test_stop_reasons() -> None:
         ({"messages": [{"role": "user", "content": 3}]}, r"`messages\[0\]\.content` is 3"),
         ({"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}}, "`context_management`"),
         ({"container": "c"}, "`container`"),
+        ({"output_config": {"effort": "low", "format": {"type": "json_schema"}}}, r"`output_config\.format`"),
         ({"max_tokens": None}, "`max_tokens` is missing"),
     ],
 )

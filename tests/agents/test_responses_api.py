@@ -173,6 +173,7 @@ def test_instructions_are_those_of_the_call() -> None:
         ({"input": [{"type": "reasoning", "encrypted_content": "gAAA_not_ours"}]}, "not from here"),
         ({"input": [{"role": "robot", "content": "x"}]}, r"`input\[0\]` has no role"),
         ({"input": []}, "`input` is empty"),
+        ({"input": "x", "top_logprobs": 3}, "`top_logprobs`: 3 is not supported"),
         ({"input": "x", "max_output_tokens": 0}, "`max_output_tokens`"),
     ],
 )

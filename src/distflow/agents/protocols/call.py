@@ -148,6 +148,8 @@ def check_choice(choice: Any) -> bool:
     kind = choice.get("type") if isinstance(choice, dict) else choice
     if kind not in (None, "auto", "none"):
         warn_once(f"agents set `tool_choice` to {shown(kind, 40)}, which has no effect: the model is free to call")
+    if isinstance(choice, dict) and choice.get("disable_parallel_tool_use"):
+        warn_once("agents set `disable_parallel_tool_use`, which has no effect: the model is free to call")
     return kind != "none"
 
 

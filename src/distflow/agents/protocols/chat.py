@@ -36,10 +36,26 @@ _REFUSED = {  # parameter → values that ask for nothing, and the way out
     "audio": ((None,), "leave it out"),
     "modalities": ((None, ["text"]), "leave it out"),
     "web_search_options": ((None,), "give the model a tool of your own"),
+    "top_logprobs": ((None, 0), "log-probs are of the tokens that were sampled, alone; leave it out"),
+    **dict.fromkeys(
+        ("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs"),
+        ((None,), "ask for the format in the prompt"),
+    ),
+    **dict.fromkeys(
+        ("bad_words", "allowed_token_ids", "logits_processors", "documents", "truncate_prompt_tokens"),
+        ((None, []), "leave it out"),
+    ),
+    "min_tokens": ((None, 0), "set `rollout.min_tokens`"),
+    "ignore_eos": ((None, False), "leave it out"),
+    "use_beam_search": ((None, False), "leave it out"),
+    "chat_template": ((None,), "the model's own is used; leave it out"),
+    "chat_template_kwargs": ((None, {}), "set `data.chat_template_kwargs`"),
+    "add_generation_prompt": ((None, True), "end with what the model should answer"),
+    "continue_final_message": ((None, False), "end with what the model should answer"),
 }
 _KNOWN = {
     "model", "messages", "prompt", "token_ids", "tools", "tool_choice", "max_tokens", "max_completion_tokens",
-    "stop", "stop_token_ids", "stream", "stream_options", "logprobs", "top_logprobs", "return_token_ids", "user",
+    "stop", "stop_token_ids", "stream", "stream_options", "logprobs", "return_token_ids", "user",
     "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "request_id",
     "skip_special_tokens",
 }  # fmt: skip

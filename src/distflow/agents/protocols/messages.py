@@ -29,6 +29,7 @@ from distflow.errors import shown
 _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {  # parameter → values that ask for nothing, and the way out
     "container": ((None,), "leave it out"),
     "mcp_servers": ((None, []), "call the servers from the agent"),
+    "output_format": ((None,), "ask for the format in the prompt"),
 }
 _KNOWN = {
     "model", "messages", "system", "max_tokens", "stop_sequences", "stream", "tools", "tool_choice", "metadata",
@@ -63,6 +64,12 @@ def _parse_count(api: Api, body: Json, vocabulary: int) -> CallBody:
 
 def _read(api: Api, body: Json) -> CallBody:
     check_parameters(body, _KNOWN, _REFUSED)
+    output = body.get("output_config")
+    if isinstance(output, dict) and output.get("format") is not None:
+        kind = shown(output["format"], 60)
+        raise CallError(
+            400, f"`output_config.format`: {kind} is not supported here; ask for it in the prompt", "output_config"
+        )
     _check_context(body.get("context_management"))
     tools = [_tool(t, f"tools[{i}]") for i, t in enumerate(list_of(body, "tools"))]
     given = list_of(body, "messages")

@@ -38,10 +38,11 @@ _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {  # parameter → values tha
     "context_management": ((None, []), "compact the history in the agent"),
     "max_tool_calls": ((None,), "count calls in the agent"),
     "image": ((None,), "leave it out"),
+    "top_logprobs": ((None, 0), "log-probs are of the tokens that were sampled, alone; leave it out"),
 }
 _KNOWN = {
     "model", "input", "instructions", "tools", "tool_choice", "max_output_tokens", "stream", "stream_options",
-    "previous_response_id", "store", "include", "text", "top_logprobs", "metadata", "user", "service_tier",
+    "previous_response_id", "store", "include", "text", "metadata", "user", "service_tier",
     "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "prompt_cache_options", "client_metadata",
 }  # fmt: skip
 _INCLUDE = ("reasoning.encrypted_content", "message.output_text.logprobs")

@@ -19,6 +19,11 @@ _NETWORK = ("curl", "wget", "git", "npm", "npx", "yarn", "cargo", "go", "gem", "
 _PACKAGERS = ("apt-get", "apt", "apk", "yum", "dnf")
 _SPLIT = re.compile(r"\s*(?:&&|;|\n)\s*")
 _ASSIGNMENT = re.compile(r"\w+=\S*")
+_REDIRECTION = re.compile(r"\d*[<>]\S*|&>\S*")
+# Mirrors of the library, and Terminal-Bench's images, which are one of the library's and a recorder of the terminal.
+_REGISTRY = re.compile(
+    r"docker\.io/(?:library/)?|(?:.+/)?library/|ghcr\.io/laude-institute/t-bench/(?=(ubuntu|python)-)"
+)
 _OF_GIT = ("clone", "fetch", "pull", "push", "submodule")  # commands of git that need the network
 
 
@@ -29,29 +34,34 @@ class Step:
     line: int
 
     def __str__(self) -> str:
-        return f"line {self.line} of its Dockerfile, {self.instruction} {self.rest.splitlines()[0][:80]}"
+        return f"line {self.line} of its Dockerfile, {self.instruction} {self.rest[:80]}"
 
 
 def read_steps(text: str) -> list[Step]:
     """Splits a Dockerfile into its instructions; raises for one that a box cannot follow."""
     steps: list[Step] = []
+    for number, line in commands(text):
+        name, _, rest = line.partition(" ")
+        steps.append(Step(name.upper(), rest.strip(), number))
+        _check(steps[-1])
+    if sum(s.instruction == "FROM" for s in steps) != 1:
+        raise EnvironmentSetupError("its Dockerfile has not one FROM: several stages are not supported")
+    return steps
+
+
+def commands(text: str) -> Iterator[tuple[int, str]]:
+    """Yields what is no comment, with the number of its line; lines that end with a backslash go on in the next."""
     pending, first = "", 0
     for number, line in enumerate(text.splitlines(), 1):
         if line.strip().startswith("#") or (not line.strip() and not pending):
             continue
         first = first or number
         pending += line
-        if pending.rstrip().endswith("\\"):
-            pending = pending.rstrip()[:-1] + "\n"
+        if line.rstrip().endswith("\\"):
+            pending = pending.rstrip()[:-1]
             continue
-        name, _, rest = pending.strip().partition(" ")
-        steps.append(Step(name.upper(), rest.strip(), first))
+        yield first, pending.strip()
         pending, first = "", 0
-    for step in steps:
-        _check(step)
-    if sum(s.instruction == "FROM" for s in steps) != 1:
-        raise EnvironmentSetupError("its Dockerfile has not one FROM: several stages are not supported")
-    return steps
 
 
 def _check(step: Step) -> None:
@@ -68,7 +78,9 @@ def _check(step: Step) -> None:
 
 
 def check_base(image: str, where: str) -> None:
-    name = image.split("@")[0].split(":")[0].removeprefix("docker.io/").removeprefix("library/")
+    name = image.split("@")[0].split(":")[0]
+    if registry := _REGISTRY.match(name):
+        name = registry[1] or name[registry.end() :]
     if name not in BASES:
         raise EnvironmentSetupError(
             f"{where}: the image '{image}' is none that a box can stand for: {', '.join(BASES)}"
@@ -103,7 +115,12 @@ def without_installs(command: str, where: str) -> str:
 
 
 def _needs(part: str) -> list[str] | None:
-    """Returns what a command would install or fetch and is not here; None if it does nothing of the kind."""
+    """Returns what a command would install or fetch and is not here; None if it does nothing of the kind.
+
+    What may fail (`… || true`) is not needed.
+    """
+    if "||" in part:
+        return None
     words = _words(part)
     program = words[0] if words else ""
     if program in ("python", "python3") and words[1:3] == ["-m", "pip"]:
@@ -127,7 +144,7 @@ def _words(part: str) -> list[str]:
         return []
     while words and (words[0] in ("sudo", "env", "exec") or _ASSIGNMENT.fullmatch(words[0])):
         words = words[1:]
-    return words
+    return [w for w in words if not _REDIRECTION.fullmatch(w)]
 
 
 def _missing_python(words: list[str]) -> Iterator[str]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from distflow.agents.spec import EnvironmentSetupError
-from distflow.agents.tasks.dockerfile import Step, check_base, command_of, read_steps, without_installs
+from distflow.agents.tasks.dockerfile import Step, check_base, command_of, commands, read_steps, without_installs
 from distflow.agents.tasks.task import WORKDIR, Task, digest
 from distflow.sandbox.box.box import Box, BoxLimits
 
@@ -35,9 +35,8 @@ def check_image(task: Task) -> None:
         for step in _steps(task):
             if step.instruction == "RUN":
                 without_installs(command_of(step), str(step))
-        for number, line in enumerate((task.tests / "test.sh").read_text().splitlines(), 1):
-            if not line.strip().startswith("#"):
-                without_installs(line, f"line {number} of its tests/test.sh, {line.strip()[:60]}")
+        for number, line in commands((task.tests / "test.sh").read_text()):
+            without_installs(line, f"line {number} of its tests/test.sh, {line[:60]}")
     except EnvironmentSetupError as e:
         raise EnvironmentSetupError(f"task '{task.name}': {e}") from None
 
@@ -112,11 +111,11 @@ def _assignments(rest: str) -> dict[str, str]:
     if "=" not in rest.split(" ")[0]:
         name, _, value = rest.partition(" ")
         return {name: value.strip()}
-    return {w.partition("=")[0]: w.partition("=")[2] for w in shlex.split(rest.replace("\n", " ")) if "=" in w}
+    return {w.partition("=")[0]: w.partition("=")[2] for w in shlex.split(rest) if "=" in w}
 
 
 def _copy(step: Step, rest: str, context: Path, made: Path, workdir: str) -> None:
-    words = [w for w in rest.replace("\n", " ").split() if not w.startswith("--")]
+    words = [w for w in rest.split() if not w.startswith("--")]
     if rest.lstrip().startswith("["):
         words = json.loads(rest)
     *sources, target = words
