@@ -1,6 +1,7 @@
 """Tests of what an object looks like: adapters tell environments by names and methods, and import no package."""
 
 import inspect
+from collections.abc import Mapping
 from typing import Any
 
 _STARRED = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
@@ -22,6 +23,13 @@ def parameters_of(target: Any) -> dict[str, inspect.Parameter]:
         return dict(inspect.signature(target).parameters)
     except (TypeError, ValueError):
         return {}
+
+
+def accepted(target: Any, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the arguments that a call may give by name; all, if it takes any."""
+    parameters = parameters_of(target)
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    return {n: v for n, v in given.items() if takes_any or n in parameters}
 
 
 def required_parameters(target: Any) -> list[str]:

@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from typing import IO, Any
 
 from distflow.agents.adapter import EnvironmentAdapter, LoadedEnvironment
-from distflow.agents.adapters.looks import parameters_of, required_parameters
+from distflow.agents.adapters.looks import accepted, parameters_of, required_parameters
 from distflow.agents.child import ChildSession, EnvironmentFault, Outcome, check_reward
 from distflow.agents.spec import Description, EnvironmentSetupError
 from distflow.errors import shown
@@ -56,10 +56,7 @@ def drive(environment: LoadedEnvironment, start: Mapping[str, Any], session: Chi
         return read_result(_run(environment, start, {**os.environ, **variables}))
     os.environ.update(variables)
     given = {name: start.get(name) for name in GIVEN[3:]} | start["session"] | dict(environment.spec.args)
-    parameters = parameters_of(environment.target)
-    if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-        given = {name: value for name, value in given.items() if name in parameters}
-    return read_result(session.run(environment.target(**given)))
+    return read_result(session.run(environment.target(**accepted(environment.target, given))))
 
 
 def read_result(value: Any) -> Outcome:

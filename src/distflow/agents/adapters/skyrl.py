@@ -1,13 +1,11 @@
 """skyrl-gym's `BaseTextEnv`: text in, messages and a reward out, turn by turn."""
 
-import contextlib
-import inspect
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
 from distflow.agents.adapter import EnvironmentAdapter, LoadedEnvironment
-from distflow.agents.adapters.looks import derives_from, has_methods
+from distflow.agents.adapters.looks import accepted, derives_from, has_methods
 from distflow.agents.child import ChildSession, EnvironmentFault, Outcome, numbers_of
 from distflow.agents.rows import as_messages, reward_spec
 from distflow.agents.settings import Settings
@@ -25,7 +23,8 @@ def drive(environment: LoadedEnvironment, start: Mapping[str, Any], session: Chi
     extras = {k: v for k, v in start["row"].items() if k != "prompt"}
     extras.setdefault("reward_spec", reward_spec(extras))
     extras.setdefault("max_turns", start.get("max_turns", 1))
-    env = _construct(environment.target, Settings(environment.spec.args), extras)
+    given = {"env_config": Settings(environment.spec.args), "extras": extras}
+    env = environment.target(**accepted(environment.target, given))
     messages, _ = env.init(as_messages(start["prompt"]))
     session.begin(messages)
     reward, metadata = 0.0, dict[str, Any]()
@@ -45,14 +44,6 @@ def drive(environment: LoadedEnvironment, start: Mapping[str, Any], session: Chi
         env.close()
     result.environment = env
     return result
-
-
-def _construct(target: Any, config: Settings, extras: Mapping[str, Any]) -> Any:
-    names = set()
-    with contextlib.suppress(TypeError, ValueError):
-        names = set(inspect.signature(target).parameters)
-    given = {"env_config": config, "extras": dict(extras)}
-    return target(**(given if names & {"args", "kwargs"} else {k: v for k, v in given.items() if k in names}))
 
 
 def _by_name(name: str, where: str) -> Any:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from distflow.agents.adapter import EnvironmentAdapter, LoadedEnvironment
-from distflow.agents.adapters.looks import has_methods, required_parameters
+from distflow.agents.adapters.looks import accepted, has_methods, required_parameters
 from distflow.agents.adapters.mcp_tools import connect
 from distflow.agents.adapters.tools import Tool, ToolCounts, call_tools, function_tool, json_schemas
 from distflow.agents.child import ChildSession, EnvironmentFault, Outcome, check_reward
@@ -27,7 +27,8 @@ def describe(environment: LoadedEnvironment) -> Description:
         prototype = _prototype(factory, spec.args, where)
         tools = [function_tool(m, where) for m in _methods(prototype)]
         schemas[choice] = json_schemas([*common, *tools], where)
-        columns |= set(_required(prototype.reset)) if len(_factories(environment.target)) == 1 else set()
+        if len(_factories(environment.target)) == 1:
+            columns = set(required_parameters(prototype.reset)) - {"self", "prompt"}
     return Description("trl", schemas, tuple(sorted(columns)))
 
 
@@ -53,7 +54,7 @@ def _drive(
         env = factories[choice](**environment.spec.args)
         tools |= {m.__name__: m for m in _methods(env)}
         given = {k: v for k, v in row.items() if not (choice and k == "environment")}
-        observation = session.run(env.reset(**_accepted(env.reset, given)))
+        observation = session.run(env.reset(**accepted(env.reset, given)))
         messages = with_observation(messages, observation)
     counts = ToolCounts()
     for tool in environment.tools:
@@ -109,19 +110,6 @@ def _methods(env: Any) -> Iterator[Any]:
             yield method
         elif inspect.isclass(env) and inspect.isfunction(method) and not isinstance(static, staticmethod):
             yield method.__get__(object())
-
-
-def _required(reset: Any) -> list[str]:
-    parameters = [p for p in inspect.signature(reset).parameters.values() if p.name != "self"]
-    named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-    return [p.name for p in named if p.default is p.empty and p.name != "prompt"]
-
-
-def _accepted(reset: Any, row: Mapping[str, Any]) -> dict[str, Any]:
-    parameters = inspect.signature(reset).parameters.values()
-    if any(p.kind is p.VAR_KEYWORD for p in parameters):
-        return dict(row)
-    return {p.name: row[p.name] for p in parameters if p.name in row}
 
 
 def _create_arguments(row: Mapping[str, Any], tool: Tool) -> Mapping[str, Any]:

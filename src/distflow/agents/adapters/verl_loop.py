@@ -1,14 +1,13 @@
 """verl's `AgentLoopBase`: a coroutine that works on token ids and calls `server_manager.generate`."""
 
 import asyncio
-import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
 from distflow.agents.adapter import EnvironmentAdapter, LoadedEnvironment
-from distflow.agents.adapters.looks import derives_from, has_methods, parameters_of
+from distflow.agents.adapters.looks import accepted, derives_from, has_methods, parameters_of
 from distflow.agents.child import ChildSession, EnvironmentFault, Outcome, check_reward, numbers_of
 from distflow.agents.rows import as_messages
 from distflow.agents.settings import Settings, merge
@@ -56,12 +55,9 @@ def drive(environment: LoadedEnvironment, start: Mapping[str, Any], session: Chi
         "dataset_config": config.data,
         "tools": SimpleNamespace(tools=[t.source for t in environment.tools]),
     }
-    parameters = inspect.signature(environment.target).parameters.values()
-    variadic = any(p.kind is p.VAR_KEYWORD for p in parameters)
-    names = {p.name for p in parameters}
 
     async def run() -> Any:  # its constructor may ask for the running loop
-        loop = environment.target(**{k: v for k, v in given.items() if variadic or k in names})
+        loop = environment.target(**accepted(environment.target, given))
         row = {**start["row"], "raw_prompt": as_messages(start["prompt"])}
         return await loop.run(dict(start.get("sampling") or {}), **row)
 

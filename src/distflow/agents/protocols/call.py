@@ -185,6 +185,11 @@ def function_tool(where: str, name: Any, description: Any, parameters: Any) -> J
     return {"type": "function", "function": function}
 
 
+def function_call(number: Any, name: str, arguments: str) -> Json:
+    """Returns a call of a tool as OpenAI's messages have it."""
+    return {"id": str(number), "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
 def text_of(content: Any, kinds: Collection[str], where: str) -> str:
     """Returns the text of content that is a text, or a list of parts of these kinds."""
     if content is None or isinstance(content, str):

@@ -15,6 +15,7 @@ from distflow.agents.protocols.call import (
     check_choice,
     check_parameters,
     event,
+    function_call,
     limits,
     list_of,
     new_id,
@@ -128,8 +129,7 @@ def _reply_chat(call: CallBody, turn: Sampled, decode: Decode) -> Json:
     message: Json = {"role": "assistant", "content": turn.content, "refusal": None}
     if turn.tool_calls:
         message["tool_calls"] = [
-            {"id": i, "type": "function", "function": {"name": name, "arguments": arguments_text(args)}}
-            for i, name, args in turn.tool_calls
+            function_call(number, name, arguments_text(args)) for number, name, args in turn.tool_calls
         ]
         message["content"] = turn.content or None
     rows = {"content": token_logprobs(turn, decode)} if call.logprobs else None

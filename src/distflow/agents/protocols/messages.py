@@ -16,6 +16,7 @@ from distflow.agents.protocols.call import (
     check_parameters,
     content_of,
     event,
+    function_call,
     function_tool,
     limits,
     list_of,
@@ -143,8 +144,7 @@ def _said(blocks: list[Json], where: str) -> Json:
             name, given = block.get("name"), block.get("input")
             if not isinstance(name, str) or not isinstance(given, dict):
                 raise CallError(400, f"`{where}` has a tool_use block without name and input", where)
-            function = {"name": name, "arguments": arguments_text(given)}
-            calls.append({"id": str(block.get("id")), "type": "function", "function": function})
+            calls.append(function_call(block.get("id"), name, arguments_text(given)))
     text = text_of([b for b in blocks if b.get("type") not in ("thinking", "tool_use")], _TEXTS, where)
     thought = "".join(map(str, thoughts)) if thoughts else None
     return {"role": "assistant", "content": with_reasoning(thought, text), **({"tool_calls": calls} if calls else {})}

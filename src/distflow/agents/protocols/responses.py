@@ -19,6 +19,7 @@ from distflow.agents.protocols.call import (
     check_parameters,
     content_of,
     event,
+    function_call,
     function_tool,
     limits,
     list_of,
@@ -151,8 +152,7 @@ class _Said:
             arguments = json.dumps({"input": item.get("input")}) if custom else item.get("arguments")
             if not isinstance(name, str) or not isinstance(arguments, str):
                 raise CallError(400, f"`{where}` has no name, or no arguments as text", where)
-            call = {"id": str(call_id), "type": "function", "function": {"name": name, "arguments": arguments}}
-            self.message.setdefault("tool_calls", []).append(call)
+            self.message.setdefault("tool_calls", []).append(function_call(call_id, name, arguments))
         self.message["content"] = with_reasoning(self._reasoning, self._text or "")
 
 
