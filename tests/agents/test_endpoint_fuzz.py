@@ -74,7 +74,10 @@ BODIES: dict[str, Any] = {
     },
 }
 BODIES["messages/count_tokens"] = BODIES["messages"]
+_URL = "data:image/png;base64,iVBORw0KGgo="
+IMAGES = [{"type": "image_url", "image_url": {"url": _URL}}, {"type": "input_image", "image_url": _URL}]
 VALUES: list[Any] = [None, True, 0, -1, 10**30, 1.5, "", "x", "\ud800", "assistant", [], [None], [[]], {}, {"type": 3}]
+VALUES += [[image] for image in IMAGES]
 
 
 def places(value: Any) -> list[tuple[Any, Any]]:
@@ -90,23 +93,26 @@ def test_bodies_that_nobody_would_write(path: str, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(endpoint, "MAX_REFUSED", 10**6)
     rng, answered, refused = random.Random(path), 0, 0
     with scripted(written("qwen", "four", [{"name": "add", "arguments": {}}])) as loop:
-        for key in range(250):
-            body = copy.deepcopy(BODIES[path])
-            for _ in range(rng.choice([0, 1, 1, 1, 2, 4])):
-                container, where = rng.choice(places(body))
-                if rng.random() < 0.3 and isinstance(container, dict):
-                    del container[where]
-                else:
-                    container[where] = rng.choice([*VALUES, odd_text(rng)])
-            connection = http.client.HTTPConnection(loop.endpoint.url.removeprefix("http://"), timeout=60)
-            connection.request("POST", f"/v1/{path}", json.dumps(body), {"x-api-key": loop.open(key)})
-            reply = connection.getresponse()
-            said = reply.read()
-            connection.close()
-            assert reply.status in (200, 400, 404), (body, said)
-            assert reply.status == 200 or b'"message"' in said
-            answered, refused = answered + (reply.status == 200), refused + (reply.status != 200)
-            check(loop, key, [])
+        for key in range(150):
+            loop.open(key)
+            for changes in (0, rng.choice([1, 1, 1, 2, 4])):  # the second call is matched with the first
+                body = copy.deepcopy(BODIES[path])
+                for _ in range(changes):
+                    container, where = rng.choice(places(body))
+                    if rng.random() < 0.3 and isinstance(container, dict):
+                        del container[where]
+                    else:
+                        container[where] = copy.deepcopy(rng.choice([*VALUES, odd_text(rng)]))
+                connection = http.client.HTTPConnection(loop.endpoint.url.removeprefix("http://"), timeout=60)
+                to = path if changes else path.removesuffix("/count_tokens")
+                connection.request("POST", f"/v1/{to}", json.dumps(body), {"x-api-key": loop.keys[key]})
+                reply = connection.getresponse()
+                said = reply.read()
+                connection.close()
+                assert reply.status in (200, 400, 404), (body, said)
+                assert reply.status == 200 or b'"message"' in said
+                answered, refused = answered + (reply.status == 200), refused + (reply.status != 200)
+                check(loop, key, [])
             loop.endpoint.close(key)
     assert min(answered, refused) > 20
 

@@ -162,6 +162,7 @@ def test_files_and_errors_of_boxes(tmp_path: Path) -> None:
         assert box.get("/a/b/c") == b"\0binary"
         assert (box.get("/a/b/none"), box.get("/a/b")) == (None, None)
         assert box.run(["no-such-program"]).code == 127
+        assert box.run(["sh", "-c", "cd && touch /opt/a /home/b /var/log/c"]).code == 0
         ended = box.run(["bash", "-c", "yes | head -c 1000000"])
         assert "bytes are left out" in ended.output
         box._process.kill()

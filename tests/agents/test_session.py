@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from agents.families import ADD, FAMILIES, WITH_TOOLS, completion, renderer, sampled, tokenizer, written
+from distflow.agents.message import count_common
 from distflow.agents.session import Branch, ConversationLimits, Ended, Session, TurnRequest
 from distflow.errors import DataError
 
@@ -299,3 +300,9 @@ def test_a_message_that_is_nested_too_deeply_is_refused() -> None:
 def test_a_bad_message_is_named(message: object, error: str) -> None:
     with pytest.raises(DataError, match=error):
         session().begin([message])  # type: ignore[list-item]
+
+
+def test_a_turn_that_is_sent_back_with_an_image_is_another() -> None:
+    text = [{"role": "assistant", "content": "look"}]
+    seen = [{"role": "assistant", "content": [{"type": "text", "text": "look"}, {"type": "image", "image": "a.png"}]}]
+    assert (count_common(text, seen), count_common(seen, text), count_common(seen, seen)) == (0, 0, 1)

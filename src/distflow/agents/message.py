@@ -5,6 +5,7 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from distflow.agents.image_parts import image_part, is_image, value_of
+from distflow.agents.reasoning import take_reasoning
 from distflow.agents.tool_calls import ToolCall
 from distflow.errors import DataError, shown
 from distflow.util import data_url
@@ -97,9 +98,9 @@ def count_common(known: Sequence[Message], other: Sequence[Message]) -> int:
 def _is_same(known: Message, sent: Message) -> bool:
     if known["role"] != sent["role"] or _calls(known) != _calls(sent):
         return False
-    if known["role"] != "assistant":
+    if known["role"] != "assistant" or isinstance(known["content"], list) or isinstance(sent["content"], list):
         return bool(known["content"] == sent["content"])
-    (thought, answer), (sent_thought, sent_answer) = _reasoning(known["content"]), _reasoning(sent["content"])
+    (thought, answer), (sent_thought, sent_answer) = _said(known), _said(sent)
     return answer == sent_answer and (not sent_thought or thought == sent_thought)
 
 
@@ -107,10 +108,10 @@ def _calls(message: Message) -> list[Any]:
     return [(c["function"]["name"], c["function"]["arguments"]) for c in message.get("tool_calls") or []]
 
 
-def _reasoning(content: str) -> tuple[str, str]:
-    """Returns the reasoning of a turn, without its marks, and the rest."""
-    thought, end, rest = content.partition("</think>")
-    return (thought.strip().removeprefix("<think>").strip(), rest.strip()) if end else ("", content.strip())
+def _said(message: Message) -> tuple[str, str]:
+    """Returns the reasoning of a turn and the rest, without white space around them."""
+    thought, answer = take_reasoning(message["content"])
+    return (thought or "").strip(), answer.strip()
 
 
 def same(one: Any, other: Any) -> bool:

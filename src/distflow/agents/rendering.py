@@ -12,6 +12,7 @@ from functools import cached_property
 from typing import Any
 
 from distflow.agents.image_parts import references_of, without_references
+from distflow.agents.reasoning import THINK
 from distflow.agents.tool_calls import ToolCall, ToolParser, Tools, parser_for, split_reasoning
 from distflow.errors import ConfigError, DataError, DistflowError, shown
 from distflow.model.encoder import NONCE, Encoder, check_whole
@@ -199,7 +200,7 @@ class Renderer:
 
     @cached_property
     def _opens_reasoning(self) -> bool:
-        return self.encoder.render([{"role": "user", "content": "question"}], (), True).rstrip().endswith("<think>")
+        return self.encoder.render([{"role": "user", "content": "question"}], (), True).rstrip().endswith(THINK)
 
 
 def _name(tool: dict[str, Any]) -> str:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from distflow.agents.reasoning import THINK, THINK_END
 from distflow.errors import ConfigError, cut, suggest
 
 Tools = Sequence[dict[str, Any]]  # JSON schemas, as the chat template gets them
@@ -121,9 +122,9 @@ def split_reasoning(text: str, opened: bool) -> tuple[str, str]:
 
     Reasoning is `opened` if the generation prompt has `<think>`, or by the model itself.
     """
-    if not opened and not text.lstrip().startswith("<think>"):
+    if not opened and not text.lstrip().startswith(THINK):
         return "", text
-    thought, end, rest = text.partition("</think>")
+    thought, end, rest = text.partition(THINK_END)
     return thought + end, rest
 
 

@@ -14,6 +14,7 @@ from functools import lru_cache
 from typing import Any
 
 from distflow.agents.image_parts import is_image
+from distflow.agents.reasoning import take_reasoning
 from distflow.errors import DistflowError, shown
 
 logger = logging.getLogger(__name__)
@@ -79,13 +80,12 @@ class Sampled:
     @property
     def reasoning(self) -> str | None:
         """Returns the reasoning that begins the content, without its marks; None if there is none, or no end of it."""
-        thought, end, _ = self.content.partition(THINK_END)
-        return thought.lstrip().removeprefix(THINK) if end else None
+        return take_reasoning(self.content)[0]
 
     @property
     def answer(self) -> str:
         """Returns the content after the reasoning."""
-        return self.content if self.reasoning is None else self.content.partition(THINK_END)[2]
+        return take_reasoning(self.content)[1]
 
 
 @dataclass(frozen=True)
@@ -96,14 +96,6 @@ class Api:
     reply: Callable[[CallBody, Sampled, Decode], Json]
     events: Callable[[CallBody, Json], list[bytes]]  # of a reply that streams, from the whole one
     error: Callable[[CallError], Json]
-
-
-THINK, THINK_END = "<think>", "</think>"
-
-
-def with_reasoning(thought: str | None, answer: str) -> str:
-    """Returns the content of a turn from what an API has apart."""
-    return answer if thought is None else f"{THINK}{thought}{THINK_END}{answer}"
 
 
 def parse_body(api: Api, raw: bytes, vocabulary: int) -> CallBody:

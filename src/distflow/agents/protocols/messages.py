@@ -23,8 +23,8 @@ from distflow.agents.protocols.call import (
     new_id,
     stops,
     text_of,
-    with_reasoning,
 )
+from distflow.agents.reasoning import with_reasoning
 from distflow.errors import shown
 
 _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {  # parameter → values that ask for nothing, and the way out

@@ -27,8 +27,8 @@ from distflow.agents.protocols.call import (
     openai_error,
     text_of,
     token_logprobs,
-    with_reasoning,
 )
+from distflow.agents.reasoning import with_reasoning
 from distflow.errors import shown
 
 _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {  # parameter → values that ask for nothing, and the way out

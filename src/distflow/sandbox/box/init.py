@@ -31,6 +31,7 @@ _ETC = {
     "passwd": "root:x:0:0:root:/root:/bin/bash\nnobody:x:65534:65534:nobody:/:/bin/false\n",
     "group": "root:x:0:\nnogroup:x:65534:\n",
 }
+_FOLDERS = ("home", "mnt", "opt", "root", "srv", "var/cache", "var/lib", "var/log", "var/tmp")  # every image has them
 _SIOCSIFFLAGS, _IFF_UP = 0x8914, 1
 _LEAST_PID_MAX = 301
 _REAP_S = 0.05  # how often processes are counted, and ended ones are reaped
@@ -94,6 +95,8 @@ def _make_root(setup: Mapping[str, Any]) -> str:
         how = _private_copy(base, root, image, setup["overlay"])
     for path in setup["shown"]:
         _show(path, root)
+    for name in _FOLDERS:
+        os.makedirs(f"{root}/{name}", exist_ok=True)
     for name, text in _ETC.items():
         if not os.path.lexists(f"{root}/etc/{name}"):
             os.makedirs(f"{root}/etc", exist_ok=True)
