@@ -1,4 +1,4 @@
-"""Runs with an agent whose samples have several histories: the same on every layout, exact resume, and learning."""
+"""Runs with an agent whose samples have several histories: the same on every layout, and exact resume."""
 
 import json
 from pathlib import Path
@@ -31,14 +31,6 @@ def branches(base_url, api_key, prompt):
     ask(base_url, api_key, prompt, first, "more", one, "on")
     last = ask(base_url, api_key, "in short: " + first[:3])
     return sum(c.isdigit() for c in first + one + last) / 8
-
-
-def compacts(base_url, api_key, prompt):
-    '''Shows a digit, asks for a note, and then, with the note alone, for the digit.'''
-    digit = prompt[-2]
-    note = ask(base_url, api_key, prompt)
-    answer = ask(base_url, api_key, note[:1] + "?")
-    return 0.5 * (note[:1] == digit) + 0.5 * (note[:1] == digit and answer[:1] == digit)
 """
 FLOW = """
 import json
@@ -149,26 +141,3 @@ def test_a_resumed_run_goes_on_as_if_nothing_had_happened(folder: Path, alone: R
     got, rows = run(folder, "resumed", 1, resume=str(folder / "resumed"), checkpoint=checkpoint)
     assert [{c: m[c] for c in CURVES} for m in got] == [{c: m[c] for c in CURVES} for m in alone[0]]
     assert rows == alone[1]
-
-
-@pytest.mark.slow
-def test_what_only_compaction_makes_solvable_is_learnt(folder: Path) -> None:
-    """The digit does not fit into the second history: the note of the first one must have it."""
-    rows = [{"prompt": f"note {d}:"} for d in range(4)]
-    (folder / "digits.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows * 4))
-    metrics, _ = run(
-        folder,
-        "compacts",
-        2,
-        flow="grpo",
-        algo={},
-        steps=150,
-        data={"files": "digits.jsonl", "batch": 8},
-        environment={"call": "agent.py:compacts", "turn_tokens": 2},
-        rollout={"n": 16, "max_tokens": 24},
-        train={"lr": 5e-3},
-    )
-    print([round(m["reward/mean"], 2) for m in metrics[::10]])
-    assert all(m["agent/branches"] == 2 for m in metrics)
-    assert metrics[0]["reward/mean"] < 0.3
-    assert metrics[-1]["reward/mean"] > 0.9
