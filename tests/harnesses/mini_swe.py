@@ -17,6 +17,6 @@ config = yaml.safe_load(Path(package_dir / "config" / "mini.yaml").read_text())
 with tempfile.TemporaryDirectory() as folder:
     model = LitellmModel(model_name=f"openai/{os.environ['OPENAI_MODEL']}", **config["model"])
     config["agent"].pop("mode", None)
-    agent = DefaultAgent(model, LocalEnvironment(cwd=folder), **config["agent"] | {"step_limit": 4})
+    agent = DefaultAgent(model, LocalEnvironment(cwd=folder), **config["agent"] | {"step_limit": 3})
     agent.run(json.load(sys.stdin)["prompt"])
     print(json.dumps({"reward": float((Path(folder) / "sum.txt").is_file())}))
