@@ -69,7 +69,8 @@ def test_runs_are_listed_with_state_score_and_how_to_go_on(
 def test_a_folder_is_shown_with_all_runs_in_it(tmp_path: Path) -> None:
     for name in ("one", "deep/two"):
         write_run(tmp_path / name, steps=2)
-    assert [run.name for run in runs_at(tmp_path)] == ["two", "one"]
+    (write_run(tmp_path / "simulated", steps=1) / "metrics.jsonl").unlink()
+    assert [run.name for run in runs_at(tmp_path)] == ["two", "one", "simulated"]
     assert [run.name for run in runs_at(tmp_path / "one")] == ["one"]
     assert command("show", str(tmp_path), "--html", str(tmp_path / "runs.html")) == 0
 

@@ -22,7 +22,7 @@ def find_runs(folder: Path, depth: int = DEPTH) -> Iterator[RunFolder]:
     """Yields the runs in a folder and below, in the order of their names."""
     if not folder.is_dir():
         raise ConfigError(f"{folder}: is not a folder; give one with runs in it, such as runs")
-    if (folder / CONFIG).exists() and (folder / METRICS).exists():
+    if (folder / CONFIG).exists() and any((folder / name).exists() for name in (METRICS, SPANS)):  # or a simulated step
         yield RunFolder(folder)
         if (folder / EARLIER).is_dir():
             yield from find_runs(folder / EARLIER, 1)

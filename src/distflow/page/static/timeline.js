@@ -255,9 +255,9 @@ function spanTip(s) {
   return [el("b", {}, s.kind === "call" ? `${s.name} (part of a node)` : s.name), rows.map((r) => el("div", {}, r))];
 }
 
-/** From busy (cool) to idle (hot). */
+/** From busy (cool) to idle (warm); red is for errors. */
 function heat(share) {
-  const stops = [[34, 139, 120], [120, 180, 110], [236, 200, 90], [226, 120, 60], [196, 48, 62]];
+  const stops = [[34, 139, 120], [120, 180, 110], [236, 200, 90], [236, 174, 78], [222, 132, 46]];
   const at = Math.min(0.9999, Math.max(0, share)) * (stops.length - 1);
   const [a, b, t] = [stops[Math.floor(at)], stops[Math.floor(at) + 1], at % 1];
   return `rgb(${a.map((v, i) => Math.round(v + (b[i] - v) * t)).join(",")})`;
