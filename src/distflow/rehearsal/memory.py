@@ -68,7 +68,8 @@ def phases_of_worker(
     depths = [shape.layers] if whole else list(_DEPTHS)
     found = []
     for depth in depths:
-        with world_of(plan.workers, rank) as memory, _without_files(), _labels(memory), _quiet(), memory:
+        as_written = torch.compiler.set_stance("force_eager")  # tensors without memory cannot be compiled for
+        with world_of(plan.workers, rank) as memory, _without_files(), _labels(memory), _quiet(), as_written, memory:
             found.append(
                 list(_Walk(program, of_depth(depth), _with_layers(source, depth), plan, rank, memory).phases())
             )
