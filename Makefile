@@ -44,7 +44,7 @@ slow: setup  ## the tests that take minutes
 test-vllm: .venv-vllm/ready  ## the real vLLM, for CPU, in .venv-vllm
 	OMP_NUM_THREADS=1 .venv-vllm/bin/pytest $(PARALLEL) tests/vllm_engine
 
-test-extras: .venv-extras/ready  ## trackers, Ray, gyms, math-verify and verifiers as they are, in .venv-extras
+test-extras: .venv-extras/ready  ## trackers, Ray, gyms, math-verify, verifiers and torchao as they are, in .venv-extras
 	PATH="$(CURDIR)/.venv-extras/bin:$$PATH" OMP_NUM_THREADS=1 .venv-extras/bin/pytest -m '' $(EXTRAS)
 
 test-harnesses: setup .venv-harness/ready  ## agents of other projects as they are, also Claude Code and Codex, with npm
