@@ -1034,7 +1034,7 @@ BUGS = [
         "liveness/collectives.py",
         "    os.environ.setdefault(_BUFFER, str(_ENTRIES))\n",
         "    pass\n",
-        "liveness/test_hanging_collectives.py::test_a_worker_in_a_collective_of_a_model_knows_for_whom_it_waits",
+        "liveness/test_hanging_collectives.py::test_torch_is_told_to_record_them_unless_the_user_has_said_how_many",
     ),
     bug(
         f"{DAY_ONE}checksums in small blocks",

@@ -232,7 +232,8 @@ def _returns_view(op: Any) -> bool:
 
 
 _COLLECTIVES = (
-    "allreduce_", "broadcast_", "_allgather_base_", "_reduce_scatter_base_", "allgather_", "send", "recv_",
+    "allreduce_", "broadcast_", "_allgather_base_", "_reduce_scatter_base_", "allgather_", "alltoall_base_", "send",
+    "recv_",
 )  # fmt: skip
 
 

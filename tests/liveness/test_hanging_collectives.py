@@ -1,6 +1,7 @@
 """A collective that not all ranks enter is noticed by a rank that is in it, and named."""
 
 import json
+import os
 import queue
 import re
 import threading
@@ -8,13 +9,14 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import yaml
 
 from distflow.errors import DistflowError, StuckError
 from distflow.liveness.beacon import Beacon
-from distflow.liveness.collectives import oldest_unfinished, record_collectives
+from distflow.liveness.collectives import _BUFFER, oldest_unfinished, record_collectives
 from distflow.liveness.heartbeat import Heartbeat
 from distflow.liveness.watchdog import Watchdog
 from limits import TimeLimit
@@ -65,6 +67,15 @@ def test_a_worker_in_a_collective_of_a_model_knows_for_whom_it_waits() -> None:
     assert ranks == (0, 1)
     assert "more than 0.5 s for others (wait_limit_s): rank 0 in gloo:all_reduce (dp of dp2×tp1)" in error
     assert "actor.update: gloo:all_reduce (dp of dp2×tp1)" in error
+
+
+def test_torch_is_told_to_record_them_unless_the_user_has_said_how_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(_BUFFER, raising=False)
+    record_collectives()
+    assert int(os.environ[_BUFFER]) > 0
+    monkeypatch.setenv(_BUFFER, "7")
+    record_collectives()
+    assert os.environ[_BUFFER] == "7"
 
 
 LOSS = """
