@@ -30,8 +30,8 @@ def test_any_layout_gives_the_same_run(folder: Path, alone: Run, name: str) -> N
     assert [m["step"] for m in got.metrics] == [m["step"] for m in alone.metrics]
     for ours, theirs in zip(got.metrics, alone.metrics, strict=True):
         print({curve: (ours[curve], theirs[curve]) for curve in CURVES})
-    assert equal_tokens(name, got, alone) > 0.98
+    assert equal_tokens(name, got, alone) > 0.99
     for ours, theirs in zip(got.metrics, alone.metrics, strict=True):
-        near = {curve: pytest.approx(theirs[curve], rel=0.02, abs=2e-3) for curve in CURVES}
+        near = {curve: pytest.approx(theirs[curve], rel=5e-3, abs=1e-4) for curve in CURVES}
         assert {curve: ours[curve] for curve in CURVES} == near, ours["step"]
         assert ours["rollout/mismatch_max"] < 0.02  # of bfloat16
