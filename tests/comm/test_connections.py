@@ -46,7 +46,7 @@ def finish(connection: Outgoing | Incoming) -> None:
 
 def send(port: int, data: bytes) -> None:
     outgoing = connection_to(port)
-    outgoing.start(memoryview(data), None, 0)
+    outgoing.start([memoryview(data)], len(data), None, 0)
     finish(outgoing)
 
 
@@ -134,7 +134,7 @@ def test_a_peer_of_the_same_host_sends_its_memory_after_its_greeting(listener: L
     memory.view(block)[:] = 7
     greeting = GREETING.pack(TOKEN, 0, 0)
     outgoing = connect(1, "rank 1", listener.unix_name, greeting, memory.file)
-    outgoing.start(memory.view(block).data, block, 0)
+    outgoing.start([memory.view(block).data], block.size, block, 0)
     finish(outgoing)
     incoming, out = accepted(listener), bytearray(10_000)
     incoming.start(Expected(memoryview(out)))

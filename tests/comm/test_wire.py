@@ -10,18 +10,27 @@ from cases import KINDS, column, same, value
 from distflow.batch import copy_ranges as copying
 from distflow.batch.batch import Ragged
 from distflow.batch.copy_ranges import copy_ranges
-from distflow.comm.wire import DTYPES, FlatColumn, Segments, flatten, pack, segment_size, unpack
+from distflow.comm.wire import DTYPES, FlatColumn, Packing, Segments, flatten, pack, segment_size, unpack
 from distflow.errors import DataError
 
 NAMES = [f"f{i}.{k.replace(' ', '_')}" for i, k in enumerate(KINDS)]
 
 
-def pack_parts(columns: list[FlatColumn], parts: list[np.ndarray]) -> tuple[torch.Tensor, Segments]:
+def pack_parts(
+    columns: list[FlatColumn], parts: list[np.ndarray], in_pieces: bool = False
+) -> tuple[torch.Tensor, Segments]:
     sizes = np.sum([c.lengths * c.item_bytes for c in columns], axis=0)
     ends = np.cumsum([segment_size(len(columns), len(p), int(np.sum(sizes[p]))) for p in parts])
     out = torch.full((int(ends[-1]),), 255, dtype=torch.uint8)
     segments = Segments(np.array([len(p) for p in parts]), np.concatenate(([0], ends[:-1])))
-    pack(columns, np.concatenate(parts), segments, out)
+    if in_pieces:
+        packing = Packing(columns, np.concatenate(parts), segments)
+        out = torch.frombuffer(
+            bytearray(b"".join(p for k in range(len(parts)) for p in packing.pieces(k))), dtype=out.dtype
+        )
+        assert len(out) == ends[-1]
+    else:
+        pack(columns, np.concatenate(parts), segments, out)
     return out, segments
 
 
@@ -30,13 +39,14 @@ def pack_parts(columns: list[FlatColumn], parts: list[np.ndarray]) -> tuple[torc
     names=st.lists(st.sampled_from(NAMES), min_size=1, max_size=6, unique=True),
     parts=st.lists(st.lists(st.integers(0, 19), min_size=1, max_size=6), min_size=1, max_size=4),
     short=st.sampled_from([1, 512, 10**9]),
+    in_pieces=st.booleans(),
 )
-def test_every_packed_value_is_unpacked(names: list[str], parts: list[list[int]], short: int) -> None:
+def test_every_packed_value_is_unpacked(names: list[str], parts: list[list[int]], short: int, in_pieces: bool) -> None:
     ids = np.arange(20)
     packed = [flatten(column(n, ids), n) for n in names]
     before, copying.SHORT = copying.SHORT, short  # both ways of copying
     try:
-        memory, segments = pack_parts(packed, [np.array(p) for p in parts])
+        memory, segments = pack_parts(packed, [np.array(p) for p in parts], in_pieces)
     finally:
         copying.SHORT = before
     sent = np.concatenate([np.array(p) for p in parts])

@@ -23,10 +23,10 @@ from spawn import make_transport, spawn
 both_ways = pytest.mark.parametrize("shared_memory", ["1", "0"])
 
 
-def swap(transport: Transport, peers: list[int], size: int, value: int, take: bool = False) -> torch.Tensor:
+def swap(transport: Transport, peers: list[int], size: int, value: int, how: str = "") -> torch.Tensor:
     """Sends `size` bytes of this value to each of the peers, and returns what they send, [peers, size].
 
-    `take`: reads it from wherever it is.
+    `how`: "take" reads it from wherever it is, "pieces" sends it from where it lies.
     """
     out = torch.empty(len(peers) * size, dtype=torch.uint8)
     receive = {p: (i * size, (i + 1) * size) for i, p in enumerate(peers)}
@@ -36,29 +36,38 @@ def swap(transport: Transport, peers: list[int], size: int, value: int, take: bo
         assert peer not in taken
         taken[peer] = data.clone()
 
-    send, reads = dict.fromkeys(peers, (0, size)), read if take else None
-    transport.execute(SendReceive(size, lambda data: data.fill_(value), send, out, receive, reads))
-    return torch.stack([taken[p] for p in peers]) if take else out.view(len(peers), size)
+    def pieces(_: int) -> list[memoryview]:
+        data = memoryview(bytes([value]) * size)
+        return [data[a : a + 10_000] for a in range(0, size, 10_000)]
+
+    send, reads = dict.fromkeys(peers, (0, size)), read if how == "take" else None
+    own = pieces if how == "pieces" else None
+    transport.execute(SendReceive(size, lambda data: data.fill_(value), send, out, receive, reads, own))
+    return torch.stack([taken[p] for p in peers]) if how == "take" else out.view(len(peers), size)
 
 
-def run_swaps(rank: int, shared_memory: str, sizes: list[int]) -> int:
+def run_swaps(rank: int, shared_memory: str, topology: Topology, sizes: list[int]) -> int:
     os.environ[SHARED_MEMORY] = shared_memory
-    transport = make_transport(rank, 3)
+    transport = make_transport(rank, 3, topology=topology)
     peers = [r for r in range(3) if r != rank]
     for turn, size in enumerate(sizes):
-        for take in (False, True):
-            got = swap(transport, peers, size, 16 * rank + turn, take)
-            assert all((row == 16 * p + turn).all() for p, row in zip(peers, got, strict=True)), (turn, size, take)
-    assert transport.messages == 2 * 2 * len(sizes)
-    assert transport.bytes == 2 * 2 * sum(sizes)
+        for how in ("", "take", "pieces"):
+            got = swap(transport, peers, size, 16 * rank + turn, how)
+            assert all((row == 16 * p + turn).all() for p, row in zip(peers, got, strict=True)), (turn, size, how)
+    assert transport.messages == 3 * 2 * len(sizes)
+    assert transport.bytes == 3 * 2 * sum(sizes)
     return transport.connections
 
 
-@both_ways
-def test_messages_of_any_size_go_both_ways_at_once(shared_memory: str) -> None:
+@pytest.mark.parametrize(
+    ("shared_memory", "topology"),
+    [("1", Topology.single(3)), ("0", Topology.single(3)), ("1", Topology((0, 0, 1)))],
+    ids=["shared memory", "sockets", "two hosts"],
+)
+def test_messages_of_any_size_go_both_ways_at_once(shared_memory: str, topology: Topology) -> None:
     """Larger than the buffers of sockets, and alternating with small ones; all connect to all at the same time."""
     sizes = [1, 20 << 20, 4096, 4097, 1, 1 << 20, 8 << 20, 100_000]
-    assert spawn(3, run_swaps, shared_memory, sizes) == [4, 4, 4]  # one to and one from each of the two others
+    assert spawn(3, run_swaps, shared_memory, topology, sizes) == [4, 4, 4]  # to and from each of the others
 
 
 def run_ahead(rank: int, shared_memory: str) -> None:

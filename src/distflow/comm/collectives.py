@@ -30,6 +30,8 @@ class SendReceive:
     receive: Mapping[int, Range]  # peer → the part of `out` that it fills
     # Called with each peer's bytes as they come, perhaps in the peer's shared memory; `out` may then stay unfilled.
     take: Take | None = None
+    # Returns the bytes for a peer where they lie, as `pack` would copy them, so that a socket sends them from there.
+    pieces: Callable[[int], list[memoryview]] | None = None
 
 
 Communication = Generator[SendReceive, Tensor, T]  # returns T

@@ -23,6 +23,7 @@ GREETING = struct.Struct("=32sqq")  # the run's token, the rank of the sender, t
 HEADER = struct.Struct("=qq")  # offset in shared memory, or a constant below; size
 INLINE, MOVED = -1, -2  # the bytes follow; the sender goes on with another connection
 SMALL = 4096  # bytes that are not worth the detour through shared memory
+MAX_PIECES = 64  # that a socket is given at once: it rarely takes more bytes, and the kernel looks at all of them
 MAX_UNREAD = 32  # messages in shared memory to one peer: its answers have to fit the socket's buffer
 ACKNOWLEDGEMENT = b"\1"
 TCP_INFO_BYTES, LAST_DATA_RECEIVED = 64, 52  # of Linux's struct tcp_info; the field is in ms
@@ -53,14 +54,14 @@ class Outgoing:
         """Returns whether a message of this size goes through shared memory; else it is sent by the socket."""
         return self.shared and size > SMALL
 
-    def start(self, data: memoryview, block: Block | None, offset: int) -> None:
-        """Begins to send `data`, from `offset` of the block if there is one."""
-        if block and self.in_shared_memory(len(data)):
+    def start(self, pieces: list[memoryview], size: int, block: Block | None, offset: int) -> None:
+        """Begins to send `size` bytes, which are in `pieces`; from `offset` of the block if there is one."""
+        if block and self.in_shared_memory(size):
             block.readers += 1
             self.unread.append(block)
-            self._parts = [memoryview(HEADER.pack(block.start + offset, len(data)))]
+            self._parts = [memoryview(HEADER.pack(block.start + offset, size))]
         else:
-            self._parts = [memoryview(HEADER.pack(INLINE, len(data))), data]
+            self._parts = [memoryview(HEADER.pack(INLINE, size)), *pieces]
         if self._greeting:
             self._parts.insert(0, memoryview(self._greeting))
             self._greeting = b""
@@ -71,7 +72,7 @@ class Outgoing:
             if not self._is_connected():
                 return False
             while self._parts:
-                _advance(self._parts, self.sock.sendmsg(self._parts))
+                _advance(self._parts, self.sock.sendmsg(self._parts[:MAX_PIECES]))
         except BlockingIOError:
             return False
         except OSError as e:
@@ -209,12 +210,14 @@ class Incoming:
 
 def _advance(parts: list[memoryview], n: int) -> bool:
     """Drops the first n bytes; returns whether a part is complete."""
-    before = len(parts)
-    while parts and n >= len(parts[0]):
-        n -= len(parts.pop(0))
+    complete = 0
+    while complete < len(parts) and n >= len(parts[complete]):
+        n -= len(parts[complete])
+        complete += 1
+    del parts[:complete]
     if n:
         parts[0] = parts[0][n:]
-    return len(parts) < before
+    return complete > 0
 
 
 def lost(label: str, error: OSError | None = None) -> PeerLostError:

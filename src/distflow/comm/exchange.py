@@ -19,7 +19,7 @@ from distflow.comm.allocator import CachingAllocator
 from distflow.comm.balance import imbalance
 from distflow.comm.collectives import Communication, Range, SendReceive, all_gather_by_host
 from distflow.comm.routes import assign_replicas, route
-from distflow.comm.wire import FlatColumn, Segments, flatten, pack, segment_size, unpack
+from distflow.comm.wire import FlatColumn, Packing, Segments, flatten, pack, segment_size, unpack
 from distflow.errors import DataError
 from distflow.plan.layout import Layout
 from distflow.plan.tasks import Move, Partition
@@ -92,14 +92,31 @@ def exchange(
     kept, total = bytes_of(own.keep), sum(receive.values())
     memory = allocator.empty(total + kept)
 
-    def pack_outgoing(out: Tensor) -> None:
-        assert held is not None
+    packing, place = None, {r: k for k, r in enumerate(send)}
+    if held is not None and send:
         parts = list(own.send.values())
-        pack(columns, np.searchsorted(held[0], np.concatenate(parts)), _segments(parts, list(send.values())), out)
+        slots = np.searchsorted(held[0], np.concatenate(parts))
+        packing = Packing(columns, slots, _segments(parts, list(send.values())))
+
+    def write(out: Tensor) -> None:
+        assert packing is not None
+        packing.write(out)
+
+    def pieces(peer: int) -> list[memoryview]:
+        assert packing is not None
+        return packing.pieces(place[peer])
 
     if held is not None and kept:  # samples that stay are packed straight to their final place
         pack(columns, np.searchsorted(held[0], own.keep), _segments([own.keep], [kept]), memory[total:])
-    yield SendReceive(sum(send.values()), pack_outgoing, _ranges(send), memory[:total], _ranges(receive))
+    long = packing is not None and packing.in_long_ranges
+    yield SendReceive(
+        sum(send.values()),
+        write,
+        _ranges(send),
+        memory[:total],
+        _ranges(receive),
+        pieces=pieces if long else None,
+    )
     parts = [*own.receive.values(), *([own.keep] if kept else [])]
     slots = np.concatenate(parts) if parts else np.empty(0, np.int64)
     order = np.argsort(slots)

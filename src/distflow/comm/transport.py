@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from typing import TypeVar
 
 import torch
@@ -121,12 +122,19 @@ class Transport:
             return self._execute_on_device(request)
         self._connect([peer for peer in request.send if peer not in self._outgoing])
         connections = {peer: self._outgoing[peer] for peer in request.send}
-        block, data = self._reserve(request, connections)
-        if request.size:
-            request.pack(data)
+        by_socket = [p for p, (a, b) in request.send.items() if not connections[p].in_shared_memory(b - a)]
+        packed = request
+        if request.pieces and by_socket:
+            packed = _without(request, by_socket)
+            for peer in by_socket:
+                start, end = request.send[peer]
+                connections[peer].start(request.pieces(peer), end - start, None, 0)
+        block, data = self._reserve(packed, connections)
+        if packed.size:
+            packed.pack(data)
         sent = data.numpy().data
-        for peer, (start, end) in request.send.items():
-            connections[peer].start(sent[start:end], block, start)
+        for peer, (start, end) in packed.send.items():
+            connections[peer].start([sent[start:end]], end - start, block, start)
         self._complete(connections, {peer: _expected(request, peer) for peer in request.receive})
         return request.out
 
@@ -258,6 +266,25 @@ class Transport:
         connections: list[Outgoing | Incoming] = [*self._outgoing.values(), *self._incoming.all.values()]
         for connection in connections:
             connection.sock.close()
+
+
+def _without(request: SendReceive, peers: Collection[int]) -> SendReceive:
+    """Returns the request to send to all but these peers; the others' pieces are packed one after the other."""
+    assert request.pieces is not None
+    send, size, pieces = {}, 0, request.pieces
+    for peer, (start, end) in request.send.items():
+        if peer not in peers:
+            send[peer] = size, size + end - start
+            size += end - start
+
+    def pack(out: Tensor) -> None:
+        memory = out.numpy().data
+        for peer, (at, _) in send.items():
+            for piece in pieces(peer):
+                memory[at : at + len(piece)] = piece
+                at += len(piece)
+
+    return replace(request, size=size, pack=pack, send=send)
 
 
 def _expected(request: SendReceive, peer: int) -> Expected:

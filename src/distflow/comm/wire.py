@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from distflow.batch.batch import Column, Ragged
-from distflow.batch.copy_ranges import copy_ranges
+from distflow.batch.copy_ranges import SHORT, copy_ranges
 from distflow.comm import objects
 from distflow.errors import DataError
 from distflow.util.arrays import Ints
@@ -94,22 +94,66 @@ def segment_size(fields: int, samples: int, payload: int) -> int:
     return int(_aligned(4 * fields * (SCHEMA_WORDS + samples)) + _aligned(payload))
 
 
+class Packing:
+    """Samples of some columns, segment after segment, as they are sent: all bytes, or those of a segment in pieces."""
+
+    def __init__(self, columns: Sequence[FlatColumn], index: Ints, segments: Segments) -> None:
+        self._columns, self._segments = columns, segments
+        self._lengths = np.stack([c.lengths[index] for c in columns])  # [fields, samples]
+        item_bytes = np.array([c.item_bytes for c in columns], np.int64)
+        widths = np.array([c.values.element_size() for c in columns], np.int64)
+        self._starts = np.stack([c.starts[index] for c in columns]) * widths[:, None]
+        self._sizes = self._lengths * item_bytes[:, None]
+        self._offsets = _offsets(self._lengths, item_bytes, widths, segments)
+        self._bounds = segments.bounds().tolist()
+        self._schema = np.zeros((len(columns), SCHEMA_WORDS), np.int32)
+        for i, c in enumerate(columns):
+            self._schema[i, :3] = KINDS.index(c.kind), DTYPES.index(c.values.dtype), len(c.item_shape)
+            self._schema[i, 3 : 3 + len(c.item_shape)] = c.item_shape
+
+    @property
+    def in_long_ranges(self) -> bool:
+        """Whether a sample's values in a column are so many, on average, that each is worth a piece of its own."""
+        return int(self._sizes.sum()) >= SHORT * self._sizes.size
+
+    def write(self, out: Tensor) -> None:
+        """Copies all bytes to `out`."""
+        for k, offset in enumerate(self._segments.offsets.tolist()):
+            header = self._header(k)
+            out[offset : offset + len(header)].copy_(torch.from_numpy(header))
+        copy_ranges([c.values for c in self._columns], self._starts, out, self._offsets, self._sizes)
+
+    def pieces(self, segment: int) -> list[memoryview]:
+        """Returns the bytes of a segment in order, as views of the columns wherever they are theirs."""
+        samples = slice(self._bounds[segment], self._bounds[segment + 1])
+        offset, size, start = (x[:, samples].ravel() for x in (self._offsets, self._sizes, self._starts))
+        column = np.repeat(np.arange(len(self._columns)), samples.stop - samples.start)
+        order = np.argsort(offset, kind="stable")  # that of the columns, the widest first
+        order = order[size[order] > 0]
+        column, start, end = column[order], start[order], (start + size)[order]
+        apart = np.flatnonzero((column[1:] != column[:-1]) | (start[1:] != end[:-1]))  # others are adjacent
+        first, last = np.concatenate(([0], apart + 1)), np.append(apart, len(order) - 1)
+        values = [c.values.view(torch.uint8).numpy().data for c in self._columns]
+        pieces = [self._header(segment).data]
+        if len(order):
+            ranges = zip(column[first].tolist(), start[first].tolist(), end[last].tolist(), strict=True)
+            pieces += [values[c][a:b] for c, a, b in ranges]
+        if padding := -int(size.sum()) % ALIGN:
+            pieces.append(memoryview(bytes(padding)))
+        return pieces
+
+    def _header(self, segment: int) -> NDArray[np.uint8]:
+        """Returns schema and lengths of a segment, with the padding behind them."""
+        lengths = self._lengths[:, self._bounds[segment] : self._bounds[segment + 1]]
+        header = np.zeros(_aligned(4 * (self._schema.size + lengths.size)) // 4, np.int32)
+        header[: self._schema.size] = self._schema.ravel()
+        header[self._schema.size : self._schema.size + lengths.size] = lengths.ravel()
+        return header.view(np.uint8)
+
+
 def pack(columns: Sequence[FlatColumn], index: Ints, segments: Segments, out: Tensor) -> None:
     """Packs the samples `index`, segment after segment, into the bytes `out`."""
-    lengths = np.stack([c.lengths[index] for c in columns])  # [fields, samples]
-    item_bytes = np.array([c.item_bytes for c in columns], np.int64)
-    widths = np.array([c.values.element_size() for c in columns], np.int64)
-    schema = np.zeros((len(columns), SCHEMA_WORDS), np.int32)
-    for i, c in enumerate(columns):
-        schema[i, :3] = KINDS.index(c.kind), DTYPES.index(c.values.dtype), len(c.item_shape)
-        schema[i, 3 : 3 + len(c.item_shape)] = c.item_shape
-    bounds = segments.bounds().tolist()
-    for k, offset in enumerate(segments.offsets.tolist()):
-        header = np.concatenate((schema.ravel(), lengths[:, bounds[k] : bounds[k + 1]].ravel()), dtype=np.int32)
-        out[offset : offset + header.nbytes].copy_(torch.from_numpy(header.view(np.uint8)))
-    starts = np.stack([c.starts[index] for c in columns]) * widths[:, None]
-    offsets = _offsets(lengths, item_bytes, widths, segments)
-    copy_ranges([c.values for c in columns], starts, out, offsets, lengths * item_bytes[:, None])
+    Packing(columns, index, segments).write(out)
 
 
 def unpack(memory: Tensor, segments: Segments, fields: Sequence[str], order: Ints, where: str) -> Mapping[str, Column]:
