@@ -18,8 +18,9 @@ from typing import Any
 import numpy as np
 
 from distflow.comm.balance import imbalance
+from distflow.comm.domains import Domain, Domains
 from distflow.comm.routes import assign_replicas, contiguous_replicas, route
-from distflow.plan import Layout, Move, Plan, SyncWeights
+from distflow.plan import Layout, Plan, SyncWeights
 from distflow.simulate import Costs, FieldBytes, load_hardware, load_model, simulate
 from distflow.simulate.traffic import header_bytes
 from routes import heavy_tailed
@@ -39,13 +40,29 @@ def cpu_s(function: Callable[[], Any], times: int = 1) -> tuple[float, Any]:
     return least, result
 
 
-def routes(workers: int, samples: int) -> dict[str, float]:
-    """The deal of a step's samples, which every worker computes for itself, and what goes to the first."""
-    layout, lengths = Layout(tuple(range(workers)), workers), heavy_tailed(samples, 0)
-    old = contiguous_replicas(samples, workers)
-    deal_s, new = cpu_s(lambda: assign_replicas(old, layout, layout, lengths, 1, balance=True))
-    route_s, _ = cpu_s(lambda: route(0, layout, layout, old, new))
-    return {"deal_s": deal_s, "route_s": route_s, "imbalance": imbalance(new, lengths, workers)}
+def deal(src: Layout, dst: Layout, samples: int) -> dict[str, float]:
+    """The deal of these samples, which every worker that takes part computes for itself, and the route of rank 0."""
+    lengths, old = heavy_tailed(samples, 0), contiguous_replicas(samples, src.dp)
+    deal_s, new = cpu_s(lambda: assign_replicas(old, src, dst, lengths, 1, balance=True))
+    route_s, _ = cpu_s(lambda: route(0, src, dst, old, new))
+    return {"deal_s": deal_s, "route_s": route_s, "imbalance": imbalance(new, lengths, dst.dp)}
+
+
+def moves(plan: Plan) -> dict[str, float]:
+    """What the moves of a step cost rank 0: metadata, and a balanced deal among the ranks of its domain."""
+    domains_s, own = cpu_s(lambda: _domains_of_first(plan))
+    headers = sum(header_bytes(d.move, d.samples, plan.repeat) * len(d.move.ranks) for d in own if not d.known)
+    first = next(d for d in own if d.move.assigns)
+    src, dst = first.move.src.layout, first.move.dst.layout
+    every = Layout(tuple(range(plan.workers)), plan.workers)
+    undivided = deal(every, every, plan.samples)["deal_s"]
+    found = {"domains_s": domains_s, "domain_ranks": len(first.move.ranks), "header_bytes": float(headers)}
+    return found | deal(src, dst, first.samples) | {"deal_without_domains_s": undivided}
+
+
+def _domains_of_first(plan: Plan) -> list[Domain]:
+    domains = Domains(plan, plan.samples)
+    return [domains.of(move, 0) for move in plan.moves if 0 in move.ranks]
 
 
 def control(plan: Plan) -> dict[str, float]:
@@ -53,8 +70,7 @@ def control(plan: Plan) -> dict[str, float]:
     weightless = replace(plan, tasks=tuple(t for t in plan.tasks if not isinstance(t, SyncWeights)))
     costs = Costs(fields={f: FieldBytes(sample=1.0) for f in plan.flow.writer})
     result = simulate(weightless, load_hardware("h100"), costs)
-    headers = [header_bytes(t, plan.samples, plan.repeat) * len(t.ranks) for t in plan.tasks if isinstance(t, Move)]
-    return {"messages": result.messages, "header_bytes": float(sum(headers))}
+    return {"messages": result.messages}
 
 
 def row(workers: int, samples: int) -> dict[str, float]:
@@ -70,7 +86,7 @@ def row(workers: int, samples: int) -> dict[str, float]:
         "plan_s": plan_s,
         "hash_s": hash_s,
         "plan_bytes": len(json.dumps(plan.to_json())),
-        **routes(workers, plan.samples),
+        **moves(plan),
         **control(plan),
         "weight_sync_s": weight_sync_s("7B", workers),
         "checkpoint_files": workers,

@@ -44,6 +44,13 @@ def test_a_domain_has_at_most_so_many_replicas_and_an_equal_part_of_the_step() -
     assert sorted(r for ranks in seen.values() for r in ranks) == list(range(1024))
 
 
+@pytest.mark.parametrize(("workers", "replicas"), [(1000, 25), (945, 35), (1021, 1021), (771, 257)])
+def test_numbers_that_are_no_powers_of_two_have_domains_too(workers: int, replicas: int) -> None:
+    """But not of few replicas, which would have little to balance with."""
+    all_to_all = move("m0", partition("a", range(workers)), partition("b", range(workers)), assigns=True)
+    assert domains_of([all_to_all], 2 * workers).of(all_to_all, 0).move.dst.layout.dp == replicas
+
+
 def test_blocks_that_do_not_correspond_are_one_domain() -> None:
     """Half of the ranks get all samples: those they have may stay only if all are assigned together."""
     half = move("m0", A, C, assigns=True)

@@ -91,13 +91,13 @@ def test_collectives_send_what_the_workers_own_code_sends(n: int) -> None:
     import torch
 
     ranks, data = tuple(range(n)), torch.zeros(6, dtype=torch.int32)
-    for own, simulated in (
-        (lambda r: all_gather(r, ranks, data), NetworkModel.all_gather),
-        (lambda r: all_reduce(r, ranks, data, torch.maximum), NetworkModel.all_reduce),
+    for own, simulated, group in (
+        (lambda r: all_gather(r, ranks, data), NetworkModel.all_gather, np.arange(n)[None]),
+        (lambda r: all_reduce(r, ranks, data, torch.maximum), NetworkModel.all_reduce, np.arange(n)),
     ):
         traffic = simulate.simulate({r: own(r) for r in ranks})
         network = NetworkModel(hardware(), np.arange(n))
-        simulated(network, np.arange(n), 24, np.zeros(n))
+        simulated(network, group, 24, np.zeros(n))
         assert network.messages.tolist() == [traffic.messages[r] for r in ranks]
         assert network.sent.tolist() == [traffic.bytes[r] for r in ranks]
 
@@ -110,16 +110,23 @@ def test_gathering_by_host_sends_what_the_workers_own_code_sends(per_host: int) 
     topology = Topology(tuple(hosts.tolist()))
     traffic = simulate.simulate({r: all_gather_by_host(r, range(16), data, topology) for r in range(16)})
     network = NetworkModel(hardware(), hosts)
-    network.all_gather_by_host(np.arange(16), 24, np.zeros(16))
+    network.all_gather_by_host(np.arange(16)[None], 24, np.zeros(16))
     assert network.messages.tolist() == [traffic.messages[r] for r in range(16)]
     assert (network.sent + network.sent_locally).tolist() == [traffic.bytes[r] for r in range(16)]
 
 
 def test_an_all_gather_takes_log_n_rounds() -> None:
     network = NetworkModel(hardware(), np.arange(1000))
-    end = network.all_gather(np.arange(1000), 1.0, np.zeros(1000))
+    end = network.all_gather(np.arange(1000)[None], 1.0, np.zeros(1000))
     assert network.messages.max() == math.ceil(math.log2(1000))
     assert end == pytest.approx(np.full(1000, 10 + 999 / 100))
+
+
+def test_groups_gather_at_the_same_time() -> None:
+    network = NetworkModel(hardware(), np.arange(12))
+    end = network.all_gather_by_host(np.arange(12).reshape(3, 4), 100.0, np.zeros(12))
+    assert network.messages.tolist() == [2] * 12
+    assert end == pytest.approx(np.full(12, 2 + 300 / 100))
 
 
 Flow = tuple[int, int, float]

@@ -84,6 +84,13 @@ def test_thousands_of_workers_are_a_few_events() -> None:
     assert large.links.busiest <= 1.2 * small.links.busiest
 
 
+def test_moves_among_many_workers_cost_what_they_cost_in_a_domain() -> None:
+    costs = Costs(seconds={"generate": 0.0, "update": 0.0})
+    small, large = (simulate(split_plan(n, 4 * n), load_hardware("h100"), costs) for n in (128, 4096))
+    seconds = [[t.elapsed_s for t in step.tasks if t.kind == "move"] for step in (small, large)]
+    assert seconds[1] == pytest.approx(seconds[0])
+
+
 def test_topology_must_have_all_ranks() -> None:
     with pytest.raises(ConfigError, match="it has 3 ranks, and the plan 4"):
         simulate(split_plan(4, 8), SLOW, Costs(), Topology((0, 0, 1)))

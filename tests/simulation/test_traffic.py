@@ -1,5 +1,6 @@
 """Simulated traffic is that of the workers' own routes and weight sync."""
 
+import math
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import simulate
+from distflow.comm.domains import Domains
 from distflow.comm.routes import contiguous_replicas, route
 from distflow.flow import Flow, Node
 from distflow.plan import Layout, Place, Placement, Plan, Workload, plan
@@ -32,14 +34,20 @@ def two_nodes(workers: int, first: Place, second: Place, samples: int, balance: 
 _places = st.sampled_from([Place(), Place(tp=2), Place(tp=4), Place("low"), Place("high"), Place("high", tp=2)])
 
 
-@given(_places, _places, st.integers(1, 6), st.integers(0, 2**32 - 1), st.booleans())
-def test_it_is_what_every_rank_would_send(a: Place, b: Place, per_worker: int, seed: int, balance: bool) -> None:
+@given(_places, _places, st.integers(1, 6), st.integers(0, 2**32 - 1), st.booleans(), st.sampled_from([2, 64]))
+def test_it_is_what_every_rank_would_send(
+    a: Place, b: Place, per_worker: int, seed: int, balance: bool, most_replicas: int
+) -> None:
     planned = two_nodes(8, a, b, 8 * per_worker, "x" if balance else None)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("distflow.comm.domains.MAX_REPLICAS", most_replicas)
+        domains = Domains(planned, planned.samples)
     for move in planned.moves:
         rng = np.random.default_rng(seed)
         size = rng.integers(1, 100, planned.samples).astype(float)
         old = contiguous_replicas(planned.samples, move.src.layout.dp)
-        new = new_replicas(move, old, size, 1)
+        new = new_replicas(domains.all(move), old, size, 1)
+        assert np.bincount(new, minlength=move.dst.layout.dp).max() == math.ceil(planned.samples / move.dst.layout.dp)
         flows = traffic(move, old, new, size, 8)
         simulated = dict(
             zip(zip(flows.sender.tolist(), flows.receiver.tolist(), strict=True), flows.payload, strict=True)

@@ -57,6 +57,11 @@ class Domains:
             self._of[move.id, rank] = self._derive(move, rank)
         return self._of[move.id, rank]
 
+    def all(self, move: Move) -> list[Domain]:
+        """Returns the domains of a move, in the order of their slots."""
+        ranks, count = move.src.layout.ranks, self._counts[move.id]
+        return [self.of(move, ranks[i * len(ranks) // count]) for i in range(count)]
+
     def _derive(self, move: Move, rank: int) -> Domain:
         count = self._counts[move.id]
         index = _block(move.src.layout, rank, count)
@@ -68,10 +73,14 @@ class Domains:
         return Domain(within, index * size, size, self._is_known(move, within, index, count))
 
     def _count(self, move: Move) -> int:
-        """Returns the number of domains: a power of two for which blocks and slots correspond on both sides."""
+        """Returns the number of domains, a product of the smallest factors for which blocks and slots correspond."""
         count = 1
-        while max(move.src.layout.dp, move.dst.layout.dp) > count * MAX_REPLICAS and self._divides(move, 2 * count):
-            count *= 2
+        while (size := max(move.src.layout.dp, move.dst.layout.dp) // count) > MAX_REPLICAS:
+            factors = range(2, size // max(1, MAX_REPLICAS // 8) + 1)  # a domain of few has little to balance with
+            factor = next((f for f in factors if self._divides(move, f * count)), None)
+            if factor is None:
+                break
+            count *= factor
         return count
 
     def _divides(self, move: Move, count: int) -> bool:

@@ -87,25 +87,26 @@ class NetworkModel:
                 done[which] = np.maximum(done[which], free)
         return done
 
-    def all_gather(self, ranks: Ints, size: float, start: Floats) -> Floats:
-        """Bruck's algorithm: in round k every rank sends its rows to the rank 2^k before it."""
-        n = len(ranks)
+    def all_gather(self, groups: Ints, size: float, start: Floats) -> Floats:
+        """Bruck's algorithm among the ranks of each group: in round k each sends its rows to the one 2^k before it."""
+        n = groups.shape[1]
         now = start
         for k in range(math.ceil(math.log2(n)) if n > 1 else 0):
             blocks = min(1 << k, n - (1 << k))
-            now = self.exchange(ranks, np.roll(ranks, 1 << k), np.full(n, size * blocks), now)
+            before = np.roll(groups, 1 << k, axis=1)
+            now = self.exchange(groups.ravel(), before.ravel(), np.full(groups.size, size * blocks), now)
         return now
 
-    def all_gather_by_host(self, ranks: Ints, size: float, start: Floats) -> Floats:
-        """The all-gather by host leaders: one rank of each host sends and receives for all ranks of the host."""
-        hosts = self._topology.by_host(ranks.tolist())
-        if hosts is None:
-            return self.all_gather(ranks, size, start)
-        table = np.array(hosts)
-        first, others = np.repeat(table[:, 0], table.shape[1] - 1), table[:, 1:].ravel()
+    def all_gather_by_host(self, groups: Ints, size: float, start: Floats) -> Floats:
+        """The all-gather by host leaders: one rank of each host of a group sends and receives for all of them."""
+        by_host = [self._topology.by_host(ranks) for ranks in groups.tolist()]
+        if by_host[0] is None or any(hosts is None or len(hosts) != len(by_host[0]) for hosts in by_host):
+            return self.all_gather(groups, size, start)
+        table = np.array(by_host)  # [groups, hosts, ranks]
+        first, others = np.repeat(table[:, :, 0].ravel(), table.shape[2] - 1), table[:, :, 1:].ravel()
         now = self.exchange(others, first, np.full(len(others), size), start)
-        now = self.all_gather(table[:, 0], size * table.shape[1], now)
-        return self.exchange(first, others, np.full(len(others), size * len(ranks)), now)
+        now = self.all_gather(table[:, :, 0], size * table.shape[2], now)
+        return self.exchange(first, others, np.full(len(others), size * groups.shape[1]), now)
 
     def all_reduce(self, ranks: Ints, size: float, start: Floats) -> Floats:
         """A binomial tree to the first rank and back: the parent of place p is p without its lowest set bit."""

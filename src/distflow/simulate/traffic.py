@@ -1,10 +1,12 @@
 """The bytes of a move between all ranks: the routes of `comm/routes.py`, for all ranks at once."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from distflow.comm.domains import Domain
 from distflow.comm.routes import assign_replicas, contiguous_replicas
 from distflow.config.model_shape import Floats
 from distflow.plan.layout import Layout
@@ -25,11 +27,16 @@ class MoveTraffic:
     kept: Floats  # [ranks]
 
 
-def new_replicas(move: Move, old: Ints, weights: Floats, repeat: int) -> Ints:
-    """Assigns the samples to the replicas of the target, as every worker does."""
-    group = repeat if move.dst.whole_groups else 1
-    balance = move.dst.balance is not None
-    return assign_replicas(old, move.src.layout, move.dst.layout, np.rint(weights).astype(np.int64), group, balance)
+def new_replicas(domains: Sequence[Domain], old: Ints, weights: Floats, repeat: int) -> Ints:
+    """Assigns the samples of each domain to the replicas of its target, as its workers do."""
+    new = []
+    for i, domain in enumerate(domains):
+        src, dst = domain.move.src.layout, domain.move.dst
+        slots = slice(domain.first, domain.first + domain.samples)
+        group, balance = repeat if dst.whole_groups else 1, dst.balance is not None
+        own = np.rint(weights[slots]).astype(np.int64)
+        new.append(i * dst.layout.dp + assign_replicas(old[slots] - i * src.dp, src, dst.layout, own, group, balance))
+    return np.concatenate(new)
 
 
 def traffic(move: Move, old: Ints, new: Ints, size: Floats, workers: int) -> MoveTraffic:

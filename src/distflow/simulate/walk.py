@@ -5,6 +5,7 @@ from typing import Protocol
 
 import numpy as np
 
+from distflow.comm.domains import Domains
 from distflow.config.model_shape import Floats
 from distflow.errors import ConfigError
 from distflow.flow.graph import Node
@@ -48,6 +49,7 @@ class _Walk:
     def __init__(self, plan: Plan, hardware: Hardware, costs: Costs, hosts: Ints) -> None:
         self.plan, self.hardware, self.costs, self.hosts = plan, hardware, costs, hosts
         self.network = NetworkModel(hardware, hosts)
+        self.domains = Domains(plan, plan.samples)
         self.lengths = costs.response_lengths(plan.samples)
         speeds = np.random.default_rng([costs.seed, plan.workers]).standard_normal(plan.workers)
         self.slowness: Floats = np.exp(hardware.device.spread * speeds)
@@ -101,15 +103,19 @@ class _Walk:
         assert isinstance(task, Move)
         plan, ranks = self.plan, self._ranks(task)
         size = self.costs.sample_bytes(plan, task.fields, self.lengths)
-        old = self.replica[task.src.id]
+        old, domains = self.replica[task.src.id], self.domains.all(task)
         if task.assigns:
             weights = self.lengths if task.dst.balance else size
-            self.replica[task.dst.id] = new_replicas(task, old, weights, plan.repeat)
+            self.replica[task.dst.id] = new_replicas(domains, old, weights, plan.repeat)
         elif task.dst.id not in self.replica:
             self.replica[task.dst.id] = contiguous(task.dst, plan.samples, plan.repeat)
         flows = traffic(task, old, self.replica[task.dst.id], size, plan.workers)
-        now = self.network.all_gather_by_host(ranks, header_bytes(task, plan.samples, plan.repeat), start)
-        routing = plan.samples * self.hardware.cpu.sample_s
+        if all(d.known for d in domains):  # only sizes are told
+            now = self.network.exchange(flows.sender, flows.receiver, np.full(len(flows.sender), 8.0), start)
+        else:
+            header = header_bytes(domains[0].move, domains[0].samples, plan.repeat)
+            now = self.network.all_gather_by_host(np.array([d.move.ranks for d in domains]), header, start)
+        routing = domains[0].samples * self.hardware.cpu.sample_s
         now = now.copy()
         now[ranks] += routing + flows.kept[ranks] / self.hardware.cpu.pack_rate
         self.network.cpu_s[ranks] += routing
