@@ -22,7 +22,7 @@ from distflow.comm.routes import assign_replicas, contiguous_replicas
 from distflow.comm.transport import Transport
 from distflow.comm.wire import Segments, flatten, pack, segment_size, unpack
 from distflow.plan import Layout
-from steps import COMPUTE, INTS, LOGPROBS, TOKEN_BYTES, Work, join, lengths
+from steps import COMPUTE, CRITIC, INTS, TOKEN_BYTES, Work, join, lengths
 
 MEMORY = Path("/sys/fs/cgroup/memory")  # of cgroups version 1
 
@@ -32,7 +32,7 @@ class Stages:
 
     def __init__(self, step: int, workers: Sequence[int], work: Work) -> None:
         samples = work.rows * len(workers)
-        self.lengths = lengths(range(step * samples, (step + 1) * samples), work.tokens)
+        self.work, self.lengths = work, lengths(range(step * samples, (step + 1) * samples), work.tokens)
         replicas = len(workers) // 2
         generate, train = Layout(tuple(workers), replicas, 2), Layout(tuple(workers), len(workers))
         old = contiguous_replicas(samples, replicas)
@@ -40,9 +40,19 @@ class Stages:
         self.generated = {generate.replicas[d][0]: np.flatnonzero(old == d) for d in range(replicas)}
         self.dealt = {r: np.flatnonzero(new == d) for d, r in enumerate(workers)}
 
+    @property
+    def forward(self) -> list[tuple[str, str]]:
+        """The nodes that read the samples as they were generated, and the field that each writes."""
+        return [("old", "old_logprobs"), ("ref", "ref_logprobs"), *[("values", "values")] * self.work.ppo]
+
+    @property
+    def updates(self) -> list[tuple[str, tuple[str, ...]]]:
+        """The nodes that train, and what they read."""
+        return [("update", tuple(TOKEN_BYTES)), *[("update_critic", (*INTS, *CRITIC))] * self.work.ppo]
+
     def ranges(self, fields: Sequence[str], slots: Mapping[int, np.ndarray]) -> dict[int, tuple[int, int]]:
         """Returns the bytes of each rank's segment, one after the other."""
-        width = sum(TOKEN_BYTES[f] for f in fields)
+        width = sum(self.work.token_bytes[f] for f in fields)
         sizes = [segment_size(len(fields), len(s), width * int(self.lengths[s].sum())) for s in slots.values()]
         ends = np.cumsum(sizes).tolist()
         return {r: (end - size, end) for r, size, end in zip(slots, sizes, ends, strict=True)}
@@ -72,12 +82,14 @@ class Driver:
 
     def step(self, stages: Stages) -> None:
         self.gather(stages, INTS, stages.generated)
-        for field in LOGPROBS:
+        for _, field in stages.forward:
             self.deal(stages, INTS)
             self.gather(stages, (field,), stages.dealt)
         n = stages.lengths
-        self.batch["advantage"] = Ragged.packed(torch.zeros(int(n.sum())), n)
-        self.deal(stages, tuple(TOKEN_BYTES))
+        for field in ("advantage", "returns")[: 1 + stages.work.ppo]:
+            self.batch[field] = Ragged.packed(torch.zeros(int(n.sum())), n)
+        for _, fields in stages.updates:
+            self.deal(stages, fields)
         self.batch.clear()
 
 
@@ -112,12 +124,13 @@ class Stage:
     def step(self, stages: Stages, compute_s: float) -> None:
         time.sleep(compute_s * COMPUTE["generate"])
         self.send(stages, INTS, stages.generated)
-        for node, field in zip(("old", "ref"), LOGPROBS, strict=True):
+        for node, field in stages.forward:
             self.receive(stages, INTS)
             time.sleep(compute_s * COMPUTE[node])
             self.send(stages, (field,), stages.dealt)
-        self.receive(stages, tuple(TOKEN_BYTES))
-        time.sleep(compute_s * COMPUTE["update"])
+        for node, fields in stages.updates:
+            self.receive(stages, fields)
+            time.sleep(compute_s * COMPUTE[node])
 
 
 def _segments(slots: Mapping[int, np.ndarray], ranges: Mapping[int, tuple[int, int]]) -> Segments:

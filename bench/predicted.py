@@ -18,7 +18,7 @@ from typing import Any
 
 from distflow.plan.topology import Topology
 from distflow.simulate import Costs, FieldBytes, Hardware, SimulatedStep, load_hardware, simulate
-from steps import COMPUTE, TOKEN_BYTES, Work, lengths, make_plan, weight_bytes
+from steps import COMPUTE, Work, lengths, make_plan, weight_bytes
 from workers import Hosts, why_not
 
 PER_HOST = 2
@@ -32,9 +32,9 @@ def predict(
     """Predicts a step of bench/steps.py on hosts whose links carry `rate` bytes a second in each direction."""
     plan = make_plan(hosts * per_host, work)
     costs = Costs(
-        seconds={node: share * work.compute_s for node, share in COMPUTE.items()},
+        seconds={n.id: COMPUTE[n.id] * work.compute_s for n in plan.flow.nodes if n.id in COMPUTE},
         weight_bytes={"actor": weight_bytes(work)},
-        fields={f: FieldBytes(response_token=size) for f, size in TOKEN_BYTES.items()},
+        fields={f: FieldBytes(response_token=size) for f, size in work.token_bytes.items()},
         lengths=lengths(range(step * plan.samples, (step + 1) * plan.samples), work.tokens).tolist(),
         dtype_bytes=4,
     )

@@ -1,4 +1,4 @@
-"""Whole steps of GRPO without a model: moves, weight sync, votes and checkpoints are real, compute is a sleep.
+"""Whole steps of GRPO or PPO without a model: moves, weight sync, votes and checkpoints are real, compute is a sleep.
 
 Used by bench/control.py and bench/scaling.py; not run by itself. `run_steps` is one worker; fork it on hosts of
 tests/hosts.py.
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from distflow.batch.batch import Batch, Ragged
+from distflow.checkpoint.store import load_tensors
 from distflow.checkpoint.writer import CheckpointWriter
 from distflow.cluster.launch_env import read_launch_env
 from distflow.cluster.rendezvous import Rendezvous
@@ -27,6 +28,7 @@ from distflow.comm.shared_memory import host_id
 from distflow.comm.transport import Transport
 from distflow.coordinator.coordinator import Coordinator
 from distflow.dataset.loader import Loader
+from distflow.errors import PeerLostError
 from distflow.flow import Flow, Node
 from distflow.observe.metrics import MetricsReducer, StepMetrics
 from distflow.plan import Place, Placement, Plan, Workload
@@ -36,13 +38,16 @@ from distflow.roles.role import Role
 from distflow.run.comm import Comm
 from distflow.run.versions import Versions
 from distflow.run.worker import Surroundings, Worker
+from distflow.run_folder import checkpoint_dir
 from distflow.weights.shards import Shards, TensorSpec
 from distflow.weights.state import RoleState
 from distflow.weights.sync import WeightSync
 
 INTS, LOGPROBS = ("tokens", "mask", "position"), ("old_logprobs", "ref_logprobs")
 TOKEN_BYTES = dict.fromkeys(INTS, 8) | dict.fromkeys((*LOGPROBS, "advantage"), 4)
-COMPUTE = {"generate": 0.5, "old": 0.1, "ref": 0.1, "update": 0.3}  # of the compute of a step
+CRITIC = ("values", "returns")  # fields that PPO has besides
+# Of the compute of a step of GRPO; with a critic of the actor's size, PPO has 1.4 times as much.
+COMPUTE = {"generate": 0.5, "old": 0.1, "ref": 0.1, "update": 0.3, "values": 0.1, "update_critic": 0.3}
 CPU = torch.device("cpu")
 GROUP = 8  # responses to a prompt
 
@@ -58,6 +63,13 @@ class Work:
     compute_s: float = 0.0
     save: bool = True  # a checkpoint after every step
     split: bool = False  # odd ranks train on what even ranks generate: everything changes its owner
+    ppo: bool = False
+    balance: bool = True
+    by_tokens: bool = False  # compute is in proportion to the tokens of a worker's samples, but for generation
+
+    @property
+    def token_bytes(self) -> dict[str, int]:
+        return TOKEN_BYTES | (dict.fromkeys(CRITIC, 4) if self.ppo else {})
 
 
 class EmptyRows:
@@ -105,19 +117,30 @@ class Actor(Role):
         return {f: Ragged.packed(_values(f, torch.int64, n), n) for f in INTS}
 
     def old(self, batch: Batch) -> Ragged:
-        self._compute("old")
+        self._compute("old", batch)
         return _like(batch["tokens"], "old_logprobs")
 
     def ref(self, batch: Batch) -> Ragged:
-        self._compute("ref")
+        self._compute("ref", batch)
         return _like(batch["tokens"], "ref_logprobs")
 
+    def values(self, batch: Batch) -> Ragged:
+        self._compute("values", batch)
+        return _like(batch["tokens"], "values")
+
     def update(self, batch: Batch) -> None:
-        self._compute("update")
+        self._compute("update", batch)
         assert all(len(batch[f]) == len(batch) for f in TOKEN_BYTES)
 
-    def _compute(self, node: str) -> None:
-        time.sleep(self.work.compute_s * COMPUTE[node])
+    def update_critic(self, batch: Batch) -> None:
+        self._compute("update_critic", batch)
+        assert all(len(batch[f]) == len(batch) for f in (*INTS, *CRITIC))
+
+    def _compute(self, node: str, batch: Batch | None = None) -> None:
+        share = 1.0
+        if self.work.by_tokens and batch is not None:
+            share = float(batch["tokens"].lengths.sum()) / (self.work.rows * self.work.tokens)
+        time.sleep(self.work.compute_s * COMPUTE[node] * share)
 
 
 def judge(batch: Batch) -> Tensor:
@@ -126,6 +149,10 @@ def judge(batch: Batch) -> Tensor:
 
 def advantage(batch: Batch) -> Ragged:
     return _like(batch["tokens"], "advantage")
+
+
+def gae(batch: Batch) -> dict[str, Ragged]:
+    return {f: _like(batch["tokens"], f) for f in ("advantage", "returns")}
 
 
 def _like(tokens: Any, field: str) -> Ragged:
@@ -165,31 +192,34 @@ def _zeros(specs: list[TensorSpec], shards: Shards, rank: int) -> dict[str, Tens
 
 
 def make_plan(workers: int, work: Work) -> Plan:
-    def actor(name: str, **more: Any) -> Node:
-        return Node(name, role="actor", call=f"actor.{name}", method=True, fn=getattr(Actor, name), **more)
+    balance = "tokens" if work.balance else None
 
-    all_fields = (*INTS, *LOGPROBS, "advantage")
-    nodes = (
-        actor("generate", type="inference", writes=INTS, generates=True),
-        actor("old", type="inference", reads=INTS, writes=("old_logprobs",), balance="tokens"),
-        actor("ref", type="inference", reads=INTS, writes=("ref_logprobs",), balance="tokens"),
-        Node("judge", reads=("tokens",), writes=("score",), balance="tokens", fn=judge),
-        Node(
-            "advantage",
-            reads=("tokens", "score"),
-            writes=("advantage",),
-            whole_groups=True,
-            balance="tokens",
-            fn=advantage,
-        ),
-        actor("update", type="train", reads=all_fields, balance="tokens"),
-    )
+    def method(name: str, role: str = "actor", **more: Any) -> Node:
+        return Node(name, role=role, call=f"{role}.{name}", method=True, fn=getattr(Actor, name), **more)
+
+    generate = method("generate", type="inference", writes=INTS, generates=True)
+    logprobs = [("old", "actor", "old_logprobs"), ("ref", "actor", "ref_logprobs")]
+    logprobs += [("values", "critic", "values")] * work.ppo
+    forward = [
+        method(name, role, type="inference", reads=INTS, writes=(field,), balance=balance)
+        for name, role, field in logprobs
+    ]
+    score = Node("judge", reads=("tokens",), writes=("score",), balance=balance, fn=judge)
+    updates = [method("update", type="train", reads=(*INTS, *LOGPROBS, "advantage"), balance=balance)]
+    if work.ppo:
+        writes = ("advantage", "returns")
+        estimate = Node("gae", reads=("tokens", "score", "values"), writes=writes, balance=balance, fn=gae)
+        updates.append(method("update_critic", "critic", type="train", reads=(*INTS, *CRITIC), balance=balance))
+    else:
+        reads, writes = ("tokens", "score"), ("advantage",)
+        estimate = Node("advantage", reads=reads, writes=writes, whole_groups=True, balance=balance, fn=advantage)
+    nodes = (generate, *forward, score, estimate, *updates)
     sets, places, default = {}, {"generate": Place(tp=2)}, Place()
     if work.split:
         sets = {name: ",".join(map(str, range(i, workers, 2))) for i, name in enumerate(("rollout", "train"))}
         places, default = {"generate": Place("rollout")}, Place("train")
     placement = Placement(workers, sets, default, nodes=places)
-    sizes = {f: b * work.tokens for f, b in TOKEN_BYTES.items()}
+    sizes = {f: b * work.tokens for f, b in work.token_bytes.items()}
     workload = Workload(work.rows * workers // GROUP, GROUP, sizes)
     return derive_plan(Flow("grpo", (), nodes), placement, workload)
 
@@ -227,16 +257,28 @@ def join() -> Joined:
     return Joined(env.rank, env.workers, transport, background, topology, *spent, rendezvous)
 
 
-def run_steps(_: int, work: Work, steps: int, folder: str) -> dict[str, Any]:
-    """One worker: returns what it has spent on each step, and when each step ended."""
+def used_mib() -> int:
+    """Returns the memory in use on this machine, whose file caches could be dropped."""
+    lines = (line.split() for line in Path("/proc/meminfo").read_text().splitlines())
+    kib = {name: int(value) for name, value, *_ in lines}
+    return (kib["MemTotal:"] - kib["MemAvailable:"]) // 1024
+
+
+def run_steps(_: int, work: Work, steps: int, folder: str, first: int = 0) -> dict[str, Any]:
+    """One worker: returns what it has spent on each step, and when each step ended.
+
+    With `first`, it goes on from the checkpoint of that step to `steps`. If another worker is gone, `lost` says when
+    that was noticed.
+    """
     inherited = len(os.listdir("/proc/self/fd"))
     me = join()
     plan = make_plan(me.workers, work)
     actor = Actor(me.rank, plan, work, me.topology)
     loader = Loader(EmptyRows(), plan.samples // plan.repeat, plan.repeat, seed=0)
     data = Coordinator(me.rank, plan, loader, me.topology)
-    versions = Versions(plan.staleness, 0, steps)
-    worker = Worker(data, Comm(me.rank, plan, {"actor": actor}, versions), Surroundings(0, Path(folder)))
+    versions = Versions(plan.staleness, first, steps)
+    roles = {"actor": actor} | ({"critic": actor} if work.ppo else {})  # a critic that is saved with the actor
+    worker = Worker(data, Comm(me.rank, plan, roles, versions), Surroundings(0, Path(folder)))
     ranks, transports = range(me.workers), (me.transport, me.background)
     reducer = MetricsReducer(me.rank, ranks, None)
     writer = CheckpointWriter(Path(folder), me.rank, ranks, {"actor": actor.train.ranks}, me.background.run)
@@ -248,7 +290,7 @@ def run_steps(_: int, work: Work, steps: int, folder: str) -> dict[str, Any]:
     def end_of_step(step: int, _: StepMetrics) -> None:
         if work.save:
             states = {"actor": actor.state()} if me.rank in actor.train.ranks else {}
-            writer.save(step + 1, writer.copy(states), {}, lambda _: None)
+            writer.save(step, writer.copy(states), {}, lambda _: None)
         rows.append(count())
 
     def count() -> dict[str, float]:
@@ -259,10 +301,17 @@ def run_steps(_: int, work: Work, steps: int, folder: str) -> dict[str, Any]:
             "bytes": sum(t.bytes for t in transports),
             "connections": sum(t.connections for t in transports),
             "open_files": len(os.listdir("/proc/self/fd")) - inherited,
+            "machine_mib": used_mib(),
         }
 
+    if first and me.rank in actor.train.ranks:
+        load_tensors(checkpoint_dir(Path(folder), first) / "actor", actor.state(), me.rank)
     rows.append(count())
-    me.transport.run(worker.steps(end_of_step, after_step))
-    writer.wait()
+    result = {"start_up_s": me.start_up_s, "start_up_cpu_s": me.start_up_cpu_s, "rows": rows, "lost": None}
+    try:
+        me.transport.run(worker.steps(end_of_step, after_step))
+        writer.wait()
+    except PeerLostError:
+        return result | {"lost": time.monotonic()}
     writer.close()
-    return {"start_up_s": me.start_up_s, "start_up_cpu_s": me.start_up_cpu_s, "rows": rows}
+    return result
