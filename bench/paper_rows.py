@@ -23,7 +23,7 @@ from distflow.simulate import load_hardware
 from simulator import Row, Setting, solve
 
 PUBLISHED: dict[str, Any] = json.loads((Path(__file__).parent / "paper_figures.json").read_text())
-TEXT_SPREAD = 0.45
+TEXT_SPREAD = 0.4
 TP = {"7b": 2, "32b": 4, "72b": 8}  # of generation; 32B's is assumed
 HEADS = {"7b": 4, "32b": 8, "72b": 8}  # most ranks over which sequences of long contexts are divided
 LIMIT = 4096  # tokens of a response

@@ -2,11 +2,11 @@
 
     python bench/restart.py [--workers 1024] [--steps 10]
 
-Workers are forks on hosts of 8 (network namespaces, so this needs root). A step is that of bench/control.py: a tiny
-share of samples per worker, moves with balance, the weight sync, metrics, votes and a checkpoint. Halfway, one worker
-is killed (SIGKILL) at the end of a step. Nobody tells the others: each notices by its connections and ends. Then all
-are started again, and go on from the newest checkpoint. Seconds are those of two cores for all workers; CPU seconds,
-messages and connections are a worker's own. The last line is one JSON object.
+Workers are forks on hosts of 8 (network namespaces, so this needs root), fewer if memory does not suffice for all. A
+step is that of bench/control.py: a tiny share of samples per worker, moves with balance, the weight sync, metrics,
+votes and a checkpoint. Halfway, one worker is killed (SIGKILL) after a step. Nobody tells the others: each notices by
+its connections and ends. Then all are started again, and go on from the newest checkpoint. Seconds are those of two
+cores for all workers; CPU seconds, messages and connections are a worker's own. The last line is one JSON object.
 """
 
 import os
@@ -14,6 +14,7 @@ import os
 os.environ |= {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}  # a fork of a process with threads may hang
 
 import argparse
+import encodings.idna
 import json
 import signal
 import statistics
@@ -23,12 +24,17 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy.ctypeslib
+import numpy.ma
+
 from control import PER_HOST, WORK
 from distflow.checkpoint.store import list_checkpoints
-from steps import run_steps, used_mib
+from steps import run_steps
 from workers import Hosts, why_not
 
 TIMEOUT_S = 900
+SHARED = (encodings.idna, numpy.ctypeslib, numpy.ma)  # that every worker would import for itself: 5 MB of each
+WORKER_MIB, SPARE_MIB = 19, 1024  # what a worker takes, most of it pages of the interpreter that a fork copies
 
 
 def first_run(rank: int, steps: int, folder: str, victim: int, kill_after: int) -> dict[str, Any]:
@@ -62,6 +68,7 @@ def summary(workers: list[dict[str, Any]]) -> dict[str, Any]:
         "kib": round(of_a_step("bytes") / 1024, 1),
         "connections": round(statistics.mean(w["rows"][-1]["connections"] for w in workers), 1),
         "most_connections": max(w["rows"][-1]["connections"] for w in workers),
+        "private_mib": round(statistics.mean(w["rows"][-1]["private_mib"] for w in workers), 1),
         "most_open_files": max(w["rows"][-1]["open_files"] for w in workers),
     }
 
@@ -73,8 +80,11 @@ def main() -> None:
     args = parser.parse_args()
     if reason := why_not():
         raise SystemExit(f"bench/restart.py: {reason}")
-    n, half, victim = args.workers, args.steps // 2, args.workers // 2 + 1
-    used = used_mib()
+    free = int(Path("/proc/meminfo").read_text().split("MemAvailable:")[1].split()[0]) // 1024
+    n = min(args.workers, (free - SPARE_MIB) // WORKER_MIB // PER_HOST * PER_HOST)
+    if n < args.workers:
+        print(f"{free} MiB of memory are free: {n} workers fit")
+    half, victim = args.steps // 2, n // 2 + 1
     with Hosts(n // PER_HOST) as hosts, tempfile.TemporaryDirectory() as folder:
         found = hosts.fork(PER_HOST, first_run, args.steps, folder, victim, half, timeout_s=TIMEOUT_S)
         killed = found.pop(victim)["killed"]
@@ -99,7 +109,6 @@ def main() -> None:
         "restart_to_first_step_s": round(first_end - start, 2),
         "second_run": after,
         "last_checkpoint": last,
-        "worker_mib": round((max(w["rows"][-1]["machine_mib"] for w in (*found, *again)) - used) / n, 1),
     }
     print(json.dumps(result))
 

@@ -15,21 +15,35 @@ rows one step off, were used for no number.
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from distflow.flow import Node
 from distflow.flow.importing import load
 from distflow.flows import BUILT_IN
-from distflow.plan import Place, Placement, Plan, Workload
+from distflow.plan import Layout, Place, Placement, Plan, Workload
 from distflow.plan import plan as derive_plan
 from distflow.plan.field_bytes import KNOWN_FIELDS
 from distflow.reward.reward import Reward
 from distflow.roles.actor import Actor
 from distflow.roles.critic import Critic
 from distflow.roles.frozen import Reference
-from distflow.simulate import Costs, FieldBytes, Hardware, SimulatedStep, load_hardware, load_model, simulate
+from distflow.simulate import (
+    Costs,
+    FieldBytes,
+    Hardware,
+    ModelShape,
+    SimulatedStep,
+    load_hardware,
+    load_model,
+    simulate,
+)
+from distflow.simulate.compute import Work, compute_times
 from distflow.simulate.controller import ControllerResult, simulate_controller
 
 GENERATE, OLD, REF, UPDATE = "actor.generate", "actor.logprobs", "reference.logprobs", "actor.update"
@@ -112,9 +126,6 @@ class Setting:
             kv_cache=self.kv_cache,
         )
 
-    def with_forward(self, efficiency: float) -> "Setting":
-        return replace(self, hardware=load_hardware(self.hardware.name, efficiency={"forward": efficiency}))
-
     def run(self) -> tuple[SimulatedStep, ControllerResult]:
         plan, costs = self.plan(), self.costs()
         result = simulate(plan, self.hardware, costs)
@@ -153,30 +164,21 @@ def solve(target: float, low: float, high: float, predicted: Callable[[float], f
 
 
 def fitted(setting: Setting, published: Mapping[str, float]) -> Setting:
-    """Finds what the source does not say: the mean length from the update, the efficiency of verl's log-probs, and the
-    spread of the lengths from the generation. They depend on each other: a few times over."""
-
+    """Finds what the source does not say: the mean length from the update, and the spread of the lengths from the
+    generation. They depend on each other: a few times over."""
     for _ in range(5):
-        now = setting
-        now = replace(now, mean=solve(published[UPDATE], 20, 8000, _with(now, UPDATE, "mean")))
-        now = now.with_forward(solve(-published[OLD], 0.05, 1.0, _with(now, OLD, "forward")))
-        setting = replace(now, spread=solve(published[GENERATE], 0.0, 2.0, _with(now, GENERATE, "spread")))
+        for key, node, high in (("mean", UPDATE, 8000.0), ("spread", GENERATE, 2.0)):
+            setting = replace(setting, **{key: solve(published[node], 0.0, high, partial(_with, setting, node, key))})
     return setting
 
 
-def _with(setting: Setting, node: str, key: str) -> Callable[[float], float]:
-    """Returns the seconds of a node as a function of one number; negative where they fall with it."""
-    if key == "forward":
-        return lambda x: -setting.with_forward(x).node_s(node)
-    if key == "mean":
-        return lambda x: replace(setting, mean=x).node_s(node)
-    return lambda x: replace(setting, spread=x).node_s(node)
+def _with(setting: Setting, node: str, key: str, value: float) -> float:
+    """Returns the seconds of a node with another value."""
+    return replace(setting, **{key: max(value, 1e-3)}).node_s(node)
 
 
 def described(setting: Setting) -> str:
-    forward = setting.hardware.efficiency.forward
-    fit = f"fitted: mean length {setting.mean:.0f}, σ {setting.spread:.2f}, forward efficiency {forward:.2f}"
-    return f"{fit}; so short a mean is not plausible: it stands for something that is not modelled"
+    return f"fitted: mean length {setting.mean:.0f}, σ {setting.spread:.2f}"
 
 
 def verl_sync() -> tuple[list[Row], Setting]:
@@ -184,13 +186,13 @@ def verl_sync() -> tuple[list[Row], Setting]:
     source = "verl fully_async.md, H20, 7B"
     published = {32: (357.4, 107.7, 269.8), 64: (150.7, 70.3, 133.4), 128: (177.9, 53.9, 113.8)}
     base = Setting(load_hardware("h20"), "qwen2.5-7b", 64, 512, 16, 28672, 1500, 0.7, mini_batches=16)
-    base = fitted(base, {UPDATE: 133.4, OLD: 70.3, GENERATE: 150.7})
+    base = fitted(base, {UPDATE: 133.4, GENERATE: 150.7})
     rows = []
     for workers, times in published.items():
         setting = replace(base, workers=workers)
         for node, seconds in zip((GENERATE, OLD, UPDATE), times, strict=True):
-            fit = workers == 64
-            note = described(base) if fit and node == OLD else ""
+            fit = workers == 64 and node != OLD
+            note = described(base) if fit and node == UPDATE else ""
             if (workers, node) == (32, UPDATE):
                 note = "two versions of the page say 269.8 and 313.8"
             if (workers, node) == (128, GENERATE):
@@ -225,12 +227,12 @@ def verl_one_step_off() -> list[Row]:
     """verl one_step_off.md: the same model on 16 H20, at most 20 K tokens; batch assumed 512 × 16, 16 mini-batches."""
     source = "verl one_step_off.md, 16 H20"
     base = Setting(load_hardware("h20"), "qwen2.5-7b", 16, 512, 16, 20480, 800, 0.7, mini_batches=16)
-    base = fitted(base, {UPDATE: 286, OLD: 88, GENERATE: 321})
+    base = fitted(base, {UPDATE: 286, GENERATE: 321})
     split = replace(base, rollout_ranks=4)
     train = split.node_s(OLD) + split.node_s(UPDATE)
     return [
-        Row(source, "sync: old log-probs", 88, base.node_s(OLD), True, described(base)),
-        Row(source, "sync: generation", 321, base.node_s(GENERATE), True),
+        Row(source, "sync: old log-probs", 88, base.node_s(OLD)),
+        Row(source, "sync: generation", 321, base.node_s(GENERATE), True, described(base)),
         Row(source, "sync: update", 286, base.node_s(UPDATE), True),
         Row(source, "4:12: generation", 458, split.node_s(GENERATE)),
         Row(source, "4:12: update", 337, split.node_s(UPDATE)),
@@ -264,10 +266,9 @@ def nemo() -> list[Row]:
     for name, setting, step, fit in (
         ("Llama3.1-8B, 16 GPUs, on-policy", llama, 97.7, True),
         ("Qwen3-32B, 32 GPUs, on-policy", q32, 393.0, False),
-        ("Qwen3-30B-A3B, 32 GPUs, on-policy", moe, 225.0, True),
+        ("Qwen3-30B-A3B, 32 GPUs, on-policy", moe, 225.0, False),
     ):
         note = "the h100 file's decode_step_s is from this row" if "Llama" in name else ""
-        note = "the h100 file's efficiency of experts is from this row" if "A3B" in name else note
         rows.append(Row(source, name, step, setting.run()[0].step_s, fit, note))
     for name, setting, workers, step in (
         ("Llama3.1-8B, 16 GPUs, one step off", replace(llama, mean=979), 16, 74.6),
@@ -281,16 +282,58 @@ def nemo() -> list[Row]:
     return rows
 
 
+def prime_rl() -> Iterator[Row]:
+    """prime-rl's trainer (benchmarks/baselines, January 2026): a step of two micro-batches of one sequence a GPU, all
+    parameters trained in FSDP with checkpointing. Three numbers are fitted, on up to 16 K tokens on H100."""
+    h100 = load_hardware("h100")
+    h200 = load_hardware("h100", device={"memory_rate": 4.8e12})
+    for device, hardware, model, kind, length, seconds in (
+        ("1 H100", h100, "qwen3-0.6b", "RL", 16384, 1.992),
+        ("1 H100", h100, "qwen3-0.6b", "RL", 65536, 12.176),
+        ("1 H100", h100, "qwen3-0.6b", "SFT", 8192, 0.623),
+        ("1 H100", h100, "qwen3-0.6b", "SFT", 16384, 1.282),
+        ("8 H100", h100, "qwen3-4b", "RL", 16384, 4.688),
+        ("8 H100", h100, "qwen3-4b", "RL", 65536, 30.286),
+        ("8 H100", h100, "qwen3-4b", "SFT", 16384, 5.015),
+        ("8 H100", h100, "qwen3-30b-a3b", "RL", 16384, 8.174),
+        ("8 H200", h200, "qwen3-4b", "RL", 16384, 4.415),
+        ("8 H200", h200, "qwen3-4b", "RL", 65536, 29.889),
+        ("8 H200", h200, "qwen3-4b", "SFT", 16384, 4.707),
+        ("8 H200", h200, "qwen3-30b-a3b", "RL", 16384, 7.401),
+        ("8 H200", h200, "qwen3-30b-a3b", "RL", 65536, 42.891),
+        ("8 H200", h200, "qwen3-30b-a3b", "SFT", 16384, 7.173),
+    ):
+        if kind == "SFT":  # whose loss never has all log-probs in float32
+            hardware = load_hardware("h100", device=hardware.device.model_dump(), efficiency={"vocab_bytes": 0.0})
+        gpus = int(device.split()[0])
+        layout, lengths = Layout(tuple(range(gpus)), gpus), np.full(2 * gpus, float(length))
+        node = Node("update", role="actor", type="train", method=True)
+        work = Work(node, layout, np.repeat(np.arange(gpus), 2), lengths, np.zeros(gpus, np.int64), 1)
+        costs = Costs(models={"actor": load_model(model)}, micro_samples=1, own_mini_batches=True)
+        fit = device in ("1 H100", "8 H100") and length <= 16384 and (model, kind) != ("qwen3-4b", "SFT")
+        what = f"{model}, {kind}, {length >> 10} K, {device}"
+        yield Row("prime-rl's trainer", what, seconds, float(compute_times(work, hardware, costs).elapsed.max()), fit)
+
+
 def weight_sync() -> list[Row]:
-    """verl: all-gather and broadcast from one rank, so one NIC carries it all; its rate is fitted on one row."""
-    source = "verl checkpoint engine"
-    small, large = (load_model(m).params * 2 for m in ("qwen3-30b-a3b", "qwen3-235b-a22b"))
-    rate = small / 7.0
-    note = f"one broadcast at {rate / 1e9:.1f} GB/s of a 50 GB/s NIC: fitted"
+    """verl: tensor after tensor is gathered, and broadcast from one rank, whose NIC carries it all; each expert has
+    tensors of its own. The seconds of a tensor are fitted on one row."""
+    source, h100 = "verl checkpoint engine", load_hardware("h100")
+    small, large = load_model("qwen3-30b-a3b"), load_model("qwen3-235b-a22b")
+
+    def broadcast_s(model: ModelShape) -> float:
+        return model.params * 2 / (h100.network.rate * h100.efficiency.network)
+
+    def tensors(model: ModelShape) -> int:
+        return model.layers * (3 * model.experts + 9)  # four of attention, four norms, the router
+
+    tensor_s = (7.0 - broadcast_s(small)) / tensors(small)
+    note = f"{1e3 * tensor_s:.2f} ms for each of {tensors(small)} tensors: fitted"
+    other = "another trainer, on 16 ranks instead of 2, which gathers its experts otherwise: not published"
     return [
-        Row(source, "30B, 2 → 30 H100", 7.0, small / rate, True, note),
-        Row(source, "30B, 16 → 16 H20", 4.38, small / rate, note="the NICs of these machines are not published"),
-        Row(source, "235B, 64 → 64 H20", 23.7, large / rate, note="the NICs of these machines are not published"),
+        Row(source, "30B, 2 → 30 H100", 7.0, broadcast_s(small) + tensor_s * tensors(small), True, note),
+        Row(source, "30B, 16 → 16 H20", 4.38, broadcast_s(small) + tensor_s * tensors(small), note=other),
+        Row(source, "235B, 64 → 64 H20", 23.7, broadcast_s(large) + tensor_s * tensors(large)),
     ]
 
 
@@ -330,7 +373,7 @@ def table(rows: Sequence[Row]) -> str:
 
 def main() -> None:
     sync, base = verl_sync()
-    rows = [*sync, *verl_async(base), *verl_one_step_off(), *verl_moe(), *nemo(), *weight_sync()]
+    rows = [*prime_rl(), *sync, *verl_async(base), *verl_one_step_off(), *verl_moe(), *nemo(), *weight_sync()]
     print(table(rows))
     print("\nLeft out:", *LEFT_OUT, sep="\n  ")
     predictions = [r for r in rows if not r.fit]

@@ -257,11 +257,14 @@ def join() -> Joined:
     return Joined(env.rank, env.workers, transport, background, topology, *spent, rendezvous)
 
 
-def used_mib() -> int:
-    """Returns the memory in use on this machine, whose file caches could be dropped."""
-    lines = (line.split() for line in Path("/proc/meminfo").read_text().splitlines())
-    kib = {name: int(value) for name, value, *_ in lines}
-    return (kib["MemTotal:"] - kib["MemAvailable:"]) // 1024
+def _private_mib() -> float:
+    """Returns the memory that is this process's alone, with its page tables."""
+    lines = [
+        *Path("/proc/self/smaps_rollup").read_text().splitlines(),
+        *Path("/proc/self/status").read_text().splitlines(),
+    ]
+    kib = (int(line.split()[1]) for line in lines if line.startswith(("Private_", "VmPTE")))
+    return sum(kib) / 1024
 
 
 def run_steps(_: int, work: Work, steps: int, folder: str, first: int = 0) -> dict[str, Any]:
@@ -301,7 +304,7 @@ def run_steps(_: int, work: Work, steps: int, folder: str, first: int = 0) -> di
             "bytes": sum(t.bytes for t in transports),
             "connections": sum(t.connections for t in transports),
             "open_files": len(os.listdir("/proc/self/fd")) - inherited,
-            "machine_mib": used_mib(),
+            "private_mib": _private_mib(),
         }
 
     if first and me.rank in actor.train.ranks:

@@ -17,7 +17,16 @@ MODEL = ModelShape(hidden=8, layers=2, heads=2, kv_heads=1, head_dim=4, ffn=16, 
 H100 = load_hardware(
     "h100",
     device={"flops": 1e6, "memory_rate": 1e6},
-    efficiency={"train": 0.5, "forward": 1.0, "decode_memory": 1.0, "decode_flops": 1.0, "decode_step_s": 0.0},
+    efficiency={
+        "linear": 1.0,
+        "attention": 0.5,
+        "activation_bytes": 3.0,
+        "vocab_bytes": 5.0,
+        "expert_bytes": 7.0,
+        "decode_memory": 1.0,
+        "decode_flops": 1.0,
+        "decode_step_s": 0.0,
+    },
 )
 GENERATE = Node("g", role="actor", type="inference", generates=True, method=True)
 FORWARD = Node("f", role="actor", type="inference", method=True)
@@ -53,18 +62,30 @@ def test_models_by_their_names_on_the_hub() -> None:
 
 
 def test_a_forward_pass() -> None:
-    flops = 2 * MODEL.active_params * 100 + 2 * 2 * 8 * 100**2
-    assert times(FORWARD, [60], prompt_tokens=40).elapsed == pytest.approx([flops / 1e6])
+    products, attention = 2 * MODEL.active_params * 100, 2 * 2 * 8 * 100**2
+    moved = (3 * 2 * 8 + 5 * 10) * 100  # by activations of two layers, and by log-probs over ten words
+    seconds = (products + attention / 0.5 + moved) / 1e6
+    assert times(FORWARD, [60], prompt_tokens=40).elapsed == pytest.approx([seconds])
+
+
+def test_a_mixture_moves_tokens_to_its_experts_and_back() -> None:
+    mixture = MODEL.model_copy(update={"experts": 4, "active": 2})
+    work = Work(FORWARD, Layout((0,), 1), np.zeros(1, np.int64), np.array([10.0]), np.zeros(1, np.int64), 1)
+    flops = 2 * mixture.active_params * 10 + mixture.attention_flops(np.array(10.0)) / 0.5
+    moved = (3 * 2 * 8 + 5 * 10 + 7 * 2 * 2 * 8) * 10
+    elapsed = compute_times(work, H100, Costs(models={"actor": mixture})).elapsed
+    assert elapsed == pytest.approx([(flops + moved) / 1e6])
+    assert mixture.read_experts(np.array([1.0, 1e9])) == pytest.approx([2 * 2 * 3 * 8 * 16, 4 * 2 * 3 * 8 * 16])
 
 
 def test_training_is_three_or_with_checkpointing_four_passes() -> None:
     one = times(FORWARD, [100]).elapsed[0]
-    assert times(TRAIN, [100], gradient_checkpointing=False).elapsed == pytest.approx([3 * one / 0.5])
-    assert times(TRAIN, [100], gradient_checkpointing=True).elapsed == pytest.approx([4 * one / 0.5])
+    assert times(TRAIN, [100], gradient_checkpointing=False).elapsed == pytest.approx([3 * one])
+    assert times(TRAIN, [100], gradient_checkpointing=True).elapsed == pytest.approx([4 * one])
 
 
 def test_decoding_reads_weights_and_keys_of_all_running_sequences() -> None:
-    weights = float(MODEL.read_params(np.array([1.0]))[0]) * 2
+    weights = MODEL.active_params * 2
     kv = MODEL.kv_elements * 2
     # Ten steps with both, context 0 to 10, then ten with one, context 10 to 20.
     expected = (20 * weights + 10 * 2 * 5 * kv + 10 * 15 * kv) / 1e6

@@ -70,20 +70,24 @@ class ModelShape(Section):
         """Parameters that one token is multiplied with, without the embedding."""
         return self._count(self.active) - (0 if self.tied else self.vocab * self.hidden)
 
-    def read_params(self, tokens: Floats) -> Floats:
-        """Returns the parameters that a forward pass on this many tokens reads, with only the experts in use."""
+    @property
+    def active_experts(self) -> float:
+        """Parameters of experts that one token is multiplied with; 0 without a mixture."""
+        return self.active * self.layers * self._mlp if self.experts > 1 else 0.0
+
+    def read_experts(self, tokens: Floats) -> Floats:
+        """Returns the parameters of experts that a forward pass on this many tokens reads: of those in use."""
         used = self.experts * (1 - (1 - self.active / self.experts) ** tokens)
-        rest = self._count(0) - (0 if self.tied else self.vocab * self.hidden)
-        return rest + np.where(self.experts > 1, used, 1.0) * self.layers * self._mlp
+        return used * self.layers * self._mlp * (self.experts > 1)
 
     @property
     def kv_elements(self) -> int:
         """Keys and values of one token."""
         return 2 * self.layers * self.kv_heads * self.head_dim
 
-    def forward_flops(self, lengths: Floats) -> Floats:
-        """Returns the FLOPs of a forward pass on sequences of these lengths, with causal attention."""
-        return 2 * self.active_params * lengths + 2 * self.layers * self.heads * self.head_dim * lengths**2
+    def attention_flops(self, lengths: Floats) -> Floats:
+        """Returns the FLOPs of causal attention in a forward pass on sequences of these lengths."""
+        return 2.0 * self.layers * self.heads * self.head_dim * lengths**2
 
 
 def load_model(name: str) -> ModelShape:

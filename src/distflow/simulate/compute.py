@@ -69,10 +69,9 @@ def _pass_times(work: Work, hw: Hardware, costs: Costs, model: ModelShape) -> Ti
     train = work.node.type == "train"
     parts, epochs = (int(work.node.params.get(k, 1)) if train else 1 for k in ("mini_batches", "epochs"))
     layout, replicas = work.layout, work.layout.dp
-    efficiency = (hw.efficiency.train if train else hw.efficiency.forward) * _expert_share(hw, model)
     passes = (4 if costs.gradient_checkpointing else 3) if train else 1
     sequence = costs.prompt_tokens + work.lengths
-    seconds = passes * model.forward_flops(sequence) / (hw.device.flops * efficiency * layout.replica_size)
+    seconds = passes * _forward_seconds(hw, model, sequence) / layout.replica_size
     seconds += passes * _all_reduce_seconds(work, hw, costs, model) * sequence / layout.sp
     exchanges = passes - 1 if train else 1  # a backward pass sends as much as a forward pass
     seconds += exchanges * _exchange_seconds(work, hw, costs, model) * sequence
@@ -93,6 +92,27 @@ def _pass_times(work: Work, hw: Hardware, costs: Costs, model: ModelShape) -> Ti
     # The replicas wait for the slowest after every column but the last, after which the caller decides.
     waiting = epochs * float(busy.max(axis=0).sum()) - float(busy[:, -1].max())
     return Times(epochs * busy.sum(axis=1), waiting + busy[:, -1])
+
+
+def _forward_seconds(hw: Hardware, model: ModelShape, lengths: Floats) -> Floats:
+    """Returns the seconds of one device for a forward pass on sequences: its products, and what is between them, in
+    which it only reads and writes."""
+    e = hw.efficiency
+    moved = e.activation_bytes * model.layers * model.hidden + e.vocab_bytes * model.vocab
+    attention = model.attention_flops(lengths) / (hw.device.flops * e.attention)
+    return lengths * (_product_seconds(hw, model) + moved / hw.device.memory_rate) + attention
+
+
+def _product_seconds(hw: Hardware, model: ModelShape) -> float:
+    """Returns the seconds of the products of a token with the parameters, and of its way to its experts and back."""
+    return 2 * model.active_params / (hw.device.flops * hw.efficiency.linear) + _dispatch_seconds(hw, model)
+
+
+def _dispatch_seconds(hw: Hardware, model: ModelShape) -> float:
+    """Returns the seconds in which the kernels of all layers bring a token to its experts and back."""
+    if model.experts == 1:
+        return 0.0
+    return hw.efficiency.expert_bytes * model.layers * model.active * model.hidden / hw.device.memory_rate
 
 
 def _by_micro_batch(work: Work, seconds: Floats, part: Ints, parts: int, size: int) -> Floats:
@@ -197,8 +217,7 @@ class _Decoding:
         slots = max(1, min(costs.max_sequences, most, int(costs.kv_cache / (kv_bytes * max(context, 1)))))
         begin = _start_steps(steps, slots)
         prefill = costs.prompt_tokens * np.ceil(held / work.repeat)  # once for all responses to a prompt
-        flops = self.hw.device.flops * self.hw.efficiency.forward * _expert_share(self.hw, self.model) * tp
-        return self._decode(begin, begin + steps, kv_bytes) + 2 * self.model.active_params * prefill / flops
+        return self._decode(begin, begin + steps, kv_bytes) + prefill * _product_seconds(self.hw, self.model) / tp
 
     def _decode(self, begin: Floats, end: Floats, kv_bytes: float) -> Floats:
         """Sums the time of all decoding steps, over intervals in which the same sequences are running."""
@@ -213,24 +232,20 @@ class _Decoding:
         width = np.diff(times, axis=1)
         middle = (times[:, 1:] + times[:, :-1]) / 2
         context = running * (self.costs.prompt_tokens + middle) + shift
-        read = self.model.read_params(running) * self.costs.dtype_bytes / tp + context * kv_bytes
-        flops = running * 2 * self.model.active_params / tp + (
-            context * 4 * self.model.layers * self.model.heads * self.model.head_dim / tp
-        )
-        step = np.maximum(
-            read / (hw.device.memory_rate * hw.efficiency.decode_memory * _expert_share(hw, self.model)),
-            flops / (hw.device.flops * hw.efficiency.decode_flops * _expert_share(hw, self.model)),
-        )
+        model, experts = self.model, self.model.active_experts
+        dense = model.active_params - experts
+        rate, memory = hw.device.flops, hw.device.memory_rate * hw.efficiency.decode_memory
+        read = dense * self.costs.dtype_bytes / tp + context * kv_bytes
+        flops = running * 2 * dense / tp + context * 4 * model.layers * model.heads * model.head_dim / tp
+        step = np.maximum(read / memory, flops / (rate * hw.efficiency.decode_flops))
+        # Tables of kernels: few tokens for each expert take the time to read it and that to compute, not the larger.
+        step += model.read_experts(running) * self.costs.dtype_bytes / tp / memory
+        step += running * (2 * experts / (rate * hw.efficiency.linear) + _dispatch_seconds(hw, model)) / tp
         step += running * _all_reduce_seconds(self.work, hw, self.costs, self.model) + hw.efficiency.decode_step_s
         if tp > 1:
             step += 4 * self.model.layers * math.log2(tp) * hw.local.latency_s
         total: Floats = (np.where(running > 0, step, 0.0) * width).sum(axis=1)
         return total
-
-
-def _expert_share(hw: Hardware, model: ModelShape) -> float:
-    """Returns the fraction of an efficiency that the model reaches, less than 1 with many small experts."""
-    return hw.efficiency.experts if model.experts > 1 else 1.0
 
 
 def _start_steps(steps: Floats, slots: int) -> Floats:

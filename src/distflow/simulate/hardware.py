@@ -53,13 +53,15 @@ class Controller(Section):
 
 
 class Efficiency(Section):
-    """Achieved fractions of the peak, and the fixed cost of a decoding step."""
+    """Achieved fractions of the peak, what a pass moves between its products, and the fixed cost of a decoding step."""
 
-    train: float = Field(gt=0, le=1)
-    forward: float = Field(gt=0, le=1)  # log-probs, values, prefill
+    linear: float = Field(gt=0, le=1)  # products with parameters, of many tokens
+    attention: float = Field(gt=0, le=1)  # of long sequences
+    activation_bytes: float = Field(ge=0)  # by what is between the products: of each token, layer and hidden number
+    expert_bytes: float = Field(ge=0)  # on the way to experts and back: of each token, layer, expert and hidden number
+    vocab_bytes: float = Field(ge=0)  # by the log-probs: of each token and word of the vocabulary
     decode_memory: float = Field(gt=0, le=1)
     decode_flops: float = Field(gt=0, le=1)
-    experts: float = Field(gt=0, le=1)  # of the above, for a mixture of experts
     network: float = Field(gt=0, le=1)
     decode_step_s: float = Field(ge=0)  # scheduling, sampling and launching kernels, per decoding step
 

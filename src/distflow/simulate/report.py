@@ -20,7 +20,7 @@ from distflow.simulate.walk import simulate
 
 _SHOWN = 12  # candidates of a search
 SIZES = (1024, 10_000)  # workers for which failures are predicted, beside the config's
-_MIXTURES = "published seconds of such are missed by up to 94 %, so compare placements and quote no seconds"
+_MIXTURES = "published seconds of such are missed by up to 90 %, so compare placements and quote no seconds"
 
 
 @dataclass(frozen=True)
