@@ -1,9 +1,9 @@
 """The paper, figure by figure: what was published, what our simulator predicts, and what we measure in small.
 
-    python bench/paper.py [--measure | --measured FILE] [--svg DIR] [--markdown]
+    python bench/paper.py [--measure | --measured FILE …] [--svg DIR] [--markdown]
 
-Predictions take a minute and need nothing. `--measure` also runs bench/scaling.py on one to four hosts (network
-namespaces, so it needs root, and a few minutes of the whole machine); `--measured` takes what it wrote with `--json`.
+Predictions take a minute and need nothing. `--measure` also runs bench/in_small.py (network namespaces, so it needs
+root, and some minutes of the whole machine); `--measured` takes what it wrote with `--json`, in one file or several.
 `--svg` draws the figures as the paper arranges them. Rows are fitted or tested (bench/paper_rows.py); `within_15` and
 `worst` are of those that nothing was fitted on. The last line is one JSON object.
 """
@@ -18,7 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from paper_rows import LEFT_OUT, OWN, PUBLISHED, THEIRS, predicted_rows, setting
+from paper_rows import HOST, LEFT_OUT, OWN, PUBLISHED, THEIRS, predicted_rows, setting
 from plot import Chart, svg
 from simulator import MISS, Row, as_json, table
 
@@ -26,23 +26,30 @@ LARGE = 0.4  # an error beyond it needs a named reason
 # Published at a batch of 4096, each relative to the one before.
 ABLATION = {"local": 1.38, "balance": 1.58 / 1.38, "double_buffer": 1.69 / 1.58}
 TEXT_SAMPLES = 4096
-SCALING = Path(__file__).parent / "scaling.py"
+IN_SMALL = Path(__file__).parent / "in_small.py"
+WEAK = "Images, weak scaling"
 Points = dict[str, list[tuple[float, float]]]
 
 
 def ablation(measured: Mapping[str, Any] | None) -> dict[str, Any]:
     """What the parts of the data plane give: published, predicted and measured; None where it was not."""
     run = replace(setting("grpo", "7b", 32), prompts=TEXT_SAMPLES // 8)
-    balance = replace(run, balance=False).run()[0].step_s / run.run()[0].step_s
-    local = None
-    if measured:
-        rows = measured["rows"]
-        hosts = max((h for h in rows if "colocated" in rows[h]), key=int)
-        local = rows[hosts]["every byte moves"]["s"] / rows[hosts]["colocated"]["s"]
-    found = {"local": (None, local), "balance": (balance, None), "double_buffer": (None, None)}
+    predicted = {"balance": replace(run, balance=False).run()[0].step_s / run.run()[0].step_s}
+    without = {"local": "without the local path", "balance": "without balance"}
+    parts = measured["parts"] if measured else {}
+
+    def gain(name: str, suffix: str) -> float | None:
+        known = name in without and f"whole{suffix}" in parts
+        return _rounded(parts[without[name] + suffix] / parts[f"whole{suffix}"]) if known else None
+
     return {
-        name: {"published": round(ABLATION[name], 2), "predicted": _rounded(p), "measured_data_plane": _rounded(m)}
-        for name, (p, m) in found.items()
+        name: {
+            "published": round(published, 2),
+            "predicted": _rounded(predicted.get(name)),
+            "measured": gain(name, ""),
+            "measured_data_plane": gain(name, ", no compute"),
+        }
+        for name, published in ABLATION.items()
     }
 
 
@@ -72,10 +79,45 @@ def summary(rows: Sequence[Row]) -> dict[str, Any]:
 
 
 def measure(folder: Path) -> dict[str, Any]:
-    """Runs the small steps over hosts, beside a single controller."""
-    file = folder / "scaling.json"
-    subprocess.run([sys.executable, str(SCALING), "--quick", "--json", str(file)], check=True, stdout=sys.stderr)
+    """Runs the small steps over hosts, beside a single controller and verl's data plane."""
+    file = folder / "in_small.json"
+    subprocess.run([sys.executable, str(IN_SMALL), "--json", str(file)], check=True, stdout=sys.stderr)
     found: dict[str, Any] = json.loads(file.read_text())
+    return found
+
+
+def merged(files: Sequence[Path]) -> dict[str, Any]:
+    """Returns what several runs of bench/in_small.py have measured, each some of it."""
+    result: dict[str, Any] = {}
+    for file in files:
+        for key, value in json.loads(file.read_text()).items():
+            result[key] = result.get(key, {}) | value if isinstance(value, dict) else value
+    return result
+
+
+def ahead(rows: Sequence[Row], figure: str, measured: Mapping[str, Any]) -> Points:
+    """Returns how far steps are ahead of one controller, by hosts: of 7B as published and predicted, and in small."""
+    lines = named(rows, figure, "7b")
+    host = {name: {gpus / HOST: y for gpus, y in line} for name, line in lines.items()}
+    found = {
+        f"7B {kind}": [(h, rate / host[THEIRS + suffix][h]) for h, rate in host[OWN + suffix].items()]
+        for kind, suffix in (("published, over verl", ""), ("predicted, over verl", ", predicted"))
+    }
+    for key, name in (("speedup_vs_verl", "over verl's data plane"), ("speedup_vs_controller", "over our controller")):
+        ratios = measured[key].get(figure, {})
+        found[f"in small, {name}"] = [(float(h), ratio) for h, ratio in ratios.items()]
+    return found
+
+
+def efficiencies(rows: Sequence[Row], measured: Mapping[str, Any]) -> Points:
+    """Returns weak scaling by hosts, relative to the fewest: models with images, and steps in small."""
+    found: Points = {}
+    for row in (r for r in rows if r.source == WEAK):
+        model, first, gpus = row.what.split(", ")[0], *(int(w) for w in row.what.split() if w.isdigit())
+        for kind, value in (("published", row.published), ("predicted", row.predicted)):
+            found.setdefault(f"{model} {kind}", [(first / HOST, 1.0)]).append((gpus / HOST, value))
+    for name, points in measured["weak_scaling"].items():
+        found[f"in small, {name}"] = [(float(h), value) for h, value in points.items()]
     return found
 
 
@@ -97,7 +139,7 @@ def weak(rows: Sequence[Row], model: str) -> Points:
     first = min(points)
     predicted = [(float(first), points[first])]
     for row in rows:
-        if row.source == "Images, weak scaling" and row.what.startswith(f"{model}, "):
+        if row.source == WEAK and row.what.startswith(f"{model}, "):
             gpus = int(row.what.split(" to ")[1].split()[0])
             predicted.append((float(gpus), row.predicted * points[first] * gpus / first))
     linear = [(float(g), points[first] * g / first) for g in points]
@@ -118,19 +160,37 @@ def figures(rows: Sequence[Row], measured: Mapping[str, Any] | None) -> dict[str
     y = "thousands of tokens per second, models with images"
     drawn["weak-scaling"] = [Chart(f"Weak scaling, {m.upper()}", "GPUs", y, weak(rows, m), dashed) for m in models]
     if measured:
-        drawn["measured"] = [_in_small(measured)]
+        drawn["measured"] = _in_small(rows, measured)
     return {f"paper-{name}.svg": svg(charts) for name, charts in drawn.items()}
 
 
-def _in_small(measured: Mapping[str, Any]) -> Chart:
-    compute = measured["compute_s"]
-    lines: Points = {OWN: [], "single controller": []}
-    for hosts, row in measured["rows"].items():
-        if "controller" in row and int(hosts) > 1:
-            lines[OWN].append((float(hosts), row["every byte moves, compute"]["s"]))
-            lines["single controller"].append((float(hosts), row["controller"]["s"] + compute))
-    about = f"seconds of a step, links of {measured['rate']}, compute as published"
-    return Chart("Measured in small", "hosts of two workers", about, lines)
+def _in_small(rows: Sequence[Row], measured: Mapping[str, Any]) -> list[Chart]:
+    y = f"step of one controller over ours; in small: links of {measured['rate']}"
+    charts = [Chart(f"{f}: ahead of one controller", "hosts", y, ahead(rows, f, measured)) for f in ("GRPO", "PPO")]
+    charts.append(
+        Chart("Weak scaling", "hosts", "throughput of a worker, of the fewest hosts", efficiencies(rows, measured))
+    )
+    return [replace(c, lines={k: v for k, v in c.lines.items() if v}, dashed=_predicted(c)) for c in charts]
+
+
+def _predicted(chart: Chart) -> tuple[str, ...]:
+    return tuple(name for name in chart.lines if "predicted" in name)
+
+
+def together(rows: Sequence[Row], measured: Mapping[str, Any]) -> str:
+    """Returns a table by hosts: published and predicted of 7B, and measured in small."""
+    out = []
+    for title, lines in (
+        *((f"{f}: ahead of one controller", ahead(rows, f, measured)) for f in ("GRPO", "PPO")),
+        ("Weak scaling", efficiencies(rows, measured)),
+    ):
+        columns = {name: dict(line) for name, line in lines.items() if line}
+        hosts = sorted({h for line in columns.values() for h in line})
+        out += [f"\n{title}\n", f"| hosts | {' | '.join(columns)} |", "| --- " * (1 + len(columns)) + "|"]
+        for h in hosts:
+            cells = [f"{c[h]:.2f}" if h in c else "" for c in columns.values()]
+            out.append(f"| {h:g} | {' | '.join(cells)} |")
+    return "\n".join(out)
 
 
 def markdown(rows: Sequence[Row]) -> str:
@@ -160,16 +220,18 @@ def _cells(row: Row) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--measure", action="store_true")
-    parser.add_argument("--measured", type=Path, metavar="FILE")
+    parser.add_argument("--measured", type=Path, nargs="+", metavar="FILE")
     parser.add_argument("--svg", type=Path, metavar="DIR")
     parser.add_argument("--markdown", action="store_true", help="print tables for docs/paper.md instead")
     args = parser.parse_args()
-    measured: dict[str, Any] | None = json.loads(args.measured.read_text()) if args.measured else None
+    measured = merged(args.measured) if args.measured else None
     if args.measure:
         with tempfile.TemporaryDirectory() as folder:
             measured = measure(Path(folder))
     rows = predicted_rows()
     print(markdown(rows) if args.markdown else table(rows))
+    if measured:
+        print(together(rows, measured))
     if args.svg:
         for name, drawing in figures(rows, measured).items():
             (args.svg / name).write_text(drawing)
@@ -178,9 +240,10 @@ def main() -> None:
     result = found | {
         "ablation": ablation(measured),
         "speedup_vs_controller": measured["speedup_vs_controller"] if measured else None,
+        "speedup_vs_verl": measured["speedup_vs_verl"] if measured else None,
         "weak_scaling": {
-            "predicted": {r.what: round(r.predicted, 3) for r in rows if r.source == "Images, weak scaling"},
-            "measured": measured["efficiency"] if measured else None,
+            "predicted": {r.what: round(r.predicted, 3) for r in rows if r.source == WEAK},
+            "measured": measured["weak_scaling"] if measured else None,
         },
     }
     print(json.dumps(result | {"predictions": [as_json(r) for r in rows]}))

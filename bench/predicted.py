@@ -1,9 +1,11 @@
 """The steps of bench/scaling.py as the simulator predicts them, beside the same steps measured on shaped hosts.
 
-    python bench/predicted.py [--hosts 2 4 8] [--rate 100mbit] [--tokens 4096] [--steps 3]
+    python bench/predicted.py [--hosts 2 4 8] [--rate 100mbit] [--tokens 4096] [--steps 3] [--placements]
 
 `predict` is pure and needs no hosts. The CPU costs of the hardware file `namespaces` come from other runs; nothing is
-fitted here. Measuring needs root. The last line is one JSON object.
+fitted here. `--placements`: does the order in which `distflow simulate --search` would propose placements agree with
+the measured one? Compute is then a sleep as long as two data planes, divided among the ranks that do it. Measuring
+needs root. The last line is one JSON object.
 """
 
 import os
@@ -14,11 +16,12 @@ import argparse
 import json
 import tempfile
 from dataclasses import replace
+from statistics import median
 from typing import Any
 
 from distflow.plan.topology import Topology
 from distflow.simulate import Costs, FieldBytes, Hardware, SimulatedStep, load_hardware, simulate
-from steps import COMPUTE, Work, lengths, make_plan, weight_bytes
+from steps import COMPUTE, ROLLOUT, Work, compute_share, lengths, make_plan, weight_bytes
 from workers import Hosts, why_not
 
 PER_HOST = 2
@@ -32,7 +35,11 @@ def predict(
     """Predicts a step of bench/steps.py on hosts whose links carry `rate` bytes a second in each direction."""
     plan = make_plan(hosts * per_host, work)
     costs = Costs(
-        seconds={n.id: COMPUTE[n.id] * work.compute_s for n in plan.flow.nodes if n.id in COMPUTE},
+        seconds={
+            n.id: COMPUTE[n.id] * work.compute_s * (compute_share(plan, n.id) if work.shared else 1.0)
+            for n in plan.flow.nodes
+            if n.id in COMPUTE
+        },
         weight_bytes={"actor": weight_bytes(work)},
         fields={f: FieldBytes(response_token=size) for f, size in work.token_bytes.items()},
         lengths=lengths(range(step * plan.samples, (step + 1) * plan.samples), work.tokens).tolist(),
@@ -40,6 +47,36 @@ def predict(
     )
     hardware = hardware or load_hardware("namespaces", network={"rate": rate})
     return simulate(plan, hardware, costs, Topology(tuple(r // per_host for r in range(plan.workers))))
+
+
+def placements(work: Work, args: argparse.Namespace) -> dict[str, Any]:
+    """Measures and predicts steps in several placements, on each number of hosts; the compute is the same in all."""
+    from links import decentralised
+
+    found: dict[str, Any] = {}
+    for n in args.hosts:
+        with Hosts(n, args.rate) as hosts, tempfile.TemporaryDirectory() as folder:
+
+            def measure(work: Work) -> float:
+                return decentralised(hosts, PER_HOST, work, args.steps, folder).s
+
+            compute_s = 2 * measure(replace(work, split=True))
+            whole = replace(work, compute_s=compute_s, shared=True)
+            variants = {f"colocated, tp {tp}": replace(whole, tp=tp) for tp in (1, 2, 4)}
+            variants |= {f"split {p}:{100 - p}": replace(whole, split=True, rollout=p) for p in ROLLOUT}
+            rows = {}
+            for name, variant in variants.items():
+                steps = [
+                    predict(variant, n, PER_HOST, bytes_per_s(args.rate), k).step_s for k in range(1, args.steps + 1)
+                ]
+                rows[name] = {"measured_s": round(measure(variant), 3), "predicted_s": round(median(steps), 3)}
+                print(f"{n} hosts, {name}: {rows[name]}", flush=True)
+        order = {kind: sorted(rows, key=lambda name: rows[name][kind]) for kind in ("measured_s", "predicted_s")}
+        pairs = [(a, b) for i, a in enumerate(order["measured_s"]) for b in order["measured_s"][i + 1 :]]
+        alike = sum(rows[a]["predicted_s"] < rows[b]["predicted_s"] for a, b in pairs)
+        best = order["measured_s"][0], order["predicted_s"][0]
+        found[str(n)] = {"rows": rows, "best": best, "pairs_alike": alike, "pairs": len(pairs)}
+    return found
 
 
 def bytes_per_s(rate: str) -> float:
@@ -54,12 +91,16 @@ def main() -> None:
     parser.add_argument("--rate", default="100mbit")
     parser.add_argument("--tokens", type=int, default=WORK.tokens)
     parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--placements", action="store_true")
     args = parser.parse_args()
     if reason := why_not():
         raise SystemExit(f"bench/predicted.py: {reason}")
     from links import decentralised
 
     rate = bytes_per_s(args.rate)
+    if args.placements:
+        print(json.dumps(placements(replace(WORK, tokens=args.tokens), args)))
+        return
     rows: list[dict[str, Any]] = []
     columns = ("measured s", "predicted s", "error", "busiest link, MiB", "predicted")
     print(f"{'hosts':>6}  {'':18}" + "".join(f"{c:>{w}}" for c, w in zip(columns, (12, 12, 9, 19, 11), strict=True)))

@@ -47,6 +47,7 @@ INTS, LOGPROBS = ("tokens", "mask", "position"), ("old_logprobs", "ref_logprobs"
 TOKEN_BYTES = dict.fromkeys(INTS, 8) | dict.fromkeys((*LOGPROBS, "advantage"), 4)
 CRITIC = ("values", "returns")  # fields that PPO has besides
 # Of the compute of a step of GRPO; with a critic of the actor's size, PPO has 1.4 times as much.
+ROLLOUT = {25: (0,), 50: (0, 2), 75: (0, 1, 2)}  # percent → which of four ranks generate
 COMPUTE = {"generate": 0.5, "old": 0.1, "ref": 0.1, "update": 0.3, "values": 0.1, "update_critic": 0.3}
 CPU = torch.device("cpu")
 GROUP = 8  # responses to a prompt
@@ -62,7 +63,10 @@ class Work:
     layers: int
     compute_s: float = 0.0
     save: bool = True  # a checkpoint after every step
-    split: bool = False  # odd ranks train on what even ranks generate: everything changes its owner
+    split: bool = False  # some ranks train on what others generate: everything changes its owner
+    rollout: int = 50  # percent of the ranks that generate, if they are split: 25, 50 or 75
+    tp: int = 2  # of generation, if they are not
+    shared: bool = False  # compute is that of all workers, and divided among those that do it
     ppo: bool = False
     balance: bool = True
     by_tokens: bool = False  # compute is in proportion to the tokens of a worker's samples, but for generation
@@ -96,7 +100,7 @@ class Actor(Role):
     """The nodes of the actor and the reference; the weights are those of a transformer of equal layers."""
 
     def __init__(self, rank: int, plan: Plan, work: Work, topology: Topology) -> None:
-        self.work = work
+        self.work, self.plan = work, plan
         generate, train = (plan.partition_of(n).layout for n in ("generate", "update"))
         specs = model_specs(work.hidden, work.layers)
         source, target = Shards(train, train.dp), Shards(generate, 1)
@@ -137,10 +141,15 @@ class Actor(Role):
         assert all(len(batch[f]) == len(batch) for f in (*INTS, *CRITIC))
 
     def _compute(self, node: str, batch: Batch | None = None) -> None:
-        share = 1.0
+        share = compute_share(self.plan, node) if self.work.shared else 1.0
         if self.work.by_tokens and batch is not None:
-            share = float(batch["tokens"].lengths.sum()) / (self.work.rows * self.work.tokens)
+            share *= float(batch["tokens"].lengths.sum()) / (self.work.rows * self.work.tokens)
         time.sleep(self.work.compute_s * COMPUTE[node] * share)
+
+
+def compute_share(plan: Plan, node: str) -> float:
+    """Returns how much more a rank of a node computes than if all ranks did."""
+    return plan.workers / len(plan.partition_of(node).layout.ranks)
 
 
 def judge(batch: Batch) -> Tensor:
@@ -214,9 +223,10 @@ def make_plan(workers: int, work: Work) -> Plan:
         reads, writes = ("tokens", "score"), ("advantage",)
         estimate = Node("advantage", reads=reads, writes=writes, whole_groups=True, balance=balance, fn=advantage)
     nodes = (generate, *forward, score, estimate, *updates)
-    sets, places, default = {}, {"generate": Place(tp=2)}, Place()
+    sets, places, default = {}, {"generate": Place(tp=work.tp)}, Place()
     if work.split:
-        sets = {name: ",".join(map(str, range(i, workers, 2))) for i, name in enumerate(("rollout", "train"))}
+        of = {"rollout": ROLLOUT[work.rollout], "train": set(range(4)) - set(ROLLOUT[work.rollout])}
+        sets = {name: ",".join(str(r) for r in range(workers) if r % 4 in some) for name, some in of.items()}
         places, default = {"generate": Place("rollout")}, Place("train")
     placement = Placement(workers, sets, default, nodes=places)
     sizes = {f: b * work.tokens for f, b in work.token_bytes.items()}
