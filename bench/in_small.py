@@ -30,7 +30,8 @@ from steps import COMPUTE, Work
 from workers import Hosts, why_not
 
 SAMPLE = replace(WORK, tokens=512, split=True)
-PARTS, STEPS = "parts", 2
+PARTS = "parts"
+STEPS, FEW = 2, 8  # steps that are measured, on so many hosts; one on more
 Seconds = dict[int, dict[str, float]]  # hosts → system → seconds of a step
 
 
@@ -46,7 +47,7 @@ class Scenario:
 
 
 SCENARIOS = {
-    "GRPO": Scenario(SAMPLE, 1.0, (2, 4, 8, 16, 32), 16, 16),
+    "GRPO": Scenario(SAMPLE, 1.0, (2, 4, 8, 16, 32), 16, 8),
     "PPO": Scenario(replace(SAMPLE, ppo=True), sum(COMPUTE.values()), (2, 4, 8, 16), 8),
     "long": Scenario(replace(SAMPLE, tokens=4 * SAMPLE.tokens), 4.0, (2, 4, 8), 4),
 }
@@ -74,8 +75,9 @@ class Run:
         whole = replace(scenario.work, compute_s=compute_s / of_grpo)
         for n in scenario.hosts:
             with Hosts(n, self.rate) as hosts:
-                row = seconds[n] = {"ours": self.ours(hosts, whole)}
-                row["data plane"] = self.ours(hosts, scenario.work)
+                steps = STEPS if n <= FEW else 1
+                row = seconds[n] = {"ours": self.ours(hosts, whole, steps)}
+                row["data plane"] = self.ours(hosts, scenario.work, steps)
                 if n <= scenario.controlled:
                     row["controller"] = controlled(hosts, PER_HOST, scenario.work, 1).s + compute_s
             print(f"{name}, {n} hosts: " + ", ".join(f"{k} {v:.2f} s" for k, v in row.items()), flush=True)
@@ -104,8 +106,8 @@ class Run:
         }
         with Hosts(PUBLISHED_HOSTS, self.rate) as hosts:
             for name, variant in variants.items():
-                self.parts[name] = self.ours(hosts, variant, 3)
-                self.parts[f"{name}, no compute"] = self.ours(hosts, replace(variant, compute_s=0.0), 5)
+                self.parts[name] = self.ours(hosts, variant, 2)
+                self.parts[f"{name}, no compute"] = self.ours(hosts, replace(variant, compute_s=0.0), 4)
                 print(f"{name}: {self.parts[name]:.2f} s", flush=True)
 
     def result(self) -> dict[str, Any]:

@@ -34,7 +34,7 @@ from workers import Hosts, why_not
 
 TIMEOUT_S = 900
 SHARED = (encodings.idna, numpy.ctypeslib, numpy.ma)  # that every worker would import for itself: 5 MB of each
-WORKER_MIB, SPARE_MIB = 19, 1024  # what a worker takes, most of it pages of the interpreter that a fork copies
+WORKER_MIB, SPARE_MIB = 15, 2048  # what a worker takes, most of it pages of the interpreter that a fork copies
 
 
 def first_run(rank: int, steps: int, folder: str, victim: int, kill_after: int) -> dict[str, Any]:
