@@ -6,7 +6,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from distflow.comm import domains
+from distflow.comm import domains, wire
 from distflow.comm.domains import Domains, contiguous_assignment
 from distflow.plan import Layout, Move, Partition, Plan
 from distflow.plan.topology import Topology
@@ -72,12 +72,14 @@ def test_shares_are_contiguous_and_keep_groups_whole() -> None:
 
 @pytest.mark.parametrize("most_replicas", [1, 2])
 @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
-@given(rng=st.randoms(use_true_random=False), workers=st.sampled_from([4, 6, 8]))
+@given(rng=st.randoms(use_true_random=False), workers=st.sampled_from([4, 6, 8]), in_pieces=st.booleans())
 def test_every_reader_sees_what_the_writer_wrote_in_small_domains(
-    most_replicas: int, rng: random.Random, workers: int
+    most_replicas: int, rng: random.Random, workers: int, in_pieces: bool
 ) -> None:
+    """Also if columns are sent from where they lie."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(domains, "MAX_REPLICAS", most_replicas)
+        patch.setattr(wire, "SHORT", 0 if in_pieces else wire.SHORT)
         check_random_plan(rng, workers)
 
 
