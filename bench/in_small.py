@@ -5,8 +5,8 @@
 The settings of bench/scaling.py with samples of 512 tokens: hosts are network namespaces (this needs root) of two
 workers and 64 samples, every byte changes its owner, compute is a sleep, 81 : 10 to our own data plane of GRPO on four
 hosts as published. PPO has a critic of the actor's size: a call and an update more, and 1.4 times the compute. Long
-responses are four times as long, with four times the compute. `parts` are steps of GRPO on four hosts without the local
-path, without balance, and with both; compute is then in proportion to a worker's tokens. Controllers are given the
+responses are four times as long, with four times the compute. `parts` are steps of GRPO on four hosts without balance,
+with compute in proportion to a worker's tokens, and without the local path, with none. Controllers are given the
 seconds of the compute, as a driver waits for every call. The last line is one JSON object.
 """
 
@@ -56,8 +56,8 @@ SCENARIOS = {
 class Run:
     """What was measured so far: by scenario, number of hosts and system."""
 
-    def __init__(self, rate: str, folder: Path) -> None:
-        self.rate, self.folder = rate, folder
+    def __init__(self, rate: str, folder: Path, json_file: Path | None) -> None:
+        self.rate, self.folder, self.json_file = rate, folder, json_file
         self.rows: dict[str, Seconds] = {}
         self.parts: dict[str, float] = {}
         self.compute_s = 0.0
@@ -81,6 +81,7 @@ class Run:
                 if n <= scenario.controlled:
                     row["controller"] = controlled(hosts, PER_HOST, scenario.work, 1).s + compute_s
             print(f"{name}, {n} hosts: " + ", ".join(f"{k} {v:.2f} s" for k, v in row.items()), flush=True)
+            self.write()
 
     def verl(self, name: str, scenario: Scenario, python: Path) -> str:
         """Measures verl's data plane with its faster serialisation; returns its version."""
@@ -93,22 +94,27 @@ class Run:
                 s = min(cluster.ask(system="verl, numpy", hosts=n, **size)) + self.compute_s * scenario.compute
                 self.rows[name][n]["verl"] = s
                 print(f"{name}, {n} hosts: verl {s:.2f} s", flush=True)
+                self.write()
             return cluster.version
 
     def measure_parts(self) -> None:
         """Takes the local path and balance away from a step in which all workers generate and train."""
         work = replace(SAMPLE, split=False, compute_s=self.compute_s, by_tokens=True)
-        variants = {
-            "whole": work,
-            "without balance": replace(work, balance=False),
-            "without the local path": replace(work, split=True),
-            "without both": replace(work, split=True, balance=False),
-        }
+        variants = {"whole": work, "without balance": replace(work, balance=False)}
         with Hosts(PUBLISHED_HOSTS, self.rate) as hosts:
             for name, variant in variants.items():
                 self.parts[name] = self.ours(hosts, variant, 2)
+            variants["without the local path"] = replace(
+                work, split=True
+            )  # ranks that only train have twice the samples
+            for name, variant in variants.items():
                 self.parts[f"{name}, no compute"] = self.ours(hosts, replace(variant, compute_s=0.0), 4)
-                print(f"{name}: {self.parts[name]:.2f} s", flush=True)
+        print(", ".join(f"{name}: {s:.2f} s" for name, s in self.parts.items()), flush=True)
+
+    def write(self) -> None:
+        """Writes the result so far, if it is wanted: a run that is interrupted is not lost."""
+        if self.json_file:
+            self.json_file.write_text(json.dumps(self.result()) + "\n")
 
     def result(self) -> dict[str, Any]:
         def ahead(of: str) -> dict[str, dict[int, float]]:
@@ -146,7 +152,7 @@ def main() -> None:
         sys.exit(f"no hosts on this machine: {reason}")
     python, began, version = args.peers / "verl" / "bin" / "python", time.monotonic(), None
     with tempfile.TemporaryDirectory(prefix="in-small-") as name:
-        run = Run(args.rate, Path(name))
+        run = Run(args.rate, Path(name), args.json)
         if PARTS in args.only:
             run.measure_parts()
         for scenario in (s for s in SCENARIOS if s in args.only):

@@ -39,8 +39,8 @@ def ablation(measured: Mapping[str, Any] | None) -> dict[str, Any]:
     parts = measured["parts"] if measured else {}
 
     def gain(name: str, suffix: str) -> float | None:
-        known = name in without and f"whole{suffix}" in parts
-        return _rounded(parts[without[name] + suffix] / parts[f"whole{suffix}"]) if known else None
+        with_it, without_it = f"whole{suffix}", without.get(name, "") + suffix
+        return _rounded(parts[without_it] / parts[with_it]) if {with_it, without_it} <= parts.keys() else None
 
     return {
         name: {
