@@ -101,21 +101,21 @@ def ahead(rows: Sequence[Row], figure: str, measured: Mapping[str, Any]) -> Poin
     host = {name: {gpus / HOST: y for gpus, y in line} for name, line in lines.items()}
     found = {
         f"7B {kind}": [(h, rate / host[THEIRS + suffix][h]) for h, rate in host[OWN + suffix].items()]
-        for kind, suffix in (("published, over verl", ""), ("predicted, over verl", ", predicted"))
+        for kind, suffix in (("published", ""), ("predicted", ", predicted"))
     }
-    for key, name in (("speedup_vs_verl", "over verl's data plane"), ("speedup_vs_controller", "over our controller")):
+    for key, name in (("speedup_vs_verl", "verl's data plane"), ("speedup_vs_controller", "our controller")):
         ratios = measured[key].get(figure, {})
         found[f"in small, {name}"] = [(float(h), ratio) for h, ratio in ratios.items()]
     return found
 
 
 def efficiencies(rows: Sequence[Row], measured: Mapping[str, Any]) -> Points:
-    """Returns weak scaling by hosts, relative to the fewest: models with images, and steps in small."""
+    """Returns weak scaling by hosts, relative to the fewest: of 7B with images, and of steps in small."""
     found: Points = {}
-    for row in (r for r in rows if r.source == WEAK):
-        model, first, gpus = row.what.split(", ")[0], *(int(w) for w in row.what.split() if w.isdigit())
+    for row in (r for r in rows if r.source == WEAK and r.what.startswith("7b")):
+        first, gpus = (int(word) for word in row.what.split() if word.isdigit())
         for kind, value in (("published", row.published), ("predicted", row.predicted)):
-            found.setdefault(f"{model} {kind}", [(first / HOST, 1.0)]).append((gpus / HOST, value))
+            found.setdefault(f"7B {kind}", [(first / HOST, 1.0)]).append((gpus / HOST, value))
     for name, points in measured["weak_scaling"].items():
         found[f"in small, {name}"] = [(float(h), value) for h, value in points.items()]
     return found

@@ -168,13 +168,17 @@ def fitted(setting: Setting, published: Mapping[str, float]) -> Setting:
     generation. They depend on each other: a few times over."""
     for _ in range(5):
         for key, node, high in (("mean", UPDATE, 8000.0), ("spread", GENERATE, 2.0)):
-            setting = replace(setting, **{key: solve(published[node], 0.0, high, partial(_with, setting, node, key))})
+            setting = _with(setting, key, solve(published[node], 0.0, high, partial(_seconds, setting, key, node)))
     return setting
 
 
-def _with(setting: Setting, node: str, key: str, value: float) -> float:
-    """Returns the seconds of a node with another value."""
-    return replace(setting, **{key: max(value, 1e-3)}).node_s(node)
+def _with(setting: Setting, key: str, value: float) -> Setting:
+    changes: dict[str, Any] = {key: max(value, 1e-3)}
+    return replace(setting, **changes)
+
+
+def _seconds(setting: Setting, key: str, node: str, value: float) -> float:
+    return _with(setting, key, value).node_s(node)
 
 
 def described(setting: Setting) -> str:

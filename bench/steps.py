@@ -216,12 +216,14 @@ def make_plan(workers: int, work: Work) -> Plan:
     score = Node("judge", reads=("tokens",), writes=("score",), balance=balance, fn=judge)
     updates = [method("update", type="train", reads=(*INTS, *LOGPROBS, "advantage"), balance=balance)]
     if work.ppo:
-        writes = ("advantage", "returns")
-        estimate = Node("gae", reads=("tokens", "score", "values"), writes=writes, balance=balance, fn=gae)
+        reads: tuple[str, ...] = ("tokens", "score", "values")
+        estimate = Node("gae", reads=reads, writes=("advantage", "returns"), balance=balance, fn=gae)
         updates.append(method("update_critic", "critic", type="train", reads=(*INTS, *CRITIC), balance=balance))
     else:
-        reads, writes = ("tokens", "score"), ("advantage",)
-        estimate = Node("advantage", reads=reads, writes=writes, whole_groups=True, balance=balance, fn=advantage)
+        reads = ("tokens", "score")
+        estimate = Node(
+            "advantage", reads=reads, writes=("advantage",), whole_groups=True, balance=balance, fn=advantage
+        )
     nodes = (generate, *forward, score, estimate, *updates)
     sets, places, default = {}, {"generate": Place(tp=work.tp)}, Place()
     if work.split:

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from distflow.comm import domains, wire
+from distflow.batch.copy_ranges import SHORT
+from distflow.comm import domains
 from distflow.comm.domains import Domains, contiguous_assignment
 from distflow.plan import Layout, Move, Partition, Plan
 from distflow.plan.topology import Topology
@@ -79,7 +80,7 @@ def test_every_reader_sees_what_the_writer_wrote_in_small_domains(
     """Also if columns are sent from where they lie."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(domains, "MAX_REPLICAS", most_replicas)
-        patch.setattr(wire, "SHORT", 0 if in_pieces else wire.SHORT)
+        patch.setattr("distflow.comm.wire.SHORT", 0 if in_pieces else SHORT)
         check_random_plan(rng, workers)
 
 
