@@ -44,5 +44,5 @@ if __name__ == "__main__":
     folder = Path(sys.argv[1])
     tokenizer = AutoTokenizer.from_pretrained(folder / "model", padding_side="left")
     model = AutoModelForCausalLM.from_pretrained(folder / "model")
-    write_answers(model, tokenizer, folder, count=480)
+    write_answers(model, tokenizer, folder, count=320)
     write_student(model, tokenizer, folder / "student")
