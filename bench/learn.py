@@ -54,10 +54,9 @@ OPTIONS: dict[str, list[str]] = {
     "kl_unbiased": ["flow=grpo", "algo.mini_batches=2", "algo.kl=0.01", "algo.kl_unbiased=true"],
     "kl_refreshed": ["flow=grpo", "algo.kl=0.01", "algo.kl_reference=ema", "train.ema=0.0", "train.ema_every=5"],
     "rejection": [
-        *("flow=grpo", "rollout.staleness=1", "algo.rollout_correction=icepop-token"),
+        *("flow=grpo", "algo.mini_batches=2", "algo.rollout_correction=icepop-token"),
         "algo.rollout_rejection=mean-k1",
     ],
-    "dapo_stale": ["flow=dapo", "rollout.staleness=1"],
 }
 
 
