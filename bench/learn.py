@@ -45,7 +45,7 @@ ALGORITHMS: dict[str, list[str]] = {
 # And of options that are no flows of their own.
 OPTIONS: dict[str, list[str]] = {
     "max_rl": ["flow=grpo", "algo.scale=mean"],
-    "luspo": ["flow=gspo", "algo.aggregate=seq-mean-token-sum", "algo.mini_batches=2", "algo.clip=0.01"],
+    "luspo": ["flow=gspo", "algo.aggregate=seq-mean-token-sum", "algo.mini_batches=2"],
     "pass_at_k": ["flow=max_at_k", "algo.baseline=mean"],
     "mask_truncated": ["flow=grpo", "algo.mask_truncated=true"],
     "mask_off_policy": ["flow=grpo", "algo.mini_batches=2", "algo.mask_off_policy=0.01"],
