@@ -56,6 +56,12 @@ def in_threads(kernel: Callable[[slice], None], count: int, work: int) -> None:
         list(_pool(os.getpid()).map(kernel, map(slice, bounds, bounds[1:])))
 
 
+def by_rows(kernel: Callable[..., None], cost: int, *tensors: Tensor) -> None:
+    """Calls `kernel` for rows of the tensors. `cost`: of an element of the first, in multiplications."""
+    arrays = [as_numpy(t) for t in tensors]
+    in_threads(lambda some: kernel(*(a[some] for a in arrays)), len(arrays[0]), cost * arrays[0].size)
+
+
 @cache
 def _pool(process: int) -> ThreadPoolExecutor:
     """Returns the threads of a process; a fork of it has none of them."""

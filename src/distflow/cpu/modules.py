@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from distflow.config.schema import MIXTURES
-from distflow.cpu import as_numpy, in_threads, kernels_for
+from distflow.cpu import as_numpy, by_rows, in_threads, kernels_for
 from distflow.cpu.products import PackedWeight, grouped_linear, linear, ranges
 from distflow.model.experts import Experts, experts_blocks
 from distflow.model.llama_family import FAMILY, is_llama_like, uses_silu
@@ -148,20 +148,15 @@ class _Gate(torch.autograd.Function):
         ctx.save_for_backward(*pair)
         ctx.kernels = kernels
         out = torch.empty_like(pair[0])
-        _by_rows(kernels.gate, *pair, out)
+        by_rows(kernels.gate, _COST, *pair, out)
         return out.view(gate.shape)
 
     @staticmethod
     def backward(ctx: Any, d: Tensor) -> tuple[Tensor, ...]:
         pair = ctx.saved_tensors
         grads = [torch.empty_like(t) for t in pair]
-        _by_rows(ctx.kernels.gate_backward, _rows(d), *pair, *grads)
+        by_rows(ctx.kernels.gate_backward, _COST, _rows(d), *pair, *grads)
         return tuple(g.view(d.shape) for g in grads)
-
-
-def _by_rows(kernel: Any, *tensors: Tensor) -> None:
-    arrays = [as_numpy(t) for t in tensors]
-    in_threads(lambda some: kernel(*(a[some] for a in arrays)), len(arrays[0]), _COST * arrays[0].size)
 
 
 def _rows(x: Tensor) -> Tensor:

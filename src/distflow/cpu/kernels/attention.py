@@ -8,19 +8,11 @@ sums have their parts at multiples of SUM from the beginning of its sequence, an
 import numpy as np
 
 from distflow.cpu.kernels.compiled import SUMS, compiled
-from distflow.cpu.kernels.layers import exp, tanh
-from distflow.cpu.kernels.products import PANEL, SUM, multiply_block, to_panel
+from distflow.cpu.kernels.layers import exp, largest, tanh
+from distflow.cpu.kernels.products import PANEL, SUM, aligned, copy, multiply_block, to_panel
 
 _F = np.float32
 ROWS = 96  # of queries that go together
-
-
-@compiled({"nnan", "nsz", "reassoc"}, inline=True)
-def _largest(row):
-    peak = _F(-np.inf)
-    for x in row:
-        peak = x if x > peak else peak
-    return peak
 
 
 @compiled(SUMS, inline=True)
@@ -42,13 +34,14 @@ def _multiple(n, of):
 def _weigh(row, low, high, first, last, cap):
     """Turns scores from `low` to `high` into exp(score − peak), the others from `first` to `last`, both multiples of
     SUM, into 0. Returns the peak and the sum."""
+    seen = row[low:high]  # loops from 0 on are vectorised: no index can be negative
     if cap > _F(0):
-        for t in range(low, high):
-            row[t] = cap * tanh(row[t] / cap)
-    peak = _largest(row[low:high])
+        for t in range(len(seen)):
+            seen[t] = cap * tanh(seen[t] / cap)
+    peak = largest(seen)
     row[first:low] = _F(0)
-    for t in range(low, high):
-        row[t] = exp(row[t] - peak)
+    for t in range(len(seen)):
+        seen[t] = exp(seen[t] - peak)
     row[high:last] = _F(0)
     total = _F(0)
     for t in range(first, last, SUM):
@@ -122,26 +115,22 @@ def _dot(a, b):
 
 
 @compiled({"contract"}, inline=True)
-def _slopes(scores, slopes, low, high, logsum, along, cap):
+def _slopes(scores, slopes, logsum, along, cap):
     """Turns scores into weights, and the gradients of weights into those of scores."""
     if cap > _F(0):
-        for t in range(low, high):
+        for t in range(len(scores)):
             soft = tanh(scores[t] / cap)
             scores[t] = exp(cap * soft - logsum)
             slopes[t] = scores[t] * (slopes[t] - along) * (_F(1) - soft * soft)
     else:
-        for t in range(low, high):
+        for t in range(len(scores)):
             scores[t] = exp(scores[t] - logsum)
             slopes[t] = scores[t] * (slopes[t] - along)
 
 
 @compiled(set(), inline=True)
-def _pack_part(rows, first, last, panels, r):
-    """Copies from `first` to `last` of row r of [n, keys] into panels [keys / PANEL, n, PANEL]."""
-    for t in range(first, last, PANEL):
-        panel = panels[t // PANEL, r]
-        for c in range(PANEL):
-            panel[c] = rows[r, t + c]
+def _panels(count, dim):
+    return aligned(count * dim * PANEL).reshape(count, dim, PANEL)
 
 
 @compiled(set())
@@ -158,9 +147,9 @@ def attend_backward(d, q, k, v, out, logsums, jobs, spans, scale, window, cap, d
     query, grad = np.empty((rows, dim), _F), np.empty((rows, dim), _F)
     query_t, grad_t, some = np.empty((dim, rows), _F), np.empty((dim, rows), _F), np.empty((rows, wide), _F)
     scores, slopes = np.empty((rows, longest + PANEL), _F), np.empty((rows, longest + PANEL), _F)
-    weights_p, slopes_p = (np.empty((longest // PANEL, rows, PANEL), _F), np.empty((longest // PANEL, rows, PANEL), _F))
-    keys, values = np.empty((longest // PANEL, dim, PANEL), _F), np.empty((longest // PANEL, dim, PANEL), _F)
-    keys_d = np.empty((wide // PANEL, longest, PANEL), _F)
+    count = longest // PANEL
+    weights_p, slopes_p = _panels(count, rows), _panels(count, rows)
+    keys, values, keys_d = _panels(count, dim), _panels(count, dim), _panels(wide // PANEL, longest)
     dk_t, dv_t = np.empty((dim, longest), _F), np.empty((dim, longest), _F)
     for job in jobs:
         g, (row, row_end, key, key_end) = job % groups, spans[job // groups]
@@ -190,13 +179,15 @@ def attend_backward(d, q, k, v, out, logsums, jobs, spans, scale, window, cap, d
             for r in range(count):
                 i, h, seen = low + r // each, g * each + r % each, place + r // each + 1
                 unseen = max(0, seen - window)
-                _slopes(scores[r], slopes[r], unseen, seen, logsums[i, h], _dot(grad[r], out[i, h]), cap)
+                along, weights, slope = _dot(grad[r], out[i, h]), scores[r, unseen:seen], slopes[r, unseen:seen]
+                _slopes(weights, slope, logsums[i, h], along, cap)
                 scores[r, first:unseen] = _F(0)
                 slopes[r, first:unseen] = _F(0)
                 scores[r, seen:last] = _F(0)
                 slopes[r, seen:last] = _F(0)
-                _pack_part(scores, first, last, weights_p, r)
-                _pack_part(slopes, first, last, slopes_p, r)
+            for t in range(first, last, PANEL):
+                copy(scores[:count, t : t + PANEL], weights_p[t // PANEL])
+                copy(slopes[:count, t : t + PANEL], slopes_p[t // PANEL])
             for t in range(first, end, SUM):
                 multiply_block(slopes[:count, t : min(t + SUM, end)], keys_d, t, some[:count], t == first)
             multiply_block(query_t[:, :count], slopes_p[panels], 0, dk_t[:, first:last], False)
@@ -205,7 +196,5 @@ def attend_backward(d, q, k, v, out, logsums, jobs, spans, scale, window, cap, d
                 for e in range(each):
                     for c in range(dim):
                         dq[i, g * each + e, c] = some[(i - low) * each + e, c] * scale
-        for t in range(length):
-            for c in range(dim):
-                dk[key + t, g, c] = dk_t[c, t]
-                dv[key + t, g, c] = dv_t[c, t]
+        copy(dk_t[:, :length].T, dk[key:key_end, g])
+        copy(dv_t[:, :length].T, dv[key:key_end, g])

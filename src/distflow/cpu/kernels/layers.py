@@ -170,18 +170,26 @@ def after_attention(x, y, out, out_bias, weight, epsilon, gate_up, gate_up_bias,
     x += normed
 
 
-@compiled(SUMS, inline=True)
-def _peak(row):
-    peak = _F(-np.inf)
-    for x in row:
+@compiled(set(), inline=True)
+def _in_order(bits):
+    """Turns the bits of a number into a whole one that is larger for a larger number, and back."""
+    return _I(bits ^ _I(_I(bits >> _I(31)) & _I(0x7FFFFFFF)))
+
+
+@compiled(set(), inline=True)
+def largest(row):
+    """Returns the largest number of a row: as whole numbers, since NaN keeps those from being compared in parallel."""
+    peak = _in_order(_F(-np.inf).view(_I))
+    for c in range(len(row)):
+        x = _in_order(_F(row[c]).view(_I))
         peak = x if x > peak else peak
-    return peak
+    return _I(_in_order(peak)).view(_F)
 
 
 @compiled(SUMS, inline=True)
 def _softmax_sums(row):
     """Returns the maximum m, Σ exp(x − m), and Σ exp(x − m) (x − m)."""
-    peak, total, weighted = _peak(row), _F(0), _F(0)
+    peak, total, weighted = largest(row), _F(0), _F(0)
     for start in range(0, len(row), SUM):
         some, far = _F(0), _F(0)
         for c in range(start, min(start + SUM, len(row))):
@@ -227,7 +235,7 @@ def gumbel_sample(logits, keys, columns, arrivals, tokens):
     n, vocabulary = logits.shape
     for i in range(n):
         row, one, other = logits[i], keys[i, 0], keys[i, 1]
-        peak = _peak(row)
+        peak = largest(row)
         for c in range(vocabulary):
             x = _U(columns[c] + one)
             x = _U(_U(x ^ _U(x >> _U(16))) * _U(0x21F0AAAD)) ^ other

@@ -251,8 +251,7 @@ def _apart(x):
 
 
 @compiled(set())
-def _multiply(x, panels, out, fresh):
-    """out = x · the packed weight, or that added to `out`"""
+def _multiply_whole(x, panels, out, fresh):
     n, dim = x.shape
     apart, block = _apart(x), np.empty((min(n, _ROWS), SUM + PANEL), _F)
     for start in range(0, len(panels), _PANELS):
@@ -268,13 +267,15 @@ def _multiply(x, panels, out, fresh):
 
 
 @compiled(set())
-def _multiply_last(x, panel, out, fresh):
-    """Multiplies by a panel of which `out` has only some columns."""
-    n, columns = out.shape
-    some = np.empty((n, PANEL), _F)
-    some[:, :columns] = out
-    _multiply(x, panel, some, fresh)
-    out[:] = some[:, :columns]
+def _multiply(x, panels, out, fresh):
+    """out = x · the panels, or that added to `out`, which may have only some columns of the last panel"""
+    whole = out.shape[1] // PANEL
+    _multiply_whole(x, panels[:whole], out[:, : whole * PANEL], fresh)
+    if whole < len(panels):
+        edge, some = out[:, whole * PANEL :], np.empty((len(x), PANEL), _F)
+        some[:, : edge.shape[1]] = edge
+        _multiply_whole(x, panels[whole:], some, fresh)
+        edge[:] = some[:, : edge.shape[1]]
 
 
 @compiled(set())
@@ -285,8 +286,7 @@ def linear(x, weights, bias, out):
     for panels, last, width in weights:
         whole, end = at + len(panels) * PANEL, at + width
         _multiply(x, panels, out[:, at:whole], True)
-        if whole < end:
-            _multiply_last(x, last, out[:, whole:end], True)
+        _multiply(x, last, out[:, whole:end], True)
         at = end
     if len(bias):
         out += bias
@@ -295,28 +295,14 @@ def linear(x, weights, bias, out):
 @compiled(set())
 def multiply(a, b, out, fresh):
     """out = a [n, dim] · b [dim, columns], or that added to `out`; a and b may lie transposed"""
-    n, (dim, columns) = len(a), b.shape
-    apart, block = _apart(a), np.empty((min(n, _ROWS), SUM + PANEL), _F)
-    room, some = aligned(_PACKED * PANEL * min(dim, SUM)), np.empty((min(n, _ROWS), PANEL), _F)
+    dim, columns = b.shape
+    room = aligned(_PACKED * PANEL * min(dim, SUM))
     for start in range(0, columns, _PACKED * PANEL):
         end = min(start + _PACKED * PANEL, columns)
         count = (end - start + PANEL - 1) // PANEL
-        whole = (end - start) // PANEL
-        edge = start + whole * PANEL
         for first in range(0, dim, SUM):
             last = min(first + SUM, dim)
-            new = fresh and first == 0
             panels = room[: count * (last - first) * PANEL].reshape(count, last - first, PANEL)
             for p in range(count):
                 to_panel(b[first:last, start + p * PANEL : min(start + (p + 1) * PANEL, end)], panels[p])
-            for low in range(0, n, _ROWS):
-                high = min(low + _ROWS, n)
-                rows = a[low:high, first:last]
-                if apart:
-                    copy(rows, block)
-                    rows = block[: high - low, : last - first]
-                multiply_block(rows, panels[:whole], 0, out[low:high, start:edge], new)
-                if edge < end:
-                    some[: high - low, : end - edge] = out[low:high, edge:end]
-                    multiply_block(rows, panels[whole:], 0, some[: high - low], new)
-                    out[low:high, edge:end] = some[: high - low, : end - edge]
+            _multiply(a[:, first:last], panels, out[:, start:end], fresh and first == 0)
