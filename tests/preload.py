@@ -58,4 +58,5 @@ def _train() -> None:
 torch.set_num_threads(1)  # a fork of a process with threads would wait for them
 _generate()
 _train()
+pair.cache_clear()  # a test may want it of another size
 gc.freeze()  # a collection in a fork would touch every page, and so copy it

@@ -3,6 +3,7 @@ import os
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -222,9 +223,9 @@ def test_ctrl_c_while_a_command_starts_is_one_line(tmp_path: Path, module: str) 
     (tmp_path / "sitecustomize.py").write_text(INTERRUPTED_IMPORT)
     path = os.pathsep.join([str(tmp_path), *os.environ.get("PYTHONPATH", "").split(os.pathsep)])
     environment = os.environ | {"PYTHONPATH": path, "INTERRUPT_AT": module}
-    done = subprocess.run(
-        [sys.executable, "-m", "distflow", "plan", DIAMOND], env=environment, capture_output=True, text=True
-    )
+    heeds = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # a shell's jobs in the background ignore it
+    command = [sys.executable, "-m", "distflow", "plan", DIAMOND]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, preexec_fn=heeds)
     assert done.stderr == "distflow: stopped by SIGINT\n"
     assert done.returncode in (-signal.SIGINT, 128 + signal.SIGINT)
     assert done.stdout == ""

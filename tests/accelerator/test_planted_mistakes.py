@@ -145,7 +145,7 @@ PLANTS = {
         "); both = [[x.item() for x in row] for row in both]", "the host waits for the device more than once",
     ),
     "the optimiser's step count is restored in host memory": Plant(
-        check_checkpoint, "train.trainer:Trainer.restore", ", device=shard.device", ""
+        check_checkpoint, "train.trainer:Trainer._state_of", ", device=shard.device", ""
     ),
     "a checkpoint is copied on the device": Plant(
         check_checkpoint, "checkpoint.writer:_copy", '.to("cpu", copy=True)', ".clone()",

@@ -159,7 +159,8 @@ def test_every_example_config_parses_and_plans(path: Path) -> None:
     program = Program.load(path)
     config = program.config
     if not all(Path(f).exists() for f in program.files):  # written by a script of the example
-        program = Program.load(path, [f"data.fields=[prompt, {'response' if config.flow == 'sft' else 'answer'}]"])
+        given = config.flow == "sft" or config.algo.get("samples") == "given"
+        program = Program.load(path, [f"data.fields=[prompt, {'response' if given else 'answer'}]"])
     plan = program.plan(config.workers or 1)
     assert {n.id for n in program.flow.nodes} <= set(plan.home)
     assert json.loads(json.dumps(plan.to_json()))["samples"] == config.data.batch * program.repeat

@@ -6,6 +6,7 @@ which all processes of a host share; what is sent to another host are ages.
 
 import json
 import logging
+import math
 import mmap
 import os
 import socket
@@ -59,6 +60,7 @@ class Heartbeat:
         self.data_age_s: Callable[[int], float | None] = lambda rank: None  # since the transport received data of it
         self.on_wait: Callable[[tuple[int, ...], float], None] | None = None  # told the ranks and seconds of each wait
         self.write_s = 0.0  # that this worker's part of a checkpoint may take
+        self.first_step = math.inf  # that this worker takes; in it models are compiled and warm up
         self._map: mmap.mmap | None = None
         # Replaced as a whole: the watchdog reads it in its own thread.
         self._state: tuple[int, str, tuple[int, ...], float] = (-1, "starting", (), time.monotonic())
@@ -80,6 +82,8 @@ class Heartbeat:
         return Record(self.rank, self.pid, self.host, *doing, self._beat, self._done, self.write_s)
 
     def start_task(self, step: int, task: str) -> None:
+        if step > 0:
+            self.first_step = min(self.first_step, step)
         self._state = (step, task, (), time.monotonic())
         self._write()
 

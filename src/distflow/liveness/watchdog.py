@@ -68,7 +68,6 @@ class Watchdog:
         self._stack = ""
         self._stop_requested, self._peer_was_gone, self._warned = stop_requested, False, False
         self._started = time.monotonic()
-        self._first_step = math.inf  # that this worker takes; in it models are compiled and warm up
         self._stop = threading.Event()
         self._main_thread = threading.get_ident()
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
@@ -154,9 +153,7 @@ class Watchdog:
 
     def _collective_limit_s(self, record: Record) -> float:
         """Returns how long a collective of a model may take: short, once the first step is over."""
-        if record.step > 0:
-            self._first_step = min(self._first_step, record.step)
-        return self.limit_s if record.step > self._first_step else self.start_limit_s
+        return self.limit_s if record.step > self.heartbeat.first_step else self.start_limit_s
 
     def _stuck_collective(self, record: Record, limit_s: float) -> Collective | None:
         """Returns a collective of a model that takes longer than the limit, in a task that does, too."""
