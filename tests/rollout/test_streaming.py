@@ -120,7 +120,7 @@ def test_pages_do_not_change_a_token(arch: str, page: int, monkeypatch: pytest.M
 
 
 def test_a_limit_of_32768_tokens_reserves_no_memory_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(np, "empty", np.zeros)  # what is not 0 was written here, not by whoever had the memory before
+    monkeypatch.setattr(torch, "empty", torch.zeros)  # what is not 0 was written here, not before
     params = replace(PARAMS, max_tokens=32_768)
     qwen2 = generator("qwen2", 64, cache_tokens=70_000)
     with passes() as computed:
